@@ -1,0 +1,48 @@
+# Everything a developer or a visitor types. Each target sets up what it needs.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV ?= .venv
+WORKSPACE ?= runs
+BIN := $(VENV)/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test lint format generate benchmark clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+install: $(VENV)/.installed ## Make .venv with the finetune command and everything the tests need
+
+$(VENV)/.installed: constraints.txt pyproject.toml operator/pyproject.toml trainer_image/pyproject.toml trainer_image/contract/pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@echo "Installing into $(VENV) (torch and its libraries are large: some minutes the first time)"
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --constraint constraints.txt pip
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  --editable trainer_image/contract --editable trainer_image --editable operator --group dev
+	@touch $@
+
+quickstart: install ## Fine-tune, evaluate and predict on this machine (about 2 minutes after installing)
+	$(BIN)/finetune run manifests/examples/quickstart.yaml --workspace $(WORKSPACE) --restart
+
+test: install ## Run all tests (under 15 minutes on 2 cores)
+	$(BIN)/python -m pytest
+
+lint: install ## Check style, types and import layers
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+generate: install ## Write again what is generated: CRD, schema, API reference, lists of known arguments
+	$(BIN)/python -m tests.generate
+
+benchmark: install ## Measure training and prediction against the published form (see tests/benchmarks)
+	$(BIN)/python tests/benchmarks/padding.py
+
+clean: ## Remove the virtual environment, caches and results of runs
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,843 @@
+"""The FineTuneJob resource: spec and status, field by field.
+
+This module is the one source of the API. From it come the CRD, the JSON schema for editors, the documentation tables and the
+messages of `finetune validate`. It holds no behaviour: defaults that need a decision (a micro-batch, a number of epochs) are
+taken by the plan, and are `auto` or absent here.
+
+Descriptions are written for `kubectl explain`: meaning, unit, default, and what leaving the field out does.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+from pydantic.alias_generators import to_camel
+
+from finetune_contract.choices import OffloadDevice, OptimizerName, Precision, SchedulerName, Task
+
+GROUP = "finetune.dev"
+VERSION = "v1alpha1"
+API_VERSION: Literal["finetune.dev/v1alpha1"] = "finetune.dev/v1alpha1"
+KIND: Literal["FineTuneJob"] = "FineTuneJob"
+PLURAL = "finetunejobs"
+SINGULAR = "finetunejob"
+SHORT_NAME = "ftj"
+CATEGORY = "finetune"
+
+MAX_INT = 2**31 - 1
+"""Bound of counts. Far above any real one, and small enough for every JSON reader."""
+
+Auto: TypeAlias = Literal["auto"]
+Scheme: TypeAlias = Literal["hf", "s3", "gs", "az", "pvc", "file", "pkg"]
+LauncherName: TypeAlias = Literal["pytorchjob", "mpijob", "trainjob", "jobset", "job"]
+StrategyChoice: TypeAlias = Literal["auto", "single", "ddp", "fsdp", "deepspeed"]
+
+# Kubernetes' own rules, from apimachinery's validation: RFC 1123 labels and subdomains, resource quantities.
+DNS_SUBDOMAIN_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"
+URI_PATTERN = r"^(hf|s3|gs|az|pvc|file|pkg)://.+$"
+
+Text: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+"""A name that the user chose: any text."""
+Uri: TypeAlias = Annotated[str, StringConstraints(pattern=URI_PATTERN, min_length=6, max_length=1024)]
+Quantity: TypeAlias = Annotated[str, StringConstraints(pattern=QUANTITY_PATTERN, max_length=32)]
+ObjectName: TypeAlias = Annotated[str, StringConstraints(pattern=DNS_SUBDOMAIN_PATTERN, min_length=1, max_length=253)]
+Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT)]
+NonNegative: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
+
+
+class SpecModel(BaseModel):
+    """Base of everything that people write: unknown fields are errors, types are not coerced, names are camelCase only."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        alias_generator=to_camel,
+        validate_by_alias=True,
+        validate_by_name=False,
+        allow_inf_nan=False,
+    )
+
+
+class StatusModel(BaseModel):
+    """Base of everything that the operator writes; fields of a newer version are ignored."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", alias_generator=to_camel, validate_by_alias=True, validate_by_name=True
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- model
+
+
+class AdapterSpec(SpecModel):
+    """Parameter-efficient fine-tuning."""
+
+    method: Literal["none", "lora", "qlora", "dora"] = Field(
+        default="none", description="How weights are adapted. Default none: all weights are trained."
+    )
+    rank: Annotated[int, Field(ge=1, le=4096)] = Field(
+        default=16,
+        description="Rank of the update matrices, a count. Default 16. Used only with a method other than none.",
+    )
+    alpha: Annotated[float, Field(gt=0, le=65536)] = Field(
+        default=32.0, description="Scale of the update; the effective factor is alpha / rank. Default 32."
+    )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.05, description="Dropout on the adapter's input, a share from 0 to below 1. Default 0.05."
+    )
+    target_modules: Auto | Annotated[tuple[Text, ...], Field(min_length=1, max_length=64)] = Field(
+        default="auto",
+        description="Names of the layers to adapt, or auto (the default) for all linear layers of the blocks.",
+    )
+
+
+class ModelSpec(SpecModel):
+    """The model to start from."""
+
+    uri: Uri = Field(
+        description="Where the model is: hf://org/name, s3://, gs://, az://, pvc://claim/path; file:///path and "
+        "pkg://python_package/folder only when run without a cluster. Required."
+    )
+    revision: Text = Field(
+        default="main",
+        description="Branch, tag or commit of a Hub model. Default main; status pins it to a commit. Not used by other schemes.",
+    )
+    trust_remote_code: bool = Field(
+        default=False,
+        description="Run Python code that comes with the model. Default false. Refused unless the cluster's administrator "
+        "allows the repository.",
+    )
+    adapter: AdapterSpec = Field(
+        default=AdapterSpec(), description="Adapter training; left out: all weights are trained."
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- dataset
+
+
+class SplitsSpec(SpecModel):
+    """Names of the splits."""
+
+    train: Text | None = Field(
+        default=None,
+        description="Split (or file stem) to train on, Hub slices such as train[:10%] included. Left out: the split named "
+        "train, or the only file.",
+    )
+    validation: Text | None = Field(
+        default=None,
+        description="Split measured during training. Left out: the split named validation if there is one, else 5 % of train, "
+        "set aside with the seed.",
+    )
+    test: Text | None = Field(
+        default=None,
+        description="Split that evaluate and predict use. Left out: the split named test if there is one, else validation.",
+    )
+
+
+class ColumnsSpec(SpecModel):
+    """Names of the columns by role; which ones a task uses is in the task's description."""
+
+    text: Text | None = Field(
+        default=None,
+        description="Input text. Left out: text. Used by text-classification, text-generation and masked-lm.",
+    )
+    text_pair: Text | None = Field(
+        default=None, description="Second text of a pair. Left out: there is no pair. Used by text-classification."
+    )
+    label: Text | None = Field(
+        default=None, description="Class as a number from 0 or as a word. Left out: label. Used by text-classification."
+    )
+    tokens: Text | None = Field(
+        default=None, description="List of words. Left out: tokens. Used by token-classification."
+    )
+    tags: Text | None = Field(
+        default=None, description="List of tags, one a word. Left out: tags. Used by token-classification."
+    )
+    question: Text | None = Field(default=None, description="Question. Left out: question. Used by question-answering.")
+    context: Text | None = Field(default=None, description="Paragraph. Left out: context. Used by question-answering.")
+    answers: Text | None = Field(default=None, description="Answers. Left out: answers. Used by question-answering.")
+    source: Text | None = Field(
+        default=None, description="Text to turn. Left out: source. Used by summarization, translation."
+    )
+    target: Text | None = Field(
+        default=None, description="Wanted text. Left out: target. Used by summarization, translation."
+    )
+    messages: Text | None = Field(
+        default=None, description="Chat as a list of messages. Left out: no chat. Used by text-generation."
+    )
+
+
+class DatasetSpec(SpecModel):
+    """Rows to train, evaluate or predict on."""
+
+    uri: Uri = Field(
+        description="Where the data are: hf://org/name, or a folder, file or glob of jsonl, csv or parquet behind any scheme. "
+        "Required."
+    )
+    config: Text | None = Field(
+        default=None, description="Configuration of a Hub data set, as glue has mnli. Left out: its default one."
+    )
+    splits: SplitsSpec = Field(
+        default=SplitsSpec(), description="Names of the splits; left out: train, validation, test."
+    )
+    columns: ColumnsSpec = Field(
+        default=ColumnsSpec(), description="Names of the columns; left out: the task's own names."
+    )
+
+
+class PreparationSpec(SpecModel):
+    """How rows become tokens."""
+
+    engine: Literal["auto", "job", "spark"] = Field(
+        default="auto",
+        description="What prepares the data. Default auto: one process group on one node; job and spark: many nodes.",
+    )
+    workers: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1, description="Processes that tokenise (partitions with engine job or spark), a count. Default 1."
+    )
+    max_length: Annotated[int, Field(ge=2, le=10_000_000)] | None = Field(
+        default=None,
+        description="Longest input in tokens; longer rows are cut. Left out: the model's limit, at most 512.",
+    )
+    packing: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Whether several rows share one sequence. Default auto: only for tasks that gain from it.",
+    )
+    stride: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        default=128,
+        description="Overlap of the windows of a long row in tokens, for tasks that use windows. Default 128.",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+class EarlyStoppingSpec(SpecModel):
+    """Stop before the last step."""
+
+    metric: Text = Field(
+        default="loss",
+        description="Validation metric to watch, named as Hugging Face does without eval_. Default loss.",
+    )
+    patience: Annotated[int, Field(ge=1, le=1000)] = Field(
+        default=3, description="Evaluations without an improvement after which training stops, a count. Default 3."
+    )
+
+
+class GitSpec(SpecModel):
+    """A user's program in a git repository."""
+
+    url: Annotated[str, StringConstraints(pattern=r"^https://.+$", max_length=1024)] = Field(
+        description="HTTPS URL of the repository; its host has to be allowed by the administrator. Required."
+    )
+    ref: Text = Field(default="main", description="Branch, tag or commit. Default main.")
+    path: Text | None = Field(default=None, description="Folder inside the repository. Left out: its root.")
+
+
+class ScriptSpec(SpecModel):
+    """A user's own training program in place of the built-in loop."""
+
+    git: GitSpec = Field(description="Where the program is. Required.")
+    entry_point: Text = Field(default="train.py", description="File to run, relative to git.path. Default train.py.")
+    hyperparameters: Annotated[dict[str, str | int | float | bool], Field(max_length=256)] = Field(
+        default={}, description="Passed as --key value, byte for byte. Left out: none."
+    )
+
+
+class TrainingSpec(SpecModel):
+    """How the model is trained. `training: {}` trains with the defaults; without training nothing is trained."""
+
+    epochs: Annotated[float, Field(gt=0, le=100_000)] | None = Field(
+        default=None,
+        description="Passes over the training split; parts are allowed. Left out: 3, unless maxSteps is given.",
+    )
+    max_steps: Count | None = Field(
+        default=None, description="Optimizer steps, a count, in place of epochs. Left out: epochs decide."
+    )
+    global_batch_size: Count = Field(
+        default=32,
+        description="Rows per optimizer step over all processes, kept exactly: micro-batch x accumulation x data-parallel ranks. "
+        "Default 32.",
+    )
+    micro_batch_size: Auto | Count = Field(
+        default="auto",
+        description="Rows that one process computes at once. Default auto: the largest that fits and divides.",
+    )
+    learning_rate: Annotated[float, Field(gt=0, le=10)] = Field(
+        default=2e-5, description="Peak learning rate. Default 2e-5."
+    )
+    scheduler: SchedulerName = Field(
+        default="linear", description="How the learning rate changes. Default linear, down to 0."
+    )
+    warmup_steps: Annotated[float, Field(ge=0, le=MAX_INT)] = Field(
+        default=0, description="Steps over which the learning rate rises; below 1 a share of all steps. Default 0."
+    )
+    weight_decay: Annotated[float, Field(ge=0, le=10)] = Field(
+        default=0.0, description="Weight decay of the optimizer. Default 0."
+    )
+    max_grad_norm: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
+        default=1.0, description="Norm to which gradients are clipped; 0 clips nothing. Default 1."
+    )
+    optimizer: OptimizerName = Field(default="adamw", description="Optimizer. Default adamw.")
+    seed: Annotated[int, Field(ge=0, le=MAX_INT)] = Field(
+        default=42, description="Seed of weights, order and dropout. Default 42."
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = Field(
+        default=0.0, description="Share of the target spread over all classes, from 0 to below 1. Default 0."
+    )
+    early_stopping: EarlyStoppingSpec | None = Field(
+        default=None, description="Left out: training runs to its last step."
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
+        default="auto",
+        description="Arithmetic of the forward and backward pass. Default auto: bf16 where the hardware has it, else fp32.",
+    )
+    arguments: Annotated[dict[str, JsonValue], Field(max_length=128)] = Field(
+        default={},
+        description="Any other field of transformers.TrainingArguments, checked by name and type. Left out: none.",
+    )
+    script: ScriptSpec | None = Field(default=None, description="A program of your own. Left out: the built-in loop.")
+
+
+# ---------------------------------------------------------------------------------------------------------- parallelism
+
+
+class OffloadSpec(SpecModel):
+    """What is kept outside of device memory."""
+
+    optimizer: OffloadDevice = Field(
+        default="none", description="Where optimizer state lies. Default none: on the device. Needs deepspeed."
+    )
+    parameters: OffloadDevice = Field(
+        default="none", description="Where parameters lie. Default none: on the device. Needs ZeRO stage 3."
+    )
+    activations: Literal["none", "cpu"] = Field(
+        default="none", description="Where saved activations lie. Default none: on the device."
+    )
+
+
+class PipelineSpec(SpecModel):
+    """Pipeline parallelism."""
+
+    degree: Annotated[int, Field(ge=1, le=4096)] = Field(
+        default=1, description="Stages of the pipeline, a count. Default 1: none."
+    )
+    micro_batches: Auto | Count = Field(default="auto", description="Micro-batches in flight, a count. Default auto.")
+    schedule: Literal["1f1b", "interleaved", "gpipe"] = Field(
+        default="1f1b", description="Order of the micro-batches. Default 1f1b."
+    )
+
+
+class ParallelismSpec(SpecModel):
+    """How the model is spread over devices. What is asked for is in effect or an error, never replaced in silence."""
+
+    strategy: StrategyChoice = Field(
+        default="auto", description="single, ddp, fsdp or deepspeed. Default auto: the cheapest that fits the memory."
+    )
+    zero_stage: Auto | Annotated[int, Field(ge=0, le=3)] = Field(
+        default="auto",
+        description="DeepSpeed ZeRO stage, 0 to 3. Default auto: the lowest that fits. Needs strategy deepspeed or auto.",
+    )
+    offload: OffloadSpec = Field(
+        default=OffloadSpec(), description="Left out: nothing is offloaded unless auto has to."
+    )
+    tensor: Annotated[int, Field(ge=1, le=4096)] = Field(
+        default=1, description="Tensor-parallel degree, a count. Default 1: none."
+    )
+    pipeline: PipelineSpec = Field(default=PipelineSpec(), description="Left out: no pipeline.")
+    sequence: Annotated[int, Field(ge=1, le=4096)] = Field(
+        default=1, description="Sequence-parallel degree, a count. Default 1: none."
+    )
+    activation_checkpointing: Literal["auto", "none", "full", "selective"] = Field(
+        default="auto",
+        description="Recompute activations in the backward pass to save memory. Default auto: only when needed.",
+    )
+    placement: Annotated[str, StringConstraints(pattern=r"^(cluster|spread|[DPT]{1,3})$")] = Field(
+        default="cluster",
+        description="cluster keeps model-parallel ranks on one node, spread puts them apart, or the order of D, P and T in the "
+        "device mesh. Default cluster.",
+    )
+    deepspeed_config: dict[str, JsonValue] = Field(
+        default={},
+        description="Merged last into the DeepSpeed configuration; unknown keys are an error. Left out: nothing.",
+    )
+
+
+class AcceleratorSpec(SpecModel):
+    """The GPU to ask for."""
+
+    product: Text | None = Field(
+        default=None, description="Product as the node label nvidia.com/gpu.product has it. Left out: any."
+    )
+    memory: Quantity | None = Field(
+        default=None, description="Memory of one device, e.g. 80Gi. Left out: from the node's labels."
+    )
+
+
+class ElasticSpec(SpecModel):
+    """Bounds between which the number of nodes may change."""
+
+    min_nodes: Count = Field(description="Fewest nodes, a count. Required.")
+    max_nodes: Count = Field(description="Most nodes, a count. Required.")
+
+
+class ResourcesSpec(SpecModel):
+    """What one job takes."""
+
+    nodes: Annotated[int, Field(ge=1, le=10_000)] = Field(
+        default=1, description="Nodes for training, a count. Default 1."
+    )
+    gpus_per_node: Auto | Annotated[int, Field(ge=0, le=64)] = Field(
+        default=0,
+        description="GPUs on each node. Default 0: CPU training. auto: those of the machine, or none when it has none; only "
+        "without a cluster.",
+    )
+    processes_per_node: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
+        default="auto",
+        description="Processes on each node. Default auto: one a GPU; on CPU 2 when the strategy spreads, else 1.",
+    )
+    cpu: Quantity | None = Field(
+        default=None, description="CPU cores of one node's pod, e.g. 8 or 500m. Left out: no request."
+    )
+    memory: Quantity | None = Field(
+        default=None, description="Memory of one node's pod, e.g. 64Gi. Left out: from the plan."
+    )
+    shared_memory: Auto | Quantity = Field(
+        default="auto", description="Size of /dev/shm, e.g. 8Gi. Default auto: from the plan."
+    )
+    accelerator: AcceleratorSpec = Field(default=AcceleratorSpec(), description="Left out: any GPU.")
+    network: Literal["auto", "tcp", "rdma", "efa"] = Field(
+        default="auto", description="Network between nodes. Default auto: what the nodes advertise, else tcp."
+    )
+    elastic: ElasticSpec | None = Field(default=None, description="Left out: the number of nodes is fixed.")
+
+
+class StorageSpec(SpecModel):
+    """Where results and caches lie in a cluster."""
+
+    workspace: Uri | None = Field(
+        default=None, description="Claim or bucket for results, pvc://claim or s3://. Left out: a new claim."
+    )
+    cache: Uri | None = Field(
+        default=None, description="Claim for downloads and prepared data. Left out: the workspace."
+    )
+    size: Quantity = Field(default="100Gi", description="Size of a claim that the operator makes. Default 100Gi.")
+    storage_class_name: ObjectName | None = Field(
+        default=None, description="Class of that claim. Left out: the cluster's default."
+    )
+
+
+class CheckpointEverySpec(SpecModel):
+    """Interval of checkpoints; exactly one of the two."""
+
+    steps: Count | None = Field(default=None, description="Optimizer steps between two checkpoints, a count.")
+    minutes: Annotated[float, Field(gt=0, le=100_000)] | None = Field(
+        default=None, description="Minutes between two checkpoints."
+    )
+
+
+class CheckpointsSpec(SpecModel):
+    """Saved states of the training."""
+
+    every: Auto | CheckpointEverySpec = Field(
+        default="auto", description="Interval. Default auto: once an epoch, decided by the plan."
+    )
+    keep: Annotated[int, Field(ge=1, le=1000)] = Field(
+        default=3, description="Checkpoints that stay, a count. Default 3."
+    )
+    uri: Uri | None = Field(
+        default=None, description="Copy of the checkpoints, e.g. s3://bucket/path. Left out: the workspace only."
+    )
+    on_preemption: bool = Field(default=True, description="Save when the pod is told to stop. Default true.")
+    resume: Literal["auto", "never"] = Field(
+        default="auto", description="Whether a new attempt continues from the newest good checkpoint. Default auto."
+    )
+
+
+class SpotSpec(SpecModel):
+    """Training on capacity that can be taken away."""
+
+    enabled: bool = Field(default=False, description="Use spot nodes. Default false.")
+    max_run_seconds: Count | None = Field(
+        default=None, description="Longest training time in seconds. Left out: no bound."
+    )
+    max_wait_seconds: Count | None = Field(
+        default=None, description="Longest time with waiting in seconds. Left out: no bound."
+    )
+    fallback_to_on_demand: bool = Field(
+        default=False, description="Use ordinary nodes when spot is not to be had. Default false."
+    )
+
+
+class GateSpec(SpecModel):
+    """The least quality that counts as success."""
+
+    metric: Text = Field(description="Metric, named as Hugging Face does without eval_. Required.")
+    minimum: Annotated[float, Field(ge=-1e9, le=1e9)] = Field(description="Least value. Required.")
+
+
+class EvaluationSpec(SpecModel):
+    """Quality on held-out rows."""
+
+    metrics: Auto | Annotated[tuple[Text, ...], Field(min_length=1, max_length=32)] = Field(
+        default="auto", description="Names of the metrics, or auto (the default) for the task's own."
+    )
+    gate: GateSpec | None = Field(default=None, description="Left out: any result is a success.")
+
+
+class PredictSpec(SpecModel):
+    """Batch inference."""
+
+    dataset: DatasetSpec | None = Field(
+        default=None, description="Rows to predict. Left out: the test split of dataset."
+    )
+    output: Uri | None = Field(
+        default=None, description="Where predictions go, .jsonl or .parquet. Left out: the workspace."
+    )
+    workers: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1, description="Processes that predict, a count. Default 1."
+    )
+    optimization: Literal["auto", "none", "int8"] = Field(
+        default="auto", description="Speed-ups of inference. Default auto: those that keep the result."
+    )
+    columns: Annotated[tuple[Text, ...], Field(max_length=64)] = Field(
+        default=(), description="Input columns copied to the output. Left out: none."
+    )
+
+
+class EndpointSpec(SpecModel):
+    """A server for the model."""
+
+    replicas: Annotated[int, Field(ge=0, le=1000)] = Field(default=1, description="Servers, a count. Default 1.")
+    max_replicas: Annotated[int, Field(ge=1, le=1000)] | None = Field(
+        default=None, description="Most servers under load. Left out: replicas."
+    )
+    runtime: Literal["auto", "deployment", "kserve"] = Field(
+        default="auto", description="What runs them. Default auto: kserve where it is installed."
+    )
+    resources: dict[str, JsonValue] = Field(
+        default={}, description="Kubernetes ResourceRequirements of one server. Left out: from the plan."
+    )
+
+
+class SecretKeySpec(SpecModel):
+    """One key of a Secret in the job's namespace."""
+
+    name: ObjectName = Field(description="Name of the Secret. Required.")
+    key: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)] = Field(
+        default="token", description="Key in it. Default token."
+    )
+
+
+class SecretSpec(SpecModel):
+    """A whole Secret in the job's namespace."""
+
+    name: ObjectName = Field(description="Name of the Secret. Required.")
+
+
+class SecretsSpec(SpecModel):
+    """References to Secrets. No field takes a token in plain text."""
+
+    hub_token: SecretKeySpec | None = Field(
+        default=None, description="Hub token. Left out: only public models and data."
+    )
+    storage: SecretSpec | None = Field(
+        default=None, description="Keys for s3://, gs://, az://, as environment variables. Left out: none."
+    )
+
+
+class TemplateSpec(SpecModel):
+    """Pod-level settings merged onto every pod of the job, in the form that Kubernetes has for them."""
+
+    labels: Annotated[dict[str, str], Field(max_length=64)] = Field(
+        default={}, description="Pod labels. Left out: none."
+    )
+    annotations: Annotated[dict[str, str], Field(max_length=64)] = Field(
+        default={}, description="Pod annotations. Left out: none."
+    )
+    node_selector: Annotated[dict[str, str], Field(max_length=64)] = Field(
+        default={}, description="Node labels a pod needs. Left out: none."
+    )
+    tolerations: Annotated[tuple[dict[str, JsonValue], ...], Field(max_length=64)] = Field(
+        default=(), description="Taints a pod bears. Left out: none."
+    )
+    affinity: dict[str, JsonValue] = Field(default={}, description="Kubernetes Affinity. Left out: none of yours.")
+    service_account_name: ObjectName | None = Field(
+        default=None, description="Service account. Left out: the namespace's default."
+    )
+    image_pull_secrets: Annotated[tuple[SecretSpec, ...], Field(max_length=16)] = Field(
+        default=(), description="Secrets for pulling images. Left out: none."
+    )
+    env: Annotated[tuple[dict[str, JsonValue], ...], Field(max_length=128)] = Field(
+        default=(), description="Kubernetes EnvVars of the trainer. Left out: none of yours."
+    )
+    volumes: Annotated[tuple[dict[str, JsonValue], ...], Field(max_length=64)] = Field(
+        default=(), description="Kubernetes Volumes. Left out: none of yours."
+    )
+    volume_mounts: Annotated[tuple[dict[str, JsonValue], ...], Field(max_length=64)] = Field(
+        default=(), description="Where those volumes are mounted in the trainer. Left out: nowhere."
+    )
+    security_context: dict[str, JsonValue] = Field(
+        default={}, description="Kubernetes PodSecurityContext. Left out: PodSecurity restricted."
+    )
+
+
+class RunPolicySpec(SpecModel):
+    """The job's life."""
+
+    suspend: bool = Field(
+        default=False, description="Stop after a checkpoint, and go on when false again. Default false."
+    )
+    active_deadline_seconds: Count | None = Field(
+        default=None, description="Longest life of the job in seconds. Left out: no bound."
+    )
+    ttl_seconds_after_finished: NonNegative | None = Field(
+        default=None, description="Seconds after the end until the job is deleted. Left out: it stays."
+    )
+    max_restarts: Annotated[int, Field(ge=0, le=1000)] = Field(
+        default=3, description="Restarts after failures that are not the infrastructure's, a count. Default 3."
+    )
+    on_out_of_memory: Literal["adapt", "fail"] = Field(
+        default="adapt",
+        description="adapt (the default) halves the micro-batch and keeps the global batch; fail ends the job.",
+    )
+    managed_by: Annotated[str, StringConstraints(max_length=63)] | None = Field(
+        default=None, description="Controller in charge of the job. Left out: this operator."
+    )
+    queue: ObjectName | None = Field(default=None, description="Kueue's local queue. Left out: no queue.")
+    priority_class_name: ObjectName | None = Field(
+        default=None, description="Priority class of the pods. Left out: the cluster's default."
+    )
+
+
+class FineTuneJobSpec(SpecModel):
+    """What the user wants."""
+
+    task: Task = Field(description="What the model learns. Required.")
+    model: ModelSpec = Field(description="The model to start from. Required.")
+    dataset: DatasetSpec | None = Field(
+        default=None, description="Rows to train and evaluate on. Required when something trains."
+    )
+    preparation: PreparationSpec = Field(
+        default=PreparationSpec(), description="How rows become tokens. Left out: the defaults."
+    )
+    training: TrainingSpec | None = Field(
+        default=None, description="How to train; {} takes the defaults. Left out: nothing is trained."
+    )
+    parallelism: ParallelismSpec = Field(
+        default=ParallelismSpec(), description="How the model is spread over devices. Left out: auto."
+    )
+    resources: ResourcesSpec = Field(
+        default=ResourcesSpec(), description="What the job takes. Left out: one node, CPU only."
+    )
+    launcher: Literal["auto", "pytorchjob", "mpijob", "trainjob", "jobset", "job"] = Field(
+        default="auto",
+        description="What runs the training's pods. Default auto: what the cluster serves, else plain Jobs.",
+    )
+    storage: StorageSpec = Field(
+        default=StorageSpec(), description="Where results lie. Left out: a claim made for the job."
+    )
+    checkpoints: CheckpointsSpec = Field(
+        default=CheckpointsSpec(), description="Saved states. Left out: once an epoch, 3 kept."
+    )
+    spot: SpotSpec = Field(default=SpotSpec(), description="Spot capacity. Left out: ordinary nodes.")
+    evaluation: EvaluationSpec | None = Field(
+        default=None,
+        description="Quality on held-out rows; {} takes the defaults. Left out: evaluated when something trains.",
+    )
+    predict: PredictSpec | None = Field(
+        default=None, description="Batch inference; {} takes the defaults. Left out: none."
+    )
+    endpoint: EndpointSpec | None = Field(
+        default=None, description="A server for the model; {} takes the defaults. Left out: none."
+    )
+    secrets: SecretsSpec = Field(default=SecretsSpec(), description="References to Secrets. Left out: none.")
+    template: TemplateSpec = Field(default=TemplateSpec(), description="Pod-level settings. Left out: none of yours.")
+    image: Annotated[str, StringConstraints(min_length=1, max_length=512)] | None = Field(
+        default=None, description="Trainer image. Left out: the operator's own."
+    )
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
+        default=None, description="When the image is pulled. Left out: Kubernetes' default."
+    )
+    run_policy: RunPolicySpec = Field(default=RunPolicySpec(), description="The job's life. Left out: the defaults.")
+
+
+# --------------------------------------------------------------------------------------------------------------- status
+
+Phase: TypeAlias = Literal[
+    "Pending",
+    "Queued",
+    "Preparing",
+    "Training",
+    "Evaluating",
+    "Predicting",
+    "Serving",
+    "Suspended",
+    "Succeeded",
+    "Failed",
+]
+ConditionType: TypeAlias = Literal[
+    "Accepted", "Planned", "Admitted", "Running", "Ready", "Stalled", "Succeeded", "Failed"
+]
+
+
+class Condition(StatusModel):
+    """One aspect of the job, in the form of metav1.Condition."""
+
+    type: ConditionType = Field(description="Aspect.")
+    status: Literal["True", "False", "Unknown"] = Field(description="Whether it holds.")
+    reason: Annotated[str, StringConstraints(pattern=r"^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$", max_length=1024)] = (
+        Field(description="CamelCase word for the cause.")
+    )
+    message: Annotated[str, StringConstraints(max_length=32768)] = Field(
+        default="", description="The cause in sentences."
+    )
+    last_transition_time: str = Field(description="When status changed last, RFC 3339.")
+    observed_generation: int | None = Field(
+        default=None, ge=0, description="Generation of the spec that this speaks of."
+    )
+
+
+class ChildReference(StatusModel):
+    """The object that runs a stage."""
+
+    api_version: str = Field(description="API group and version.")
+    kind: str = Field(description="Kind.")
+    name: str = Field(description="Name in the job's namespace.")
+
+
+class StageStatus(StatusModel):
+    """One stage."""
+
+    name: Literal["prepare", "train", "evaluate", "predict", "serve"] = Field(description="Stage.")
+    state: Literal["Pending", "Running", "Succeeded", "Failed", "Suspended"] = Field(description="State.")
+    attempt: int = Field(ge=0, description="Number of the current try, from 1; 0 before the first.")
+    start_time: str | None = Field(default=None, description="When the current attempt started, RFC 3339.")
+    completion_time: str | None = Field(default=None, description="When the stage ended, RFC 3339.")
+    child: ChildReference | None = Field(default=None, description="Object of the current attempt.")
+
+
+class EstimateStatus(StatusModel):
+    """What the plan expects."""
+
+    duration_seconds: float | None = Field(default=None, ge=0, description="Training time in seconds.")
+    cost: float | None = Field(default=None, ge=0, description="Cost of the training in `currency`.")
+    currency: str | None = Field(default=None, description="ISO 4217 code.")
+
+
+class PlanStatus(StatusModel):
+    """What will run; it holds no auto."""
+
+    strategy: str = Field(description="Strategy in words, e.g. deepspeed-zero2.")
+    launcher: str = Field(description="Launcher.")
+    world_size: int = Field(ge=1, description="Processes over all nodes.")
+    micro_batch_size: int = Field(ge=1, description="Rows that one process computes at once.")
+    gradient_accumulation: int = Field(ge=1, description="Micro-batches of one process in one optimizer step.")
+    memory_per_device: dict[str, int] = Field(default_factory=dict, description="Bytes by term, and their total.")
+    estimated: EstimateStatus = Field(default=EstimateStatus(), description="Expected time and cost.")
+    reasons: tuple[str, ...] = Field(default=(), max_length=64, description="One sentence for each decision.")
+
+
+class ProgressStatus(StatusModel):
+    """Where the running stage is."""
+
+    step: int | None = Field(default=None, ge=0, description="Optimizer step, or row.")
+    total_steps: int | None = Field(default=None, ge=0, description="Steps, or rows, in all.")
+    epoch: float | None = Field(default=None, ge=0, description="Passes over the training split so far.")
+    percent: int | None = Field(default=None, ge=0, le=100, description="Share done in percent.")
+    loss: float | None = Field(default=None, description="Training loss.")
+    samples_per_second: float | None = Field(default=None, ge=0, description="Rows a second over all processes.")
+    tokens_per_second: float | None = Field(default=None, ge=0, description="Tokens a second over all processes.")
+    remaining_seconds: float | None = Field(default=None, ge=0, description="Expected time left in seconds.")
+    last_update_time: str | None = Field(default=None, description="When this was reported, RFC 3339.")
+
+
+class FailureStatus(StatusModel):
+    """The first cause of a failure."""
+
+    failure_class: str = Field(alias="class", description="Class of the failure, e.g. DataError or OutOfMemory.")
+    reason: str = Field(description="CamelCase word for the exact case.")
+    message: str = Field(description="What is wrong: path, value, rule.")
+    hint: str | None = Field(default=None, description="The way out.")
+    stage: str | None = Field(default=None, description="Stage that failed.")
+    attempt: int | None = Field(default=None, ge=0, description="Its attempt.")
+    pod: str | None = Field(default=None, description="Pod that failed first.")
+    node: str | None = Field(default=None, description="Node it ran on.")
+    rank: int | None = Field(default=None, ge=0, description="Rank of the process.")
+    exit_code: int | None = Field(default=None, description="Its exit code.")
+    log_tail: str | None = Field(default=None, max_length=4096, description="End of its log, at most 4 KiB.")
+
+
+class CostStatus(StatusModel):
+    """What the job has used."""
+
+    node_seconds: float = Field(default=0, ge=0, description="Seconds times nodes.")
+    billable_seconds: float = Field(default=0, ge=0, description="Those that are paid.")
+    currency: str | None = Field(default=None, description="ISO 4217 code.")
+    amount: float | None = Field(default=None, ge=0, description="Cost so far.")
+    saved: float | None = Field(default=None, ge=0, description="Saved against on-demand prices.")
+
+
+class ArtifactsStatus(StatusModel):
+    """What the job made."""
+
+    model: str | None = Field(default=None, description="URI of the model.")
+    report: str | None = Field(default=None, description="URI of report.html.")
+    predictions: str | None = Field(default=None, description="URI of the predictions.")
+    metrics: dict[str, float] = Field(default_factory=dict, description="Final metrics.")
+    endpoint_url: str | None = Field(default=None, description="URL of the server.")
+    model_revision: str | None = Field(default=None, description="Commit of the model that was fetched.")
+    dataset_fingerprint: str | None = Field(default=None, description="Fingerprint of the prepared data.")
+
+
+class FineTuneJobStatus(StatusModel):
+    """What the operator knows."""
+
+    observed_generation: int | None = Field(
+        default=None, ge=0, description="Generation of the spec that this status speaks of."
+    )
+    phase: Phase | None = Field(default=None, description="Where the job is, in one word.")
+    conditions: tuple[Condition, ...] = Field(default=(), max_length=16, description="Aspects of the job.")
+    stages: tuple[StageStatus, ...] = Field(default=(), max_length=8, description="The stages in order.")
+    plan: PlanStatus | None = Field(default=None, description="What will run.")
+    progress: ProgressStatus | None = Field(default=None, description="Where the running stage is.")
+    failure: FailureStatus | None = Field(default=None, description="Why the job failed.")
+    restarts: int = Field(default=0, ge=0, description="Restarts so far.")
+    cost: CostStatus | None = Field(default=None, description="What the job has used.")
+    artifacts: ArtifactsStatus | None = Field(default=None, description="What the job made.")
+
+
+# --------------------------------------------------------------------------------------------------------------- object
+
+
+class ObjectMeta(BaseModel):
+    """The part of Kubernetes' object metadata that we look at; the rest is the API server's business."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, validate_by_alias=True)
+
+    name: Annotated[str, StringConstraints(min_length=1, max_length=63)]
+    namespace: str | None = None
+    generation: int | None = None
+    uid: str | None = None
+    labels: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict)
+
+
+class FineTuneJob(BaseModel):
+    """One FineTuneJob as `kubectl` sees it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel, validate_by_alias=True)
+
+    api_version: Literal["finetune.dev/v1alpha1"]
+    kind: Literal["FineTuneJob"]
+    metadata: ObjectMeta
+    spec: FineTuneJobSpec
+    status: FineTuneJobStatus | None = None
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.metadata.name

@@ -1,0 +1,37 @@
+"""The closed sets of words that the API, the plan and the trainer share."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal, TypeAlias
+
+Task: TypeAlias = Literal[
+    "text-classification",
+    "token-classification",
+    "question-answering",
+    "text-generation",
+    "summarization",
+    "translation",
+    "masked-lm",
+]
+StrategyName: TypeAlias = Literal["single", "ddp", "fsdp", "deepspeed"]
+ZeroStage: TypeAlias = Literal[0, 1, 2, 3]
+OffloadDevice: TypeAlias = Literal["none", "cpu", "nvme"]
+CheckpointingMode: TypeAlias = Literal["none", "full", "selective"]
+Precision: TypeAlias = Literal["fp32", "bf16", "fp16", "fp8"]
+Device: TypeAlias = Literal["cpu", "cuda"]
+SchedulerName: TypeAlias = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+]
+OptimizerName: TypeAlias = Literal["adamw", "adafactor", "sgd"]
+Batching: TypeAlias = Literal["length-grouped", "token-budget"]
+
+
+class Stage(StrEnum):
+    """One step of a job, in the order in which they run."""
+
+    PREPARE = "prepare"
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    PREDICT = "predict"
+    SERVE = "serve"

@@ -1,0 +1,101 @@
+"""Measured facts that a plan rests on: the model's shape, the data's lengths, the machine.
+
+The trainer's image measures them (it has transformers and the data at hand) and the planner consumes them. Everything is in
+plain units: parameters are counts, lengths are tokens, memory is bytes.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from finetune_contract.base import Message
+from finetune_contract.choices import Device, Task
+
+
+class ModelFacts(Message):
+    """The shape of a model, from its config on the meta device (no weights are read)."""
+
+    model_type: str
+    """`model_type` of the Hugging Face config, e.g. `bert`."""
+    parameters: int = Field(gt=0)
+    """All parameters, tied ones counted once, the task's head included."""
+    embedding_parameters: int = Field(ge=0)
+    """Parameters of the token and position embeddings (tied output embeddings counted here)."""
+    block_parameters: int = Field(ge=0)
+    """Parameters of the largest repeated block (one transformer layer): the unit that ZeRO-3 and FSDP gather."""
+    layers: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
+    intermediate_size: int = Field(gt=0)
+    attention_heads: int = Field(gt=0)
+    vocabulary_size: int = Field(gt=0)
+    max_positions: int | None = None
+    """Longest input in tokens; None when the model sets no limit."""
+    tied_embeddings: bool = False
+    parameter_bytes: int = Field(gt=0)
+    """Size of the weights as stored, in bytes."""
+
+
+class SplitFacts(Message):
+    """One prepared split."""
+
+    rows: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    """Tokens over all rows after truncation, special tokens included."""
+    truncated_rows: int = Field(ge=0, default=0)
+    length_histogram: dict[int, int] = Field(default_factory=dict)
+    """Upper edge of a length bucket in tokens -> rows in it (length <= edge, > the edge before)."""
+    longest: int = Field(ge=0, default=0)
+    """Tokens of the longest row after truncation."""
+
+
+class DataFacts(Message):
+    """What `prepare` found. `fingerprint` names the prepared data: equal fingerprint, equal shards."""
+
+    fingerprint: str
+    splits: dict[str, SplitFacts]
+    """Keyed by the roles train, validation, test, predict."""
+    labels: tuple[str, ...] = ()
+    """Label names in the order of their ids; empty for tasks without labels."""
+    label_counts: dict[str, int] = Field(default_factory=dict)
+    """Label name -> rows of the train split (of the test split when nothing trains)."""
+    validation_from_train: bool = False
+    """True when no validation split was there and a seeded 5 % of train was set aside."""
+    max_length: int = Field(gt=0)
+    """The truncation length in effect, in tokens."""
+
+
+class DeviceFacts(Message):
+    """One kind of accelerator."""
+
+    product: str
+    memory_bytes: int = Field(gt=0)
+    """Memory of one device in bytes."""
+    bf16: bool = True
+    """Whether the device computes in bf16 natively."""
+
+
+class HardwareFacts(Message):
+    """One node of the machine or cluster to plan for."""
+
+    cpu_cores: int = Field(gt=0)
+    memory_bytes: int = Field(gt=0)
+    """Host memory that a job may use on one node, in bytes."""
+    gpus_per_node: int = Field(ge=0, default=0)
+    gpu: DeviceFacts | None = None
+    cpu_bf16: bool = False
+    """Whether the CPU has bf16 units (AVX512-BF16 or AMX); emulated bf16 is slower than fp32."""
+    assumed: bool = False
+    """True when nobody measured this: it was given on the command line or is a default."""
+
+    @property
+    def device(self) -> Device:
+        """`cuda` when the node has GPUs."""
+        return "cuda" if self.gpus_per_node else "cpu"
+
+
+class TrainerFacts(Message):
+    """What `python -m finetune_trainer facts` prints: everything known without touching the data."""
+
+    task: Task
+    model: ModelFacts
+    hardware: HardwareFacts

@@ -1,0 +1,201 @@
+"""`job.json`: everything the trainer needs to know, decided. It holds no `auto`.
+
+The operator writes it from the plan; the trainer obeys it or refuses it. A setting that is not here does not reach the trainer,
+and a field that the trainer does not know is refused rather than ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, JsonValue
+
+from finetune_contract.base import Order
+from finetune_contract.choices import (
+    Batching,
+    CheckpointingMode,
+    Device,
+    OffloadDevice,
+    OptimizerName,
+    Precision,
+    SchedulerName,
+    StrategyName,
+    Task,
+    ZeroStage,
+)
+
+SCHEMA_VERSION: Literal[1] = 1
+
+
+class ModelSource(Order):
+    """Where the model comes from."""
+
+    uri: str
+    revision: str = "main"
+    trust_remote_code: bool = False
+
+
+class Columns(Order):
+    """Names of the data set's columns by their role in the task; None: not used."""
+
+    text: str | None = None
+    text_pair: str | None = None
+    label: str | None = None
+    tokens: str | None = None
+    tags: str | None = None
+    question: str | None = None
+    context: str | None = None
+    answers: str | None = None
+    source: str | None = None
+    target: str | None = None
+    messages: str | None = None
+
+
+class Splits(Order):
+    """Names of the splits as the user wrote them; None: the split of the role's own name if there is one."""
+
+    train: str | None = None
+    validation: str | None = None
+    test: str | None = None
+
+
+class DataSource(Order):
+    """Where rows come from."""
+
+    uri: str
+    config: str | None = None
+    splits: Splits = Splits()
+    columns: Columns = Columns()
+
+
+class Preparation(Order):
+    """How rows become tokens."""
+
+    max_length: int | None = Field(default=None, gt=0)
+    """Truncation length in tokens; None: the model's limit, at most 512."""
+    workers: int = Field(default=1, ge=1)
+    """Processes that tokenise."""
+
+
+class Strategy(Order):
+    """How the model is spread over processes. What is asked for here is in effect, or the stage fails."""
+
+    name: StrategyName
+    zero_stage: ZeroStage | None = None
+    """Only with `deepspeed`."""
+    offload_optimizer: OffloadDevice = "none"
+    activation_checkpointing: CheckpointingMode = "none"
+
+
+class Batch(Order):
+    """The arithmetic of one optimizer step: `global = micro x accumulation x data-parallel ranks`, exactly."""
+
+    global_batch_size: int = Field(gt=0)
+    micro_batch_size: int = Field(gt=0)
+    gradient_accumulation: int = Field(gt=0)
+    data_parallel: int = Field(gt=0)
+    batching: Batching = "length-grouped"
+
+
+class World(Order):
+    """The processes that the plan counts on; the trainer refuses any other number of them."""
+
+    nodes: int = Field(gt=0)
+    processes_per_node: int = Field(gt=0)
+    device: Device
+    threads_per_process: int = Field(gt=0)
+    """CPU threads of one process (OMP_NUM_THREADS)."""
+
+    @property
+    def size(self) -> int:
+        """Number of processes over all nodes."""
+        return self.nodes * self.processes_per_node
+
+
+class EarlyStopping(Order):
+    """Stop when `metric` has not improved for `patience` evaluations."""
+
+    metric: str = "loss"
+    patience: int = Field(gt=0)
+
+
+class CheckpointSchedule(Order):
+    """When a checkpoint is written, and how many stay."""
+
+    every_steps: int = Field(gt=0)
+    """Optimizer steps between two checkpoints."""
+    every_minutes: float | None = Field(default=None, gt=0)
+    """Wall-clock minutes between two checkpoints; then `every_steps` is not used."""
+    keep: int = Field(gt=0)
+    on_preemption: bool = True
+    """Save when SIGTERM arrives."""
+    resume: bool = True
+
+
+class Training(Order):
+    """One training run, all sizes decided."""
+
+    max_steps: int = Field(gt=0)
+    """Optimizer steps of the whole run."""
+    steps_per_epoch: int = Field(gt=0)
+    learning_rate: float = Field(gt=0)
+    scheduler: SchedulerName
+    warmup_steps: int = Field(ge=0)
+    weight_decay: float = Field(ge=0)
+    max_grad_norm: float = Field(ge=0)
+    """0: no clipping."""
+    optimizer: OptimizerName
+    seed: int = Field(ge=0)
+    label_smoothing: float = Field(ge=0, lt=1)
+    early_stopping: EarlyStopping | None = None
+    precision: Precision
+    strategy: Strategy
+    batch: Batch
+    world: World
+    checkpoints: CheckpointSchedule
+    arguments: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further fields of `transformers.TrainingArguments`, as the user wrote them."""
+
+
+class Gate(Order):
+    """The job fails when the metric stays under the minimum."""
+
+    metric: str
+    minimum: float
+
+
+class Evaluation(Order):
+    """What is measured on the test split (on validation when there is no test split)."""
+
+    metrics: tuple[str, ...] | None = None
+    """None: the task's own set."""
+    gate: Gate | None = None
+    batch_tokens: int = Field(gt=0)
+    """Padded tokens of one inference batch (longest row x rows)."""
+
+
+class Prediction(Order):
+    """Batch inference over the predict data set, or over the test split when `dataset` is None."""
+
+    dataset: DataSource | None = None
+    output: str | None = None
+    """URI of the result; None: `predictions.jsonl` in the job's folder. Ending `.parquet` writes Parquet."""
+    columns: tuple[str, ...] = ()
+    """Input columns copied into the output."""
+    batch_tokens: int = Field(gt=0)
+
+
+class TrainerJob(Order):
+    """The whole of `job.json`."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    name: str
+    task: Task
+    model: ModelSource
+    dataset: DataSource | None = None
+    preparation: Preparation = Preparation()
+    training: Training | None = None
+    evaluation: Evaluation | None = None
+    predict: Prediction | None = None
+    seed: int = Field(default=42, ge=0)
+    """Seeds the split of train and the shuffles when nothing trains."""

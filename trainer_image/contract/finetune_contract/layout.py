@@ -1,0 +1,150 @@
+"""Paths, environment names and exit codes that both sides rely on: one table each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+ENV_REPORT = "FINETUNE_REPORT"
+"""File for this process's `TrainerReport`; `{rank}` in it is replaced by the rank. In a pod: the termination message."""
+ENV_PROGRESS = "FINETUNE_PROGRESS"
+"""File to which rank 0 appends one `Progress` as a JSON line at most twice a second; unset: no file is written."""
+ENV_KUBEFLOW_URL = "KUBEFLOW_TRAINER_SERVER_URL"
+ENV_KUBEFLOW_CA = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
+ENV_KUBEFLOW_TOKEN = "KUBEFLOW_TRAINER_SERVER_TOKEN"
+"""Path of a file with the bearer token, read anew for each request because the kubelet rotates it."""
+
+DEFAULT_REPORT_PATH = "/dev/termination-log"
+REPORT_LIMIT_BYTES = 4096
+"""The kubelet keeps this much of a termination message; a report stays below it."""
+
+COMPLETION_MARKER = "COMPLETE"
+"""File written last into a folder whose content is whole. A folder without it is not used."""
+
+
+class FailureClass(StrEnum):
+    """Why a stage failed, as the operator and a human need to tell it apart."""
+
+    DATA = "DataError"
+    CONFIG = "ConfigError"
+    MODEL = "ModelError"
+    STRATEGY_NOT_IN_EFFECT = "StrategyNotInEffect"
+    WORLD_SIZE = "WorldSizeMismatch"
+    GATE_NOT_MET = "GateNotMet"
+    STORAGE_FULL = "StorageFull"
+    LOSS_NOT_FINITE = "LossNotFinite"
+    CHECKPOINT = "CheckpointError"
+    PROGRAM = "ProgramError"
+    OUT_OF_MEMORY = "OutOfMemory"
+    PREEMPTED = "Preempted"
+    COLLECTIVE = "CollectiveFailed"
+    STORAGE_LOST = "StorageUnavailable"
+    HUB_UNAVAILABLE = "HubUnavailable"
+
+
+EXIT_OK = 0
+EXIT_CODES: dict[FailureClass, int] = {
+    # 1 to 127: the same again would fail the same way.
+    FailureClass.PROGRAM: 1,
+    FailureClass.DATA: 10,
+    FailureClass.CONFIG: 11,
+    FailureClass.MODEL: 12,
+    FailureClass.STRATEGY_NOT_IN_EFFECT: 13,
+    FailureClass.WORLD_SIZE: 14,
+    FailureClass.GATE_NOT_MET: 15,
+    FailureClass.STORAGE_FULL: 16,
+    FailureClass.LOSS_NOT_FINITE: 17,
+    FailureClass.CHECKPOINT: 18,
+    # 128 to 255: worth another try, as it is or adapted.
+    FailureClass.OUT_OF_MEMORY: 137,  # 128 + SIGKILL: what the kernel's out-of-memory killer leaves, too
+    FailureClass.PREEMPTED: 143,  # 128 + SIGTERM
+    FailureClass.COLLECTIVE: 150,
+    FailureClass.STORAGE_LOST: 151,
+    FailureClass.HUB_UNAVAILABLE: 152,
+}
+
+
+def retryable(exit_code: int) -> bool:
+    """Whether another attempt can end differently."""
+    return exit_code >= 128
+
+
+@dataclass(frozen=True)
+class JobPaths:
+    """Every path below one job's folder, `<workspace>/<job name>/`."""
+
+    root: Path
+
+    @classmethod
+    def of(cls, workspace: Path, job_name: str) -> JobPaths:
+        """The paths of job `job_name` in `workspace`."""
+        return cls(workspace / job_name)
+
+    @property
+    def job(self) -> Path:
+        """The `TrainerJob` in force."""
+        return self.root / "job.json"
+
+    @property
+    def deepspeed(self) -> Path:
+        """The DeepSpeed configuration in force; absent with other strategies."""
+        return self.root / "deepspeed.json"
+
+    @property
+    def plan(self) -> Path:
+        return self.root / "plan.json"
+
+    @property
+    def prepared(self) -> Path:
+        """Prepared data: `data.json` (`DataFacts`), `<role>.parquet`, the completion marker."""
+        return self.root / "prepared"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.root / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The trained model in Hub layout; its completion marker is `state/train.json`."""
+        return self.root / "model"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.json"
+
+    @property
+    def predictions_jsonl(self) -> Path:
+        return self.root / "predictions.jsonl"
+
+    @property
+    def predictions_parquet(self) -> Path:
+        return self.root / "predictions.parquet"
+
+    @property
+    def report(self) -> Path:
+        return self.root / "report.html"
+
+    @property
+    def environment(self) -> Path:
+        return self.root / "environment.json"
+
+    @property
+    def history(self) -> Path:
+        """One JSON line per logged step of training: step, epoch, loss, learning_rate, grad_norm, samples_per_second."""
+        return self.root / "history.jsonl"
+
+    @property
+    def state(self) -> Path:
+        """One `<stage>.json` (the rank 0 `TrainerReport`) for each stage that ended well."""
+        return self.root / "state"
+
+    @property
+    def reports(self) -> Path:
+        """`<stage>-<rank>.json`: the reports of a local run."""
+        return self.root / "reports"
+
+    @property
+    def logs(self) -> Path:
+        """`<stage>.log`: output of the stages of a local run."""
+        return self.root / "logs"
