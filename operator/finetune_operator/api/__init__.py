@@ -1,0 +1,1 @@
+"""The resource: its fields, its rules, its CRD."""

@@ -1,0 +1,99 @@
+"""What is wrong with something a user wrote, as a value that any front end can show.
+
+A problem names the field, the value, the rule and the way out, so that a message can be acted on without
+reading the documentation. Problems are collected and reported together; nothing here raises. A value that
+looks like a credential is never kept: a problem may end up in a terminal, a CI log or the status of an
+object that many people can read.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+PathPart = str | int
+"""One step into a document: a field name, or a position in a list (from 0)."""
+
+Reason = Literal[
+    "Invalid",
+    "Required",
+    "Unknown",
+    "Duplicate",
+    "NotSupported",
+    "NotYetSupported",
+    "Syntax",
+    "Immutable",
+    "Forbidden",
+]
+"""A machine word for the kind of problem, in the CamelCase of Kubernetes condition reasons."""
+
+HIDDEN = "(hidden)"
+
+_PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+# Names whose text is a credential. Plurals stay visible: `columns.tokens` and `maxTokens` are ordinary
+# settings.
+_SECRET_NAME = re.compile(r"(?:password|passwd|secret|token|api[_-]?key|access[_-]?key|credentials?)$", re.IGNORECASE)
+# Hugging Face, GitHub, AWS, OpenAI-style and JWT credentials keep their form wherever they are written.
+_SECRET_TEXT = re.compile(
+    r"\bhf_[A-Za-z0-9]{8,}|\bgh[pousr]_[A-Za-z0-9]{8,}|\bgithub_pat_\w{8,}|\bglpat-[\w-]{8,}|\b(?:AKIA|ASIA)[A-Z0-9]{12,}"
+    r"|\bsk-[\w-]{16,}|\beyJ[\w-]{8,}\.[\w-]+"
+)
+_URI_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason why a document is refused."""
+
+    path: str
+    """The field, as `format_path` writes it; empty for the document as a whole."""
+    value: str | None
+    """A short form of the offending value from `describe_value`; None when there is none to show."""
+    rule: str
+    """What must hold, as a sentence without its full stop."""
+    way_out: str
+    """What the user can do about it, as a sentence without its full stop."""
+    line: int | None = None
+    """Line of the file, from 1; None when the problem does not come from a file."""
+    column: int | None = None
+    """Column of that line in characters, from 1; None as for `line`."""
+    reason: Reason = "Invalid"
+
+
+def format_path(path: Sequence[PathPart]) -> str:
+    """Write a path as `spec.dataset.columns["my col"][0]`: quoted where a dot would not read back."""
+    written = ""
+    for part in path:
+        if isinstance(part, int):
+            written += f"[{part}]"
+        elif _PLAIN_NAME.fullmatch(part):
+            written += f".{part}" if written else part
+        else:
+            written += f"[{json.dumps(part, ensure_ascii=False)}]"
+    return written
+
+
+def describe_value(value: object, path: Sequence[PathPart] = (), limit: int = 60) -> str:
+    """Show a value in at most about `limit` characters, and nothing of it when it may be a credential.
+
+    Text under a name such as `hubToken` or `password` is hidden whole; elsewhere what has the form of a
+    token, and the user part of a URI, is. Objects and lists are shown by their size only, as they may hold
+    anything.
+    """
+    match value:
+        case dict():
+            return f"an object with {len(value)} field{'' if len(value) == 1 else 's'}"
+        case list() | tuple():
+            return f"a list of {len(value)} item{'' if len(value) == 1 else 's'}"
+        case str():
+            if path and isinstance(path[-1], str) and _SECRET_NAME.search(path[-1]):
+                return HIDDEN
+            text = _URI_PASSWORD.sub(HIDDEN, _SECRET_TEXT.sub(HIDDEN, value))
+            shown = text if len(text) <= limit else text[: limit - 3] + "..."
+            return json.dumps(shown, ensure_ascii=False)
+        case None | bool():
+            return json.dumps(value)
+        case _:
+            text = str(value)
+            return text if len(text) <= limit else text[: limit - 3] + "..."
