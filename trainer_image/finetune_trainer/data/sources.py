@@ -1,0 +1,432 @@
+"""Finds the raw splits that a `dataset` names and reads them.
+
+A source is a folder, a file or a glob behind a scheme, or a data set of the Hub. `splits` name files by their stem
+(`train` is `train.jsonl` or `train-*.jsonl`) or splits of the Hub. What the user names and what is not there is an
+error that lists what is; nothing is taken in its stead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import PurePosixPath
+from typing import IO, Any, Literal, Protocol, TypeAlias, cast
+
+import datasets
+import fsspec
+import pyarrow as pa
+from finetune_contract.job import DataSource
+from finetune_contract.layout import FailureClass
+
+from finetune_trainer.data.readers import SUFFIXES, format_of, read
+from finetune_trainer.failures import StageError
+from finetune_trainer.models import hub_error
+from finetune_trainer.uris import Uri, local_path, package_path
+
+Role: TypeAlias = Literal["train", "validation", "test", "predict"]
+SPLIT_ROLES: tuple[Role, ...] = ("train", "validation", "test")
+_REMOTE = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
+"""Scheme -> the distribution with its fsspec driver."""
+_GLOB_CHARACTERS = frozenset("*?[")
+
+
+@dataclass(frozen=True)
+class ColumnNeed:
+    """A column of the raw data that the job uses."""
+
+    setting: str
+    """Field path that names it, e.g. `dataset.columns.text`."""
+    name: str
+    required: bool = True
+
+
+@dataclass(frozen=True)
+class RawSplit:
+    """The used columns of one split, in the order of its rows."""
+
+    name: str
+    """The split as the user or its file calls it."""
+    origin: str
+    """Where it came from, for errors."""
+    rows: datasets.Dataset
+
+
+class SplitSource(Protocol):
+    """One split that is there but not read yet."""
+
+    @property
+    def name(self) -> str:
+        """The split as the user or its file calls it."""
+
+    def digest(self) -> str:
+        """Names the content: equal digest, equal rows."""
+
+    def read(self, needs: Sequence[ColumnNeed]) -> RawSplit:
+        """Its rows; StageError DATA `MissingColumn`, `EmptySplit` and those of the readers."""
+
+
+class Source(Protocol):
+    """A data set whose splits are known by name."""
+
+    def named(self, name: str) -> SplitSource | None:
+        """The split called `name`."""
+
+    def names(self) -> tuple[str, ...]:
+        """What is there, for errors and for the choice of the only split."""
+
+    def whole(self) -> SplitSource | None:
+        """Everything as one split, when no file is called after a split; None for a folder and for the Hub."""
+
+
+# ----------------------------------------------------------------------------------------- what a role is read from
+
+
+def source_of(source: DataSource, setting: str) -> Source:
+    """The files or the Hub data set behind `source.uri`; `setting` is the path of the DataSource in the job file."""
+    uri = Uri.parse(source.uri, f"{setting}.uri")
+    if uri.scheme == "hf":
+        return HubSource(uri, source.config, setting)
+    if source.config is not None:
+        raise StageError(
+            FailureClass.CONFIG,
+            "ConfigWithoutHub",
+            f"{setting}.config is {source.config!r}, but {source.uri} is not on the Hub; "
+            "only Hub data sets have configurations.",
+            f"Leave {setting}.config out, or use hf://.",
+        )
+    return _file_source(uri, setting)
+
+
+def splits_by_role(source: DataSource, setting: str = "dataset", *, trains: bool = True) -> dict[Role, SplitSource]:
+    """The splits that a job uses, by role: all three when it trains, else validation and test.
+
+    A file or a glob without names of splits is the train split, or the test split when nothing trains.
+    StageError DATA `SplitNotFound`.
+    """
+    found = source_of(source, setting)
+    roles = SPLIT_ROLES if trains else SPLIT_ROLES[1:]
+    explicit = {role: getattr(source.splits, role) for role in SPLIT_ROLES}
+    whole = None if any(explicit.values()) else found.whole()
+    if whole is not None:
+        return {"train" if trains else "test": whole}
+    splits: dict[Role, SplitSource] = {}
+    for role in roles:
+        split = found.named(explicit[role] or role)
+        if split is not None:
+            splits[role] = split
+        elif explicit[role] or role == "train":
+            raise _split_not_found(source, setting, role, explicit[role], found.names())
+    if not splits:
+        raise _split_not_found(source, setting, "test", None, found.names())
+    return splits
+
+
+def predict_split(source: DataSource, setting: str = "predict.dataset") -> SplitSource:
+    """The one split to predict: the named one, else everything, else `test`, else the only split there is."""
+    found = source_of(source, setting)
+    for role in ("test", "validation", "train"):
+        name = getattr(source.splits, role)
+        if name is not None:
+            split = found.named(name)
+            if split is None:
+                raise _split_not_found(source, setting, role, name, found.names())
+            return split
+    names = found.names()
+    split = found.whole() or found.named("test") or (found.named(names[0]) if len(names) == 1 else None)
+    if split is None:
+        raise _split_not_found(source, setting, "test", None, names)
+    return split
+
+
+def load(source: DataSource, setting: str = "dataset", *, trains: bool = True) -> dict[str, datasets.Dataset]:
+    """Role -> raw rows with the columns that `source.columns` names."""
+    needs = [
+        ColumnNeed(f"{setting}.columns.{type(source.columns).model_fields[key].alias or key}", name)
+        for key, name in source.columns
+        if name is not None
+    ]
+    return {role: split.read(needs).rows for role, split in splits_by_role(source, setting, trains=trains).items()}
+
+
+def _split_not_found(source: DataSource, setting: str, role: str, name: str | None, names: Sequence[str]) -> StageError:
+    there = ", ".join(names) or "no data files"
+    asked = (
+        f"{setting}.splits.{role} is {name!r}"
+        if name
+        else f"{setting}.splits.{role} is not set and there is no split {role!r}"
+    )
+    return StageError(
+        FailureClass.DATA,
+        "SplitNotFound",
+        f"{asked}: {source.uri} has {there}.",
+        f"Set {setting}.splits.{role} to one of them. Files are read with the endings {', '.join(SUFFIXES)}.",
+    )
+
+
+def _check_columns(split: str, origin: str, has: Sequence[str], needs: Sequence[ColumnNeed]) -> None:
+    for need in needs:
+        if need.required and need.name not in has:
+            close = difflib.get_close_matches(need.name, has, n=1, cutoff=0.4)
+            raise StageError(
+                FailureClass.DATA,
+                "MissingColumn",
+                f"{need.setting} is {need.name!r}, but split {split} ({origin}) has the columns {', '.join(has)}.",
+                f"Did you mean {close[0]!r}?" if close else f"Set {need.setting} to one of them.",
+            )
+
+
+def _empty(split: str, origin: str) -> StageError:
+    return StageError(
+        FailureClass.DATA,
+        "EmptySplit",
+        f"Split {split} ({origin}) has no rows.",
+        "Give it rows, or leave the split out.",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+@dataclass(frozen=True)
+class FsFile:
+    """A file of a file system that fsspec knows."""
+
+    filesystem: Any = field(repr=False, compare=False)
+    name: str
+
+    @property
+    def stem(self) -> str:
+        """The file's name without folder and ending."""
+        base = PurePosixPath(self.name).name
+        return base[: -len(next(suffix for suffix in SUFFIXES if base.endswith(suffix)))]
+
+    def open(self) -> IO[bytes]:
+        """The content, from the start."""
+        stream: IO[bytes] = self.filesystem.open(self.name, "rb")
+        return stream
+
+
+@dataclass(frozen=True)
+class FileSplit:
+    """One or more files that hold one split, in the order of their names."""
+
+    name: str
+    files: tuple[FsFile, ...]
+
+    @property
+    def origin(self) -> str:
+        """The file, or the first and the number of the others."""
+        more = len(self.files) - 1
+        return self.files[0].name + (f" and {more} more" if more else "")
+
+    def digest(self) -> str:
+        """sha256 over the formats and the contents of the files; their names do not matter."""
+        whole = hashlib.sha256()
+        for file in self.files:
+            with file.open() as stream:
+                content = hashlib.file_digest(cast(io.BufferedReader, stream), "sha256").hexdigest()
+                whole.update(f"{format_of(file.name)} {content}\n".encode())
+        return whole.hexdigest()
+
+    def read(self, needs: Sequence[ColumnNeed]) -> RawSplit:
+        """All rows of all files; a file without rows beside others with rows is fine."""
+        wanted = list(dict.fromkeys(need.name for need in needs))
+        tables: list[pa.Table] = []
+        for file in self.files:
+            table, has = read(file, wanted)
+            if not has:
+                continue
+            _check_columns(self.name, file.name, has, needs)
+            tables.append(table)
+        if not sum(table.num_rows for table in tables):
+            raise _empty(self.name, self.origin)
+        return RawSplit(self.name, self.origin, _dataset(self._joined([t for t in tables if t.num_rows])))
+
+    def _joined(self, tables: list[pa.Table]) -> pa.Table:
+        try:
+            return pa.concat_tables(tables, promote_options="permissive")
+        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+            raise StageError(
+                FailureClass.DATA,
+                "MixedTypes",
+                f"The files of split {self.name} ({self.origin}) give a column different types: {error}",
+                "Write them all with the same types.",
+            ) from error
+
+
+def _dataset(table: pa.Table) -> datasets.Dataset:
+    """As a Dataset; categories (Arrow dictionaries) become their values."""
+    columns = [c.cast(c.type.value_type) if pa.types.is_dictionary(c.type) else c for c in table.columns]
+    return datasets.Dataset(pa.table(columns, schema=_plain(table.schema)))
+
+
+def _plain(schema: pa.Schema) -> pa.Schema:
+    fields = [f.with_type(f.type.value_type) if pa.types.is_dictionary(f.type) else f for f in schema]
+    huggingface = {k: v for k, v in (schema.metadata or {}).items() if k == b"huggingface"}
+    return pa.schema(fields, huggingface or None)
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """Files found by a path or a glob."""
+
+    uri: str
+    files: tuple[FsFile, ...]
+    folder: bool
+    setting: str
+
+    def named(self, name: str) -> SplitSource | None:
+        """The files `name.*`, or the shards `name-*.*`."""
+        exact = tuple(file for file in self.files if file.stem == name)
+        if len(exact) > 1:
+            raise StageError(
+                FailureClass.DATA,
+                "AmbiguousSplit",
+                f"{self.setting}.uri {self.uri} has split {name} more than once: "
+                f"{', '.join(file.name for file in exact)}.",
+                "Keep one of them, or name one file by the URI.",
+            )
+        files = exact or tuple(file for file in self.files if file.stem.startswith(f"{name}-"))
+        return FileSplit(name, files) if files else None
+
+    def names(self) -> tuple[str, ...]:
+        """The stems of all files."""
+        return tuple(dict.fromkeys(file.stem for file in self.files))
+
+    def whole(self) -> SplitSource | None:
+        """All files as one split, unless they lie in a folder or one is named after a split's role."""
+        if self.folder or (len(self.files) > 1 and any(file.stem in SPLIT_ROLES for file in self.files)):
+            return None
+        return FileSplit(self.files[0].stem, self.files)
+
+
+def _file_source(uri: Uri, setting: str) -> FileSource:
+    filesystem, path = _filesystem(uri, setting)
+    if filesystem.isdir(path):
+        found = [name for name in filesystem.ls(path, detail=False) if not PurePosixPath(name).name.startswith(".")]
+    elif filesystem.isfile(path):
+        found = [path]
+    elif _GLOB_CHARACTERS & set(path):
+        found = [name for name in filesystem.glob(path) if filesystem.isfile(name)]
+    else:
+        raise StageError(
+            FailureClass.DATA,
+            "DataNotFound",
+            f"{setting}.uri is {uri.text!r}, but {path} does not exist.",
+            "Name a folder, a file or a glob; file:// without a third slash is relative to the current directory.",
+        )
+    files = tuple(FsFile(filesystem, name) for name in sorted(found) if format_of(name))
+    folder = bool(filesystem.isdir(path))
+    if not files:
+        raise StageError(
+            FailureClass.DATA,
+            "DataNotFound",
+            f"{setting}.uri is {uri.text!r}, and no file there ends in one of {', '.join(SUFFIXES)}.",
+            "Give the files one of these endings.",
+        )
+    return FileSource(uri.text, files, folder, setting)
+
+
+def _filesystem(uri: Uri, setting: str) -> tuple[Any, str]:
+    """The fsspec file system and the path in it."""
+    if uri.scheme == "file":
+        return fsspec.filesystem("file"), str(local_path(uri).absolute())
+    if uri.scheme == "pkg":
+        return fsspec.filesystem("file"), str(package_path(uri, f"{setting}.uri", FailureClass.DATA, "DataNotFound"))
+    driver = _REMOTE.get(uri.scheme)
+    if driver is None:
+        raise StageError(
+            FailureClass.CONFIG,
+            "SchemeNotSupported",
+            f"{setting}.uri is {uri.text!r}; the trainer reads data by hf, file, pkg, {', '.join(_REMOTE)}.",
+            "Use one of these schemes.",
+        )
+    try:
+        return fsspec.filesystem(uri.scheme), uri.rest
+    except ImportError as error:
+        raise StageError(
+            FailureClass.CONFIG,
+            "DriverMissing",
+            f"{setting}.uri is {uri.text!r}, but the driver for {uri.scheme}:// is not installed ({driver}).",
+            f"Install {driver} in the trainer's environment, or use file://.",
+        ) from error
+
+
+# -------------------------------------------------------------------------------------------------------------- Hub
+
+
+@dataclass(frozen=True)
+class HubSplit:
+    """One split of a Hub data set."""
+
+    name: str
+    repository: str
+    rows: datasets.Dataset
+
+    def digest(self) -> str:
+        """The fingerprint by which `datasets` names the content of a loaded split."""
+        return str(self.rows._fingerprint)
+
+    def read(self, needs: Sequence[ColumnNeed]) -> RawSplit:
+        """The used columns; types and class names stay as the Hub has them."""
+        has = self.rows.column_names
+        if not len(self.rows):
+            raise _empty(self.name, self.repository)
+        _check_columns(self.name, self.repository, has, needs)
+        wanted = [name for name in dict.fromkeys(need.name for need in needs) if name in has]
+        return RawSplit(self.name, self.repository, self.rows.select_columns(wanted))
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A data set of the Hub: `hf://org/name`, with a revision as `hf://org/name@revision`."""
+
+    uri: Uri
+    config: str | None
+    setting: str
+
+    @property
+    def repository(self) -> str:
+        """`org/name`."""
+        return self.uri.rest.partition("@")[0].strip("/").removeprefix("datasets/")
+
+    @cached_property
+    def _all(self) -> Mapping[str, datasets.Dataset]:
+        loaded = self._load(None)
+        assert isinstance(loaded, datasets.DatasetDict)
+        return {str(name): rows for name, rows in loaded.items()}
+
+    def _load(self, split: str | None) -> datasets.Dataset | datasets.DatasetDict:
+        revision = self.uri.rest.partition("@")[2] or None
+        try:
+            return datasets.load_dataset(self.repository, self.config, split=split, revision=revision)
+        except (OSError, ValueError, datasets.exceptions.DatasetsError, RuntimeError) as error:
+            known = hub_error(self.uri.text, f"{self.setting}.uri", FailureClass.DATA, "DataNotFound", error)
+            if known is not None:
+                raise known from error
+            raise StageError(
+                FailureClass.DATA,
+                "HubDatasetUnreadable",
+                f"{self.setting}.uri is {self.uri.text!r}, config {self.config!r}: {error}",
+                f"Check {self.setting}.uri, {self.setting}.config and {self.setting}.splits.",
+            ) from error
+
+    def named(self, name: str) -> SplitSource | None:
+        """The split, or a slice of one such as `train[:10%]`."""
+        if "[" in name or "+" in name:
+            rows = self._load(name)
+            assert isinstance(rows, datasets.Dataset)
+            return HubSplit(name, self.repository, rows)
+        return HubSplit(name, self.repository, self._all[name]) if name in self._all else None
+
+    def names(self) -> tuple[str, ...]:
+        """All splits of the configuration."""
+        return tuple(self._all)
+
+    def whole(self) -> SplitSource | None:
+        """None: splits of the Hub have names."""
+        return None

@@ -1,0 +1,87 @@
+"""The trainer's own errors, and what any other exception means.
+
+Every error that we foresee is a `StageError` with a class that the operator acts upon. Everything else is classified once, here,
+by type first and by text only where a library raises nothing better than `RuntimeError`.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+
+from finetune_contract.layout import FailureClass
+from finetune_contract.report import FailureReport
+
+
+class StageError(Exception):
+    """A failure that we can explain: what is wrong (path, value, rule) and the way out."""
+
+    def __init__(self, failure_class: FailureClass, reason: str, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.failure_class = failure_class
+        self.reason = reason
+        self.message = message
+        self.hint = hint
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error and what it was raised from, outermost first; ends at a repeated link."""
+    links: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in links:
+        links.append(link)
+        link = link.__cause__ or link.__context__
+    return links
+
+
+# Text by which torch, its collectives and the allocator are recognised: they raise plain RuntimeError.
+_COLLECTIVE_MARKS = ("connection closed by peer", "connection reset by peer", "connection refused", "nccl", "gloo", "timed out waiting")
+_MEMORY_MARKS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
+
+
+def classify(error: BaseException) -> FailureReport:
+    """The failure report for `error`; looks through the chain of causes for the first that we know."""
+    for link in _chain(error):
+        known = _known(link)
+        if known is not None:
+            return known
+    return _report(
+        FailureClass.PROGRAM,
+        "UnexpectedError",
+        f"{type(error).__name__}: {error}",
+        "The log above has the traceback.",
+    )
+
+
+def _known(error: BaseException) -> FailureReport | None:
+    text = str(error).lower()
+    if isinstance(error, StageError):
+        return _report(error.failure_class, error.reason, error.message, error.hint)
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or any(m in text for m in _MEMORY_MARKS):
+        return _report(
+            FailureClass.OUT_OF_MEMORY,
+            "OutOfMemory",
+            str(error) or "The process could not get the memory it asked for.",
+            "Set training.microBatchSize lower (the global batch stays), or shard or offload more under parallelism.",
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) or "no space left on device" in text:
+        return _report(
+            FailureClass.STORAGE_FULL,
+            "NoSpaceLeft",
+            f"No space is left where the job writes: {error}",
+            "Free space or give the workspace more; checkpoints.keep bounds what checkpoints take.",
+        )
+    if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):
+        return _report(FailureClass.STORAGE_LOST, "StorageUnavailable", f"The storage did not answer: {error}", "Try again.")
+    if isinstance(error, RuntimeError) and any(mark in text for mark in _COLLECTIVE_MARKS):
+        return _report(
+            FailureClass.COLLECTIVE,
+            "CollectiveFailed",
+            f"Another process went away in mid-step: {error}",
+            "The first cause is in the report of another rank.",
+        )
+    return None
+
+
+def _report(failure_class: FailureClass, reason: str, message: str, hint: str) -> FailureReport:
+    return FailureReport(failure_class=failure_class, reason=reason, message=message, hint=hint, time=time.time())

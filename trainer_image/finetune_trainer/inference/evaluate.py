@@ -1,0 +1,124 @@
+"""The `evaluate` stage: metrics of the model and of the majority class on rows that it was not trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from finetune_contract.job import Gate, TrainerJob
+from finetune_contract.layout import FailureClass, JobPaths
+
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.failures import StageError
+from finetune_trainer.inference.runner import logits_of, model_to_use
+from finetune_trainer.progress import ProgressSink
+from finetune_trainer.reporting import merge_metrics, write_model_card, write_samples
+from finetune_trainer.tasks.base import LabelIds, Logits, task_module
+
+DEFAULT_BATCH_TOKENS = 8192
+"""Padded tokens of a batch when the job has no evaluation settings; some 100 MB of activations for a small encoder."""
+_SAMPLES = 20
+
+
+def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[str, Any]:
+    """Writes `evaluate` and `majority` into metrics.json and returns both.
+
+    StageError DATA `NoLabels` without labelled rows, CONFIG `UnknownMetric`, GATE_NOT_MET after the metrics are
+    written.
+    """
+    task = task_module(job.task)
+    prepared = PreparedData.open(paths)
+    role, labels = _labelled_split(prepared)
+    names = prepared.facts.labels
+    wanted = _wanted(job, task.majority(labels, names))
+    model = model_to_use(job, paths, prepared)
+    batch_tokens = job.evaluation.batch_tokens if job.evaluation else DEFAULT_BATCH_TOKENS
+    logits = logits_of(model, prepared, role, batch_tokens=batch_tokens, progress=progress)
+    measured = task.metrics(logits, labels, names)
+    majority = task.majority(labels, names)
+    sections: dict[str, Any] = {
+        "evaluate": {
+            **{name: measured[name] for name in wanted},
+            "loss": task.loss(logits, labels),
+            "rows": len(labels),
+            "split": role,
+        },
+        "majority": {name: majority[name] for name in wanted},
+    }
+    merged = merge_metrics(paths, sections)
+    if job.training is not None:
+        write_model_card(paths, job, prepared.facts, merged)
+    write_samples(paths, _samples(prepared, role, logits, labels))
+    if job.evaluation and job.evaluation.gate:
+        _check_gate(job.evaluation.gate, {**measured, "loss": sections["evaluate"]["loss"]}, role)
+    return sections
+
+
+def _labelled_split(prepared: PreparedData) -> tuple[str, LabelIds]:
+    """Test, or validation when there is no test split or it has no labels; the result says which."""
+    for role in ("test", "validation"):
+        labels = prepared.labels(role) if role in prepared.facts.splits else None
+        if labels is not None:
+            return role, labels
+    raise StageError(
+        FailureClass.DATA,
+        "NoLabels",
+        f"Neither test nor validation has labels; prepared are {', '.join(prepared.facts.splits)}.",
+        "Set dataset.columns.label and a split with labels, or leave evaluation out.",
+    )
+
+
+def _wanted(job: TrainerJob, available: Mapping[str, float]) -> list[str]:
+    asked = job.evaluation.metrics if job.evaluation and job.evaluation.metrics is not None else tuple(available)
+    gate = [job.evaluation.gate.metric] if job.evaluation and job.evaluation.gate else []
+    for path, name in [
+        *(("evaluation.metrics", name) for name in asked),
+        *(("evaluation.gate.metric", name) for name in gate),
+    ]:
+        if name not in available and name != "loss":
+            raise StageError(
+                FailureClass.CONFIG,
+                "UnknownMetric",
+                f"{path} is {name!r}; {job.task} has {', '.join(available)} and loss.",
+                f"Set {path} to one of them.",
+            )
+    return [name for name in available if name in asked or name in gate]
+
+
+def _check_gate(gate: Gate, measured: Mapping[str, float], role: str) -> None:
+    value = measured[gate.metric]
+    if not value >= gate.minimum:  # written so that NaN does not pass
+        raise StageError(
+            FailureClass.GATE_NOT_MET,
+            "GateNotMet",
+            f"{gate.metric} is {value:.4f} on the {role} split; evaluation.gate.minimum is {gate.minimum}.",
+            "Train longer or on better data, or lower evaluation.gate.minimum. The model and the metrics are kept.",
+        )
+
+
+def _samples(prepared: PreparedData, role: str, logits: Logits, labels: LabelIds) -> list[dict[str, Any]]:
+    """Rows for the report: the wrong answers given with most confidence first (at most half), then the first right
+    ones.
+    """
+    names = prepared.facts.labels
+    answers = logits.argmax(axis=1)
+    predictions = task_module(prepared.task).predictions(logits, prepared.facts)
+    wrong = np.flatnonzero(answers != labels)
+    wrong = wrong[np.argsort([-predictions[row]["score"] for row in wrong], kind="stable")][: _SAMPLES // 2]
+    right = np.flatnonzero(answers == labels)[: _SAMPLES - len(wrong)]
+    chosen = [*wrong.tolist(), *right.tolist()]
+    if not chosen:
+        return []
+    raw = prepared.raw(role)
+    columns = raw.column_names
+    return [
+        {
+            "row": row,
+            "text": [str(raw[row][name]) for name in columns],
+            "label": names[labels[row]],
+            "predicted": predictions[row]["label"],
+            "score": predictions[row]["score"],
+        }
+        for row in chosen
+    ]

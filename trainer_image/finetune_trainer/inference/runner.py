@@ -1,0 +1,84 @@
+"""Logits of a whole split, in as few padded tokens as the memory budget allows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+from finetune_contract.job import TrainerJob
+from finetune_contract.layout import FailureClass, JobPaths
+
+from finetune_trainer.data.batches import inference_batches
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.failures import StageError
+from finetune_trainer.models import resolve_model
+from finetune_trainer.progress import ProgressSink
+from finetune_trainer.tasks.base import Logits, task_module
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def model_to_use(job: TrainerJob, paths: JobPaths, prepared: PreparedData) -> PreTrainedModel:
+    """The model that the job trained, or `model.uri` when it trains nothing.
+
+    StageError MODEL `ModelNotTrained` when training has not ended with a model, `LabelsChanged` when the model was
+    trained for other labels than the prepared data have.
+    """
+    task = task_module(job.task)
+    if job.training is None:
+        name, arguments = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
+    else:
+        if not (paths.state / "train.json").is_file() or not (paths.model / "config.json").is_file():
+            raise StageError(
+                FailureClass.MODEL,
+                "ModelNotTrained",
+                f"{paths.model} holds no trained model.",
+                "Run the stage train first.",
+            )
+        name = str(paths.model)
+        arguments = {"trust_remote_code": job.model.trust_remote_code, "local_files_only": True}
+    model = task.load_model(job, name, arguments)
+    labels = task.model_labels(model.config)
+    if labels != prepared.facts.labels:
+        raise StageError(
+            FailureClass.MODEL,
+            "LabelsChanged",
+            f"{name} answers {', '.join(labels or ())}, "
+            f"but the prepared data have the labels {', '.join(prepared.facts.labels)}.",
+            "Run the stages prepare and train again.",
+        )
+    return model
+
+
+def logits_of(
+    model: PreTrainedModel, prepared: PreparedData, role: str, *, batch_tokens: int, progress: ProgressSink
+) -> Logits:
+    """Float32 logits, one row for each row of the split and in its order; on the GPU if there is one.
+
+    `batch_tokens` bounds the padded tokens of a batch. The model keeps its dtype; `progress` counts rows.
+    """
+    import torch
+    from torch import nn
+
+    task = task_module(prepared.task)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    was_training = model.training
+    module = cast(nn.Module, model)  # transformers' own signatures of `to` and `eval` are untyped
+    module.to(device)
+    module.eval()
+    lengths = prepared.lengths(role)
+    result = np.empty((len(lengths), len(prepared.facts.labels)), np.float32)
+    done = 0
+    try:
+        with torch.inference_mode():
+            for rows in inference_batches(lengths, batch_tokens=batch_tokens):
+                features = [{k: v for k, v in each.items() if k != "label"} for each in prepared.features(role, rows)]
+                batch = task.collate(features, pad_token_id=prepared.pad_token_id)
+                output = model(**{name: tensor.to(device) for name, tensor in batch.items()})
+                result[rows] = output.logits.float().cpu().numpy()
+                done += len(rows)
+                progress.update(done, len(lengths))
+    finally:
+        model.train(was_training)
+    return result

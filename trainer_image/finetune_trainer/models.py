@@ -1,0 +1,278 @@
+"""From the model URI of a job to a config, a tokenizer and weights.
+
+Refuses to run code that comes with a model unless the job says `trustRemoteCode`, and refuses folders that hold no
+model before a library can guess what they might be. Errors of the Hub are told apart: not reachable (try again) or
+not there (do not).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune_contract.job import ModelSource, TrainerJob
+from finetune_contract.layout import FailureClass
+
+from finetune_trainer.failures import StageError
+from finetune_trainer.uris import Uri, local_path, package_path
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+
+_FIELD = "model.uri"
+DEFAULT_LENGTH_LIMIT = 512
+"""Truncation length in tokens when the job gives none: what most encoders were trained with. Longer costs quadratic
+attention.
+"""
+
+# Models whose first position is padding index + 1, so that they hold fewer tokens than max_position_embeddings says.
+_POSITIONS_AFTER_PADDING = frozenset(
+    {
+        "camembert",
+        "data2vec-text",
+        "ibert",
+        "longformer",
+        "mpnet",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
+    }
+)
+_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+def resolve_model(uri: str, revision: str = "main", trust_remote_code: bool = False) -> tuple[str, dict[str, Any]]:
+    """`(name_or_path, kwargs)` for `from_pretrained`.
+
+    StageError MODEL `ModelNotFound` for a path that is not there, `NotAModel` for one without a model, CONFIG
+    `SchemeNotSupported` for other schemes.
+    """
+    parsed = Uri.parse(uri, _FIELD)
+    match parsed.scheme:
+        case "hf":
+            return parsed.rest.strip("/"), {"revision": revision, "trust_remote_code": trust_remote_code}
+        case "file":
+            path = local_path(parsed)
+        case "pkg":
+            path = package_path(parsed, _FIELD, FailureClass.MODEL, "ModelNotFound")
+        case _:
+            raise StageError(
+                FailureClass.CONFIG,
+                "SchemeNotSupported",
+                f"{_FIELD} is {uri!r}; the trainer reads models by hf://, file:// and pkg://.",
+                "Copy the model to the workspace and name it by file://.",
+            )
+    _check_folder(path, uri)
+    return str(path), {"trust_remote_code": trust_remote_code, "local_files_only": True}
+
+
+def _check_folder(path: Path, uri: str) -> None:
+    if not path.exists():
+        raise StageError(
+            FailureClass.MODEL,
+            "ModelNotFound",
+            f"{_FIELD} is {uri!r}, but {path.absolute()} does not exist.",
+            "Name a folder with config.json and weights; file://path is relative to the current directory.",
+        )
+    if path.is_dir() and (path / "config.json").is_file():
+        return
+    found = (
+        "is a file" if path.is_file() else f"holds {', '.join(sorted(p.name for p in path.iterdir())[:8]) or 'nothing'}"
+    )
+    raise StageError(
+        FailureClass.MODEL,
+        "NotAModel",
+        f"{_FIELD} is {uri!r}, but {path.absolute()} {found}: a model is a folder with config.json.",
+        "Name the folder that `save_pretrained` wrote.",
+    )
+
+
+def load_config(job: TrainerJob) -> PretrainedConfig:
+    """The model's config; errors as `resolve_model`, and those of the Hub."""
+    from transformers import AutoConfig
+
+    name, kwargs = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
+    _refuse_remote_code(Path(name), job.model)
+    try:
+        config = AutoConfig.from_pretrained(name, **kwargs)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise load_error(job.model, error) from error
+    loaded: PretrainedConfig = config
+    return loaded
+
+
+def load_tokenizer(job: TrainerJob) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, with a padding token (the end-of-sequence token where the model has none of its own)."""
+    from transformers import AutoTokenizer
+
+    name, kwargs = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **kwargs)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise load_error(job.model, error, part="tokenizer") from error
+    if not len(tokenizer):
+        raise load_error(job.model, ValueError("it has an empty vocabulary"), part="tokenizer")
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise load_error(
+                job.model, ValueError("it has neither a padding nor an end-of-sequence token"), part="tokenizer"
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def position_limit(config: PretrainedConfig) -> int | None:
+    """Longest input of the model in tokens; None when its config sets no limit."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions <= 0:
+        return None
+    if config.model_type in _POSITIONS_AFTER_PADDING:
+        return positions - (getattr(config, "pad_token_id", None) or 0) - 1
+    return positions
+
+
+def truncation_length(job: TrainerJob, config: PretrainedConfig) -> int:
+    """Truncation length in tokens; StageError CONFIG `MaxLengthTooLong` when the job asks for more than the model
+    holds.
+    """
+    limit = position_limit(config)
+    asked = job.preparation.max_length
+    if asked is None:
+        return min(limit or DEFAULT_LENGTH_LIMIT, DEFAULT_LENGTH_LIMIT)
+    if limit is not None and asked > limit:
+        raise StageError(
+            FailureClass.CONFIG,
+            "MaxLengthTooLong",
+            f"preparation.maxLength is {asked}, but {job.model.uri} holds at most {limit} tokens.",
+            f"Set preparation.maxLength to {limit} or less, or leave it out.",
+        )
+    return asked
+
+
+def stored_bytes(name_or_path: str) -> int | None:
+    """Size of the weight files of a local model in bytes; None for one on the Hub."""
+    for pattern in _WEIGHT_FILES:
+        sizes = [path.stat().st_size for path in Path(name_or_path).glob(pattern)]
+        if sizes:
+            return sum(sizes)
+    return None
+
+
+def _refuse_remote_code(folder: Path, source: ModelSource) -> None:
+    if source.trust_remote_code or not folder.is_dir():
+        return
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # AutoConfig says what is wrong with it.
+    if isinstance(config, dict) and "auto_map" in config and not _known_type(config.get("model_type")):
+        raise _remote_code_error(source)
+
+
+def _known_type(model_type: object) -> bool:
+    from transformers import CONFIG_MAPPING
+
+    return isinstance(model_type, str) and model_type in CONFIG_MAPPING
+
+
+def _remote_code_error(source: ModelSource) -> StageError:
+    return StageError(
+        FailureClass.MODEL,
+        "RemoteCodeNotTrusted",
+        f"{_FIELD} is {source.uri!r}, a model that runs Python code of its own, and model.trustRemoteCode is false.",
+        "Read that code; set model.trustRemoteCode to true if you trust it.",
+    )
+
+
+def load_error(source: ModelSource, error: BaseException, part: str = "model") -> StageError:
+    """The StageError for a failed `from_pretrained` of `source`."""
+    hub = (
+        hub_error(source.uri, _FIELD, FailureClass.MODEL, "ModelNotFound", error)
+        if source.uri.startswith("hf://")
+        else None
+    )
+    if hub is not None:
+        return hub
+    if "trust_remote_code" in str(error):
+        return _remote_code_error(source)
+    if "does not recognize this architecture" in str(error):
+        return StageError(
+            FailureClass.MODEL,
+            "UnknownArchitecture",
+            f"{_FIELD} is {source.uri!r}, an architecture that the installed transformers does not know: "
+            f"{_first_line(error)}",
+            "Use an image with a newer transformers, or another model.",
+        )
+    return StageError(
+        FailureClass.MODEL,
+        "NotAModel",
+        f"{_FIELD} is {source.uri!r}, and its {part} cannot be loaded: {_first_line(error)}",
+        "The folder must hold what `save_pretrained` writes: config.json, weights, tokenizer files.",
+    )
+
+
+def hub_error(
+    uri: str, field: str, missing_class: FailureClass, missing_reason: str, error: BaseException
+) -> StageError | None:
+    """The StageError for an error of the Hub somewhere in the chain of `error`; None when the Hub is not the cause.
+
+    HUB_UNAVAILABLE when it cannot be reached, `missing_class` when it answers that the repository or revision is not
+    there or not open to us.
+    """
+    from huggingface_hub import errors
+
+    links: list[BaseException] = []
+    link: BaseException | None = error
+    while link is not None and link not in links:
+        links.append(link)
+        link = link.__cause__ or link.__context__
+
+    def found(*types: type[BaseException]) -> bool:
+        return any(isinstance(each, types) for each in links)
+
+    token_hint = (
+        "Check the name; a private or gated repository needs secrets.hubToken of an account that was granted access."
+    )
+    if found(errors.GatedRepoError):
+        return StageError(
+            missing_class, "GatedRepository", f"{field} is {uri!r}, and its owner grants access by request.", token_hint
+        )
+    if found(errors.RevisionNotFoundError):
+        return StageError(
+            missing_class,
+            "RevisionNotFound",
+            f"{field} is {uri!r}: the Hub has no such revision.",
+            "Check the revision.",
+        )
+    if found(errors.RepositoryNotFoundError):
+        return StageError(
+            missing_class, missing_reason, f"{field} is {uri!r}: the Hub has no such repository.", token_hint
+        )
+    if found(errors.EntryNotFoundError) and not found(errors.LocalEntryNotFoundError):
+        return None  # The repository answers; it only lacks a file.
+    # The HTTP library below huggingface_hub differs between its versions; HfHubHTTPError shares
+    # a base with all errors of it.
+    http_error = errors.HfHubHTTPError.__mro__[1]
+    unreachable = (
+        errors.OfflineModeIsEnabled,
+        errors.LocalEntryNotFoundError,
+        errors.HfHubHTTPError,
+        http_error,
+        ConnectionError,
+        TimeoutError,
+    )
+    if found(*unreachable) or "couldn't connect" in str(error).lower() or "couldn't reach" in str(error).lower():
+        return StageError(
+            FailureClass.HUB_UNAVAILABLE,
+            "HubUnavailable",
+            f"{field} is {uri!r}, but the Hub cannot be reached: {_first_line(error)}",
+            "Try again; without a network (HF_HUB_OFFLINE=1) use file:// or pkg://, or fill the cache beforehand.",
+        )
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

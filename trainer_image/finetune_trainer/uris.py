@@ -1,0 +1,68 @@
+"""Where a URI of a job file points to on this machine.
+
+Knows `file://` (absolute after three slashes, relative to the current directory after two) and
+`pkg://package/folder`, a folder inside an installed package. It never imports the package: a job file must not run
+code by naming it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from finetune_contract.layout import FailureClass
+
+from finetune_trainer.failures import StageError
+
+
+@dataclass(frozen=True)
+class Uri:
+    """A URI cut at its scheme. The rest is kept as written: file names may hold `%`, `?` and `#`."""
+
+    text: str
+    scheme: str
+    rest: str
+
+    @classmethod
+    def parse(cls, text: str, field: str) -> Uri:
+        """Cuts `text`, the value of `field`; StageError CONFIG `BadUri` when it has no scheme or no path."""
+        scheme, separator, rest = text.partition("://")
+        if not separator or not scheme or not rest.strip("/"):
+            raise StageError(
+                FailureClass.CONFIG,
+                "BadUri",
+                f"{field} is {text!r}, which is no URI with a scheme and a path.",
+                "Write hf://org/name, file:///absolute/path, file://relative/path or pkg://package/folder.",
+            )
+        return cls(text, scheme.lower(), rest)
+
+
+def local_path(uri: Uri) -> Path:
+    """The path of a `file://` URI."""
+    return Path(uri.rest)
+
+
+def package_path(uri: Uri, field: str, failure_class: FailureClass, reason: str) -> Path:
+    """The path of a `pkg://package/folder` URI.
+
+    StageError `failure_class`/`reason` when the package is not installed or the folder leads out of it.
+    """
+    package, _, inner = uri.rest.partition("/")
+    # find_spec imports the parents of a dotted name, so only top-level names are looked up.
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        raise StageError(
+            failure_class,
+            reason,
+            f"{field} is {uri.text!r}, but no package {package!r} is installed in this environment.",
+            f"Install the distribution that holds {package!r}, or use file:// or hf://.",
+        )
+    if ".." in PurePosixPath(inner).parts:
+        raise StageError(
+            failure_class,
+            reason,
+            f"{field} is {uri.text!r}, which leads out of its package.",
+            "Name a folder inside the package.",
+        )
+    return Path(next(iter(spec.submodule_search_locations))) / inner
