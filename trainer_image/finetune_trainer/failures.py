@@ -24,7 +24,7 @@ class StageError(Exception):
         self.hint = hint
 
 
-def _chain(error: BaseException) -> list[BaseException]:
+def chain(error: BaseException) -> list[BaseException]:
     """The error and what it was raised from, outermost first; ends at a repeated link."""
     links: list[BaseException] = []
     link: BaseException | None = error
@@ -41,7 +41,7 @@ _MEMORY_MARKS = ("out of memory", "can't allocate memory", "cannot allocate memo
 
 def classify(error: BaseException) -> FailureReport:
     """The failure report for `error`; looks through the chain of causes for the first that we know."""
-    for link in _chain(error):
+    for link in chain(error):
         known = _known(link)
         if known is not None:
             return known

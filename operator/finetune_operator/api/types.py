@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, StringConstraints
+from finetune_contract.choices import OffloadDevice, OptimizerName, SchedulerName, Stage, Task
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, StringConstraints
 from pydantic.alias_generators import to_camel
-
-from finetune_contract.choices import OffloadDevice, OptimizerName, Precision, SchedulerName, Task
 
 GROUP = "finetune.dev"
 VERSION = "v1alpha1"
@@ -40,8 +39,25 @@ URI_PATTERN = r"^(hf|s3|gs|az|pvc|file|pkg)://.+$"
 
 Text: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 """A name that the user chose: any text."""
+FreeObject: TypeAlias = Annotated[dict[str, JsonValue], Field(max_length=256)]
+"""An object whose form another project defines."""
 Uri: TypeAlias = Annotated[str, StringConstraints(pattern=URI_PATTERN, min_length=6, max_length=1024)]
-Quantity: TypeAlias = Annotated[str, StringConstraints(pattern=QUANTITY_PATTERN, max_length=32)]
+QUANTITY_MARK = "x-kubernetes-int-or-string"
+"""Marks quantities in the JSON schema: Kubernetes takes them as numbers too."""
+MapText: TypeAlias = Annotated[str, StringConstraints(max_length=4096)]
+
+
+def _quantity_text(value: object) -> object:
+    """`cpu: 8` is a quantity for Kubernetes as much as `cpu: "8"`."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Quantity: TypeAlias = Annotated[
+    str,
+    StringConstraints(pattern=QUANTITY_PATTERN, max_length=32),
+    BeforeValidator(_quantity_text),
+    Field(json_schema_extra={QUANTITY_MARK: True}),
+]
 ObjectName: TypeAlias = Annotated[str, StringConstraints(pattern=DNS_SUBDOMAIN_PATTERN, min_length=1, max_length=253)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT)]
 NonNegative: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
@@ -360,7 +376,7 @@ class ParallelismSpec(SpecModel):
         description="cluster keeps model-parallel ranks on one node, spread puts them apart, or the order of D, P and T in the "
         "device mesh. Default cluster.",
     )
-    deepspeed_config: dict[str, JsonValue] = Field(
+    deepspeed_config: FreeObject = Field(
         default={},
         description="Merged last into the DeepSpeed configuration; unknown keys are an error. Left out: nothing.",
     )
@@ -518,7 +534,7 @@ class EndpointSpec(SpecModel):
     runtime: Literal["auto", "deployment", "kserve"] = Field(
         default="auto", description="What runs them. Default auto: kserve where it is installed."
     )
-    resources: dict[str, JsonValue] = Field(
+    resources: FreeObject = Field(
         default={}, description="Kubernetes ResourceRequirements of one server. Left out: from the plan."
     )
 
@@ -552,35 +568,35 @@ class SecretsSpec(SpecModel):
 class TemplateSpec(SpecModel):
     """Pod-level settings merged onto every pod of the job, in the form that Kubernetes has for them."""
 
-    labels: Annotated[dict[str, str], Field(max_length=64)] = Field(
+    labels: Annotated[dict[str, MapText], Field(max_length=64)] = Field(
         default={}, description="Pod labels. Left out: none."
     )
-    annotations: Annotated[dict[str, str], Field(max_length=64)] = Field(
+    annotations: Annotated[dict[str, MapText], Field(max_length=64)] = Field(
         default={}, description="Pod annotations. Left out: none."
     )
-    node_selector: Annotated[dict[str, str], Field(max_length=64)] = Field(
+    node_selector: Annotated[dict[str, MapText], Field(max_length=64)] = Field(
         default={}, description="Node labels a pod needs. Left out: none."
     )
-    tolerations: Annotated[tuple[dict[str, JsonValue], ...], Field(max_length=64)] = Field(
+    tolerations: Annotated[tuple[FreeObject, ...], Field(max_length=64)] = Field(
         default=(), description="Taints a pod bears. Left out: none."
     )
-    affinity: dict[str, JsonValue] = Field(default={}, description="Kubernetes Affinity. Left out: none of yours.")
+    affinity: FreeObject = Field(default={}, description="Kubernetes Affinity. Left out: none of yours.")
     service_account_name: ObjectName | None = Field(
         default=None, description="Service account. Left out: the namespace's default."
     )
     image_pull_secrets: Annotated[tuple[SecretSpec, ...], Field(max_length=16)] = Field(
         default=(), description="Secrets for pulling images. Left out: none."
     )
-    env: Annotated[tuple[dict[str, JsonValue], ...], Field(max_length=128)] = Field(
+    env: Annotated[tuple[FreeObject, ...], Field(max_length=128)] = Field(
         default=(), description="Kubernetes EnvVars of the trainer. Left out: none of yours."
     )
-    volumes: Annotated[tuple[dict[str, JsonValue], ...], Field(max_length=64)] = Field(
+    volumes: Annotated[tuple[FreeObject, ...], Field(max_length=64)] = Field(
         default=(), description="Kubernetes Volumes. Left out: none of yours."
     )
-    volume_mounts: Annotated[tuple[dict[str, JsonValue], ...], Field(max_length=64)] = Field(
+    volume_mounts: Annotated[tuple[FreeObject, ...], Field(max_length=64)] = Field(
         default=(), description="Where those volumes are mounted in the trainer. Left out: nowhere."
     )
-    security_context: dict[str, JsonValue] = Field(
+    security_context: FreeObject = Field(
         default={}, description="Kubernetes PodSecurityContext. Left out: PodSecurity restricted."
     )
 
@@ -800,6 +816,7 @@ class FineTuneJobStatus(StatusModel):
         default=None, ge=0, description="Generation of the spec that this status speaks of."
     )
     phase: Phase | None = Field(default=None, description="Where the job is, in one word.")
+    stage: Stage | None = Field(default=None, description="Stage that runs or ran last.")
     conditions: tuple[Condition, ...] = Field(default=(), max_length=16, description="Aspects of the job.")
     stages: tuple[StageStatus, ...] = Field(default=(), max_length=8, description="The stages in order.")
     plan: PlanStatus | None = Field(default=None, description="What will run.")

@@ -1,7 +1,7 @@
 """What goes into a plan and what comes out of it.
 
-`plan(job, facts, settings)` is a pure function; these are its types. The plan holds the `TrainerJob` that the trainer will get, so
-that what is shown is what runs.
+`plan(job, facts, settings)` is a pure function; these are its types. The plan holds the `TrainerJob` that the trainer
+will get, so that what is shown is what runs.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from pydantic import Field
-
 from finetune_contract.base import Message
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts
 from finetune_contract.job import TrainerJob
+from pydantic import Field, JsonValue
+
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.types import LauncherName
 
@@ -70,6 +70,8 @@ class JobPlan(Message):
     strategy: str
     """In words, e.g. `deepspeed-zero2+optimizer-offload`; `none` when nothing trains."""
     trainer: TrainerJob
+    deepspeed_overrides: dict[str, JsonValue] = Field(default_factory=dict)
+    """`parallelism.deepspeedConfig` as the user wrote it; rendering merges it last into the DeepSpeed configuration."""
     memory: MemoryEstimate | None = None
     estimate: Estimate
     hardware: HardwareFacts
@@ -81,7 +83,7 @@ class JobPlan(Message):
     """What was not known, and what was taken in its place."""
 
 
-class PlanRefused(Exception):
+class PlanRefused(Exception):  # noqa: N818 - it names an answer, as a plan does, not a defect
     """The job cannot run as asked; every reason with its field."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:

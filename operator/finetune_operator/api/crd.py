@@ -1,0 +1,325 @@
+"""The API as others read it: CustomResourceDefinition for the API server, JSON schema for editors.
+
+Both are made from `shapes` and `rules` and hold nothing of their own. The CRD keeps to what the API server takes: a
+type on every node but those of mixed form, bounds on everything in spec (CEL cost is estimated from them), defaults
+only where there is a value, and immutability at the root with `has()` on both sides, because a transition rule on
+an optional block does not run when the block comes or goes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+import yaml
+
+from finetune_operator.api.rules import MUTABLE, RULES, Rule
+from finetune_operator.api.shapes import (
+    Anything,
+    Body,
+    Boolean,
+    Fields,
+    Items,
+    Map,
+    Number,
+    Scalars,
+    Shape,
+    Text,
+    spec_shape,
+    status_shape,
+)
+from finetune_operator.api.types import (
+    API_VERSION,
+    CATEGORY,
+    GROUP,
+    KIND,
+    PLURAL,
+    SHORT_NAME,
+    SINGULAR,
+    VERSION,
+)
+
+Schema: TypeAlias = dict[str, Any]
+
+NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+"""RFC 1123 label: children, pods and host names are made from the job's name."""
+MAX_NAME = 63
+
+_ANY: Schema = {"x-kubernetes-preserve-unknown-fields": True}
+
+# Name, type, jsonPath, priority (1: `-o wide` only).
+_COLUMNS: tuple[tuple[str, str, str, int], ...] = (
+    ("Phase", "string", ".status.phase", 0),
+    ("Stage", "string", ".status.stage", 0),
+    ("Progress", "integer", ".status.progress.percent", 0),
+    ("Loss", "number", ".status.progress.loss", 0),
+    ("ETA", "number", ".status.progress.remainingSeconds", 0),
+    ("Restarts", "integer", ".status.restarts", 0),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+    ("Strategy", "string", ".status.plan.strategy", 1),
+    ("Launcher", "string", ".status.plan.launcher", 1),
+    ("Cost", "number", ".status.cost.amount", 1),
+)
+
+
+def crd() -> Schema:
+    """The CustomResourceDefinition, apiextensions.k8s.io/v1."""
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": SINGULAR,
+                "shortNames": [SHORT_NAME],
+                "categories": [CATEGORY],
+            },
+            "scope": "Namespaced",
+            "versions": [
+                {
+                    "name": VERSION,
+                    "served": True,
+                    "storage": True,
+                    "schema": {"openAPIV3Schema": _root()},
+                    "subresources": {"status": {}},
+                    "additionalPrinterColumns": [
+                        {"name": name, "type": kind, "jsonPath": path, "priority": priority}
+                        for name, kind, path, priority in _COLUMNS
+                    ],
+                }
+            ],
+        },
+    }
+
+
+def crd_yaml() -> str:
+    """The same as YAML text; equal models give equal text."""
+    return yaml.dump(crd(), Dumper=_PlainDumper, sort_keys=False, width=120, allow_unicode=True)
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """Writes shared values out instead of as anchors, which would make the file unreadable."""
+
+    def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401 - the base class's signature
+        return True
+
+
+def _root() -> Schema:
+    spec = _crd_node(spec_shape())
+    for rule in RULES:
+        if rule.schema:
+            _node_at(spec, rule.path).update(rule.schema)
+    spec["x-kubernetes-validations"] = [_validation(rule) for rule in RULES if rule.cel is not None]
+    return {
+        "type": "object",
+        "description": "Fine-tunes, evaluates and serves a Hugging Face model.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            "metadata": {"type": "object"},
+            "spec": spec,
+            "status": _crd_node(status_shape()),
+        },
+        "x-kubernetes-validations": [
+            {
+                "rule": f"self.metadata.name.size() <= {MAX_NAME} && self.metadata.name.matches('{NAME_PATTERN}')",
+                "message": f"metadata.name has at most {MAX_NAME} characters, a-z, 0-9 and -, and no - at its ends",
+            },
+            *_immutability(),
+        ],
+    }
+
+
+def _validation(rule: Rule) -> Schema:
+    return {
+        "rule": rule.cel,
+        "message": f"{rule.path} {rule.text}: {rule.way_out}",
+        "fieldPath": f".{rule.path}",
+    }
+
+
+def _immutability() -> Iterator[Schema]:
+    """Once a stage has begun, every field of spec stays as it is, but those in MUTABLE."""
+    started = "has(oldSelf.status) && has(oldSelf.status.stages) && oldSelf.status.stages.exists(s, s.attempt > 0)"
+    body = spec_shape().body
+    assert isinstance(body, Fields)
+    for name, shape in body.fields.items():
+        changeable = MUTABLE.get(name)
+        if changeable is None:
+            yield _kept(started, f"spec.{name}", optional=not shape.required)
+        elif changeable:
+            assert isinstance(shape.body, Fields)
+            for inner in shape.body.fields:
+                if inner not in changeable:
+                    yield _kept(started, f"spec.{name}.{inner}", optional=True)
+
+
+def _kept(started: str, path: str, *, optional: bool) -> Schema:
+    new, old = f"self.{path}", f"oldSelf.{path}"
+    same = f"{new} == {old}"
+    if optional:
+        same = f"has({new}) == has({old}) && (!has({new}) || {same})"
+    return {
+        "rule": f"!({started}) || ({same})",
+        "message": f"{path} cannot change after the first stage has started: create a new job",
+        "reason": "FieldValueForbidden",
+    }
+
+
+def _node_at(node: Schema, path: str) -> Schema:
+    for part in path.split("."):
+        node = node["properties"][part]
+    return node
+
+
+def _crd_node(shape: Shape) -> Schema:
+    node: Schema = {"description": shape.description} if shape.description else {}
+    node |= _crd_mixed(shape) if shape.words and shape.body is not None else _crd_plain(shape)
+    if shape.default not in (None, []) and not (shape.default == {} and isinstance(shape.body, Map)):
+        node["default"] = shape.default
+    return node
+
+
+def _crd_plain(shape: Shape) -> Schema:
+    match shape.body:
+        case None:
+            return {"type": "string", "enum": list(shape.words)}
+        case Text(quantity=True) as text:
+            return _quantity(text, ())
+        case Text() as text:
+            return {"type": "string", **_text_bounds(text)}
+        case Number() as number:
+            return {"type": "integer" if number.integer else "number", **_number_bounds(number)}
+        case Boolean():
+            return {"type": "boolean"}
+        case Items(item) as items:
+            return {"type": "array", "items": _crd_node(item), **_count_bounds(items)}
+        case Map(value, maximum):
+            bounds = {} if maximum is None else {"maxProperties": maximum}
+            if isinstance(value.body, Anything):
+                return {"type": "object", **_ANY, **bounds}
+            return {"type": "object", "additionalProperties": _crd_node(value), **bounds}
+        case Fields(fields):
+            needed = [name for name, inner in fields.items() if inner.required]
+            properties = {name: _crd_node(inner) for name, inner in fields.items()}
+            return {"type": "object", "properties": properties, **({"required": needed} if needed else {})}
+        case Scalars() | Anything():
+            return dict(_ANY)
+
+
+def _crd_mixed(shape: Shape) -> Schema:
+    """A word or something else. Integers and quantities have a type for that; elsewhere bounds hold without one."""
+    pattern = f"^({'|'.join(map(re.escape, shape.words))})$"
+    match shape.body:
+        case Number(integer=True) as number:
+            return {"x-kubernetes-int-or-string": True, "pattern": pattern, **_number_bounds(number)}
+        case Text(quantity=True) as text:
+            return _quantity(text, shape.words)
+        case Items() as items:
+            return {**_ANY, "pattern": pattern, **_count_bounds(items)}
+        case Fields(fields):
+            properties = {name: _crd_node(inner) for name, inner in fields.items()}
+            known = [{"required": [name]} for name in fields]
+            return {**_ANY, "pattern": pattern, "properties": properties, "anyOf": known}
+        case other:
+            raise TypeError(f"no CRD schema takes {shape.words} and {other}")
+
+
+def _quantity(text: Text, words: tuple[str, ...]) -> Schema:
+    pattern = "|".join([*(f"^{re.escape(word)}$" for word in words), text.pattern or ""])
+    return {"x-kubernetes-int-or-string": True, "pattern": pattern, "maxLength": text.maximum, "minimum": 0}
+
+
+def _text_bounds(text: Text) -> Schema:
+    bounds = {"pattern": text.pattern, "minLength": text.minimum, "maxLength": text.maximum}
+    return {name: value for name, value in bounds.items() if value is not None}
+
+
+def _number_bounds(number: Number) -> Schema:
+    """In OpenAPI v3.0's way, where an exclusive bound is a flag beside the bound."""
+    bounds: Schema = {}
+    if number.minimum is not None:
+        bounds |= {"minimum": number.minimum} | ({"exclusiveMinimum": True} if number.above else {})
+    if number.maximum is not None:
+        bounds |= {"maximum": number.maximum} | ({"exclusiveMaximum": True} if number.below else {})
+    return bounds
+
+
+def _count_bounds(items: Items) -> Schema:
+    bounds = {"minItems": items.minimum, "maxItems": items.maximum}
+    return {name: value for name, value in bounds.items() if value is not None}
+
+
+def json_schema() -> Schema:
+    """The JSON schema (draft 2020-12) for editors: point `# yaml-language-server: $schema=` at a file that holds it."""
+    name = {
+        "type": "string",
+        "pattern": NAME_PATTERN,
+        "maxLength": MAX_NAME,
+        "description": "Name of the job. Required.",
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": KIND,
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["apiVersion", "kind", "metadata", "spec"],
+        "properties": {
+            "apiVersion": {"const": API_VERSION, "description": "API group and version. Required."},
+            "kind": {"const": KIND, "description": "Kind. Required."},
+            "metadata": {
+                "type": "object",
+                "required": ["name"],
+                "properties": {
+                    "name": name,
+                    "namespace": {"type": "string", "description": "Left out: the current one."},
+                },
+            },
+            "spec": _editor_node(spec_shape()),
+            "status": {"type": "object", "description": status_shape().description},
+        },
+    }
+
+
+def _editor_node(shape: Shape) -> Schema:
+    node: Schema = {"description": shape.description} if shape.description else {}
+    if shape.default is not None:
+        node["default"] = shape.default
+    forms: list[Schema] = [{"enum": list(shape.words)}] if shape.words else []
+    if shape.body is not None:
+        forms.extend(_editor_forms(shape.body))
+    return node | (forms[0] if len(forms) == 1 else {"anyOf": forms})
+
+
+def _editor_forms(body: Body) -> list[Schema]:
+    match body:
+        case Text() as text:
+            form = {"type": "string", **_text_bounds(text)}
+            return [form, {"type": "integer", "minimum": 0}] if text.quantity else [form]
+        case Number(integer, minimum, maximum, above, below):
+            form = {"type": "integer" if integer else "number"}
+            form |= {} if minimum is None else {"exclusiveMinimum" if above else "minimum": minimum}
+            form |= {} if maximum is None else {"exclusiveMaximum" if below else "maximum": maximum}
+            return [form]
+        case Boolean():
+            return [{"type": "boolean"}]
+        case Items(item) as items:
+            return [{"type": "array", "items": _editor_node(item), **_count_bounds(items)}]
+        case Map(value, maximum):
+            bounds = {} if maximum is None else {"maxProperties": maximum}
+            return [{"type": "object", "additionalProperties": _editor_node(value), **bounds}]
+        case Fields(fields):
+            needed = [name for name, inner in fields.items() if inner.required]
+            properties = {name: _editor_node(inner) for name, inner in fields.items()}
+            closed = {"type": "object", "additionalProperties": False, "properties": properties}
+            return [{**closed, **({"required": needed} if needed else {})}]
+        case Scalars():
+            return [{"type": ["string", "number", "boolean"]}]
+        case Anything():
+            return [{}]

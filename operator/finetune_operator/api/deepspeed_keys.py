@@ -1,0 +1,333 @@
+"""The keys that DeepSpeed knows, by section; a test compares them with the installed DeepSpeed.
+
+DeepSpeed ignores a key that it does not know, so that a typing error would silently fall back to a default. Keys are
+those that its configuration classes ask for. The empty path is the top level.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+KNOWN_KEYS: Mapping[tuple[str, ...], frozenset[str]] = {
+    (): frozenset(
+        (
+            "activation_checkpointing",
+            "aio",
+            "amp",
+            "autotuning",
+            "bf16",
+            "bfloat16",
+            "checkpoint",
+            "comet",
+            "comms_logger",
+            "communication_data_type",
+            "compile",
+            "compression_training",
+            "csv_monitor",
+            "curriculum_learning",
+            "data_efficiency",
+            "data_types",
+            "dataloader_drop_last",
+            "datastates_ckpt",
+            "disable_allgather",
+            "disable_python_gc",
+            "dump_state",
+            "eigenvalue",
+            "elasticity",
+            "expert_parallel",
+            "flops_profiler",
+            "fp16",
+            "gradient_accumulation_steps",
+            "gradient_allreduce_op",
+            "gradient_clipping",
+            "gradient_predivide_factor",
+            "graph_harvesting",
+            "hybrid_engine",
+            "log_level",
+            "managed_gradient_accumulation",
+            "memory_breakdown",
+            "nebula",
+            "optimizer",
+            "pipeline",
+            "prescale_gradients",
+            "progressive_layer_drop",
+            "quantize_training",
+            "scheduler",
+            "seq_parallel_communication_data_type",
+            "sparse_attention",
+            "sparse_gradients",
+            "steps_per_print",
+            "tensor_parallel",
+            "tensorboard",
+            "timers",
+            "torch_autocast",
+            "train_batch_size",
+            "train_micro_batch_size_per_gpu",
+            "use_data_before_expert_parallelism",
+            "vocabulary_size",
+            "wall_clock_breakdown",
+            "wandb",
+            "weight_quantization",
+            "zero_allow_untested_optimizer",
+            "zero_force_ds_cpu_optimizer",
+            "zero_optimization",
+        )
+    ),
+    ("activation_checkpointing",): frozenset(
+        (
+            "contiguous_memory_optimization",
+            "cpu_checkpointing",
+            "number_checkpoints",
+            "partition_activations",
+            "profile",
+            "synchronize_checkpoint_boundary",
+        )
+    ),
+    ("aio",): frozenset(
+        (
+            "block_size",
+            "intra_op_parallelism",
+            "overlap_events",
+            "queue_depth",
+            "single_submit",
+            "use_gds",
+        )
+    ),
+    ("bf16",): frozenset(
+        (
+            "bf16_master_weights_and_grads",
+            "bf16_optimizer_states",
+            "check_grad_overflow",
+            "enabled",
+            "immediate_grad_update",
+        )
+    ),
+    ("comet",): frozenset(
+        (
+            "api_key",
+            "enabled",
+            "experiment_key",
+            "experiment_name",
+            "mode",
+            "online",
+            "project",
+            "samples_log_interval",
+            "workspace",
+        )
+    ),
+    ("comms_logger",): frozenset(
+        (
+            "debug",
+            "enabled",
+            "prof_all",
+            "prof_ops",
+            "verbose",
+        )
+    ),
+    ("compile",): frozenset(
+        (
+            "autoep_non_moe",
+            "debug_log",
+            "deepcompile",
+            "double_buffer",
+            "free_activation",
+            "free_activation_threshold",
+            "keep_all_input_tensors",
+            "keep_int_input_tensors",
+            "offload_activation",
+            "offload_activation_pin_memory",
+            "offload_opt_states",
+            "offload_parameters",
+            "passes",
+            "symmetric_memory",
+            "sync_after_allgather",
+            "sync_after_reduce",
+            "sync_before_allgather",
+            "sync_before_reduce",
+        )
+    ),
+    ("csv_monitor",): frozenset(
+        (
+            "enabled",
+            "job_name",
+            "output_path",
+        )
+    ),
+    ("data_types",): frozenset(
+        (
+            "buffer_dtype",
+            "grad_accum_dtype",
+            "keep_in_fp32_modules",
+            "param_dtype",
+        )
+    ),
+    ("flops_profiler",): frozenset(
+        (
+            "detailed",
+            "enabled",
+            "module_depth",
+            "output_file",
+            "profile_step",
+            "recompute_fwd_factor",
+            "top_modules",
+        )
+    ),
+    ("fp16",): frozenset(
+        (
+            "auto_cast",
+            "consecutive_hysteresis",
+            "enabled",
+            "fp16_master_weights_and_grads",
+            "hysteresis",
+            "initial_scale_power",
+            "loss_scale",
+            "loss_scale_window",
+            "min_loss_scale",
+        )
+    ),
+    ("hybrid_engine",): frozenset(
+        (
+            "enable_cuda_graph",
+            "enabled",
+            "inference_tp_size",
+            "max_out_tokens",
+            "pin_parameters",
+            "release_inference_cache",
+            "tp_gather_partition_size",
+        )
+    ),
+    ("tensorboard",): frozenset(
+        (
+            "enabled",
+            "job_name",
+            "output_path",
+        )
+    ),
+    ("wandb",): frozenset(
+        (
+            "enabled",
+            "group",
+            "project",
+            "team",
+        )
+    ),
+    ("zero_optimization",): frozenset(
+        (
+            "allgather_bucket_size",
+            "allgather_partitions",
+            "compute_grad_norm",
+            "contiguous_gradients",
+            "cpu_offload",
+            "cpu_offload_param",
+            "cpu_offload_use_pin_memory",
+            "elastic_checkpoint",
+            "enable_sanity_checks",
+            "ignore_unused_parameters",
+            "leaf_module",
+            "legacy_stage1",
+            "load_from_fp32_weights",
+            "log_trace_cache_warnings",
+            "memory_efficient_linear",
+            "offload_optimizer",
+            "offload_param",
+            "overlap_comm",
+            "override_module_apply",
+            "parameter_alignment",
+            "pipeline_loading_checkpoint",
+            "reduce_bucket_size",
+            "reduce_scatter",
+            "round_robin_gradients",
+            "save_muon_momentum_buffer_in_memory",
+            "stage",
+            "stage3_allgather_sequential",
+            "stage3_gather_16bit_weights_on_model_save",
+            "stage3_gather_fp16_weights_on_model_save",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_model_persistence_threshold",
+            "stage3_module_granularity_threshold",
+            "stage3_param_persistence_threshold",
+            "stage3_prefetch_bucket_size",
+            "stage3_use_all_reduce_for_fetch_params",
+            "sub_group_size",
+            "use_multi_rank_bucket_allreduce",
+            "zenflow",
+            "zero_hpz_partition_size",
+            "zero_quantized_gradients",
+            "zero_quantized_nontrainable_weights",
+            "zero_quantized_weights",
+        )
+    ),
+    ("zero_optimization", "leaf_module"): frozenset(
+        (
+            "classes",
+            "name_suffixes",
+            "names",
+        )
+    ),
+    ("zero_optimization", "offload_optimizer"): frozenset(
+        (
+            "buffer_count",
+            "cpuadam_cores_perc",
+            "device",
+            "fast_init",
+            "nvme_path",
+            "pin_memory",
+            "pipeline_read",
+            "pipeline_write",
+            "ratio",
+            "super_offload",
+        )
+    ),
+    ("zero_optimization", "offload_param"): frozenset(
+        (
+            "buffer_count",
+            "buffer_size",
+            "device",
+            "max_in_cpu",
+            "nvme_path",
+            "pin_memory",
+        )
+    ),
+    ("zero_optimization", "zenflow"): frozenset(
+        (
+            "auto_ratio",
+            "full_warm_up_rounds",
+            "offload",
+            "overlap_step",
+            "pt_reserved_cores_perc",
+            "select_interval",
+            "select_strategy",
+            "steps_per_epoch",
+            "topk_ratio",
+            "update_interval",
+        )
+    ),
+}
+
+OPEN_SECTIONS: frozenset[str] = frozenset(
+    (
+        "amp",
+        "autotuning",
+        "checkpoint",
+        "compression_training",
+        "curriculum_learning",
+        "data_efficiency",
+        "datastates_ckpt",
+        "eigenvalue",
+        "elasticity",
+        "expert_parallel",
+        "nebula",
+        "optimizer",
+        "pipeline",
+        "progressive_layer_drop",
+        "quantize_training",
+        "scheduler",
+        "sparse_attention",
+        "tensor_parallel",
+        "timers",
+        "torch_autocast",
+        "weight_quantization",
+    )
+)
+"""Sections whose inside DeepSpeed reads in many places, or hands on; their keys are not checked."""

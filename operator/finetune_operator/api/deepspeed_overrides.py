@@ -1,0 +1,84 @@
+"""Checks of `parallelism.deepspeedConfig`: the keys that a user adds to the DeepSpeed configuration of a plan.
+
+A key that DeepSpeed does not know is refused, because DeepSpeed itself would ignore it, and so is one that another
+field of the spec decides: two places for one number end in two numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+
+from pydantic import JsonValue
+
+from finetune_operator.api.deepspeed_keys import KNOWN_KEYS, OPEN_SECTIONS
+from finetune_operator.api.problems import Problem, describe_value, format_path
+
+OWNED_KEYS: Mapping[tuple[str, ...], str] = {
+    ("train_batch_size",): "training.globalBatchSize",
+    ("train_micro_batch_size_per_gpu",): "training.microBatchSize",
+    ("gradient_accumulation_steps",): "training.globalBatchSize",
+    ("gradient_clipping",): "training.maxGradNorm",
+    ("bf16", "enabled"): "training.precision",
+    ("bfloat16",): "training.precision",
+    ("fp16", "enabled"): "training.precision",
+    ("amp",): "training.precision",
+    ("torch_autocast",): "training.precision",
+    ("optimizer",): "training.optimizer",
+    ("scheduler",): "training.scheduler",
+    ("tensor_parallel",): "parallelism.tensor",
+    ("pipeline",): "parallelism.pipeline",
+    ("elasticity",): "resources.elastic",
+    ("zero_optimization", "stage"): "parallelism.zeroStage",
+    ("zero_optimization", "offload_optimizer", "device"): "parallelism.offload.optimizer",
+    ("zero_optimization", "offload_param"): "parallelism.offload.parameters",
+    ("zero_optimization", "cpu_offload"): "parallelism.offload.optimizer",
+    ("zero_optimization", "cpu_offload_param"): "parallelism.offload.parameters",
+}
+"""Keys that a field of the spec decides."""
+
+_FIELD = ("spec", "parallelism", "deepspeedConfig")
+
+
+def override_problems(overrides: Mapping[str, JsonValue]) -> Iterator[Problem]:
+    """What is wrong with the user's keys: unknown, decided elsewhere, or `auto`."""
+    yield from _problems(overrides, ())
+
+
+def _problems(values: Mapping[str, JsonValue], above: tuple[str, ...]) -> Iterator[Problem]:
+    for key, value in values.items():
+        path = (*above, key)
+        full = (*_FIELD, *path)
+        where, shown = format_path(full), describe_value(value, full)
+        known = KNOWN_KEYS.get(above)
+        if path in OWNED_KEYS:
+            field = OWNED_KEYS[path]
+            yield Problem(
+                where,
+                shown,
+                f"spec.{field} decides it",
+                f"set spec.{field}, and leave this key out",
+                reason="Forbidden",
+            )
+        elif known is not None and key not in known:
+            near = _nearest(key, known)
+            yield Problem(
+                where,
+                shown,
+                "DeepSpeed knows no such key and would ignore it",
+                f"did you mean {near}?" if near else "leave it out",
+                reason="Unknown",
+            )
+        elif value == "auto":
+            yield Problem(
+                where, shown, "the plan holds no auto: nobody would fill it in", "write a value, or leave the key out"
+            )
+        elif isinstance(value, dict) and (path in KNOWN_KEYS or path[0] in OPEN_SECTIONS):
+            yield from _problems(value, path)
+        elif path in KNOWN_KEYS:
+            yield Problem(where, shown, "it is an object in DeepSpeed", "write its keys below it")
+
+
+def _nearest(key: str, known: frozenset[str]) -> str | None:
+    found = get_close_matches(key, sorted(known), n=1)
+    return found[0] if found else None

@@ -1,0 +1,71 @@
+"""The API reference as Markdown, made from the models: one table for each block of fields.
+
+Only what the models say is here; how to use the fields is told elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from finetune_operator.api.rules import RULES
+from finetune_operator.api.shapes import Fields, Items, Shape, sentence, spec_shape, status_shape
+from finetune_operator.api.support import ROWS
+from finetune_operator.api.types import API_VERSION, KIND
+
+
+def api_reference() -> str:
+    """The whole reference, ending in a newline; equal models give equal text."""
+    lines = [
+        f"# {KIND} ({API_VERSION})",
+        "",
+        "Generated from the models by `make generate`; do not edit.",
+        "",
+        *_sections("spec", spec_shape()),
+        "## Rules between fields",
+        "",
+        *(f"- `{rule.path}` {rule.text}." for rule in RULES),
+        "",
+        "## Not supported yet",
+        "",
+        "`finetune validate` refuses these with reason `NotYetSupported` when set to anything but what is named here.",
+        "",
+        "| Field | What works |",
+        "|---|---|",
+        *(f"| `spec.{row.path}` | {row.works if row.values or row.schemes else 'the default only'} |" for row in ROWS),
+        "",
+        *_sections("status", status_shape()),
+    ]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _sections(path: str, shape: Shape) -> Iterator[str]:
+    """A table for the fields of one block, then those of the blocks in it."""
+    fields = _fields(shape)
+    yield from (f"## {path}", "", _cell(shape.group or shape.description), "")
+    yield from ("| Field | Takes | Default | Description |", "|---|---|---|---|")
+    for name, inner in fields.items():
+        takes = _cell(sentence(inner)) if not _fields(inner) else " or ".join([*inner.words, "see below"])
+        yield f"| `{name}` | {takes} | {_default(inner)} | {_cell(inner.description)} |"
+    yield ""
+    for name, inner in fields.items():
+        if _fields(inner):
+            yield from _sections(f"{path}.{name}{'[]' if isinstance(inner.body, Items) else ''}", inner)
+
+
+def _fields(shape: Shape) -> dict[str, Shape]:
+    match shape.body:
+        case Fields(fields):
+            return dict(fields)
+        case Items(item):
+            return _fields(item)
+        case _:
+            return {}
+
+
+def _default(shape: Shape) -> str:
+    return "" if shape.default is None or _fields(shape) else f"`{json.dumps(shape.default)}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")

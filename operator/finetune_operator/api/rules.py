@@ -1,0 +1,473 @@
+"""Every rule that concerns several fields of one object, once: as CEL for the API server, as Python for the rest.
+
+The API server refuses with the CEL at once; `finetune validate` and the operator check the Python, which can also
+do arithmetic for the way out. A test holds the two against each other on a real API server. A rule without CEL
+concerns a field of no fixed type (`auto` or a list), which CEL cannot look at; what the schema itself can say in
+its place is in `schema`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from finetune_contract.choices import Task
+from pydantic import JsonValue
+
+from finetune_operator.api.types import CheckpointEverySpec, FineTuneJobSpec
+
+Holds = Callable[[FineTuneJobSpec], bool]
+
+COLUMN_TASKS: Mapping[str, tuple[Task, ...]] = {
+    "text": ("text-classification", "text-generation", "masked-lm"),
+    "textPair": ("text-classification",),
+    "label": ("text-classification",),
+    "tokens": ("token-classification",),
+    "tags": ("token-classification",),
+    "question": ("question-answering",),
+    "context": ("question-answering",),
+    "answers": ("question-answering",),
+    "source": ("summarization", "translation"),
+    "target": ("summarization", "translation"),
+    "messages": ("text-generation",),
+}
+"""Column role -> tasks that read it. A column that no stage reads would be accepted and ignored."""
+
+MUTABLE = {"runPolicy": ("suspend", "ttlSecondsAfterFinished"), "endpoint": ()}
+"""What may change after the first stage has started: named fields of a block, or (empty) the whole block."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule on `spec`."""
+
+    name: str
+    path: str
+    """Field to blame, from `spec`."""
+    cel: str | None
+    """True when the rule holds; `self` is spec, after defaults. None: see the module's docstring."""
+    holds: Holds
+    text: str
+    """The rule as a sentence without its full stop."""
+    way_out: str
+    advice: Callable[[FineTuneJobSpec], str] | None = None
+    """A way out with the job's own numbers, where arithmetic helps."""
+    reads: tuple[str, ...] = ()
+    """Fields that the Python reads; left out where the CEL names them."""
+    schema: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Schema keywords at `path` that say as much of the rule as can be said."""
+
+    @property
+    def fields_read(self) -> tuple[str, ...]:
+        """Paths from `spec` that decide whether the rule holds."""
+        return self.reads or tuple(
+            dict.fromkeys(re.findall(r"self\.([A-Za-z.]*[A-Za-z])(?![A-Za-z(])", self.cel or ""))
+        )
+
+
+def certain_ranks(spec: FineTuneJobSpec) -> int | None:
+    """Data-parallel ranks = nodes x processes / (tensor x pipeline x sequence); None while the plan may choose."""
+    processes = spec.resources.processes_per_node
+    if spec.resources.elastic is not None or processes == "auto":
+        return None
+    parallelism = spec.parallelism
+    world = spec.resources.nodes * processes
+    model = parallelism.tensor * parallelism.pipeline.degree * parallelism.sequence
+    return None if world % model else world // model
+
+
+def nearest_multiples(value: int, unit: int) -> tuple[int, ...]:
+    """The multiples of `unit` next to `value`, below and above; both are positive."""
+    below = value // unit * unit
+    return tuple(multiple for multiple in (below, below + unit) if multiple > 0)
+
+
+def _batch_unit(spec: FineTuneJobSpec) -> int:
+    """The global batch has to be a multiple of this: certain ranks x explicit micro-batch."""
+    ranks = certain_ranks(spec) or 1
+    micro = spec.training.micro_batch_size if spec.training else "auto"
+    return ranks * (1 if micro == "auto" else micro)
+
+
+def _global_batch_fits(spec: FineTuneJobSpec) -> bool:
+    if spec.training is None or spec.training.script is not None:
+        return True
+    return spec.training.global_batch_size % _batch_unit(spec) == 0
+
+
+def _global_batch_advice(spec: FineTuneJobSpec) -> str:
+    assert spec.training is not None
+    unit = _batch_unit(spec)
+    near = " or ".join(str(batch) for batch in nearest_multiples(spec.training.global_batch_size, unit))
+    ranks = certain_ranks(spec) or 1
+    return f"use {near}, multiples of {unit} = {ranks} ranks x {unit // ranks} rows"
+
+
+def _every_is_one(spec: FineTuneJobSpec) -> bool:
+    every = spec.checkpoints.every
+    return not isinstance(every, CheckpointEverySpec) or (every.steps is None) != (every.minutes is None)
+
+
+def _gate_is_measured(spec: FineTuneJobSpec) -> bool:
+    evaluation = spec.evaluation
+    if evaluation is None or evaluation.gate is None or evaluation.metrics == "auto":
+        return True
+    return evaluation.gate.metric in evaluation.metrics
+
+
+def _one_process_per_gpu(spec: FineTuneJobSpec) -> bool:
+    processes, gpus = spec.resources.processes_per_node, spec.resources.gpus_per_node
+    return processes == "auto" or gpus == "auto" or gpus == 0 or processes <= gpus
+
+
+def _world(spec: FineTuneJobSpec) -> int | None:
+    processes = spec.resources.processes_per_node
+    return None if processes == "auto" else processes * spec.resources.nodes
+
+
+def _offloads(spec: FineTuneJobSpec) -> bool:
+    return (spec.parallelism.offload.optimizer, spec.parallelism.offload.parameters) != ("none", "none")
+
+
+def _model_ranks(spec: FineTuneJobSpec) -> int:
+    return spec.parallelism.tensor * spec.parallelism.pipeline.degree * spec.parallelism.sequence
+
+
+def _elastic_holds(test: Callable[[int, int, int], bool]) -> Holds:
+    def holds(spec: FineTuneJobSpec) -> bool:
+        elastic = spec.resources.elastic
+        return elastic is None or test(elastic.min_nodes, spec.resources.nodes, elastic.max_nodes)
+
+    return holds
+
+
+def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:
+    """A column is given only to a task that reads it; `block` is `dataset` or `predict.dataset`."""
+
+    def holds(spec: FineTuneJobSpec) -> bool:
+        predicted = spec.predict.dataset if spec.predict else None
+        dataset = spec.dataset if block == "dataset" else predicted
+        given = dataset is not None and dataset.columns.model_dump(by_alias=True)[column] is not None
+        return not given or spec.task in tasks
+
+    present = "has(self.predict) && has(self.predict.dataset)" if block != "dataset" else "has(self.dataset)"
+    listed = ", ".join(f"'{task}'" for task in tasks)
+    return Rule(
+        name=f"{block}-{column}-is-read",
+        path=f"{block}.columns.{column}",
+        cel=f"!({present} && has(self.{block}.columns.{column})) || self.task in [{listed}]",
+        holds=holds,
+        text=f"is read by {', '.join(tasks)} only",
+        way_out=f"leave it out, or set spec.task to {' or '.join(tasks)}",
+    )
+
+
+def _hub_only_rule(path: str, given: str, uri: str, holds: Holds) -> Rule:
+    return Rule(
+        name=f"{path}-needs-hub",
+        path=path,
+        cel=f"!({given}) || self.{uri}.startsWith('hf://')",
+        holds=holds,
+        text=f"has a meaning on the Hub only, so that spec.{uri} has to be hf://",
+        way_out="leave it out, or name a Hub repository",
+    )
+
+
+_WORLD = "self.resources.nodes * int(self.resources.processesPerNode)"
+_WORLD_UNKNOWN = "has(self.resources.elastic) || type(self.resources.processesPerNode) != int"
+_MODEL = "(self.parallelism.tensor * self.parallelism.pipeline.degree * self.parallelism.sequence)"
+_MICRO = "self.training.microBatchSize"
+_NO_LOOP = "!has(self.training) || has(self.training.script)"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "something-to-do",
+        "training",
+        "has(self.training) || has(self.evaluation) || has(self.predict) || has(self.endpoint)",
+        lambda spec: any(part is not None for part in (spec.training, spec.evaluation, spec.predict, spec.endpoint)),
+        "at least one of spec.training, spec.evaluation, spec.predict and spec.endpoint is needed",
+        "write `training: {}` to train with the defaults",
+    ),
+    Rule(
+        "training-needs-dataset",
+        "dataset",
+        "!has(self.training) || has(self.dataset)",
+        lambda spec: spec.training is None or spec.dataset is not None,
+        "is required when something trains",
+        "set spec.dataset.uri, or leave out spec.training",
+    ),
+    Rule(
+        "evaluation-needs-dataset",
+        "dataset",
+        "!has(self.evaluation) || has(self.training) || has(self.dataset)",
+        lambda spec: spec.evaluation is None or spec.training is not None or spec.dataset is not None,
+        "is required when something is evaluated",
+        "set spec.dataset.uri, or leave out spec.evaluation",
+    ),
+    Rule(
+        "predict-needs-dataset",
+        "predict.dataset",
+        "!has(self.predict) || has(self.dataset) || has(self.predict.dataset)",
+        lambda spec: spec.predict is None or spec.dataset is not None or spec.predict.dataset is not None,
+        "is required when there is no spec.dataset whose test split could be predicted",
+        "set spec.predict.dataset.uri or spec.dataset.uri",
+    ),
+    Rule(
+        "epochs-or-steps",
+        "training.maxSteps",
+        "!has(self.training) || !has(self.training.epochs) || !has(self.training.maxSteps)",
+        lambda spec: spec.training is None or spec.training.epochs is None or spec.training.max_steps is None,
+        "takes the place of spec.training.epochs, so that only one of them can be given",
+        "remove one of the two",
+    ),
+    Rule(
+        "global-batch-divides",
+        "training.globalBatchSize",
+        # The arithmetic of _batch_unit, in two steps because CEL has no local variables.
+        f"{_NO_LOOP} || self.training.globalBatchSize % "
+        f"((({_WORLD_UNKNOWN}) || ({_WORLD}) % {_MODEL} != 0 ? 1 : ({_WORLD}) / {_MODEL})"
+        f" * (type({_MICRO}) == int ? int({_MICRO}) : 1)) == 0",
+        _global_batch_fits,
+        "is kept exactly, so it has to be a multiple of the data-parallel ranks x spec.training.microBatchSize",
+        "change it, spec.training.microBatchSize or spec.resources.processesPerNode",
+        advice=_global_batch_advice,
+        reads=(
+            "training",
+            "resources.nodes",
+            "resources.processesPerNode",
+            "resources.elastic",
+            "parallelism.tensor",
+            "parallelism.pipeline.degree",
+            "parallelism.sequence",
+        ),
+    ),
+    Rule(
+        "warmup-needs-scheduler",
+        "training.warmupSteps",
+        "!has(self.training) || self.training.warmupSteps == 0.0 || self.training.scheduler != 'constant'",
+        lambda spec: spec.training is None or spec.training.warmup_steps == 0 or spec.training.scheduler != "constant",
+        "has no effect with the scheduler constant",
+        "set spec.training.scheduler to constant_with_warmup, or leave spec.training.warmupSteps out",
+    ),
+    Rule(
+        "script-has-no-arguments",
+        "training.arguments",
+        # Whether the map is empty is no question that CEL can ask of an object without declared fields.
+        None,
+        lambda spec: spec.training is None or spec.training.script is None or not spec.training.arguments,
+        "reaches the built-in loop only, and spec.training.script replaces that",
+        "move what the program takes to spec.training.script.hyperparameters",
+        reads=("training.arguments", "training.script"),
+    ),
+    Rule(
+        "zero-stage-needs-deepspeed",
+        "parallelism.zeroStage",
+        "self.parallelism.zeroStage == 'auto' || self.parallelism.strategy in ['deepspeed', 'auto']",
+        lambda spec: spec.parallelism.zero_stage == "auto" or spec.parallelism.strategy in ("deepspeed", "auto"),
+        "is a DeepSpeed setting and needs spec.parallelism.strategy deepspeed or auto",
+        "leave it out, or set spec.parallelism.strategy to deepspeed",
+    ),
+    Rule(
+        "offload-needs-deepspeed",
+        "parallelism.offload",
+        "(self.parallelism.offload.optimizer == 'none' && self.parallelism.offload.parameters == 'none')"
+        " || self.parallelism.strategy == 'deepspeed'",
+        lambda spec: not _offloads(spec) or spec.parallelism.strategy == "deepspeed",
+        "moves optimizer state or parameters, which needs spec.parallelism.strategy deepspeed",
+        "set spec.parallelism.strategy to deepspeed, or leave the offload out",
+    ),
+    Rule(
+        "optimizer-offload-needs-zero",
+        "parallelism.offload.optimizer",
+        "self.parallelism.offload.optimizer == 'none' || self.parallelism.zeroStage != 0",
+        lambda spec: spec.parallelism.offload.optimizer == "none" or spec.parallelism.zero_stage != 0,
+        "needs a ZeRO stage from 1 to 3",
+        "set spec.parallelism.zeroStage to 1, 2, 3 or auto",
+    ),
+    Rule(
+        "parameter-offload-needs-stage-3",
+        "parallelism.offload.parameters",
+        "self.parallelism.offload.parameters == 'none' || self.parallelism.zeroStage == 'auto'"
+        " || self.parallelism.zeroStage == 3",
+        lambda spec: spec.parallelism.offload.parameters == "none" or spec.parallelism.zero_stage in ("auto", 3),
+        "needs ZeRO stage 3, the only one that divides parameters",
+        "set spec.parallelism.zeroStage to 3 or auto",
+    ),
+    Rule(
+        "deepspeed-config-needs-deepspeed",
+        "parallelism.deepspeedConfig",
+        None,
+        lambda spec: not spec.parallelism.deepspeed_config or spec.parallelism.strategy == "deepspeed",
+        "needs spec.parallelism.strategy deepspeed",
+        "set spec.parallelism.strategy to deepspeed, or leave it out",
+        reads=("parallelism.deepspeedConfig", "parallelism.strategy"),
+    ),
+    Rule(
+        "single-is-one-process",
+        "parallelism.strategy",
+        "self.parallelism.strategy != 'single' || (self.resources.nodes == 1 && "
+        "(type(self.resources.processesPerNode) != int || int(self.resources.processesPerNode) == 1))",
+        lambda spec: (
+            spec.parallelism.strategy != "single"
+            or (spec.resources.nodes == 1 and spec.resources.processes_per_node in ("auto", 1))
+        ),
+        "single is one process, and spec.resources asks for more",
+        "use ddp, fsdp, deepspeed or auto, or set spec.resources.nodes and spec.resources.processesPerNode to 1",
+    ),
+    Rule(
+        "model-parallel-divides-world",
+        "resources.processesPerNode",
+        f"{_WORLD_UNKNOWN} || ({_WORLD}) % {_MODEL} == 0",
+        lambda spec: (
+            spec.resources.elastic is not None or (_world(spec) or _model_ranks(spec)) % _model_ranks(spec) == 0
+        ),
+        "times spec.resources.nodes has to be a multiple of tensor x pipeline x sequence in spec.parallelism",
+        "change the degrees, the nodes or the processes",
+        reads=(
+            "resources.nodes",
+            "resources.processesPerNode",
+            "resources.elastic",
+            "parallelism.tensor",
+            "parallelism.pipeline.degree",
+            "parallelism.sequence",
+        ),
+    ),
+    Rule(
+        "one-process-per-gpu",
+        "resources.processesPerNode",
+        "type(self.resources.processesPerNode) != int || type(self.resources.gpusPerNode) != int"
+        " || int(self.resources.gpusPerNode) == 0"
+        " || int(self.resources.processesPerNode) <= int(self.resources.gpusPerNode)",
+        _one_process_per_gpu,
+        "cannot be more than spec.resources.gpusPerNode: a GPU takes one process",
+        "set it to auto or to the number of GPUs",
+    ),
+    Rule(
+        "accelerator-needs-gpus",
+        "resources.accelerator",
+        "(!has(self.resources.accelerator.product) && !has(self.resources.accelerator.memory))"
+        " || self.resources.gpusPerNode != 0",
+        lambda spec: (
+            (spec.resources.accelerator.product is None and spec.resources.accelerator.memory is None)
+            or spec.resources.gpus_per_node != 0
+        ),
+        "has no effect while spec.resources.gpusPerNode is 0",
+        "set spec.resources.gpusPerNode, or leave spec.resources.accelerator out",
+    ),
+    Rule(
+        "elastic-bounds-in-order",
+        "resources.elastic.maxNodes",
+        "!has(self.resources.elastic) || self.resources.elastic.minNodes <= self.resources.elastic.maxNodes",
+        _elastic_holds(lambda least, _, most: least <= most),
+        "cannot be below spec.resources.elastic.minNodes",
+        "exchange the two",
+    ),
+    Rule(
+        "elastic-bounds-hold-nodes",
+        "resources.nodes",
+        "!has(self.resources.elastic) || self.resources.elastic.minNodes > self.resources.elastic.maxNodes"
+        " || (self.resources.elastic.minNodes <= self.resources.nodes"
+        " && self.resources.nodes <= self.resources.elastic.maxNodes)",
+        _elastic_holds(lambda least, nodes, most: least > most or least <= nodes <= most),
+        "has to lie between spec.resources.elastic.minNodes and maxNodes",
+        "change it or the bounds",
+    ),
+    Rule(
+        "windows-overlap-in-part",
+        "preparation.stride",
+        "self.task != 'question-answering' || !has(self.preparation.maxLength)"
+        " || self.preparation.stride < self.preparation.maxLength",
+        lambda spec: (
+            spec.task != "question-answering"
+            or spec.preparation.max_length is None
+            or spec.preparation.stride < spec.preparation.max_length
+        ),
+        "has to be below spec.preparation.maxLength, or windows would never move on",
+        "make it smaller: a third of spec.preparation.maxLength is usual",
+    ),
+    Rule(
+        "checkpoint-interval-is-one",
+        "checkpoints.every",
+        None,
+        _every_is_one,
+        "takes exactly one of steps and minutes",
+        "leave one of them, or write auto",
+        reads=("checkpoints.every",),
+        schema={"maxProperties": 1},
+    ),
+    Rule(
+        "spot-wait-covers-run",
+        "spot.maxWaitSeconds",
+        "!has(self.spot.maxRunSeconds) || !has(self.spot.maxWaitSeconds)"
+        " || self.spot.maxWaitSeconds >= self.spot.maxRunSeconds",
+        lambda spec: (
+            spec.spot.max_run_seconds is None
+            or spec.spot.max_wait_seconds is None
+            or spec.spot.max_wait_seconds >= spec.spot.max_run_seconds
+        ),
+        "includes the run, so it cannot be below spec.spot.maxRunSeconds",
+        "make it longer",
+    ),
+    Rule(
+        "gate-is-measured",
+        "evaluation.gate.metric",
+        None,
+        _gate_is_measured,
+        "has to be one of spec.evaluation.metrics",
+        "add it there, or set spec.evaluation.metrics to auto",
+        reads=("evaluation",),
+    ),
+    Rule(
+        "predictions-have-a-format",
+        "predict.output",
+        "!has(self.predict) || !has(self.predict.output) || self.predict.output.endsWith('.jsonl')"
+        " || self.predict.output.endsWith('.parquet')",
+        lambda spec: (
+            spec.predict is None or spec.predict.output is None or spec.predict.output.endswith((".jsonl", ".parquet"))
+        ),
+        "has to end in .jsonl or .parquet, which also chooses the format",
+        "add one of the two endings",
+    ),
+    Rule(
+        "replicas-within-bounds",
+        "endpoint.maxReplicas",
+        "!has(self.endpoint) || !has(self.endpoint.maxReplicas) || self.endpoint.maxReplicas >= self.endpoint.replicas",
+        lambda spec: (
+            spec.endpoint is None
+            or spec.endpoint.max_replicas is None
+            or spec.endpoint.max_replicas >= spec.endpoint.replicas
+        ),
+        "cannot be below spec.endpoint.replicas",
+        "raise it, or lower spec.endpoint.replicas",
+    ),
+    _hub_only_rule(
+        "model.revision",
+        "self.model.revision != 'main'",
+        "model.uri",
+        lambda spec: spec.model.revision == "main" or spec.model.uri.startswith("hf://"),
+    ),
+    _hub_only_rule(
+        "dataset.config",
+        "has(self.dataset) && has(self.dataset.config)",
+        "dataset.uri",
+        lambda spec: spec.dataset is None or spec.dataset.config is None or spec.dataset.uri.startswith("hf://"),
+    ),
+    _hub_only_rule(
+        "predict.dataset.config",
+        "has(self.predict) && has(self.predict.dataset) && has(self.predict.dataset.config)",
+        "predict.dataset.uri",
+        lambda spec: (
+            spec.predict is None
+            or spec.predict.dataset is None
+            or spec.predict.dataset.config is None
+            or spec.predict.dataset.uri.startswith("hf://")
+        ),
+    ),
+    *(
+        _column_rule(column, tasks, block)
+        for block in ("dataset", "predict.dataset")
+        for column, tasks in COLUMN_TASKS.items()
+    ),
+)
+"""Order is the order of reporting."""

@@ -1,0 +1,256 @@
+"""The API as a tree of plain shapes, read once from the pydantic models.
+
+CRD, editor schema, documentation and error messages all need to know what a field takes. They read it here, so that
+none of them has its own idea of a bound or a default. `$ref`, unions with None and titles are gone: a field is a
+set of words, a body, or both (`auto` or an integer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeAlias
+
+from pydantic import JsonValue
+
+from finetune_operator.api.problems import PathPart
+from finetune_operator.api.types import MAX_INT, QUANTITY_MARK, FineTuneJobSpec, FineTuneJobStatus
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text; lengths are in characters."""
+
+    pattern: str | None = None
+    minimum: int | None = None
+    maximum: int | None = None
+    quantity: bool = False
+    """True for a Kubernetes quantity, which may be written as a number (`cpu: 8`)."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """A number within bounds; `above` and `below` tell that a bound itself is outside."""
+
+    integer: bool
+    minimum: float | None = None
+    maximum: float | None = None
+    above: bool = False
+    below: bool = False
+
+
+@dataclass(frozen=True)
+class Boolean:
+    """true or false."""
+
+
+@dataclass(frozen=True)
+class Items:
+    """A list."""
+
+    item: Shape
+    minimum: int | None = None
+    maximum: int | None = None
+
+
+@dataclass(frozen=True)
+class Map:
+    """An object whose field names are the user's."""
+
+    value: Shape
+    maximum: int | None = None
+
+
+@dataclass(frozen=True)
+class Fields:
+    """An object with fields of the API."""
+
+    fields: Mapping[str, Shape]
+
+
+@dataclass(frozen=True)
+class Scalars:
+    """Text, a number or a boolean."""
+
+
+@dataclass(frozen=True)
+class Anything:
+    """Any JSON value."""
+
+
+Body: TypeAlias = Text | Number | Boolean | Items | Map | Fields | Scalars | Anything
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one field takes."""
+
+    words: tuple[str, ...] = ()
+    """Fixed words that it takes, `auto` for instance."""
+    body: Body | None = None
+    """What else it takes; None: the words only."""
+    description: str = ""
+    required: bool = False
+    default: JsonValue = None
+    """None: no default, the field is absent when left out. A block whose fields have the defaults has `{}`."""
+    group: str = field(default="", compare=False)
+    """For an object, what its model says about itself."""
+
+
+@cache
+def spec_shape() -> Shape:
+    """The shape of `spec`."""
+    return _shape_of_model(FineTuneJobSpec, "What the user wants. Required.")
+
+
+@cache
+def status_shape() -> Shape:
+    """The shape of `status`."""
+    return _shape_of_model(FineTuneJobStatus, "What the operator knows; nobody else writes it.")
+
+
+def find(shape: Shape, path: Sequence[PathPart]) -> Shape | None:
+    """The shape at a path, or None where the API has no such field."""
+    found: Shape | None = shape
+    for part in path:
+        match found.body if found else None:
+            case Fields(fields):
+                found = fields.get(str(part))
+            case Map(value):
+                found = value
+            case Items(item):
+                found = item
+            case _:
+                return None
+    return found
+
+
+def leaves(shape: Shape, prefix: str = "") -> dict[str, Shape]:
+    """Dotted path of each field that holds a value of the user's, in the order of the models.
+
+    A field that takes a word or an object counts as one, and so do lists and maps.
+    """
+    if not isinstance(shape.body, Fields) or shape.words:
+        return {prefix: shape}
+    found: dict[str, Shape] = {}
+    for name, inner in shape.body.fields.items():
+        found |= leaves(inner, f"{prefix}.{name}" if prefix else name)
+    return found
+
+
+def sentence(shape: Shape) -> str:
+    """What the field takes, as in "must be ..."."""
+    if shape.body is None:
+        return f"one of {', '.join(shape.words)}" if len(shape.words) > 1 else shape.words[0]
+    return " or ".join([*shape.words, _body_sentence(shape.body)])
+
+
+def _body_sentence(body: Body) -> str:
+    match body:
+        case Number(integer, minimum, maximum, above, below):
+            return f"{'an integer' if integer else 'a number'}{_range(minimum, maximum, above, below)}"
+        case Text(quantity=True):
+            return "a quantity such as 8, 500m or 64Gi"
+        case Text(pattern, minimum, maximum):
+            length = ""
+            if maximum is not None:
+                length = f" of {minimum} to {maximum} characters" if minimum else f" of at most {maximum} characters"
+            return f"text{length}" + (f" of the form {pattern}" if pattern else "")
+        case Boolean():
+            return "true or false"
+        case Items(item, minimum, maximum):
+            count = f"{minimum or 0} to {maximum} " if maximum is not None else ""
+            return f"a list of {count}items, each {sentence(item)}"
+        case Map(_, maximum):
+            return "an object" + (f" of at most {maximum} fields" if maximum is not None else "")
+        case Fields(fields):
+            return f"an object with the fields {', '.join(fields)}"
+        case Scalars():
+            return "text, a number or a boolean"
+        case Anything():
+            return "any value"
+
+
+def _range(minimum: float | None, maximum: float | None, above: bool, below: bool) -> str:
+    if maximum == MAX_INT:  # a bound of the format, which nobody meets
+        maximum = None
+    if minimum is not None and maximum is not None and not above and not below:
+        return f" from {_plain(minimum)} to {_plain(maximum)}"
+    bounds = []
+    if minimum is not None:
+        bounds.append(f"{'above' if above else 'of at least'} {_plain(minimum)}")
+    if maximum is not None:
+        bounds.append(f"{'below' if below else 'at most'} {_plain(maximum)}")
+    return f" {' and '.join(bounds)}" if bounds else ""
+
+
+def _plain(number: float) -> str:
+    return f"{number:.0f}" if float(number).is_integer() else str(number)
+
+
+def _shape_of_model(model: type[FineTuneJobSpec] | type[FineTuneJobStatus], description: str) -> Shape:
+    schema = model.model_json_schema(by_alias=True)
+    shape = _shape(schema, schema.get("$defs", {}), required=True)
+    return Shape(body=shape.body, description=description, required=True, group=shape.group)
+
+
+def _shape(node: Mapping[str, Any], definitions: Mapping[str, Any], required: bool) -> Shape:
+    """Read one node of pydantic's JSON schema."""
+    group = ""
+    if "$ref" in node:
+        name = node["$ref"].rsplit("/", 1)[1]
+        if name == "JsonValue":
+            return Shape(body=Anything(), description=node.get("description", ""), required=required)
+        target = definitions[name]
+        group = target.get("description", "")
+        node = {**{key: value for key, value in target.items() if key != "description"}, **node}
+    branches = [branch for branch in node.get("anyOf", [node]) if branch.get("type") != "null"]
+    if {branch.get("type") for branch in branches} == {"string", "integer", "number", "boolean"}:
+        words: tuple[str, ...] = ()
+        body: Body | None = Scalars()
+    elif "anyOf" in node:
+        parts = [_shape(branch, definitions, required) for branch in branches]
+        words = tuple(word for part in parts for word in part.words)
+        bodies = [part.body for part in parts if part.body is not None]
+        if len(bodies) > 1:
+            raise TypeError(f"a field takes words and one other form, not several: {node}")
+        body = bodies[0] if bodies else None
+        group = next((part.group for part in parts if part.group), "")
+    else:
+        words = tuple(node["enum"]) if "enum" in node else (node["const"],) if "const" in node else ()
+        body = None if words else _body(node, definitions)
+        group = group or (node.get("description", "") if isinstance(body, Fields) else "")
+    default = node.get("default")
+    if isinstance(body, Fields) and isinstance(default, dict):
+        default = {}
+    return Shape(words, body, node.get("description", ""), required, default, group)
+
+
+def _body(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> Body:
+    match node.get("type"):
+        case "string":
+            return Text(
+                node.get("pattern"), node.get("minLength"), node.get("maxLength"), bool(node.get(QUANTITY_MARK))
+            )
+        case "integer" | "number" as kind:
+            return Number(
+                kind == "integer",
+                node.get("minimum", node.get("exclusiveMinimum")),
+                node.get("maximum", node.get("exclusiveMaximum")),
+                above="exclusiveMinimum" in node,
+                below="exclusiveMaximum" in node,
+            )
+        case "boolean":
+            return Boolean()
+        case "array":
+            return Items(_shape(node["items"], definitions, False), node.get("minItems"), node.get("maxItems"))
+        case "object" if "properties" in node:
+            needed = node.get("required", ())
+            return Fields(
+                {name: _shape(inner, definitions, name in needed) for name, inner in node["properties"].items()}
+            )
+        case "object":
+            return Map(_shape(node["additionalProperties"], definitions, False), node.get("maxProperties"))
+        case _:
+            raise TypeError(f"the API has no field of this form: {node}")

@@ -1,0 +1,154 @@
+"""What of the API has no behaviour yet: one row per field, deleted when the behaviour comes.
+
+A field without behaviour is refused with reason `NotYetSupported` as soon as it is set to something that would need
+it. Every leaf of the spec is either in `SUPPORTED` or has a row; a test holds the two lists against the models, so
+that a new field cannot be accepted and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from finetune_operator.api.problems import Problem, describe_value
+from finetune_operator.api.shapes import Fields, Shape, find, spec_shape
+from finetune_operator.api.types import FineTuneJobSpec
+
+SUPPORTED: tuple[str, ...] = (
+    "model.revision",
+    "model.trustRemoteCode",
+    "dataset",
+    "preparation.workers",
+    "preparation.maxLength",
+    "training.epochs",
+    "training.maxSteps",
+    "training.globalBatchSize",
+    "training.microBatchSize",
+    "training.learningRate",
+    "training.scheduler",
+    "training.warmupSteps",
+    "training.weightDecay",
+    "training.maxGradNorm",
+    "training.seed",
+    "training.labelSmoothing",
+    "training.earlyStopping",
+    "training.arguments",
+    "parallelism.strategy",
+    "parallelism.zeroStage",
+    "parallelism.deepspeedConfig",
+    "resources.nodes",
+    "resources.gpusPerNode",
+    "resources.processesPerNode",
+    "resources.cpu",
+    "resources.memory",
+    "resources.sharedMemory",
+    "resources.accelerator",
+    "launcher",
+    "checkpoints.every",
+    "checkpoints.keep",
+    "checkpoints.onPreemption",
+    "checkpoints.resume",
+    "evaluation",
+    "predict.dataset",
+    "predict.columns",
+)
+"""Fields, or blocks of fields, all of whose values have behaviour; rows below may take single fields out of a block."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A field that is not there yet, in whole or in part."""
+
+    path: str
+    """From `spec`; a block stands for everything in it."""
+    values: tuple[JsonValue, ...] = ()
+    """Values that do work, next to the default."""
+    schemes: tuple[str, ...] = ()
+    """For a URI: the schemes that do work."""
+
+    @property
+    def works(self) -> str:
+        """What works, as a sentence for the way out."""
+        if self.schemes:
+            return f"use {', '.join(f'{scheme}://' for scheme in self.schemes)}"
+        if self.values:
+            return f"use {' or '.join(str(value) for value in self.values)}"
+        return "leave it out"
+
+
+ROWS: tuple[Row, ...] = (
+    Row("task", values=("text-classification",)),
+    Row("model.uri", schemes=("hf", "file", "pkg")),
+    Row("model.adapter"),
+    Row("dataset.uri", schemes=("hf", "file", "pkg")),
+    Row("preparation.engine", values=("auto",)),
+    Row("preparation.packing", values=("auto", "never")),
+    Row("preparation.stride"),
+    Row("training.optimizer", values=("adamw",)),
+    Row("training.precision", values=("auto", "fp32", "bf16")),
+    Row("training.script"),
+    Row("parallelism.offload.optimizer", values=("none", "cpu")),
+    Row("parallelism.offload.parameters"),
+    Row("parallelism.offload.activations"),
+    Row("parallelism.tensor"),
+    Row("parallelism.pipeline"),
+    Row("parallelism.sequence"),
+    Row("parallelism.activationCheckpointing", values=("auto", "none", "full")),
+    Row("parallelism.placement"),
+    Row("resources.network", values=("auto", "tcp")),
+    Row("resources.elastic"),
+    Row("storage"),
+    Row("checkpoints.uri"),
+    Row("spot"),
+    Row("predict.dataset.uri", schemes=("hf", "file", "pkg")),
+    Row("predict.output", schemes=("file",)),
+    Row("predict.workers"),
+    Row("predict.optimization", values=("auto", "none")),
+    Row("endpoint"),
+    Row("secrets"),
+    Row("template"),
+    Row("image"),
+    Row("imagePullPolicy"),
+    Row("runPolicy"),
+)
+
+
+def unsupported(spec: FineTuneJobSpec) -> list[Problem]:
+    """A problem for each field that is set to something without behaviour."""
+    value = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
+    problems: list[Problem] = []
+    for row in ROWS:
+        parts = row.path.split(".")
+        shape = find(spec_shape(), parts)
+        if shape is None:
+            raise LookupError(f"the API has no field spec.{row.path}")
+        problems.extend(_problems(row, row.path, shape, _get(value, parts)))
+    return problems
+
+
+def _get(value: JsonValue, parts: list[str]) -> JsonValue:
+    for part in parts:
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _problems(row: Row, path: str, shape: Shape, value: JsonValue) -> list[Problem]:
+    """A block that is there by default is refused field by field, an optional one as a whole."""
+    if isinstance(shape.body, Fields) and isinstance(value, Mapping) and shape.default is not None:
+        inner = shape.body.fields
+        return [found for name in inner for found in _problems(row, f"{path}.{name}", inner[name], value.get(name))]
+    if value is None or value == shape.default or value in row.values:
+        return []
+    if isinstance(value, str) and value.partition("://")[0] in row.schemes:
+        return []
+    return [
+        Problem(
+            f"spec.{path}",
+            describe_value(value, path.split(".")),
+            "is not supported in this version",
+            row.works,
+            reason="NotYetSupported",
+        )
+    ]

@@ -1,0 +1,512 @@
+"""Everything that is wrong with a FineTuneJob that someone wrote, at once and in the words of its own fields.
+
+Input is the JSON value of one document; nothing is fetched and no model is loaded, so that `finetune validate`, the
+operator and an editor plug-in get the same answer. pydantic checks the fields one by one; to go on to the rules
+when some fields are wrong, those are taken out and every rule that reads one of them is left for the next time: one
+mistake gives one problem.
+
+A null field counts as left out, as the API server has it. `metadata.generateName` alone is refused: `kubectl apply`
+cannot use it and a run needs a name for its folder before it starts.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import fnmatch
+import ipaddress
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from finetune_contract.arguments import (
+    OWNED_BY_PLAN,
+    ArgumentProblem,
+    ArgumentReason,
+    check_arguments,
+    known_arguments,
+)
+from pydantic import JsonValue, ValidationError
+
+from finetune_operator.api.crd import MAX_NAME, NAME_PATTERN
+from finetune_operator.api.deepspeed_overrides import override_problems
+from finetune_operator.api.problems import HIDDEN, PathPart, Problem, Reason, describe_value, format_path
+from finetune_operator.api.rules import RULES
+from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.api.shapes import Fields, Items, Map, Number, Shape, Text, find, sentence, spec_shape
+from finetune_operator.api.support import unsupported
+from finetune_operator.api.types import API_VERSION, GROUP, KIND, URI_PATTERN, FineTuneJob, FineTuneJobSpec, ObjectMeta
+
+Path = tuple[PathPart, ...]
+
+_OTHER_NAMES = {"batchSize": "globalBatchSize", "lr": "learningRate", "gpus": "gpusPerNode", "steps": "maxSteps"}
+"""What people write for fields whose names are too far from it for a comparison of letters."""
+
+# User access tokens have 34 letters after hf_ today; half of that is still no word.
+_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
+# Strict, because git and other readers disagree on unusual URLs: what is checked has to be what is fetched from.
+_GIT_URL = re.compile(r"https://(?P<host>[A-Za-z0-9.-]+)(:443)?/[A-Za-z0-9._~/%+-]+")
+_METADATA_HOSTS = frozenset({"metadata", "metadata.google.internal", "instance-data", "metadata.azure.com"})
+_LABEL_NAME = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)")
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
+_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_ARGUMENT_REASONS: Mapping[ArgumentReason, Reason] = {
+    "UnknownArgument": "Unknown",
+    "OwnedByPlan": "Forbidden",
+    "FixedByTrainer": "Forbidden",
+    "WrongType": "Invalid",
+}
+_PLACEHOLDERS: Mapping[str, JsonValue] = {"task": "text-classification", "model": {"uri": "hf://some/model"}}
+"""Stand in for required fields that are missing or wrong, only while the rules on other fields are checked."""
+
+
+def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tuple[FineTuneJob | None, list[Problem]]:
+    """The job, and everything that is wrong with it; the job is None when its fields cannot be read at all.
+
+    Problems have no line: the caller knows where the document stands. A job that comes with problems must not be run.
+    """
+    if not isinstance(value, dict):
+        return None, [
+            Problem("", describe_value(value), "a FineTuneJob is an object", f"begin with apiVersion: {API_VERSION}")
+        ]
+    if version := _other_version(value):
+        return None, [version]
+    problems = [*_tokens(value, ()), *_frame(value), *_metadata(value.get("metadata"))]
+    spec_value = value.get("spec")
+    if not isinstance(spec_value, dict):
+        if spec_value is None:
+            problems.append(
+                Problem("spec", None, "is required", "write spec: with task and model.uri", reason="Required")
+            )
+        else:
+            problems.append(
+                Problem("spec", describe_value(spec_value), "must be an object", "write its fields below it")
+            )
+        return None, problems
+    written = _without_nulls(spec_value, spec_shape())
+    spec, faults, found = _read_spec(written)
+    problems.extend(found)
+    if spec is not None:
+        problems.extend(_across_fields(spec, written, faults, settings))
+    problems = _one_per_field(problems)
+    if problems or spec is None:
+        return None, problems
+    metadata = ObjectMeta.model_validate(_without_null_fields(value["metadata"]))
+    frame = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec}
+    return FineTuneJob.model_validate(frame), []
+
+
+def foreign(value: JsonValue) -> str | None:
+    """The note for a document that is another project's object and so is passed over; None for everything that is ours.
+
+    Ours is also what is broken enough that nobody can tell (no kind, no apiVersion) and what lies in our group under
+    another version or a misspelt kind: `validate_job` says what is wrong with it.
+    """
+    if not isinstance(value, dict):
+        return None
+    version, kind, metadata = value.get("apiVersion"), value.get("kind"), value.get("metadata")
+    if not (isinstance(version, str) and version and isinstance(kind, str) and kind):
+        return None
+    if version.partition("/")[0] == GROUP or kind == KIND:
+        return None
+    name = (metadata.get("name") or metadata.get("generateName")) if isinstance(metadata, dict) else None
+    if not isinstance(name, str) or not name:
+        return None
+    return f"{kind} {name} ({version}) is not a {KIND} and is passed over"
+
+
+# ------------------------------------------------------------------------------------------------------ around the spec
+
+
+def _other_version(value: Mapping[str, JsonValue]) -> Problem | None:
+    """A version of our group that is not served: its fields may be others, so that nothing else is worth saying."""
+    version = value.get("apiVersion")
+    if isinstance(version, str) and version.startswith(f"{GROUP}/") and version != API_VERSION:
+        return Problem(
+            "apiVersion", describe_value(version), f"must be {API_VERSION}, the version that is served",
+            f"write apiVersion: {API_VERSION}", reason="NotSupported",
+        )  # fmt: skip
+    return None
+
+
+def _frame(value: Mapping[str, JsonValue]) -> Iterator[Problem]:
+    """apiVersion, kind, and fields beside them."""
+    for field, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
+        given = value.get(field)
+        if given is None or given == "":
+            yield Problem(field, None, "is required", f"write {field}: {wanted}", reason="Required")
+        elif given != wanted:
+            yield Problem(field, describe_value(given), f"must be {wanted}", f"write {field}: {wanted}")
+    names = ("apiVersion", "kind", "metadata", "spec", "status")
+    for name in value:
+        if name not in names:
+            yield _unknown((name,), value[name], names)
+
+
+def _metadata(metadata: JsonValue) -> Iterator[Problem]:
+    if not isinstance(metadata, dict):
+        yield Problem("metadata.name", None, "is required", "write metadata: {name: my-job}", reason="Required")
+        return
+    name = metadata.get("name")
+    if name is None or name == "":
+        hint = "generateName works with kubectl create alone; " if metadata.get("generateName") else ""
+        yield Problem("metadata.name", None, "is required", f"{hint}give the job a name", reason="Required")
+    elif not isinstance(name, str):
+        yield Problem(
+            "metadata.name", describe_value(name), "must be text", f'put it in quotes: "{_shown_scalar(name)}"'
+        )
+    else:
+        yield from _name(name)
+    namespace = metadata.get("namespace")
+    if namespace is not None and not (isinstance(namespace, str) and _is_label(namespace)):
+        yield Problem(
+            "metadata.namespace", describe_value(namespace), _DNS_LABEL, "name an existing namespace, or leave it out"
+        )
+    yield from _labels(metadata.get("labels"))
+    annotations = metadata.get("annotations")
+    for key, text in annotations.items() if isinstance(annotations, dict) else ():
+        if not isinstance(text, str):
+            yield _quote(("metadata", "annotations", key), text)
+
+
+_DNS_LABEL = f"must have at most {MAX_NAME} characters: a-z, 0-9 and -, with no - at its ends"
+
+
+def _is_label(text: str) -> bool:
+    return len(text) <= MAX_NAME and re.fullmatch(NAME_PATTERN.strip("^$"), text) is not None
+
+
+def _name(name: str) -> Iterator[Problem]:
+    if not _is_label(name):
+        near = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:MAX_NAME].strip("-")
+        yield Problem(
+            "metadata.name", describe_value(name), _DNS_LABEL, f"{near} would do" if near else "choose another name"
+        )
+
+
+def _labels(labels: JsonValue) -> Iterator[Problem]:
+    if labels is None:
+        return
+    if not isinstance(labels, dict):
+        yield Problem("metadata.labels", describe_value(labels), "must be an object", "write key: value below it")
+        return
+    for key, text in labels.items():
+        path = ("metadata", "labels", key)
+        prefix, slash, name = key.rpartition("/")
+        prefix_fits = not slash or (len(prefix) <= 253 and _PREFIX.fullmatch(prefix) is not None)
+        if not prefix_fits or _LABEL_NAME.fullmatch(name) is None:
+            yield Problem(
+                format_path(path), None, "a label's key is a name of at most 63 letters, digits, -, _ and ., with a "
+                "letter or digit at its ends, and perhaps a DNS name and / before it", "change the key",
+            )  # fmt: skip
+        if not isinstance(text, str):
+            yield _quote(path, text)
+        elif _LABEL_VALUE.fullmatch(text) is None:
+            yield Problem(
+                format_path(path), describe_value(text, path), "a label's value has at most 63 letters, digits, -, _ "
+                "and ., with a letter or digit at its ends", "move longer text to metadata.annotations",
+            )  # fmt: skip
+
+
+def _quote(path: Path, value: JsonValue) -> Problem:
+    return Problem(format_path(path), describe_value(value, path), "must be text", "put the value in quotes")
+
+
+def _shown_scalar(value: JsonValue) -> str:
+    return json.dumps(value) if isinstance(value, bool | int | float) else "..."
+
+
+def _tokens(value: JsonValue, path: Path) -> Iterator[Problem]:
+    """Hub tokens in plain text. Neither the token nor a field name that holds one is repeated."""
+    match value:
+        case str() if _HUB_TOKEN.search(value):
+            yield Problem(
+                format_path(path), HIDDEN, "looks like a Hub token, and a job must not hold one",
+                "revoke it, put a new one into a Secret, and name that in spec.secrets.hubToken", reason="Forbidden",
+            )  # fmt: skip
+        case dict():
+            for key, inner in value.items():
+                if _HUB_TOKEN.search(key):
+                    yield from _tokens(key, path)
+                yield from _tokens(inner, (*path, key if not _HUB_TOKEN.search(key) else HIDDEN))
+        case list():
+            for index, inner in enumerate(value):
+                yield from _tokens(inner, (*path, index))
+
+
+# ---------------------------------------------------------------------------------------------------- field by field
+
+
+def _without_null_fields(value: JsonValue) -> JsonValue:
+    return {name: inner for name, inner in value.items() if inner is not None} if isinstance(value, dict) else value
+
+
+def _without_nulls(value: JsonValue, shape: Shape) -> JsonValue:
+    """The value as the API server stores it: a null field of the API is a field left out. Free objects keep theirs."""
+    match shape.body:
+        case Fields(fields) if isinstance(value, dict):
+            return {
+                name: _without_nulls(inner, fields[name]) if name in fields else inner
+                for name, inner in value.items()
+                if inner is not None or name not in fields
+            }
+        case Map(Shape(body=Text())) if isinstance(value, dict):
+            return {name: inner for name, inner in value.items() if inner is not None}
+        case Items(item) if isinstance(value, list):
+            return [_without_nulls(inner, item) for inner in value]
+        case _:
+            return value
+
+
+def _read_spec(value: JsonValue) -> tuple[FineTuneJobSpec | None, tuple[Path, ...], list[Problem]]:
+    """The spec without its faulty fields, the paths of those, and a problem for each.
+
+    None only if the remainder cannot be read either, which would be a mistake here and not the user's.
+    """
+    remainder = copy.deepcopy(value)
+    faults: dict[Path, Problem] = {}
+    for _ in range(8):  # each pass takes at least one level of nesting off; the spec has fewer
+        try:
+            # JSON text, because pydantic's strict mode takes lists for tuples there only.
+            return FineTuneJobSpec.model_validate_json(json.dumps(remainder)), tuple(faults), list(faults.values())
+        except ValidationError as error:
+            entries = [(_path_in_spec(entry["loc"]), entry["type"]) for entry in error.errors(include_url=False)]
+            for path, kind in entries:
+                # `auto` or an object: where a field of the object is wrong, that the whole is not `auto` says nothing.
+                if any(other != path and other[: len(path)] == path for other, _ in entries):
+                    continue
+                if not any(path[: len(fault)] == fault for fault in faults):
+                    faults[path] = _field_problem(path, kind, remainder)
+                _take_out(remainder, path)
+    return None, tuple(faults), list(faults.values())
+
+
+def _path_in_spec(location: Sequence[PathPart]) -> Path:
+    """pydantic's location without the names of union branches: only steps that a document has."""
+    path: Path = ()
+    shape = spec_shape()
+    branches = 0
+    for part in location:
+        if shape.words and shape.body is not None and not branches:
+            branches = 1
+            continue
+        match shape.body:
+            case Fields(fields):
+                shape = fields.get(str(part), Shape())
+            case Items(item):
+                shape = item
+            case Map(value):
+                shape = value
+            case _:
+                break  # what follows names the branch of a union of scalars
+        path, branches = (*path, part), 0
+    return path
+
+
+def _field_problem(path: Path, kind: str, spec: JsonValue) -> Problem:
+    full = ("spec", *path)
+    value = _at(spec, path)
+    shape = find(spec_shape(), path)
+    if kind == "extra_forbidden" or shape is None:
+        above = find(spec_shape(), path[:-1])
+        names = tuple(above.body.fields) if above and isinstance(above.body, Fields) else ()
+        return _unknown(full, value, names)
+    if kind == "missing":
+        way_out = shape.description.removesuffix("Required.").strip().removesuffix(".")
+        return Problem(
+            format_path(full), None, "is required", f"set it: {way_out[:1].lower()}{way_out[1:]}", reason="Required"
+        )
+    rule, way_out = f"must be {sentence(shape)}", "change it, or leave it out" if not shape.required else "change it"
+    match shape.body:
+        case Text(pattern) if pattern == URI_PATTERN:
+            rule = "must be a URI that begins with hf://, s3://, gs://, az://, pvc://, file:// or pkg://"
+            way_out = "write hf:// before the name of a Hub repository, file:// before a path"
+        case Text(quantity=False) if isinstance(value, int | float):
+            rule, way_out = "must be text", "put it in quotes"
+        case Number() if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value, re.I):
+            way_out = "remove the quotes"
+        case None if isinstance(value, str):
+            near = difflib.get_close_matches(value, shape.words, n=1)
+            way_out = f"did you mean {near[0]}?" if near else way_out
+    reason: Reason = "NotSupported" if shape.body is None and isinstance(value, str) else "Invalid"
+    return Problem(format_path(full), describe_value(value, full), rule, way_out, reason=reason)
+
+
+def _unknown(path: Path, value: JsonValue, names: Sequence[str]) -> Problem:
+    name = str(path[-1])
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    lowered = {known.lower(): known for known in names}
+    guess = _OTHER_NAMES.get(name) or lowered.get(name.replace("_", "").lower()) or (near[0] if near else None)
+    way_out = f"did you mean {guess}?" if guess in names else f"the fields here are {', '.join(names)}"
+    return Problem(format_path(path), describe_value(value, path), "there is no such field", way_out, reason="Unknown")
+
+
+def _at(value: JsonValue, path: Path) -> JsonValue:
+    for part in path:
+        if isinstance(value, dict):
+            value = value.get(str(part))
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            return None
+    return value
+
+
+def _take_out(spec: JsonValue, path: Path) -> None:
+    """Remove the field at `path`, or what cannot be without it; what is required has a placeholder."""
+    assert isinstance(spec, dict)
+    shape = find(spec_shape(), path)
+    while len(path) > 1 and ((shape is not None and shape.required) or isinstance(path[-1], int)):
+        path = path[:-1]
+        shape = find(spec_shape(), path)
+    above = _at(spec, path[:-1])
+    if isinstance(above, dict):
+        above.pop(str(path[-1]), None)
+    if path[0] in _PLACEHOLDERS and len(path) == 1:
+        spec[str(path[0])] = copy.deepcopy(_PLACEHOLDERS[str(path[0])])
+
+
+# ------------------------------------------------------------------------------------------------------- across fields
+
+
+def _across_fields(
+    spec: FineTuneJobSpec, written: JsonValue, faults: tuple[Path, ...], settings: Settings
+) -> Iterator[Problem]:
+    """Rules, missing support, settings and foreign vocabularies; silent about fields that are faulty by themselves."""
+    defaults = spec.model_dump(mode="json", by_alias=True)
+    for rule in RULES:
+        if any(_related(tuple(read.split(".")), fault) for read in rule.fields_read for fault in faults):
+            continue
+        if not rule.holds(spec):
+            path: Path = tuple(rule.path.split("."))
+            given = _at(written, path)
+            if given is None:
+                given = _at(defaults, path)
+            shown = None if given is None else describe_value(given, path)
+            advice = rule.advice(spec) if rule.advice else rule.way_out
+            reason: Reason = "Required" if given is None else "Invalid"
+            yield Problem(f"spec.{rule.path}", shown, rule.text, advice, reason=reason)
+    keys = override_problems(spec.parallelism.deepspeed_config)
+    others = (*unsupported(spec), *_settings(spec, settings), *_arguments(spec), *keys)
+    faulty = [format_path(("spec", *fault)) for fault in faults]
+    for problem in others:
+        if not any(path == problem.path or problem.path.startswith((f"{path}.", f"{path}[")) for path in faulty):
+            yield problem
+
+
+def _related(one: Path, other: Path) -> bool:
+    """Whether one of the paths lies within the other."""
+    shorter = min(len(one), len(other))
+    return one[:shorter] == other[:shorter]
+
+
+def _arguments(spec: FineTuneJobSpec) -> Iterator[Problem]:
+    """`training.arguments` against the TrainingArguments of the trainer's transformers."""
+    arguments = spec.training.arguments if spec.training else {}
+    for found in check_arguments(arguments):
+        path = ("spec", "training", "arguments", found.name)
+        rule, way_out = _argument_texts(found)
+        value = describe_value(arguments[found.name], path)
+        yield Problem(format_path(path), value, rule, way_out, reason=_ARGUMENT_REASONS[found.reason])
+
+
+def _argument_texts(found: ArgumentProblem) -> tuple[str, str]:
+    """Rule and way out. The contract's own message is for the trainer's log: it repeats path and value."""
+    match found.reason:
+        case "UnknownArgument":
+            return "transformers.TrainingArguments has no such field", found.hint.rstrip(".")
+        case "OwnedByPlan":
+            field = f"spec.{OWNED_BY_PLAN[found.name]}"
+            return f"{field} decides it", f"set {field}, and leave this argument out"
+        case "FixedByTrainer":
+            return "has no effect: the trainer itself takes care of what it is for", "leave it out"
+        case "WrongType":
+            return f"must be {' or '.join(known_arguments()[found.name])}", "numbers and truth values take no quotes"
+
+
+def _settings(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
+    """What the administrator's settings do not allow."""
+    for path, uri in _uris(spec):
+        scheme = uri.partition("://")[0]
+        if scheme not in settings.schemes:
+            allowed = ", ".join(f"{name}://" for name in settings.schemes)
+            local = scheme in ("file", "pkg")
+            where = "names something on one machine, which a pod cannot see" if local else "is not allowed here"
+            yield Problem(
+                path, describe_value(uri), f"{scheme}:// {where}",
+                f"use {allowed}" + (", or run the job with finetune run" if local else ""), reason="Forbidden",
+            )  # fmt: skip
+    if spec.model.trust_remote_code:
+        yield from _remote_code(spec.model.uri, settings)
+    if spec.image is not None and not any(fnmatch.fnmatchcase(spec.image, glob) for glob in settings.images):
+        yield Problem(
+            "spec.image", describe_value(spec.image), "is not allowed by the administrator",
+            f"use one of {', '.join(settings.images)}", reason="Forbidden",
+        )  # fmt: skip
+    if spec.training and spec.training.script:
+        yield from _git_host(spec.training.script.git.url, settings)
+
+
+def _uris(spec: FineTuneJobSpec) -> Iterator[tuple[str, str]]:
+    predict = spec.predict
+    uris = {
+        "spec.model.uri": spec.model.uri,
+        "spec.dataset.uri": spec.dataset.uri if spec.dataset else None,
+        "spec.storage.workspace": spec.storage.workspace,
+        "spec.storage.cache": spec.storage.cache,
+        "spec.checkpoints.uri": spec.checkpoints.uri,
+        "spec.predict.dataset.uri": predict.dataset.uri if predict and predict.dataset else None,
+        "spec.predict.output": predict.output if predict else None,
+    }
+    return ((path, uri) for path, uri in uris.items() if uri is not None)
+
+
+def _remote_code(uri: str, settings: Settings) -> Iterator[Problem]:
+    repository = uri.removeprefix("hf://")
+    allowed = uri.startswith("hf://") and any(
+        fnmatch.fnmatchcase(repository, glob) for glob in settings.trust_remote_code
+    )
+    if not allowed:
+        yield Problem(
+            "spec.model.trustRemoteCode", "true", "lets code of the model's author run, and the settings do not allow "
+            f"that for {describe_value(uri)}", "leave it out, or ask the administrator", reason="Forbidden",
+        )  # fmt: skip
+
+
+def _git_host(url: str, settings: Settings) -> Iterator[Problem]:
+    path = "spec.training.script.git.url"
+    found = _GIT_URL.fullmatch(url)
+    if found is None:
+        yield Problem(
+            path,
+            describe_value(url),
+            "must be an HTTPS URL of a host and a path, without user, password and port",
+            "write https://host/owner/repository",
+        )
+        return
+    host = found["host"].lower().rstrip(".")
+    try:
+        address = ipaddress.ip_address(host)
+        never = address.is_link_local or address.is_loopback or address.is_unspecified
+    except ValueError:
+        never = host in _METADATA_HOSTS or host == "localhost"
+    if never or host not in settings.git_hosts:
+        rule = (
+            "is an address of the machine or its cloud, never fetched from"
+            if never
+            else "is on a host that is not allowed"
+        )
+        hosts = ", ".join(settings.git_hosts)
+        yield Problem(path, describe_value(url), rule, f"use a repository on {hosts}", reason="Forbidden")
+
+
+def _one_per_field(problems: list[Problem]) -> list[Problem]:
+    """The first problem of a field that is not there yet is enough; other fields keep all of theirs."""
+    first: dict[str, Problem] = {}
+    kept: list[Problem] = []
+    for problem in problems:
+        earlier = first.setdefault(problem.path, problem)
+        repeats = earlier is not problem and (problem.reason == "NotYetSupported" or earlier.value == HIDDEN)
+        if not repeats and problem not in kept:
+            kept.append(problem)
+    return kept

@@ -1,0 +1,188 @@
+"""Shows how far a stage is: a bar on a terminal, a line now and then elsewhere. Fed from the stage's progress
+file and its log."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol
+
+from finetune_contract.choices import Stage
+from finetune_contract.report import Progress
+from pydantic import ValidationError
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+
+LINE_SECONDS = 10.0
+LINE_PERCENT = 10
+NAME_WIDTH = max(len(stage) for stage in Stage)
+
+
+class Tail:
+    """Gives the lines that were added to a file since the last look; a line that is not ended yet waits."""
+
+    def __init__(self, file: Path, from_end: bool = False) -> None:
+        self._file = file
+        self._offset = file.stat().st_size if from_end and file.exists() else 0
+        self._rest = b""
+
+    def lines(self) -> list[str]:
+        """New whole lines; none while the file is not there."""
+        try:
+            with self._file.open("rb") as stream:
+                stream.seek(self._offset)
+                content = stream.read()
+        except FileNotFoundError:
+            return []
+        self._offset += len(content)
+        *whole, self._rest = (self._rest + content).split(b"\n")
+        return [line.decode(errors="replace") for line in whole]
+
+
+def latest(lines: list[str]) -> Progress | None:
+    """The newest progress in these lines; what cannot be read is passed over, as it is only for show."""
+    for line in reversed(lines):
+        try:
+            return Progress.model_validate_json(line)
+        except ValidationError:
+            continue
+    return None
+
+
+def duration(seconds: float) -> str:
+    """`1:05` or `2:01:05`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def figures(progress: Progress) -> str:
+    """Step, loss, speed and time left, as far as they are known."""
+    unit = "step" if progress.stage is Stage.TRAIN else "row"
+    parts = [f"{unit} {progress.step:,}/{progress.total_steps:,}"]
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.3f}")
+    if progress.samples_per_second:
+        parts.append(f"{progress.samples_per_second:,.0f} samples/s")
+    if progress.remaining_seconds is not None and progress.step < progress.total_steps:
+        parts.append(f"{duration(progress.remaining_seconds)} left")
+    return "  ".join(parts)
+
+
+class Display(Protocol):
+    """Shows one stage after the other."""
+
+    def start(self, stage: Stage) -> None:
+        """A stage begins."""
+
+    def update(self, progress: Progress) -> None:
+        """It is that far."""
+
+    def log(self, line: str) -> None:
+        """A line of the stage's own log."""
+
+    def end(self, stage: Stage, seconds: float, word: str) -> None:
+        """The stage is over; `word` says how (done, failed, stopped)."""
+
+
+class Lines:
+    """For a file or a pipe: one line when a stage begins, every 10 s or 10 percent, and when it ends."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._told_at = 0.0
+        self._told_percent = 0
+
+    def start(self, stage: Stage) -> None:
+        """One line."""
+        self._told_at, self._told_percent = time.monotonic(), 0
+        self._print(stage, "started")
+
+    def update(self, progress: Progress) -> None:
+        """One line when it is time for one."""
+        now = time.monotonic()
+        if now - self._told_at >= LINE_SECONDS or progress.percent - self._told_percent >= LINE_PERCENT:
+            self._told_at, self._told_percent = now, progress.percent
+            self._print(progress.stage, f"{progress.percent:3d} %  {figures(progress)}")
+
+    def log(self, line: str) -> None:
+        """The line."""
+        self._console.print(line, soft_wrap=True)
+
+    def end(self, stage: Stage, seconds: float, word: str) -> None:
+        """One line."""
+        self._print(stage, f"{word} in {duration(seconds)}")
+
+    def _print(self, stage: Stage, text: str) -> None:
+        self._console.print(f"{stage:<{NAME_WIDTH}}  {text}", soft_wrap=True)
+
+
+class Terminal:
+    """For a person: one bar per stage."""
+
+    def __init__(self, bars: Bars) -> None:
+        self._bars = bars
+        self._task: TaskID | None = None
+
+    def start(self, stage: Stage) -> None:
+        """A bar that only moves, until the stage says how much there is."""
+        self._task = self._bars.add_task(f"{stage:<{NAME_WIDTH}}", total=None, figures="starting")
+
+    def update(self, progress: Progress) -> None:
+        """The bar grows."""
+        if self._task is not None:
+            self._bars.update(
+                self._task, completed=progress.step, total=progress.total_steps or None, figures=figures(progress)
+            )
+
+    def log(self, line: str) -> None:
+        """The line, above the bars."""
+        self._bars.console.print(line, style="dim")
+
+    def end(self, stage: Stage, seconds: float, word: str) -> None:
+        """The bar stays as it is; a finished one is full."""
+        if self._task is None:
+            return
+        if word == "done":
+            task = self._bars.tasks[self._bars.task_ids.index(self._task)]
+            total = task.total or 1
+            self._bars.update(self._task, total=total, completed=total)
+        else:
+            self._bars.update(self._task, figures=word, total=self._bars.tasks[-1].total or 1)
+        self._bars.stop_task(self._task)
+        self._task = None
+
+
+class Shown:
+    """Chooses the display that suits the console and ends it, whatever happens in between."""
+
+    def __init__(self, console: Console) -> None:
+        self._bars = (
+            Bars(
+                SpinnerColumn(finished_text=" "),
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=24),
+                TextColumn("{task.percentage:>3.0f} %"),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[figures]}"),
+                console=console,
+                refresh_per_second=5,
+            )
+            if console.is_terminal
+            else None
+        )
+        self._console = console
+
+    def __enter__(self) -> Display:
+        if self._bars is None:
+            return Lines(self._console)
+        self._bars.start()
+        return Terminal(self._bars)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bars is not None:
+            self._bars.stop()

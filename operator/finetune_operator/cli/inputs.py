@@ -1,0 +1,185 @@
+"""From file names on the command line to checked jobs: what every command does first.
+
+Files, folders and standard input are taken as kubectl takes them. Everything that is wrong in all of them is
+collected with its file and line. A relative `file://` URI is meant from the folder of the file that holds it,
+so that a job file and its data can be moved together and run from anywhere; it becomes absolute here, before
+anything is planned.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from pydantic import ValidationError
+
+from finetune_operator.api.problems import PathPart, Problem, format_path
+from finetune_operator.api.settings import LOCAL_SETTINGS, Settings
+from finetune_operator.api.types import KIND, FineTuneJob
+from finetune_operator.api.validation import foreign, validate_job
+from finetune_operator.cli.documents import Document, Position, position_of, read_documents
+
+STDIN = "-"
+SUFFIXES = (".yaml", ".yml", ".json")
+"""Files of a folder that are read, as kubectl does; others are left alone."""
+
+_LAST_PART = re.compile(r"""(?:\.?[A-Za-z_][A-Za-z0-9_-]*|\[[0-9]+\]|\["(?:[^"\\]|\\.)*"\])$""")
+
+
+@dataclass(frozen=True)
+class JobEntry:
+    """One checked job and where it stands."""
+
+    source: str
+    """The file as the user named it; `<stdin>` for standard input."""
+    folder: Path
+    """What relative `file://` URIs are relative to."""
+    document: Document
+    job: FineTuneJob
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that was read, good or bad."""
+
+    entries: tuple[JobEntry, ...]
+    problems: tuple[tuple[str, Problem], ...]
+    """Source and problem, in the order of files and lines."""
+    notes: tuple[str, ...]
+    """What was passed over."""
+
+
+def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> Inputs:
+    """All FineTuneJobs in `names`, checked against `settings`.
+
+    Raises typer.BadParameter (a usage error) for a file that cannot be read and for a call that names no
+    file.
+    """
+    if not names:
+        raise typer.BadParameter("name at least one file: FILE, or -f FILE (- reads standard input)")
+    entries: list[JobEntry] = []
+    problems: list[tuple[str, Problem]] = []
+    notes: list[str] = []
+    seen: dict[tuple[str | None, str], JobEntry] = {}
+    for source, folder, content in _contents(names):
+        documents, unreadable = read_documents(content)
+        found = list(unreadable)
+        for document in documents:
+            passed_over = foreign(document.value)
+            if passed_over is not None:
+                notes.append(f"{source}:{document.line}: {passed_over}")
+                continue
+            job, wrong = validate_job(document.value, settings)
+            found.extend(located(document, problem) for problem in wrong)
+            if job is None or wrong:
+                continue
+            entry = JobEntry(source, folder, document, _with_absolute_uris(job, folder))
+            earlier = seen.setdefault((job.metadata.namespace, job.name), entry)
+            if earlier is entry:
+                entries.append(entry)
+            else:
+                found.append(_same_name(document, job.name, earlier))
+        found.sort(key=lambda problem: (problem.line or 0, problem.column or 0))
+        problems.extend((source, problem) for problem in found)
+    if not entries and not problems:
+        problems.append(
+            (names[0], Problem("", None, f"there is no {KIND} in what was read", "name a file that holds one"))
+        )
+    return Inputs(tuple(entries), tuple(problems), tuple(notes))
+
+
+def _contents(names: Sequence[str]) -> Iterator[tuple[str, Path, bytes]]:
+    for name in names:
+        if name == STDIN:
+            yield "<stdin>", Path.cwd(), sys.stdin.buffer.read()
+            continue
+        path = Path(name)
+        files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES and p.is_file()) if path.is_dir() else [path]
+        if not files:
+            raise typer.BadParameter(f"the folder {name} holds no {', '.join(SUFFIXES)} file")
+        for file in files:
+            try:
+                content = file.read_bytes()
+            except OSError as error:
+                raise typer.BadParameter(f"cannot read {file}: {error.strerror}") from error
+            yield str(file), file.resolve().parent, content
+
+
+def _same_name(document: Document, name: str, earlier: JobEntry) -> Problem:
+    position = position_of(document, ("metadata", "name"))
+    return Problem(
+        "metadata.name",
+        f'"{name}"',
+        f"a name may be used once; {earlier.source}:{earlier.document.line} has it already",
+        "give one of them another name",
+        position.line,
+        position.column,
+        "Duplicate",
+    )
+
+
+def located(document: Document, problem: Problem) -> Problem:
+    """The problem with the line of its field, or of the nearest object that should hold it."""
+    if problem.line is not None:
+        return problem
+    position = _position(document, problem.path)
+    return Problem(
+        problem.path, problem.value, problem.rule, problem.way_out, position.line, position.column, problem.reason
+    )
+
+
+def _position(document: Document, written: str) -> Position:
+    by_text: dict[str, tuple[PathPart, ...]] = {format_path(path): path for path in document.positions}
+    while written and written not in by_text:
+        shorter = _LAST_PART.sub("", written)
+        written = shorter if shorter != written else ""
+    return position_of(document, by_text.get(written, ()))
+
+
+def _with_absolute_uris(job: FineTuneJob, folder: Path) -> FineTuneJob:
+    spec = job.spec
+    model = spec.model.model_copy(update={"uri": absolute_uri(spec.model.uri, folder)})
+    update: dict[str, object] = {"model": model}
+    if spec.dataset is not None:
+        update["dataset"] = spec.dataset.model_copy(update={"uri": absolute_uri(spec.dataset.uri, folder)})
+    if spec.predict is not None:
+        predict: dict[str, object] = {}
+        if spec.predict.dataset is not None:
+            rows = spec.predict.dataset
+            predict["dataset"] = rows.model_copy(update={"uri": absolute_uri(rows.uri, folder)})
+        if spec.predict.output is not None:
+            predict["output"] = absolute_uri(spec.predict.output, folder)
+        update["predict"] = spec.predict.model_copy(update=predict)
+    return job.model_copy(update={"spec": spec.model_copy(update=update)})
+
+
+def absolute_uri(uri: str, folder: Path) -> str:
+    """A `file://` URI made absolute from `folder`; any other as it is."""
+    rest = uri.removeprefix("file://")
+    if rest == uri:
+        return uri
+    return f"file://{(folder / rest).resolve()}"
+
+
+def read_settings(file: Path) -> Settings:
+    """An administrator's settings file. Raises typer.BadParameter, with every problem, for one that cannot be
+    used."""
+    try:
+        documents, problems = read_documents(file.read_bytes())
+    except OSError as error:
+        raise typer.BadParameter(f"--settings: cannot read {file}: {error.strerror}") from error
+    wrong = [f"{file}:{problem.line}: {problem.rule}" for problem in problems]
+    if not wrong and len(documents) != 1:
+        wrong = [f"{file}: one document is expected, and there are {len(documents)}"]
+    if not wrong:
+        try:
+            # Through JSON: strict models take a list for a tuple only there.
+            return Settings.model_validate_json(json.dumps(documents[0].value))
+        except ValidationError as error:
+            wrong = [f"{file}: {'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+    raise typer.BadParameter("--settings: " + "; ".join(wrong))

@@ -1,0 +1,418 @@
+"""`finetune run`: the stages of one job as processes of this machine, from the job file to the result.
+
+The order of events is written in `run`: check what is there, plan, write the contract's files, run each stage
+that is not done, plan again once the data are known, report. Every stage is what a cluster would run, with
+the same `job.json`.
+
+Refused: more than one node (this machine is one), results of a different job under the same name, and a
+second run of the same job at the same time. A stage counts as done by its completion marker only, whatever
+its exit code says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune_contract.choices import Device, Stage
+from finetune_contract.layout import ENV_REPORT, JobPaths
+
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.types import FailureStatus, FineTuneJob
+from finetune_operator.cli.causes import first_cause
+from finetune_operator.cli.console import err, note
+from finetune_operator.cli.display import Display, Shown, Tail, latest
+from finetune_operator.cli.environment import trainer_environment, usable_cores
+from finetune_operator.cli.files import write_atomically
+from finetune_operator.cli.measure import TRAINER, Measured, measure, own_hardware, trainer_is_installed
+from finetune_operator.cli.stage_process import GRACE_SECONDS, Interrupts, StageProcess
+from finetune_operator.cli.workspace import (
+    FAILURE_FILE,
+    LOCAL_STAGES,
+    check_same_job,
+    finished,
+    locked,
+    prepared_facts,
+    read_data_facts,
+    record_inputs,
+    set_aside,
+)
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.types import Facts, JobPlan
+from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files
+
+POLL_SECONDS = 0.1
+SECOND_PRESS_SECONDS = 1.0
+"""`timeout` and some shells deliver one Ctrl-C twice; a second one counts only after this."""
+SHUTDOWN_SECONDS = 50
+"""What torchrun gives its workers; less than GRACE_SECONDS, so that it still ends in order."""
+REPORT_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What the user asked for."""
+
+    job: FineTuneJob
+    workspace: Path
+    settings: Settings
+    stages: tuple[Stage, ...] = ()
+    """Run only these; empty: all."""
+    restart: bool = False
+    measure: bool = True
+    verbose: bool = False
+
+    @property
+    def paths(self) -> JobPaths:
+        return JobPaths.of(self.workspace, self.job.name)
+
+
+@dataclass
+class RunResult:
+    """How a run ended: well, with a failure, or interrupted (`exit_code` 130, 143, 129)."""
+
+    plan: JobPlan
+    seconds: dict[Stage, float] = field(default_factory=dict)
+    """Wall-clock time by stage; that of the earlier run for a stage that was kept."""
+    kept: list[Stage] = field(default_factory=list)
+    failure: FailureStatus | None = None
+    interrupted: Stage | None = None
+    exit_code: int = 0
+
+
+class CannotRunError(Exception):
+    """The run is refused before anything is started; the text has the way out."""
+
+
+def run(request: RunRequest) -> RunResult:
+    """Run the job. Raises CannotRunError, PlanRefused, BusyError and DifferentJobError before a stage has
+    started."""
+    if not trainer_is_installed():
+        raise CannotRunError(
+            "the package finetune-trainer is not installed here, and it does the work; install it beside this one"
+        )
+    paths, job = request.paths, request.job
+    with locked(request.workspace, job.name):
+        redone = _stages_to_redo(request)
+        if not request.restart:
+            check_same_job(paths, job, _up_to_last(request.stages) if request.stages else LOCAL_STAGES)
+        facts = _facts(request, keep_data=Stage.PREPARE not in redone)
+        planned = plan(job, facts, request.settings)
+        wanted = _wanted(request, planned)
+        _check_inputs(request, planned, wanted, redone)
+        contract = files(planned)
+        moved = set_aside(paths, redone)
+        if moved is not None:
+            note(f"earlier results are in {moved}; delete that folder when you no longer need them.")
+        _write(paths, planned, contract)
+        (paths.root / FAILURE_FILE).unlink(missing_ok=True)
+        return _Run(request, facts, planned).through(wanted)
+
+
+def planned_run(request: RunRequest) -> tuple[JobPlan, dict[Stage, str]]:
+    """For --dry-run: the plan, and for each stage `run` or `kept`. Raises as `run` does; writes nothing."""
+    redone = _stages_to_redo(request)
+    if not request.restart:
+        check_same_job(request.paths, request.job, LOCAL_STAGES)
+    planned = plan(request.job, _facts(request, keep_data=Stage.PREPARE not in redone), request.settings)
+    wanted = _wanted(request, planned)
+    _check_inputs(request, planned, wanted, redone)
+    return planned, {
+        stage: "kept" if stage not in redone and finished(request.paths, stage) else "run" for stage in wanted
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- before a stage
+
+
+def _stages_to_redo(request: RunRequest) -> tuple[Stage, ...]:
+    """Without --restart none; with it all, or the named ones and those that rest on them."""
+    if not request.restart:
+        return ()
+    if not request.stages:
+        return LOCAL_STAGES
+    first = min(LOCAL_STAGES.index(stage) for stage in request.stages)
+    if LOCAL_STAGES[first] in (Stage.EVALUATE, Stage.PREDICT):
+        return tuple(stage for stage in LOCAL_STAGES if stage in request.stages)  # neither rests on the other
+    return LOCAL_STAGES[first:]
+
+
+def _up_to_last(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    last = max(LOCAL_STAGES.index(stage) for stage in stages)
+    return LOCAL_STAGES[: last + 1]
+
+
+def _facts(request: RunRequest, keep_data: bool) -> Facts:
+    measured = measure(request.job) if request.measure else Measured(None, own_hardware())
+    data = prepared_facts(request.paths, request.job) if keep_data else None
+    return Facts(model=measured.model, data=data, hardware=measured.hardware, local=True)
+
+
+def _wanted(request: RunRequest, planned: JobPlan) -> tuple[Stage, ...]:
+    missing = [stage for stage in request.stages if stage not in planned.stages]
+    if missing:
+        raise CannotRunError(
+            f"--stage {missing[0]}: the job has no such stage; it has {', '.join(planned.stages)}. "
+            f"Add {_field_of(missing[0])} to the job, or name another stage"
+        )
+    return tuple(
+        stage for stage in LOCAL_STAGES if stage in planned.stages and (not request.stages or stage in request.stages)
+    )
+
+
+def _field_of(stage: Stage) -> str:
+    return {Stage.TRAIN: "spec.training", Stage.EVALUATE: "spec.evaluation", Stage.PREDICT: "spec.predict"}.get(
+        stage, "spec.dataset"
+    )
+
+
+def _check_inputs(request: RunRequest, planned: JobPlan, wanted: Sequence[Stage], redone: Sequence[Stage]) -> None:
+    """CannotRunError when a named stage rests on one that is neither done nor named."""
+    for stage in wanted:
+        for needed in LOCAL_STAGES[: LOCAL_STAGES.index(stage)]:
+            if needed is Stage.EVALUATE or needed not in planned.stages or needed in wanted:
+                continue
+            if needed in redone or finished(request.paths, needed) is None:
+                raise CannotRunError(
+                    f"--stage {stage}: it needs the results of {needed}, and {request.paths.root} has none; "
+                    f"run --stage {needed} first, or both at once"
+                )
+
+
+def _write(paths: JobPaths, planned: JobPlan, contract: Mapping[str, str]) -> None:
+    """The plan and the contract's files, each whole or not at all."""
+    write_atomically(paths.plan, planned.to_json())
+    write_atomically(paths.root / JOB_FILE, contract[JOB_FILE])
+    if DEEPSPEED_FILE in contract:
+        write_atomically(paths.root / DEEPSPEED_FILE, contract[DEEPSPEED_FILE])
+    else:
+        paths.deepspeed.unlink(missing_ok=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- stages
+
+
+class _Run:
+    """The stages of one run."""
+
+    def __init__(self, request: RunRequest, facts: Facts, planned: JobPlan) -> None:
+        self._request = request
+        self._paths = request.paths
+        self._facts = facts
+        self._result = RunResult(planned)
+
+    def through(self, stages: Sequence[Stage]) -> RunResult:
+        """Run the stages that are not done, in order, up to the first that fails or an interruption."""
+        result = self._result
+        with Interrupts() as interrupts:
+            with Shown(err()) as display:
+                for stage in stages:
+                    done = finished(self._paths, stage)
+                    if done is not None:
+                        result.seconds[stage] = done.seconds
+                        result.kept.append(stage)
+                        display.log(f"{stage}: done in an earlier run, kept")
+                        continue
+                    if interrupts.count == 0:
+                        record_inputs(self._paths, self._request.job, stage)
+                        self._run_stage(stage, display, interrupts)
+                    if interrupts.count:
+                        result.interrupted, result.exit_code = stage, interrupts.exit_code
+                    if result.exit_code:
+                        return result
+                    if stage is Stage.PREPARE:
+                        self._plan_with_data(display)
+            write_report(self._paths, result.plan)
+        return result
+
+    def _run_stage(self, stage: Stage, display: Display, interrupts: Interrupts) -> None:
+        progress, log = self._paths.logs / f"{stage}.progress.jsonl", self._paths.logs / f"{stage}.log"
+        for old in (progress, log, *self._paths.reports.glob(f"{stage}-*.json")):
+            old.unlink(missing_ok=True)
+        self._paths.reports.mkdir(parents=True, exist_ok=True)
+        self._paths.logs.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        display.start(stage)
+        process = StageProcess(
+            stage_command(stage, self._paths, self._result.plan), self._environment(stage, progress), log
+        )
+        try:
+            code = self._watch(process, Tail(progress), Tail(log), display, interrupts, stage)
+        finally:
+            process.kill()
+        seconds = time.monotonic() - started
+        self._result.seconds[stage] = seconds
+        if finished(self._paths, stage) is not None and code == 0:
+            display.end(stage, seconds, "done")
+        elif interrupts.count:
+            display.end(stage, seconds, "stopped")
+        else:
+            display.end(stage, seconds, "failed")
+            failure = first_cause(stage, code, self._paths.reports, log)
+            text = failure.model_dump_json(by_alias=True, exclude_none=True, indent=2)
+            with contextlib.suppress(OSError):  # on a full disk the message on the screen has to do
+                write_atomically(self._paths.root / FAILURE_FILE, text + "\n")
+            self._result.failure, self._result.exit_code = failure, 1
+
+    def _watch(
+        self,
+        process: StageProcess,
+        progress: Tail,
+        log: Tail,
+        display: Display,
+        interrupts: Interrupts,
+        stage: Stage,
+    ) -> int:
+        asked_at: float | None = None
+        while True:
+            code = process.exit_code()
+            news = latest(progress.lines())
+            if news is not None:
+                display.update(news)
+            for line in log.lines() if self._request.verbose else ():
+                display.log(line)
+            if code is not None:
+                return code
+            if asked_at is None and interrupts.count:
+                asked_at = time.monotonic()
+                saving = "saving a checkpoint" if stage is Stage.TRAIN else "stopping"
+                display.log(f"{stage}: {saving} (at most {GRACE_SECONDS} s); press Ctrl-C again to kill it")
+                process.ask_to_stop()
+            elif asked_at is not None:
+                waited = time.monotonic() - asked_at
+                if waited < SECOND_PRESS_SECONDS:
+                    interrupts.count = 1
+                elif interrupts.count > 1 or waited > GRACE_SECONDS:
+                    process.kill()
+            time.sleep(POLL_SECONDS)
+
+    def _environment(self, stage: Stage, progress: Path) -> dict[str, str]:
+        training = self._result.plan.trainer.training
+        threads = usable_cores()
+        if stage is Stage.TRAIN and training is not None:
+            threads = training.world.threads_per_process
+        return trainer_environment(
+            os.environ,
+            device=device_of(self._request.job, self._result.plan),
+            threads=threads,
+            report=self._paths.reports / f"{stage}-{{rank}}.json",
+            progress=progress,
+        )
+
+    def _plan_with_data(self, display: Display) -> None:
+        """Plan again now that the rows are counted; what the trainer gets changes only here, between two
+        stages."""
+        data = read_data_facts(self._paths)
+        facts = Facts(model=self._facts.model, data=data, hardware=self._facts.hardware, local=True)
+        again = plan(self._request.job, facts, self._request.settings)
+        changed = plan_changes(self._result.plan, again)
+        self._result.plan = again
+        _write(self._paths, again, files(again))
+        if changed:
+            display.log(f"planned again with the prepared data: {', '.join(changed)}")
+
+
+def device_of(job: FineTuneJob, planned: JobPlan) -> Device:
+    """Where the stages compute."""
+    if planned.trainer.training is not None:
+        return planned.trainer.training.world.device
+    return "cpu" if job.spec.resources.gpus_per_node == 0 else planned.hardware.device
+
+
+def stage_command(stage: Stage, paths: JobPaths, planned: JobPlan) -> list[str]:
+    """The command line of a stage: torchrun for a training of several processes, else one process."""
+    program = ["-m", TRAINER, stage.value, "--job", str(paths.job), "--workspace", str(paths.root.parent)]
+    training = planned.trainer.training
+    if stage is not Stage.TRAIN or training is None:
+        return [sys.executable, *program]
+    if training.strategy.name == "deepspeed":
+        program += ["--deepspeed", str(paths.deepspeed)]
+    if training.world.size == 1:
+        return [sys.executable, *program]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(training.world.processes_per_node),
+    ]
+    return [sys.executable, *torchrun, "--shutdown-timeout", str(SHUTDOWN_SECONDS), *program]
+
+
+def plan_changes(before: JobPlan, after: JobPlan) -> list[str]:
+    """What the trainer gets that it would not have got before, e.g. `training.maxSteps 100 -> 61`."""
+    old, new = (dict(_flat(planned.trainer.model_dump(mode="json", by_alias=True))) for planned in (before, after))
+    return [
+        f"{name} {old.get(name)} -> {new.get(name)}"
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _flat(value: object, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [pair for key, inner in value.items() for pair in _flat(inner, f"{prefix}.{key}" if prefix else key)]
+    return [(prefix, value)]
+
+
+def write_report(paths: JobPaths, planned: JobPlan) -> None:
+    """report.html from what lies in the folder. The results stand without it, so a failure is only noted."""
+    command = [sys.executable, "-m", TRAINER, "report", "--job", str(paths.job), "--workspace", str(paths.root.parent)]
+    environment = trainer_environment(
+        {name: value for name, value in os.environ.items() if name != ENV_REPORT},
+        device="cpu",
+        threads=1,
+        report=paths.reports / "report-{rank}.json",
+        progress=None,
+    )
+    try:
+        made = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=REPORT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        note(f"report.html was not written within {REPORT_SECONDS} s.")
+        return
+    if made.returncode:
+        note(f"report.html could not be written: {(made.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+
+
+def result_data(request: RunRequest, result: RunResult) -> dict[str, Any]:
+    """The result for `-o json` and the table."""
+    paths = request.paths
+    try:
+        metrics = json.loads(paths.metrics.read_text())
+    except (OSError, ValueError):
+        metrics = {}
+    artifacts = {
+        "model": paths.model,
+        "predictions": next((p for p in (paths.predictions_parquet, paths.predictions_jsonl) if p.exists()), None),
+        "metrics": paths.metrics,
+        "report": paths.report,
+        "plan": paths.plan,
+    }
+    training = result.plan.trainer.training
+    failure = (
+        None if result.failure is None else result.failure.model_dump(mode="json", by_alias=True, exclude_none=True)
+    )
+    return {
+        "name": request.job.name,
+        "outcome": "interrupted" if result.interrupted else "failed" if failure else "succeeded",
+        "folder": str(paths.root),
+        "strategy": result.plan.strategy,
+        "worldSize": training.world.size if training else 1,
+        "stages": [
+            {"name": stage.value, "seconds": round(seconds, 1), "kept": stage in result.kept}
+            for stage, seconds in result.seconds.items()
+        ],
+        "metrics": metrics,
+        "artifacts": {name: str(path) for name, path in artifacts.items() if path is not None and path.exists()},
+        "failure": failure,
+    }

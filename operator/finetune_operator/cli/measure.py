@@ -1,0 +1,162 @@
+"""Facts of this machine, of the model and of data prepared earlier, for a plan made without a cluster.
+
+The trainer measures (it has transformers and torch), in a process of its own because these take seconds to
+import and this command must not depend on them. Its answer is kept in the user's cache folder until the
+model's files or the machine change. Without the trainer, or when it cannot measure, the machine is read
+without it and the planner assumes the rest and says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from finetune_contract.facts import HardwareFacts, ModelFacts, TrainerFacts
+from finetune_contract.job import ModelSource, TrainerJob
+from finetune_contract.layout import JobPaths
+from finetune_contract.report import TrainerReport
+from pydantic import ValidationError
+
+from finetune_operator.api.types import FineTuneJob
+from finetune_operator.cli.console import err, note
+from finetune_operator.cli.environment import trainer_environment, usable_cores
+from finetune_operator.cli.files import write_atomically
+
+TRAINER = "finetune_trainer"
+TIMEOUT_SECONDS = 120
+"""Importing torch and reading a config take about 10 s; a config from the Hub over a slow line takes
+longer."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What could be measured here."""
+
+    model: ModelFacts | None
+    hardware: HardwareFacts
+
+
+def trainer_is_installed() -> bool:
+    """Whether stages can run in this environment."""
+    return importlib.util.find_spec(TRAINER) is not None
+
+
+def measure(job: FineTuneJob) -> Measured:
+    """The model's shape and this machine; without the trainer only the machine, and a note says why."""
+    if not trainer_is_installed():
+        note("the package finetune-trainer is not installed here, so the model's size is assumed.")
+        return Measured(None, own_hardware())
+    cached = _cache_file(job)
+    facts = _read(cached)
+    if facts is None:
+        with err().status(f"Measuring {job.spec.model.uri} ..."):
+            facts = _ask_trainer(job)
+        if facts is not None:
+            write_atomically(cached, facts.to_json())
+    return Measured(None, own_hardware()) if facts is None else Measured(facts.model, facts.hardware)
+
+
+def own_hardware() -> HardwareFacts:
+    """This machine as far as it can be seen without torch: GPUs cannot."""
+    return HardwareFacts(cpu_cores=usable_cores(), memory_bytes=psutil.virtual_memory().total)
+
+
+def _ask_trainer(job: FineTuneJob) -> TrainerFacts | None:
+    question = TrainerJob(name=job.name, task=job.spec.task, model=_source(job))
+    with tempfile.TemporaryDirectory(prefix="finetune-facts-") as folder:
+        paths = JobPaths.of(Path(folder), job.name)
+        write_atomically(paths.job, question.to_json())
+        report = Path(folder) / "report.json"
+        environment = trainer_environment(os.environ, device="cuda", threads=1, report=report, progress=None)
+        command = [sys.executable, "-m", TRAINER, "facts", "--job", str(paths.job), "--workspace", folder]
+        try:
+            asked = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            note(f"the model was not measured within {TIMEOUT_SECONDS} s, so its size is assumed.")
+            return None
+        if asked.returncode:
+            note(f"the model could not be measured, so its size is assumed. {_reason(report, asked.stderr)}")
+            return None
+    try:
+        return TrainerFacts.model_validate_json(asked.stdout[max(asked.stdout.find("{"), 0) :])
+    except ValidationError as error:
+        note(f"the trainer's measurement cannot be read, so the model's size is assumed. {error}")
+        return None
+
+
+def _reason(report: Path, log: str) -> str:
+    try:
+        failure = TrainerReport.model_validate_json(report.read_text()).failure
+    except (OSError, ValidationError):
+        failure = None
+    return failure.message if failure else (log.strip().splitlines() or [""])[-1]
+
+
+def _source(job: FineTuneJob) -> ModelSource:
+    model = job.spec.model
+    return ModelSource(uri=model.uri, revision=model.revision, trust_remote_code=model.trust_remote_code)
+
+
+def _read(file: Path) -> TrainerFacts | None:
+    try:
+        return TrainerFacts.model_validate_json(file.read_text())
+    except (OSError, ValidationError):
+        return None
+
+
+def _cache_file(job: FineTuneJob) -> Path:
+    """One file per model, state of its files, machine, and version of what measures."""
+    key = {
+        "model": _source(job).model_dump(),
+        "task": job.spec.task,
+        "files": _state_of_files(job.spec.model.uri),
+        "machine": [platform.node(), psutil.boot_time() // 60, usable_cores(), os.environ.get("CUDA_VISIBLE_DEVICES")],
+        "versions": [_version(name) for name in ("finetune-trainer", "torch", "transformers")],
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    base = os.environ.get("XDG_CACHE_HOME")
+    folder = Path(base) if base else Path.home() / ".cache"
+    return folder / "finetune" / "facts" / f"{digest[:32]}.json"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _state_of_files(uri: str) -> list[tuple[str, int, int]]:
+    """Name, size and time of a local model's files; empty for a model elsewhere, whose revision stands for
+    it."""
+    scheme, _, rest = uri.partition("://")
+    match scheme:
+        case "file":
+            folder = Path(rest)
+        case "pkg":
+            package, _, inner = rest.partition("/")
+            spec = importlib.util.find_spec(package) if package.isidentifier() else None
+            if spec is None or not spec.submodule_search_locations:
+                return []
+            folder = Path(next(iter(spec.submodule_search_locations))) / inner
+        case _:
+            return []
+    return state_of_files(folder)
+
+
+def state_of_files(folder: Path) -> list[tuple[str, int, int]]:
+    """Name, size in bytes and time of change in ns of a file, or of the files in a folder."""
+    files = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files if file.is_file()]

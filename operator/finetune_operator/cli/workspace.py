@@ -1,0 +1,243 @@
+"""One job's folder on this machine: who may write to it, what it already holds, and whether that belongs to
+this job.
+
+Results are kept unless the user asks otherwise, and never lost in silence: finished stages of the same job
+are not run again, a different job under the same name is refused, and a restart moves earlier results aside.
+What a stage was given is written down when it begins, as the user's own settings by field, so that a refusal
+can name what differs. Settings that change only how fast or where a stage runs (resources, checkpoints,
+launcher, runPolicy) may change between runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from finetune_contract.choices import Stage
+from finetune_contract.facts import DataFacts
+from finetune_contract.layout import JobPaths
+from finetune_contract.report import TrainerReport
+from pydantic import BaseModel, ValidationError
+
+from finetune_operator.api.types import FineTuneJob
+from finetune_operator.cli.files import write_atomically
+from finetune_operator.cli.measure import state_of_files
+
+Inputs: TypeAlias = dict[str, Any]
+"""Field path of the job -> value, for every set field that a stage's result depends on."""
+
+LOCAL_STAGES = (Stage.PREPARE, Stage.TRAIN, Stage.EVALUATE, Stage.PREDICT)
+INPUTS_FILE = "inputs.json"
+FAILURE_FILE = "failure.json"
+FILES_FIELD = "files of "
+"""Prefix of entries that stand for the content behind a URI."""
+
+
+class BusyError(Exception):
+    """Another process works on this job."""
+
+
+class DifferentJobError(Exception):
+    """The folder holds results of something else."""
+
+    def __init__(self, stage: Stage, differences: Sequence[str]) -> None:
+        super().__init__("; ".join(differences))
+        self.stage = stage
+        self.differences = tuple(differences)
+
+
+# ----------------------------------------------------------------------------------------------------------------- lock
+
+
+@contextmanager
+def locked(workspace: Path, name: str) -> Iterator[None]:
+    """Keep other runs of this job away; BusyError with the other's process id.
+
+    The kernel holds the lock and gives it up with the process, however that ends, so a lock can not be stale.
+    The file stays: a lock on a file that somebody else just removed would keep nobody away.
+    """
+    workspace.mkdir(parents=True, exist_ok=True)
+    with (workspace / f".{name}.lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            raise BusyError(f"process {file.read().strip() or 'unknown'} is running this job in {workspace}") from error
+        file.seek(0)
+        file.truncate()
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+# --------------------------------------------------------------------------------------------------------------- inputs
+
+
+def inputs_of(job: FineTuneJob, stage: Stage) -> Inputs:
+    """What the result of `stage` depends on: its own settings and those of the stages before it."""
+    spec = job.spec
+    parts: dict[str, Any] = {"task": spec.task, "model": spec.model, "dataset": spec.dataset}
+    parts["preparation"] = spec.preparation.model_copy(update={"workers": 1})
+    if spec.predict is not None and spec.predict.dataset is not None:
+        parts["predict.dataset"] = spec.predict.dataset
+    if spec.training is not None:
+        parts["training.seed"] = spec.training.seed
+    if stage is not Stage.PREPARE:
+        parts |= {"training": spec.training, "parallelism": spec.parallelism}
+    if stage is Stage.EVALUATE:
+        parts["evaluation"] = spec.evaluation
+    if stage is Stage.PREDICT:
+        parts["predict"] = spec.predict
+    plain = {
+        f"spec.{path}": part.model_dump(mode="json", by_alias=True, exclude_none=True)
+        if isinstance(part, BaseModel)
+        else part
+        for path, part in parts.items()
+    }
+    uris = [spec.dataset.uri if spec.dataset else None]
+    uris += [spec.predict.dataset.uri if spec.predict and spec.predict.dataset else None]
+    files = {f"{FILES_FIELD}{uri}": _files_behind(uri) for uri in uris if uri and uri.startswith("file://")}
+    # Through JSON, so that what is compared with a record is of the record's types.
+    flat: Inputs = json.loads(json.dumps(dict(_flat(plain)) | files))
+    return flat
+
+
+def _plain(part: object) -> object:
+    return part.model_dump(mode="json", by_alias=True, exclude_none=True) if isinstance(part, BaseModel) else part
+
+
+def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, inner in value.items():
+        if isinstance(inner, Mapping) and inner:
+            yield from _flat(inner, f"{prefix}{key}.")
+        elif inner is not None:
+            yield f"{prefix}{key}", inner
+
+
+def _files_behind(uri: str) -> list[tuple[str, int, int]]:
+    path = Path(uri.removeprefix("file://"))
+    if any(sign in path.name for sign in "*?["):
+        return [state for match in sorted(path.parent.glob(path.name)) for state in state_of_files(match)]
+    return state_of_files(path) if path.exists() else []
+
+
+def recorded_inputs(paths: JobPaths) -> dict[str, Inputs]:
+    """What each stage that has begun was given, by its name; empty when nothing has."""
+    try:
+        record = json.loads((paths.root / INPUTS_FILE).read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def record_inputs(paths: JobPaths, job: FineTuneJob, stage: Stage) -> None:
+    """Write down what `stage`, about to begin, is given."""
+    record = recorded_inputs(paths) | {stage.value: inputs_of(job, stage)}
+    write_atomically(paths.root / INPUTS_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+
+
+def differences(earlier: Inputs, now: Inputs) -> list[str]:
+    """One phrase for each field that is not as it was."""
+    changed = [field for field in dict.fromkeys([*earlier, *now]) if earlier.get(field) != now.get(field)]
+    return [_difference(field, earlier.get(field), now.get(field)) for field in changed]
+
+
+def _difference(field: str, earlier: object, now: object) -> str:
+    if field.startswith(FILES_FIELD):
+        return f"the {field} have changed"
+    return f"{field} was {_shown(earlier)} and is {_shown(now)}"
+
+
+def _shown(value: object) -> str:
+    return "not set" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+# -------------------------------------------------------------------------------------------------------------- results
+
+
+def finished(paths: JobPaths, stage: Stage) -> TrainerReport | None:
+    """The report of a stage that ended well; None when it has not."""
+    try:
+        report = TrainerReport.model_validate_json((paths.state / f"{stage}.json").read_text())
+    except (OSError, ValidationError):
+        return None
+    return report if report.outcome == "succeeded" else None
+
+
+def check_same_job(paths: JobPaths, job: FineTuneJob, stages: Iterable[Stage]) -> None:
+    """DifferentJobError when one of the stages has begun with other inputs than the job has now."""
+    record = recorded_inputs(paths)
+    for stage in stages:
+        earlier = record.get(stage.value)
+        if earlier is not None:
+            changed = differences(earlier, inputs_of(job, stage))
+            if changed:
+                raise DifferentJobError(stage, changed)
+        elif finished(paths, stage) is not None:
+            raise DifferentJobError(stage, [f"{INPUTS_FILE} does not say what made the results of {stage}"])
+
+
+def prepared_facts(paths: JobPaths, job: FineTuneJob) -> DataFacts | None:
+    """Facts of data that an earlier run prepared for this very job; None when there are none."""
+    earlier = recorded_inputs(paths).get(Stage.PREPARE.value)
+    if earlier is None or finished(paths, Stage.PREPARE) is None:
+        return None
+    if differences(earlier, inputs_of(job, Stage.PREPARE)):
+        return None
+    return read_data_facts(paths)
+
+
+def read_data_facts(paths: JobPaths) -> DataFacts | None:
+    """Facts of the prepared data as they lie in the folder."""
+    try:
+        return DataFacts.model_validate_json((paths.prepared / "data.json").read_text())
+    except (OSError, ValidationError):
+        return None
+
+
+def set_aside(paths: JobPaths, stages: Sequence[Stage]) -> Path | None:
+    """Move what `stages` have made to `<job>.previous-<n>` beside the job's folder; None when there is
+    nothing.
+
+    All stages: the whole folder moves. Only some: their products move, and metrics.json is copied because it
+    is everybody's.
+    """
+    if not paths.root.exists() or not any(paths.root.iterdir()):
+        return None
+    number = 1
+    while (place := paths.root.with_name(f"{paths.root.name}.previous-{number}")).exists():
+        number += 1
+    if set(stages) == set(LOCAL_STAGES):
+        paths.root.rename(place)
+        return place
+    products = [product for stage in stages for product in _products(paths, stage) if product.exists()]
+    if not products:
+        return None
+    if paths.metrics.exists():
+        write_atomically(place / paths.metrics.name, paths.metrics.read_text())
+    for product in products:
+        target = place / product.relative_to(paths.root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        product.rename(target)
+    names = {stage.value for stage in stages}
+    record = {name: inputs for name, inputs in recorded_inputs(paths).items() if name not in names}
+    write_atomically(paths.root / INPUTS_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    return place
+
+
+def _products(paths: JobPaths, stage: Stage) -> list[Path]:
+    marker = paths.state / f"{stage}.json"
+    match stage:
+        case Stage.PREPARE:
+            return [marker, paths.prepared]
+        case Stage.TRAIN:
+            return [marker, paths.checkpoints, paths.model, paths.history]
+        case Stage.PREDICT:
+            return [marker, paths.predictions_jsonl, paths.predictions_parquet]
+        case _:
+            return [marker]

@@ -1,0 +1,1 @@
+"""From a job and facts to a plan. Pure."""

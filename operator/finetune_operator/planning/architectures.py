@@ -1,0 +1,370 @@
+"""Model facts from a `config.json` alone: parameter counts by formula, and how much memory a layer's activations take.
+
+With this `finetune plan` needs neither torch nor the weights. The counts equal those of transformers' own modules (the
+tests build each architecture on the meta device and compare). An architecture that is not here is refused, not guessed:
+the trainer's `facts` command measures any model that transformers can build.
+
+Symbols: h hidden size, f width of the feed-forward layer, V vocabulary, P positions, L labels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias, cast
+
+from finetune_contract.choices import Task
+from finetune_contract.facts import ModelFacts
+from pydantic import JsonValue
+
+
+class UnknownArchitectureError(ValueError):
+    """The config's `model_type` has no formula here, or a number that the formula needs is missing."""
+
+
+@dataclass(frozen=True)
+class ActivationShape:
+    """What one layer keeps for the backward pass, per token, in elements; see `memory.activation_bytes_per_token`.
+
+    The default is the post-norm encoder layer of BERT: Korthikanti et al., "Reducing Activation Recomputation in Large
+    Transformer Models" (2022), section 4.1, without its dropout after the softmax, which only unfused attention keeps.
+    """
+
+    norm_inputs: float = 2
+    """Times h: inputs of the norms, which autocast keeps in fp32."""
+    hidden: float = 6
+    """Times h: input of query, key and value, these three, the attention's output, the input of the feed-forward
+    layer.
+    """
+    feed_forward: float = 2
+    """Times f: input and output of the activation function."""
+    dropout_masks: float = 2
+    """Times h."""
+    fused_attention: bool = True
+    """Whether transformers runs it by scaled_dot_product_attention; if not, heads x length scores are kept for each
+    token.
+    """
+    score_tensors: float = 2
+    """Times heads x length when attention is not fused: the softmax and its dropped-out form (one mask more with
+    dropout).
+    """
+    attention_dropout: bool = True
+    """Whether attention drops out by default. On CPU this alone keeps scaled_dot_product_attention from its fused
+    kernel.
+    """
+
+
+_ENCODER = ActivationShape()
+# The counts for the others were fitted to what torch saves for one layer (tests/unit/test_planning_memory.py repeats
+# it): DeBERTa gathers two more score matrices by relative position; GPT-2 writes its GELU out in Python and keeps
+# three more intermediates; Llama's norm keeps its normalised input and its feed-forward layer is gated.
+_SHAPES: dict[str, ActivationShape] = {
+    "deberta": ActivationShape(fused_attention=False, score_tensors=10),
+    "deberta-v2": ActivationShape(fused_attention=False, score_tensors=10),
+    "longformer": ActivationShape(fused_attention=False),
+    "gpt2": ActivationShape(feed_forward=5),
+    "llama": ActivationShape(norm_inputs=4, feed_forward=4, dropout_masks=0, attention_dropout=False),
+    "mistral": ActivationShape(norm_inputs=4, feed_forward=4, dropout_masks=0, attention_dropout=False),
+    "qwen2": ActivationShape(norm_inputs=4, feed_forward=4, dropout_masks=0, attention_dropout=False),
+    "t5": ActivationShape(norm_inputs=4, feed_forward=3, fused_attention=False),
+}
+
+
+def activation_shape(model_type: str) -> ActivationShape:
+    """What a layer of `model_type` keeps; an architecture without an entry is taken as an encoder layer."""
+    return _SHAPES.get(model_type, _ENCODER)
+
+
+@dataclass(frozen=True)
+class _Config:
+    """Typed reading of a config with its architecture's own field names."""
+
+    values: Mapping[str, JsonValue]
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        for name in names:
+            value = self.values.get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        if default is None:
+            raise UnknownArchitectureError(
+                f"config.json of type {self.values.get('model_type')!r} has no number {' or '.join(names)}"
+            )
+        return default
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name)
+        return value if isinstance(value, bool) else default
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Parameters by part."""
+
+    embeddings: int
+    """Token and position embeddings."""
+    block: int
+    """The largest repeated block."""
+    layers: int
+    rest: int
+    """Everything else but the head: other embeddings, norms, position tables."""
+    head: int
+    hidden: int
+    feed_forward: int
+    heads: int
+    vocabulary: int
+    positions: int | None
+    tied: bool
+    smaller_blocks: int = 0
+    """Parameters of the blocks that are not of the largest kind (T5's encoder), beside `layers`."""
+    smaller_layers: int = 0
+
+
+def _linear(inputs: int, outputs: int, bias: bool = True) -> int:
+    return inputs * outputs + (outputs if bias else 0)
+
+
+def _encoder_block(h: int, f: int) -> int:
+    """Self-attention (4 linear layers), feed-forward (2) and two LayerNorms, all with bias."""
+    return 4 * _linear(h, h) + _linear(h, f) + _linear(f, h) + 2 * 2 * h
+
+
+def _encoder_head(task: Task, h: int, labels: int, vocabulary: int, embedding: int) -> int:
+    """The heads of encoders: a dense layer (BERT calls its one the pooler) and the classifier; masked-lm is tied to the
+    embeddings but for its bias.
+    """
+    match task:
+        case "text-classification":
+            return _linear(h, h) + _linear(h, labels)
+        case "masked-lm":
+            return _linear(h, embedding) + 2 * embedding + vocabulary
+        case _:
+            return _linear(h, labels)
+
+
+def _bert(config: _Config, task: Task, labels: int) -> _Counts:
+    h, f = config.number("hidden_size"), config.number("intermediate_size")
+    vocabulary, positions = config.number("vocab_size"), config.number("max_position_embeddings")
+    embedding = config.number("embedding_size", default=h)  # ELECTRA's may be narrower than its layers
+    types = config.number("type_vocab_size", default=2) * embedding
+    projection = _linear(embedding, h) if embedding != h else 0
+    offset = _position_offset(config)
+    block = _encoder_block(h, f)
+    if config.values.get("model_type") == "longformer":
+        block += 3 * _linear(h, h)  # query, key and value of global attention
+    return _Counts(
+        embeddings=(vocabulary + positions) * embedding,
+        block=block,
+        layers=config.number("num_hidden_layers"),
+        rest=types + 2 * embedding + projection,
+        head=_encoder_head(task, h, labels, vocabulary, embedding),
+        hidden=h,
+        feed_forward=f,
+        heads=config.number("num_attention_heads"),
+        vocabulary=vocabulary,
+        positions=positions - offset,
+        tied=True,
+    )
+
+
+def _position_offset(config: _Config) -> int:
+    """RoBERTa and its kin count positions from the padding index + 1, so that they hold fewer tokens than positions."""
+    if config.values.get("model_type") not in ("roberta", "xlm-roberta", "camembert", "longformer"):
+        return 0
+    return config.number("pad_token_id", default=1) + 1
+
+
+def _distilbert(config: _Config, task: Task, labels: int) -> _Counts:
+    h, f = config.number("dim", default=768), config.number("hidden_dim", default=3072)
+    vocabulary = config.number("vocab_size", default=30522)
+    positions = config.number("max_position_embeddings", default=512)
+    return _Counts(
+        embeddings=(vocabulary + positions) * h,
+        block=_encoder_block(h, f),
+        layers=config.number("n_layers", default=6),
+        rest=2 * h,
+        head=_encoder_head(task, h, labels, vocabulary, embedding=h),
+        hidden=h,
+        feed_forward=f,
+        heads=config.number("n_heads", default=12),
+        vocabulary=vocabulary,
+        positions=positions,
+        tied=True,
+    )
+
+
+def _deberta_v2(config: _Config, task: Task, labels: int) -> _Counts:
+    h, f = config.number("hidden_size"), config.number("intermediate_size")
+    vocabulary, positions = config.number("vocab_size"), config.number("max_position_embeddings", default=512)
+    absolute = positions * h if config.flag("position_biased_input", True) else 0
+    types = config.number("type_vocab_size", default=0) * h
+    block, tables = _encoder_block(h, f), 0
+    if config.flag("relative_attention", False):
+        kinds = config.values.get("pos_att_type") or ()
+        names = kinds.split("|") if isinstance(kinds, str) else cast("list[str]", kinds)
+        if not config.flag("share_att_key", False):
+            block += sum(_linear(h, h) for name in ("c2p", "p2c") if name in names)
+        reach = config.number("max_relative_positions", default=-1)
+        span = reach if reach > 0 else positions
+        buckets = config.number("position_buckets", default=-1)
+        tables += 2 * (buckets if buckets > 0 else span) * h
+        if "layer_norm" in str(config.values.get("norm_rel_ebd", "none")):
+            tables += 2 * h
+    kernel = config.number("conv_kernel_size", default=0)
+    convolution = kernel * h * h + h + 2 * h if kernel > 0 else 0
+    return _Counts(
+        embeddings=vocabulary * h + absolute,
+        block=block,
+        layers=config.number("num_hidden_layers"),
+        rest=types + 2 * h + tables + convolution,
+        head=_encoder_head(task, h, labels, vocabulary, embedding=h),
+        hidden=h,
+        feed_forward=f,
+        heads=config.number("num_attention_heads"),
+        vocabulary=vocabulary,
+        positions=positions,
+        tied=True,
+    )
+
+
+def _gpt2(config: _Config, task: Task, labels: int) -> _Counts:
+    h = config.number("n_embd", default=768)
+    f = config.number("n_inner", default=4 * h)
+    vocabulary, positions = config.number("vocab_size", default=50257), config.number("n_positions", default=1024)
+    return _Counts(
+        embeddings=(vocabulary + positions) * h,
+        block=_linear(h, 3 * h) + _linear(h, h) + _linear(h, f) + _linear(f, h) + 2 * 2 * h,
+        layers=config.number("n_layer", default=12),
+        rest=2 * h,
+        head=_decoder_head(task, h, labels, vocabulary, tied=True),
+        hidden=h,
+        feed_forward=f,
+        heads=config.number("n_head", default=12),
+        vocabulary=vocabulary,
+        positions=positions,
+        tied=True,
+    )
+
+
+def _decoder_head(task: Task, h: int, labels: int, vocabulary: int, tied: bool) -> int:
+    match task:
+        case "text-generation":
+            return 0 if tied else _linear(h, vocabulary, bias=False)
+        case "text-classification":
+            return _linear(h, labels, bias=False)
+        case _:
+            return _linear(h, labels)
+
+
+def _llama(config: _Config, task: Task, labels: int) -> _Counts:
+    h, f = config.number("hidden_size"), config.number("intermediate_size")
+    vocabulary, heads = config.number("vocab_size"), config.number("num_attention_heads")
+    head_size = config.number("head_dim", default=h // heads)
+    key_value = config.number("num_key_value_heads", default=heads) * head_size
+    tied = config.flag("tie_word_embeddings", False)
+    qwen = config.values.get("model_type") == "qwen2"
+    attention_bias = qwen or config.flag("attention_bias", False)
+    output_bias = not qwen and config.flag("attention_bias", False)
+    attention = _linear(h, heads * head_size, attention_bias) + 2 * _linear(h, key_value, attention_bias)
+    attention += _linear(heads * head_size, h, output_bias)
+    gated = 2 * _linear(h, f, config.flag("mlp_bias", False)) + _linear(f, h, config.flag("mlp_bias", False))
+    return _Counts(
+        embeddings=vocabulary * h,
+        block=attention + gated + 2 * h,
+        layers=config.number("num_hidden_layers"),
+        rest=h,
+        head=_decoder_head(task, h, labels, vocabulary, tied),
+        hidden=h,
+        feed_forward=f,
+        heads=heads,
+        vocabulary=vocabulary,
+        positions=config.number("max_position_embeddings", default=2048),
+        tied=tied,
+    )
+
+
+def _t5(config: _Config, task: Task, labels: int) -> _Counts:
+    h, f = config.number("d_model"), config.number("d_ff")
+    heads, width = config.number("num_heads"), config.number("num_heads") * config.number("d_kv")
+    vocabulary, layers = config.number("vocab_size"), config.number("num_layers")
+    gated = "gated" in str(config.values.get("feed_forward_proj", "relu"))
+    attention = 4 * h * width + h
+    feed_forward = (3 if gated else 2) * h * f + h
+    encoder, decoder = attention + feed_forward, 2 * attention + feed_forward
+    buckets = config.number("relative_attention_num_buckets", default=32) * heads
+    tied = config.flag("tie_word_embeddings", True)
+    match task:
+        case "text-classification":
+            head = _linear(h, h) + _linear(h, labels)
+        case "summarization" | "translation":
+            head = 0 if tied else vocabulary * h
+        case "question-answering":
+            head = _linear(h, labels)
+        case _:
+            raise UnknownArchitectureError(f"model_type 't5' has no formula for {task}")
+    return _Counts(
+        embeddings=vocabulary * h,
+        block=decoder,
+        layers=config.number("num_decoder_layers", default=layers),
+        rest=2 * h + 2 * buckets,
+        head=head,
+        hidden=h,
+        feed_forward=f,
+        heads=heads,
+        vocabulary=vocabulary,
+        positions=None,
+        tied=tied,
+        smaller_blocks=layers * encoder,
+        smaller_layers=layers,
+    )
+
+
+_Formula: TypeAlias = Callable[[_Config, Task, int], _Counts]
+_FORMULAS: dict[str, _Formula] = {
+    "bert": _bert,
+    "electra": _bert,
+    "roberta": _bert,
+    "xlm-roberta": _bert,
+    "camembert": _bert,
+    "longformer": _bert,
+    "distilbert": _distilbert,
+    "deberta-v2": _deberta_v2,
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _llama,
+    "qwen2": _llama,
+    "t5": _t5,
+}
+ARCHITECTURES = tuple(sorted(_FORMULAS))
+"""Values of `model_type` that `model_facts` knows."""
+
+_BYTES_BY_TYPE = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}
+
+
+def model_facts(config: Mapping[str, JsonValue], task: Task = "text-classification", labels: int = 2) -> ModelFacts:
+    """Facts of the model that `config` (the content of a config.json) describes, with `task`'s head for `labels`
+    labels.
+
+    UnknownArchitectureError when `model_type` has no formula here or a needed number is missing.
+    """
+    model_type = config.get("model_type")
+    formula = _FORMULAS.get(model_type) if isinstance(model_type, str) else None
+    if formula is None or not isinstance(model_type, str):
+        raise UnknownArchitectureError(f"model_type {model_type!r} has no formula; known: {', '.join(ARCHITECTURES)}")
+    counts = formula(_Config(config), task, labels)
+    parameters = counts.embeddings + counts.layers * counts.block + counts.smaller_blocks + counts.rest + counts.head
+    stored_type = config.get("dtype") or config.get("torch_dtype")
+    return ModelFacts(
+        model_type=model_type,
+        parameters=parameters,
+        embedding_parameters=counts.embeddings,
+        block_parameters=counts.block,
+        layers=counts.layers + counts.smaller_layers,
+        hidden_size=counts.hidden,
+        intermediate_size=counts.feed_forward,
+        attention_heads=counts.heads,
+        vocabulary_size=counts.vocabulary,
+        max_positions=counts.positions,
+        tied_embeddings=counts.tied,
+        parameter_bytes=parameters * _BYTES_BY_TYPE.get(str(stored_type), 4),
+    )

@@ -1,0 +1,111 @@
+"""How long the training takes and what it costs, from arithmetic alone.
+
+An estimate to compare plans by, not a promise: the share of the peak that a run reaches differs by a factor of two
+between models. What it rests on is said with it. Where the device's speed or the node's price is not known, there is no
+number.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finetune_contract.choices import Precision
+from finetune_contract.facts import HardwareFacts, ModelFacts
+
+from finetune_operator.planning.devices import find_gpu
+from finetune_operator.planning.draft import Draft, decided
+from finetune_operator.planning.types import Estimate
+
+GPU_UTILISATION = 0.35
+"""Share of the dense peak in fine-tuning at 16 bits. Published: 23 % (GPT-3 175B over 960 A100) to 45 % (GPT-2 30B, 141
+TFLOP/s an A100).
+"""
+GPU_UTILISATION_FP32 = 0.6
+"""Plain fp32 has no matrix units to starve."""
+CPU_FLOPS_PER_CORE = 80e9
+"""fp32 peak of one server core with AVX-512, measured on 2 cores (160 to 180 GFLOP/s together)."""
+CPU_UTILISATION = 0.5
+"""Measured: a 22M-parameter BERT with length-grouped batches trains at 50 rows/s of 27 tokens on those 2 cores."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What one process computes with."""
+
+    flops: float
+    """Operations a second that it reaches."""
+    words: str
+
+
+def training_flops(model: ModelFacts, tokens: float, length: float, recompute: bool) -> float:
+    """Operations of forward and backward pass over `tokens` tokens of rows of `length`.
+
+    6 x parameters a token (2 forward, 4 backward), without embeddings, which are looked up; 12 x layers x hidden x
+    length for the attention scores (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",
+    2021, appendix; Kaplan et al., 2020). Recomputation repeats the forward pass: a third more.
+    """
+    matrix = model.parameters - model.embedding_parameters
+    per_token = 6 * matrix + 12 * model.layers * model.hidden_size * length
+    return tokens * per_token * (4 / 3 if recompute else 1)
+
+
+def process_speed(hardware: HardwareFacts, on_gpu: bool, threads: int, precision: Precision) -> Speed | None:
+    """What one process reaches; None for a GPU that is not in the table."""
+    if not on_gpu:
+        peak = threads * CPU_FLOPS_PER_CORE
+        return Speed(
+            peak * CPU_UTILISATION,
+            f"{CPU_UTILISATION:.0%} of {threads} x {CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s",
+        )
+    device = decided(hardware.gpu)
+    gpu = find_gpu(device.product)
+    if gpu is None:
+        return None
+    peak = gpu.peak_flops(precision)
+    share = GPU_UTILISATION_FP32 if precision == "fp32" else GPU_UTILISATION
+    return Speed(peak * share, f"{share:.0%} of {gpu.name}'s {peak / 1e12:g} TFLOP/s in {precision}")
+
+
+def estimate_training(draft: Draft) -> Estimate:
+    """Time and cost of the whole training of a finished draft."""
+    world, batch, steps = decided(draft.world), decided(draft.batch), decided(draft.steps)
+    on_gpu = world.device == "cuda"
+    speed = process_speed(draft.hardware, on_gpu, world.threads_per_process, decided(draft.precision))
+    if speed is None:
+        product = decided(draft.hardware.gpu).product
+        return Estimate(basis=f"no estimate: the speed of {product} is not in the table of GPUs")
+    tokens = batch.global_batch_size * steps.total * draft.lengths.typical
+    recompute = decided(draft.strategy).activation_checkpointing != "none"
+    flops = training_flops(draft.model, tokens, draft.lengths.typical, recompute)
+    seconds = flops / (speed.flops * world.size)
+    basis = (
+        f"{flops:.3g} operations for {tokens:,.0f} tokens on {world.size} process{'es' if world.size > 1 else ''} "
+        f"at {speed.words}; loading, saving and evaluation not counted"
+    )
+    return _with_cost(draft, seconds, basis)
+
+
+def _with_cost(draft: Draft, seconds: float, basis: str) -> Estimate:
+    world, settings = decided(draft.world), draft.settings
+    gpus = draft.hardware.gpus_per_node if world.device == "cuda" else 0
+    product = decided(draft.hardware.gpu).product if gpus else "cpu"
+    matching = [price for price in settings.prices if _same(price.product, product) and price.gpus == gpus]
+    if draft.local or not matching:
+        return Estimate(seconds=seconds, basis=basis)
+    price, spot = matching[0], draft.spec.spot.enabled
+    per_hour = price.spot_per_hour if spot else price.per_hour
+    if per_hour is None:
+        return Estimate(seconds=seconds, basis=f"{basis}; no spot price for {price.product}")
+    kind, nodes = "spot " if spot else "", f"{world.nodes} node{'s' if world.nodes > 1 else ''}"
+    return Estimate(
+        seconds=seconds,
+        cost=seconds / 3600 * world.nodes * per_hour,
+        currency=settings.currency,
+        basis=f"{basis}; {nodes} at {per_hour:g} {settings.currency} {kind}an hour",
+    )
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two spellings mean one product."""
+    known = find_gpu(one)
+    return one.casefold() == other.casefold() or (known is not None and known == find_gpu(other))

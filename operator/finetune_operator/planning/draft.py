@@ -1,0 +1,109 @@
+"""The value that walks through the phases of planning.
+
+Each phase takes a draft and returns a richer one: its decision, one sentence why, a sentence for each fact that it had
+to assume, and a problem for each wish that cannot be met. A phase never raises; `plan` stops between groups of phases,
+so that all problems of one group are reported together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self, TypeVar
+
+from finetune_contract.choices import Precision, Stage
+from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
+from finetune_contract.job import Batch, CheckpointSchedule, Strategy, World
+
+from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.types import FineTuneJob, FineTuneJobSpec, TrainingSpec
+from finetune_operator.planning.types import MemoryEstimate, PlanLauncher
+
+Value = TypeVar("Value")
+
+
+def decided(value: Value | None) -> Value:
+    """A decision of an earlier phase; that it is missing is an error in the order of the phases."""
+    assert value is not None, "a phase ran before the one that it needs"
+    return value
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of the rows to train on, in tokens."""
+
+    longest: int
+    typical: float
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Optimizer steps of the run."""
+
+    per_epoch: int
+    total: int
+    warmup: int
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A job on its way to a plan."""
+
+    job: FineTuneJob
+    local: bool
+    settings: Settings
+    hardware: HardwareFacts
+    model: ModelFacts
+    data: DataFacts | None
+    lengths: Lengths
+    stages: tuple[Stage, ...] = ()
+    launcher: PlanLauncher | None = None
+    world: World | None = None
+    precision: Precision | None = None
+    strategy: Strategy | None = None
+    batch: Batch | None = None
+    memory: MemoryEstimate | None = None
+    steps: Steps | None = None
+    checkpoints: CheckpointSchedule | None = None
+    reasons: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def spec(self) -> FineTuneJobSpec:
+        return self.job.spec
+
+    @property
+    def training(self) -> TrainingSpec:
+        """The training that is asked for; only phases of a training read it."""
+        return decided(self.job.spec.training)
+
+    @property
+    def train_split(self) -> SplitFacts | None:
+        """The prepared train split, when prepare has run."""
+        return None if self.data is None else self.data.splits.get("train")
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of one process's device: of its GPU, or its share of the node."""
+        world = decided(self.world)
+        if world.device == "cuda":
+            return decided(self.hardware.gpu).memory_bytes
+        return self.hardware.memory_bytes // world.processes_per_node
+
+    def because(self, reason: str) -> Self:
+        """Add the sentence of a decision."""
+        return replace(self, reasons=(*self.reasons, reason))
+
+    def assuming(self, assumption: str) -> Self:
+        """Add the sentence of something that was not known."""
+        return replace(self, assumptions=(*self.assumptions, assumption))
+
+    def refusing(
+        self, path: Sequence[PathPart], value: object, rule: str, way_out: str, reason: Reason = "Invalid"
+    ) -> Self:
+        """Add a problem with the field at `path` below `spec`; a value of None is not shown."""
+        full = ("spec", *path)
+        shown = None if value is None else describe_value(value, full)
+        return replace(self, problems=(*self.problems, Problem(format_path(full), shown, rule, way_out, reason=reason)))

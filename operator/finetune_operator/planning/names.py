@@ -1,0 +1,81 @@
+"""Every name of a job's children, made once.
+
+Kubernetes allows job names up to 63 characters that begin with a digit, but children become pod host names and
+services, which have to be DNS-1035 labels of at most 63 characters, and training operators append `-worker-<index>` or
+`-master-0` to theirs. So a long name, or one that does not begin with a letter, is cut and gets a hash of the whole:
+two jobs never share a child.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+
+from finetune_contract.choices import Stage
+
+LABEL_LIMIT = 63
+"""RFC 1035, section 2.3.4."""
+POD_SUFFIX = len("-worker-9999")
+"""The longest that launchers append: PyTorchJob's `-worker-<i>` for the 10,000 nodes that the API allows."""
+ATTEMPT_SUFFIX = len("-evaluate-99999")
+"""The longest stage with an attempt of five digits."""
+BASE_LIMIT = LABEL_LIMIT - POD_SUFFIX - ATTEMPT_SUFFIX
+HASH_LENGTH = 8
+_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+
+
+@dataclass(frozen=True)
+class JobNames:
+    """The names of one job's children."""
+
+    job: str
+    base: str
+    """What they all begin with: the job's name where that is short and begins with a letter."""
+
+    @classmethod
+    def of(cls, job: str) -> JobNames:
+        """The names for the job called `job`, any name that Kubernetes takes."""
+        if len(job) <= BASE_LIMIT and _LABEL.fullmatch(job):
+            return cls(job, job)
+        digest = hashlib.sha256(job.encode()).hexdigest()[:HASH_LENGTH]
+        plain = re.sub(r"[^a-z0-9]+", "-", job.lower()).strip("-")
+        letters = plain if plain[:1].isalpha() else f"j-{plain}"
+        return cls(job, f"{letters[: BASE_LIMIT - HASH_LENGTH - 1].rstrip('-')}-{digest}")
+
+    def stage(self, stage: Stage, attempt: int) -> str:
+        """The object that runs attempt `attempt` (1 to 99,999) of `stage`."""
+        if not 1 <= attempt <= 99_999:
+            raise ValueError(f"attempt {attempt} is outside 1 to 99999")
+        return f"{self.base}-{stage.value}-{attempt}"
+
+    def prepare(self, attempt: int) -> str:
+        return self.stage(Stage.PREPARE, attempt)
+
+    def train(self, attempt: int) -> str:
+        return self.stage(Stage.TRAIN, attempt)
+
+    def evaluate(self, attempt: int) -> str:
+        return self.stage(Stage.EVALUATE, attempt)
+
+    def predict(self, attempt: int) -> str:
+        return self.stage(Stage.PREDICT, attempt)
+
+    @property
+    def serve(self) -> str:
+        """The server: it outlives attempts, as its address must."""
+        return f"{self.base}-serve"
+
+    @property
+    def config_map(self) -> str:
+        """The ConfigMap with job.json and deepspeed.json."""
+        return f"{self.base}-config"
+
+    @property
+    def claim(self) -> str:
+        """The claim that the operator makes when `storage.workspace` is left out."""
+        return f"{self.base}-workspace"
+
+    def service(self, attempt: int) -> str:
+        """The headless Service through which the processes of a training attempt find each other."""
+        return f"{self.train(attempt)}-ranks"

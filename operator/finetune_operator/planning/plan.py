@@ -1,0 +1,387 @@
+"""From a job, facts and settings to the complete plan: what will run, why, and what was assumed.
+
+`plan` is pure: the same values give the same plan, on a laptop and in the operator. Wishes are met exactly or refused
+with all their problems; nothing is replaced in silence. The order of the phases is the order in which decisions depend
+on each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeAlias
+
+from finetune_contract.choices import Precision, Stage, Task
+from finetune_contract.facts import ModelFacts
+from finetune_contract.job import (
+    Columns,
+    DataSource,
+    EarlyStopping,
+    Evaluation,
+    Gate,
+    ModelSource,
+    Prediction,
+    Preparation,
+    Splits,
+    TrainerJob,
+    Training,
+)
+
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.types import DatasetSpec, FineTuneJob
+from finetune_operator.planning.batch import check_batch
+from finetune_operator.planning.cost import estimate_training
+from finetune_operator.planning.draft import Draft, Lengths, decided
+from finetune_operator.planning.facts import assumed_device, assumed_hardware, assumed_model
+from finetune_operator.planning.placement import choose_launcher, choose_world
+from finetune_operator.planning.quantities import parse_quantity
+from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
+from finetune_operator.planning.strategy import check_parallelism, choose_strategy, strategy_words
+from finetune_operator.planning.types import Estimate, Facts, JobPlan, PlanRefused
+
+Phase: TypeAlias = Callable[[Draft], Draft]
+
+DEFAULT_LENGTH = 512
+"""Truncation length in tokens that the trainer takes when the job gives none and the model allows it."""
+GPU_BATCH_TOKENS = 16_384
+"""Padded tokens of one inference batch: enough to fill any GPU of the table, and below 1 GB of activations up to 2,048
+wide.
+"""
+GPU_BATCH_TOKENS_WIDE = 4_096
+"""The same for models wider than that."""
+CPU_BATCH_TOKENS = 2_048
+"""On CPU larger batches gain nothing and leave the caches; see `batch.CPU_TOKENS`."""
+
+
+def plan(job: FineTuneJob, facts: Facts, settings: Settings) -> JobPlan:
+    """The plan for `job`; PlanRefused with all problems of the first group of phases that found any."""
+    draft = _begin(job, facts, settings)
+    draft = _walk(draft, choose_stages, check_expressible, check_lengths, choose_launcher)
+    if job.spec.training is not None:
+        draft = _walk(draft, choose_world, choose_precision, check_parallelism, choose_steps)
+        draft = _walk(draft, check_batch, choose_checkpoints)
+        draft = _walk(draft, choose_strategy)
+    return _finish(draft)
+
+
+def _walk(draft: Draft, *phases: Phase) -> Draft:
+    for phase in phases:
+        draft = phase(draft)
+    if draft.problems:
+        raise PlanRefused(draft.problems)
+    return draft
+
+
+# ---------------------------------------------------------------------------------------------------------------- facts
+
+
+def _begin(job: FineTuneJob, facts: Facts, settings: Settings) -> Draft:
+    """A draft in which every missing fact is replaced by an assumption."""
+    assumptions: list[str] = []
+    model = facts.model
+    if model is None:
+        model, sentence = assumed_model(job.spec.model.uri, job.spec.task)
+        assumptions.append(sentence)
+    hardware = facts.hardware
+    resources = job.spec.resources
+    cores = None if resources.cpu is None else parse_quantity(resources.cpu)
+    node_memory = None if resources.memory is None else parse_quantity(resources.memory)
+    if hardware is None:
+        accelerator = resources.accelerator
+        hardware, sentence = assumed_hardware(
+            gpus=0 if resources.gpus_per_node == "auto" else resources.gpus_per_node,
+            product=accelerator.product,
+            device_memory=None if accelerator.memory is None else parse_quantity(accelerator.memory),
+            cores=cores,
+            memory=node_memory,
+        )
+        assumptions.append(sentence)
+    else:
+        # A pod gets what it asks for, and no more than the node has.
+        limited = {
+            "cpu_cores": hardware.cpu_cores if cores is None else min(hardware.cpu_cores, max(1, int(cores))),
+            "memory_bytes": hardware.memory_bytes
+            if node_memory is None
+            else min(hardware.memory_bytes, max(1, int(node_memory))),
+        }
+        hardware = hardware.model_copy(update=limited)
+        if hardware.gpus_per_node and hardware.gpu is None:
+            device, sentence = assumed_device(resources.accelerator.product)
+            hardware = hardware.model_copy(update={"gpu": device})
+            assumptions.append(sentence)
+    draft = Draft(
+        job=job,
+        local=facts.local,
+        settings=settings,
+        hardware=hardware,
+        model=model,
+        data=facts.data,
+        lengths=Lengths(longest=1, typical=1.0),
+        assumptions=tuple(assumptions),
+    )
+    return _with_lengths(draft)
+
+
+def _with_lengths(draft: Draft) -> Draft:
+    """Lengths of the prepared rows; before prepare, every row counts as being as long as the limit."""
+    split = draft.train_split
+    if split is not None and split.rows and split.longest:
+        return replace(draft, lengths=Lengths(split.longest, max(1.0, split.tokens / split.rows)))
+    limit = draft.data.max_length if draft.data else _length_limit(draft.spec.preparation.max_length, draft.model)
+    draft = replace(draft, lengths=Lengths(limit, float(limit)))
+    if draft.spec.training is None or split is not None:
+        return draft
+    return draft.assuming(
+        f"lengths: nothing is prepared yet; every row is taken to have {limit} tokens, the most it can have"
+    )
+
+
+def _length_limit(asked: int | None, model: ModelFacts) -> int:
+    return asked if asked is not None else min(model.max_positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
+
+
+# --------------------------------------------------------------------------------------------------------------- phases
+
+
+def choose_stages(draft: Draft) -> Draft:
+    """The stages that the job needs, in order."""
+    spec = draft.spec
+    stages: list[Stage] = []
+    predicts = spec.predict is not None
+    own_rows = spec.predict is not None and spec.predict.dataset is not None
+    needs_rows = [
+        name
+        for name, wanted in (
+            ("training", spec.training is not None),
+            ("evaluation", spec.evaluation is not None),
+            ("predict", predicts and not own_rows),
+        )
+        if wanted
+    ]
+    if needs_rows and spec.dataset is None:
+        draft = draft.refusing(
+            ("dataset",), None, f"{' and '.join(needs_rows)} need rows", "set dataset.uri", "Required"
+        )
+    if needs_rows or own_rows:
+        stages.append(Stage.PREPARE)
+    if spec.training is not None:
+        stages.append(Stage.TRAIN)
+    if spec.training is not None or spec.evaluation is not None:
+        stages.append(Stage.EVALUATE)
+    if predicts:
+        stages.append(Stage.PREDICT)
+    if spec.endpoint is not None:
+        stages.append(Stage.SERVE)
+    if not stages:
+        draft = draft.refusing(
+            (),
+            None,
+            "a job has to do something",
+            "set training, evaluation, predict or endpoint ({} takes defaults)",
+            "Required",
+        )
+    return replace(draft, stages=tuple(stages)).because(
+        f"stages {' -> '.join(stage.value for stage in stages)}: what the job asks for and what that needs"
+    )
+
+
+def check_expressible(draft: Draft) -> Draft:
+    """Refuse what the trainer has no field for: it would be accepted here and ignored there."""
+    spec, parallelism = draft.spec, draft.spec.parallelism
+    later: tuple[tuple[tuple[str, ...], object, object], ...] = (
+        (("model", "adapter", "method"), spec.model.adapter.method, "none"),
+        (("parallelism", "tensor"), parallelism.tensor, 1),
+        (("parallelism", "pipeline", "degree"), parallelism.pipeline.degree, 1),
+        (("parallelism", "sequence"), parallelism.sequence, 1),
+        (("parallelism", "offload", "parameters"), parallelism.offload.parameters, "none"),
+        (("parallelism", "offload", "activations"), parallelism.offload.activations, "none"),
+        (("training", "script"), None if spec.training is None else spec.training.script, None),
+    )
+    for path, value, supported in later:
+        if value != supported:
+            way_out = "leave it out" if supported is None else f"set it to {supported}, or leave it out"
+            draft = draft.refusing(path, value, "the trainer does not do this yet", way_out, "NotYetSupported")
+    if parallelism.offload.optimizer == "nvme":
+        draft = draft.refusing(
+            ("parallelism", "offload", "optimizer"),
+            "nvme",
+            "the trainer offloads to cpu only",
+            "set it to cpu",
+            "NotYetSupported",
+        )
+    return draft
+
+
+def check_lengths(draft: Draft) -> Draft:
+    """Refuse rows longer than the model's positions."""
+    asked, limit = draft.spec.preparation.max_length, draft.model.max_positions
+    if asked is None or limit is None or asked <= limit:
+        return draft
+    return draft.refusing(
+        ("preparation", "maxLength"),
+        asked,
+        f"the model holds at most {limit} tokens",
+        f"set it to {limit} or less, or leave it out",
+    )
+
+
+def choose_precision(draft: Draft) -> Draft:
+    """fp32, or a 16-bit form where the hardware has units for it."""
+    asked, hardware, world = draft.training.precision, draft.hardware, draft.world
+    if world is None:
+        return draft  # The world was refused, and without it nothing can be said about its devices.
+    on_gpu = world.device == "cuda"
+    has_bf16 = decided(hardware.gpu).bf16 if on_gpu else hardware.cpu_bf16
+    device = decided(hardware.gpu).product if on_gpu else "the CPU"
+    path = ("training", "precision")
+    match asked:
+        case "auto":
+            chosen: Precision = "bf16" if has_bf16 else "fp32"
+            why = f"{device} has units for bf16" if has_bf16 else f"{device} has none for bf16"
+            if not has_bf16 and on_gpu:
+                why += ", and fp16 would need its loss scaled"
+            elif not has_bf16:
+                why += ", and emulated it is 2 to 4 times slower"
+            return replace(draft, precision=chosen).because(f"precision {chosen}: {why}")
+        case "fp8":
+            return draft.refusing(
+                path, asked, "the trainer computes in fp32, bf16 and fp16", "set it to bf16", "NotYetSupported"
+            )
+        case "fp16" if not on_gpu:
+            return draft.refusing(path, asked, "fp16 needs a GPU", "set it to auto, fp32 or bf16", "NotSupported")
+        case "bf16" if on_gpu and not has_bf16:
+            return draft.refusing(
+                path, asked, f"{device} does not compute in bf16", "set it to fp32 or fp16", "NotSupported"
+            )
+        case _:
+            slower = (
+                "; the CPU has no units for it, so it is slower than fp32" if asked == "bf16" and not has_bf16 else ""
+            )
+            return replace(draft, precision=asked).because(f"precision {asked}: as asked{slower}")
+
+
+# --------------------------------------------------------------------------------------------------------------- finish
+
+_TASK_COLUMNS: dict[Task, tuple[str, ...]] = {
+    "text-classification": ("text", "label"),
+    "token-classification": ("tokens", "tags"),
+    "question-answering": ("question", "context", "answers"),
+    "text-generation": ("text",),
+    "summarization": ("source", "target"),
+    "translation": ("source", "target"),
+    "masked-lm": ("text",),
+}
+"""Columns that a task reads under their own names when the job does not name others."""
+_ANSWERS = frozenset({"label", "tags", "answers", "target"})
+"""What is to be predicted: rows to predict have it only when the job says so."""
+
+
+def data_source(task: Task, dataset: DatasetSpec, with_answers: bool = True) -> DataSource:
+    """The trainer's form of a data set, with the task's own column names where the job gives none."""
+    given = dataset.columns.model_dump(by_alias=False, exclude_none=True)
+    names = [name for name in _TASK_COLUMNS[task] if with_answers or name not in _ANSWERS]
+    if task == "text-generation" and "messages" in given:
+        names.remove("text")
+    columns = {name: name for name in names} | given
+    splits = dataset.splits
+    return DataSource(
+        uri=dataset.uri,
+        config=dataset.config,
+        splits=Splits(train=splits.train, validation=splits.validation, test=splits.test),
+        columns=Columns(**columns),
+    )
+
+
+def inference_tokens(draft: Draft) -> int:
+    """Padded tokens of one inference batch; never fewer than the longest row."""
+    resources = draft.spec.resources
+    on_gpu = draft.hardware.gpus_per_node > 0 and resources.gpus_per_node != 0
+    if not on_gpu:
+        tokens = CPU_BATCH_TOKENS
+    else:
+        tokens = GPU_BATCH_TOKENS if draft.model.hidden_size <= 2048 else GPU_BATCH_TOKENS_WIDE
+    longest = draft.data.max_length if draft.data else _length_limit(draft.spec.preparation.max_length, draft.model)
+    return max(tokens, longest)
+
+
+def _training(draft: Draft) -> Training:
+    asked, steps = draft.training, decided(draft.steps)
+    stopping = asked.early_stopping
+    return Training(
+        max_steps=steps.total,
+        steps_per_epoch=steps.per_epoch,
+        learning_rate=asked.learning_rate,
+        scheduler=asked.scheduler,
+        warmup_steps=steps.warmup,
+        weight_decay=asked.weight_decay,
+        max_grad_norm=asked.max_grad_norm,
+        optimizer=asked.optimizer,
+        seed=asked.seed,
+        label_smoothing=asked.label_smoothing,
+        early_stopping=None if stopping is None else EarlyStopping(metric=stopping.metric, patience=stopping.patience),
+        precision=decided(draft.precision),
+        strategy=decided(draft.strategy),
+        batch=decided(draft.batch),
+        world=decided(draft.world),
+        checkpoints=decided(draft.checkpoints),
+        arguments=asked.arguments,
+    )
+
+
+def _evaluation(draft: Draft) -> Evaluation | None:
+    if Stage.EVALUATE not in draft.stages:
+        return None
+    asked = draft.spec.evaluation
+    metrics = None if asked is None or asked.metrics == "auto" else asked.metrics
+    gate = None if asked is None or asked.gate is None else Gate(metric=asked.gate.metric, minimum=asked.gate.minimum)
+    return Evaluation(metrics=metrics, gate=gate, batch_tokens=inference_tokens(draft))
+
+
+def _prediction(draft: Draft) -> Prediction | None:
+    asked = draft.spec.predict
+    if asked is None:
+        return None
+    dataset = None if asked.dataset is None else data_source(draft.spec.task, asked.dataset, with_answers=False)
+    return Prediction(dataset=dataset, output=asked.output, columns=asked.columns, batch_tokens=inference_tokens(draft))
+
+
+def trainer_job(draft: Draft) -> TrainerJob:
+    """What the trainer gets of a finished draft."""
+    spec = draft.spec
+    job = TrainerJob(
+        name=draft.job.name,
+        task=spec.task,
+        model=ModelSource(
+            uri=spec.model.uri, revision=spec.model.revision, trust_remote_code=spec.model.trust_remote_code
+        ),
+        dataset=None if spec.dataset is None else data_source(spec.task, spec.dataset),
+        preparation=Preparation(max_length=spec.preparation.max_length, workers=spec.preparation.workers),
+        training=None if spec.training is None else _training(draft),
+        evaluation=_evaluation(draft),
+        predict=_prediction(draft),
+    )
+    return job if spec.training is None else job.model_copy(update={"seed": spec.training.seed})
+
+
+def _finish(draft: Draft) -> JobPlan:
+    trains = draft.spec.training is not None
+    if Stage.EVALUATE in draft.stages or Stage.PREDICT in draft.stages:
+        draft = draft.because(
+            f"inference batches of {inference_tokens(draft):,} padded tokens: rows of like length together, "
+            "as many as fit in that"
+        )
+    return JobPlan(
+        name=draft.job.name,
+        stages=draft.stages,
+        launcher=decided(draft.launcher),
+        strategy=strategy_words(decided(draft.strategy)) if trains else "none",
+        trainer=trainer_job(draft),
+        deepspeed_overrides=draft.spec.parallelism.deepspeed_config,
+        memory=draft.memory,
+        estimate=estimate_training(draft) if trains else Estimate(basis="nothing is trained"),
+        hardware=draft.hardware,
+        model=draft.model,
+        data=draft.data,
+        reasons=draft.reasons,
+        assumptions=draft.assumptions,
+    )

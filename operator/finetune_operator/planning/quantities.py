@@ -1,0 +1,59 @@
+"""Kubernetes quantities as numbers, and numbers of bytes as text for people.
+
+Units are those of apimachinery's `resource.Quantity`: `m` is a thousandth, `k M G T P E` are powers of 1000, `Ki` to
+`Ei` powers of 1024.
+"""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+_FORM = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?)(?P<unit>m|[kMGTPE]|[KMGTPE]i)?")
+_UNITS: dict[str | None, Decimal] = {
+    None: Decimal(1),
+    "m": Decimal("0.001"),
+    **{unit: Decimal(1000) ** (power + 1) for power, unit in enumerate("kMGTPE")},
+    **{f"{unit}i": Decimal(1024) ** (power + 1) for power, unit in enumerate("KMGTPE")},
+}
+_BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def parse_quantity(text: str) -> Decimal:
+    """`500m` as 0.5, `64Gi` as 68719476736; ValueError for anything that Kubernetes would not take."""
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no quantity such as 8, 500m or 64Gi")
+    return Decimal(match["number"]) * _UNITS[match["unit"]]
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in the largest binary unit that leaves at least 1, with one decimal: `31.5 GiB`."""
+    size = float(count)
+    for unit in _BINARY_UNITS[:-1]:
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} {_BINARY_UNITS[-1]}"
+
+
+def human_seconds(seconds: float) -> str:
+    """`45 s`, `12 min`, `3 h 20 min`, `2 d 4 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min" if minutes else f"{hours} h"
+    days, hours = divmod(hours, 24)
+    return f"{days} d {hours} h" if hours else f"{days} d"
+
+
+def human_count(count: int) -> str:
+    """Parameters or tokens in the way people say them: `22.7 million`, `355 million`, `6.7 billion`."""
+    for size, word in ((10**12, "trillion"), (10**9, "billion"), (10**6, "million")):
+        if count >= size:
+            return f"{count / size:.3g} {word}"
+    return f"{count:,}"

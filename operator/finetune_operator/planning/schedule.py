@@ -1,0 +1,109 @@
+"""How long the run is and when it is saved.
+
+Steps are counted as transformers' Trainer does: the incomplete last batch of an epoch is dropped, parts of an epoch and
+shares of the run are rounded up.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from finetune_contract.job import CheckpointSchedule
+
+from finetune_operator.planning.draft import Draft, Steps, decided
+
+DEFAULT_EPOCHS = 3.0
+ASSUMED_ROWS = 10_000
+MOST_CHECKPOINTS = 20
+"""Of one run when `auto` decides: a run of many short epochs would spend its time saving."""
+MOST_STEPS_BETWEEN = 1000
+"""Steps that a crash may cost when `auto` decides."""
+
+
+def _round_up(number: float) -> int:
+    """The next whole number; 3.0000000001 is 3, as it comes from a product of decimals."""
+    return math.ceil(round(number, 6))
+
+
+def choose_steps(draft: Draft) -> Draft:
+    """Optimizer steps per epoch, in all, and of the warm-up."""
+    training, split = draft.training, draft.train_split
+    total_rows, batch = ASSUMED_ROWS, training.global_batch_size
+    if split is None:
+        total_rows = max(total_rows, batch)
+        draft = draft.assuming(
+            f"data: nothing is prepared yet; {total_rows:,} rows are taken, so steps and times are provisional"
+        )
+    else:
+        total_rows = split.rows
+    if total_rows < batch:
+        return draft.refusing(
+            ("dataset",),
+            None,
+            f"the train split has {total_rows} rows, and one step takes training.globalBatchSize = {batch}",
+            f"add rows, or set training.globalBatchSize to {max(total_rows, 1)} or less",
+        )
+    per_epoch, left = divmod(total_rows, batch)
+    epochs = training.epochs if training.epochs is not None else DEFAULT_EPOCHS
+    if training.max_steps is not None:
+        total = training.max_steps
+        reason = f"{total} steps: as asked, {total / per_epoch:.2f} epochs of {per_epoch}"
+    else:
+        total = max(1, _round_up(epochs * per_epoch))
+        default = " (the default)" if training.epochs is None else ""
+        reason = f"{total} steps: {epochs:g} epochs{default} of {per_epoch} = {total_rows:,} rows / {batch}"
+    if left:
+        reason += f"; the last {left} rows of an epoch's order make no whole batch and are dropped"
+    return _with_warmup(draft.because(reason), per_epoch, total)
+
+
+def _with_warmup(draft: Draft, per_epoch: int, total: int) -> Draft:
+    warmup = draft.training.warmup_steps
+    if warmup >= 1 and warmup != int(warmup):
+        return draft.refusing(
+            ("training", "warmupSteps"), warmup, "from 1 on it counts whole steps", f"set it to {round(warmup)}"
+        )
+    steps = int(warmup) if warmup >= 1 else _round_up(warmup * total)
+    if 0 < warmup < 1:
+        draft = draft.because(f"{steps} warm-up steps: {warmup:g} of {total}")
+    if steps >= total and steps:
+        draft = draft.because(
+            f"the warm-up of {steps} steps is as long as the run: the learning rate does not reach its peak"
+        )
+    return replace(draft, steps=Steps(per_epoch, total, steps))
+
+
+def choose_checkpoints(draft: Draft) -> Draft:
+    """When the state is saved."""
+    asked, steps = draft.spec.checkpoints, decided(draft.steps)
+    minutes: float | None = None
+    if asked.every != "auto" and (asked.every.steps is None) == (asked.every.minutes is None):
+        return draft.refusing(
+            ("checkpoints", "every"), None, "it takes exactly one of steps and minutes", "set one, or leave every out"
+        )
+    if asked.every != "auto" and asked.every.steps is not None:
+        every = asked.every.steps
+        draft = draft.because(f"a checkpoint every {every} steps: as asked")
+    else:
+        least = math.ceil(steps.total / MOST_CHECKPOINTS)
+        every = min(max(steps.per_epoch, least), MOST_STEPS_BETWEEN, steps.total)
+        every = max(every, least)
+        if asked.every != "auto" and asked.every.minutes is not None:
+            minutes = asked.every.minutes
+            draft = draft.because(f"a checkpoint every {minutes:g} minutes: as asked")
+        elif every == steps.per_epoch:
+            draft = draft.because(f"a checkpoint every {every} steps: once an epoch")
+        else:
+            draft = draft.because(
+                f"a checkpoint every {every} steps: at most {MOST_STEPS_BETWEEN} steps apart "
+                f"and {MOST_CHECKPOINTS} in the run"
+            )
+    schedule = CheckpointSchedule(
+        every_steps=every,
+        every_minutes=minutes,
+        keep=asked.keep,
+        on_preemption=asked.on_preemption,
+        resume=asked.resume == "auto",
+    )
+    return replace(draft, checkpoints=schedule)

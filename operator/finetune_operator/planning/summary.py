@@ -1,0 +1,100 @@
+"""A plan as rows for people: what runs, the batch arithmetic, memory, time and cost, reasons, assumptions.
+
+It returns data; how rows are drawn is the command line's business.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from finetune_contract.job import Training
+
+from finetune_operator.planning.batch import batch_arithmetic
+from finetune_operator.planning.quantities import human_bytes, human_count, human_seconds
+from finetune_operator.planning.types import Estimate, JobPlan, MemoryEstimate
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: a label (empty in lists of sentences), a value, and a remark."""
+
+    label: str
+    value: str
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """Rows under a title; a section without rows is left out."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+
+def summarise(plan: JobPlan) -> tuple[Section, ...]:
+    """The sections of `plan` in reading order."""
+    training = plan.trainer.training
+    sections = (
+        Section("What runs", _what_runs(plan)),
+        Section("Training", () if training is None else _training(training)),
+        Section("Memory of one process", () if plan.memory is None else _memory(plan.memory)),
+        Section("Estimate", _estimate(plan.estimate)),
+        Section("Reasons", tuple(Row("", reason) for reason in plan.reasons)),
+        Section("Assumptions", tuple(Row("", assumption) for assumption in plan.assumptions)),
+    )
+    return tuple(section for section in sections if section.rows)
+
+
+def _what_runs(plan: JobPlan) -> tuple[Row, ...]:
+    trainer, model = plan.trainer, plan.model
+    rows = [
+        Row("job", plan.name),
+        Row("task", trainer.task),
+        Row("stages", " -> ".join(stage.value for stage in plan.stages)),
+        Row("model", trainer.model.uri, f"{model.model_type}, {human_count(model.parameters)} parameters"),
+    ]
+    if trainer.dataset is not None:
+        rows.append(Row("data", trainer.dataset.uri, _rows_words(plan)))
+    rows.append(Row("launcher", plan.launcher))
+    if trainer.training is not None:
+        world = trainer.training.world
+        processes = f"{world.size} = {world.nodes} node{'s' * (world.nodes > 1)} x {world.processes_per_node}"
+        threads = f"{world.threads_per_process} thread{'s' * (world.threads_per_process > 1)} each"
+        rows += [Row("strategy", plan.strategy), Row("processes", processes, f"{world.device}, {threads}")]
+    return tuple(rows)
+
+
+def _rows_words(plan: JobPlan) -> str:
+    if plan.data is None:
+        return "not prepared yet"
+    return ", ".join(f"{role} {split.rows:,}" for role, split in plan.data.splits.items()) + " rows"
+
+
+def _training(training: Training) -> tuple[Row, ...]:
+    schedule = training.checkpoints
+    every = (
+        f"{schedule.every_steps:,} steps" if schedule.every_minutes is None else f"{schedule.every_minutes:g} minutes"
+    )
+    return (
+        Row("batch", batch_arithmetic(training.batch)),
+        Row("steps", f"{training.max_steps:,}", f"{training.steps_per_epoch:,} an epoch"),
+        Row("precision", training.precision),
+        Row("optimizer", training.optimizer, f"learning rate {training.learning_rate:g}, {training.scheduler}"),
+        Row("checkpoints", f"every {every}", f"{schedule.keep} kept"),
+    )
+
+
+def _memory(memory: MemoryEstimate) -> tuple[Row, ...]:
+    terms = tuple(Row(term.name, human_bytes(term.bytes), term.formula) for term in memory.terms)
+    share = memory.total_bytes / memory.capacity_bytes if memory.capacity_bytes else 0.0
+    return (
+        *terms,
+        Row("total", human_bytes(memory.total_bytes), f"{share:.0%} of {human_bytes(memory.capacity_bytes)}"),
+        Row("host, all processes of a node", human_bytes(memory.host_bytes)),
+    )
+
+
+def _estimate(estimate: Estimate) -> tuple[Row, ...]:
+    time = "unknown" if estimate.seconds is None else human_seconds(estimate.seconds)
+    cost = "unknown" if estimate.cost is None else f"{estimate.cost:,.2f} {estimate.currency}"
+    return (Row("time", time, estimate.basis), Row("cost", cost))

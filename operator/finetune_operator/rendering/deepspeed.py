@@ -1,0 +1,141 @@
+"""The DeepSpeed configuration of a plan: a model dump with every number decided, never `auto`.
+
+`auto` would be filled by transformers at start-up, out of the sight of the plan. Numbers that transformers knows too
+are the same numbers, as it compares them and refuses a difference. The user's own keys, which the plan has checked, are
+merged last.
+
+There is no `steps_per_print`, as accelerate replaces it with infinity, whatever it is. There is no `optimizer` section,
+with offload either: accelerate turns the Trainer's AdamW into DeepSpeed's CPU Adam and keeps its parameter groups,
+while an optimizer made by DeepSpeed would decay biases and norms as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from finetune_contract.choices import OffloadDevice, ZeroStage
+from pydantic import BaseModel, ConfigDict, JsonValue
+
+from finetune_operator.planning.memory import (
+    PREFETCH_BUCKET_ELEMENTS,
+    SUB_GROUP_ELEMENTS,
+    largest_layer,
+    overlaps_communication,
+    reduce_bucket_elements,
+)
+from finetune_operator.planning.types import JobPlan
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Enabled(_Section):
+    """A section that is only switched on or off."""
+
+    enabled: bool
+
+
+class OffloadOptimizer(_Section):
+    """Where optimizer state lies."""
+
+    device: OffloadDevice
+    pin_memory: bool
+    """Page-locked host memory copies faster to a GPU; on CPU nothing is copied."""
+
+
+class ZeroOptimization(_Section):
+    """What is divided over the ranks."""
+
+    stage: ZeroStage
+    offload_optimizer: OffloadOptimizer | None = None
+    overlap_comm: bool | None = None
+    contiguous_gradients: bool | None = None
+    reduce_bucket_size: int | None = None
+    """Elements, as all sizes here."""
+    allgather_bucket_size: int | None = None
+    sub_group_size: int | None = None
+    stage3_prefetch_bucket_size: int | None = None
+    stage3_param_persistence_threshold: int | None = None
+    stage3_max_live_parameters: int | None = None
+    stage3_max_reuse_distance: int | None = None
+    stage3_gather_16bit_weights_on_model_save: bool | None = None
+
+
+class DeepSpeedConfig(_Section):
+    """The keys that a plan decides."""
+
+    train_batch_size: int
+    train_micro_batch_size_per_gpu: int
+    gradient_accumulation_steps: int
+    gradient_clipping: float
+    bf16: Enabled
+    fp16: Enabled
+    zero_optimization: ZeroOptimization
+    zero_allow_untested_optimizer: Literal[True] = True
+    """DeepSpeed calls every optimizer but its own and Adam untested; Adafactor and SGD are element- or matrix-wise and
+    work.
+    """
+    wall_clock_breakdown: bool = False
+
+
+def deepspeed_config(plan: JobPlan) -> dict[str, JsonValue] | None:
+    """The whole configuration of `plan`, the user's keys merged last; None when it does not train with DeepSpeed."""
+    training = plan.trainer.training
+    if training is None or training.strategy.name != "deepspeed":
+        return None
+    config = DeepSpeedConfig(
+        train_batch_size=training.batch.global_batch_size,
+        train_micro_batch_size_per_gpu=training.batch.micro_batch_size,
+        gradient_accumulation_steps=training.batch.gradient_accumulation,
+        gradient_clipping=training.max_grad_norm,
+        bf16=Enabled(enabled=training.precision == "bf16"),
+        fp16=Enabled(enabled=training.precision == "fp16"),
+        zero_optimization=_zero(plan),
+    )
+    return merge(config.model_dump(mode="json", exclude_none=True), plan.deepspeed_overrides)
+
+
+def _zero(plan: JobPlan) -> ZeroOptimization:
+    assert plan.trainer.training is not None
+    training, model = plan.trainer.training, plan.model
+    strategy, device = training.strategy, training.world.device
+    stage = strategy.zero_stage or 0
+    if stage == 0:
+        return ZeroOptimization(stage=0)
+    bucket = reduce_bucket_elements(model.parameters)
+    offload = None
+    if strategy.offload_optimizer != "none":
+        offload = OffloadOptimizer(device=strategy.offload_optimizer, pin_memory=device == "cuda")
+    shared = ZeroOptimization(
+        stage=stage,
+        offload_optimizer=offload,
+        overlap_comm=overlaps_communication(device),
+        contiguous_gradients=True,
+        reduce_bucket_size=bucket,
+        allgather_bucket_size=bucket,
+    )
+    if stage < 3:
+        return shared
+    # DeepSpeed's defaults keep up to 10^9 parameters gathered, which for most models is all of them: then stage 3
+    # saves nothing.
+    return shared.model_copy(
+        update={
+            "sub_group_size": SUB_GROUP_ELEMENTS,
+            "stage3_prefetch_bucket_size": min(model.parameters, PREFETCH_BUCKET_ELEMENTS),
+            "stage3_param_persistence_threshold": 10 * model.hidden_size,
+            "stage3_max_live_parameters": 2 * largest_layer(model),
+            "stage3_max_reuse_distance": 0,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    )
+
+
+def merge(base: dict[str, JsonValue], added: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """`added` laid over `base`, objects merged key by key; neither is changed."""
+    merged = dict(base)
+    for key, value in added.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,163 @@
+"""A tiny model, tiny data and the `finetune` command as a process, for whole runs on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+WORDS = (
+    "bright",
+    "solid",
+    "warm",
+    "broken",
+    "sour",
+    "stale",
+    "the",
+    "lamp",
+    "soup",
+    "chair",
+    "was",
+    "and",
+    "very",
+    "we",
+)
+FINETUNE = str(Path(sys.executable).with_name("finetune"))
+
+
+def write_rows(file: Path, count: int, seed: int) -> None:
+    """Rows whose first word gives the label away."""
+    draw = random.Random(seed)
+    with file.open("w") as stream:
+        for _ in range(count):
+            label = draw.randrange(2)
+            words = [WORDS[3 * label + draw.randrange(3)], *draw.choices(WORDS[6:], k=draw.randint(2, 12))]
+            stream.write(json.dumps({"text": " ".join(words), "label": ("good", "bad")[label]}) + "\n")
+
+
+@pytest.fixture(scope="session")
+def tiny_inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with model/ (BERT, 2 layers, 32 wide, no dropout) and data/ (256, 32 and 32 rows)."""
+    import torch
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    folder = tmp_path_factory.mktemp("inputs")
+    model, data = folder / "model", folder / "data"
+    model.mkdir()
+    data.mkdir()
+    for name, count, seed in (("train", 256, 1), ("validation", 32, 2), ("test", 32, 3)):
+        write_rows(data / f"{name}.jsonl", count, seed)
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (model / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
+    torch.manual_seed(7)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    BertModel(config).save_pretrained(model)
+    BertTokenizerFast(str(model / "vocab.txt")).save_pretrained(model)
+    return folder
+
+
+def tiny_job(name: str, **training: Any) -> dict[str, Any]:
+    """A job over `tiny_inputs`, as a user would write it beside them: relative URIs count from the job
+    file."""
+    return {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {"name": name},
+        "spec": {
+            "task": "text-classification",
+            "model": {"uri": "file://model"},
+            "dataset": {"uri": "file://data"},
+            "training": {"epochs": 1, "globalBatchSize": 16, "learningRate": 0.002, "precision": "fp32", **training},
+            "parallelism": {"strategy": "single"},
+            "evaluation": {},
+            "predict": {"columns": ["text"]},
+        },
+    }
+
+
+@dataclass(frozen=True)
+class Started:
+    """A `finetune` process that runs."""
+
+    process: subprocess.Popen[str]
+
+    def wait_until(self, true: Callable[[], object], seconds: float = 60) -> None:
+        """Returns as soon as `true()` is; fails when the command ends before, or when it takes too long."""
+        end = time.monotonic() + seconds
+        while not true():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < end, f"not within {seconds} s"
+            time.sleep(0.05)
+
+    def below(self) -> list[psutil.Process]:
+        """All processes that it has started, and theirs."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self, seconds: float = 90) -> tuple[int, str, str]:
+        """Exit code, standard output and standard error."""
+        out, err = self.process.communicate(timeout=seconds)
+        return self.process.returncode, out, err
+
+
+class Command:
+    """The installed command, run in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, name: str, *objects: dict[str, Any]) -> Path:
+        """A job file in that folder."""
+        file = self.folder / name
+        file.write_text(yaml.safe_dump_all(objects, sort_keys=False))
+        return file
+
+    def job(self, name: str, **training: Any) -> dict[str, Any]:
+        """A job over the tiny model and data, which lie in the folder."""
+        return tiny_job(name, **training)
+
+    def start(self, *arguments: str) -> Started:
+        """Starts `finetune`, with nothing of the suite's own launcher in its environment."""
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        return Started(
+            subprocess.Popen(
+                [FINETUNE, *arguments],
+                cwd=self.folder,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+
+    def __call__(self, *arguments: str, seconds: float = 150) -> tuple[int, str, str]:
+        """Runs it to its end."""
+        return self.start(*arguments).end(seconds)
+
+
+@pytest.fixture(scope="module")
+def finetune(tiny_inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Command:
+    """The command in a folder with the tiny model and data."""
+    folder = tmp_path_factory.mktemp("local")
+    shutil.copytree(tiny_inputs, folder, dirs_exist_ok=True)
+    return Command(folder)

@@ -1,0 +1,240 @@
+"""`finetune run` as a user meets it: results, resuming, refusals, failures, signals, and nothing left
+behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+
+def last_step(job_folder: Path) -> int:
+    try:
+        lines = (job_folder / "logs/train.progress.jsonl").read_text().splitlines()
+    except OSError:
+        return 0
+    return json.loads(lines[-1])["step"] if lines else 0
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
+def weights(job_folder: Path) -> bytes:
+    return (job_folder / "model/model.safetensors").read_bytes()
+
+
+def all_gone(processes: list[psutil.Process], seconds: float = 15) -> list[psutil.Process]:
+    """Those that still run after so long."""
+    end = time.monotonic() + seconds
+    while alive := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+        if time.monotonic() > end:
+            return alive
+        time.sleep(0.1)
+    return []
+
+
+LONG = {"epochs": 20, "learningRate": 0.0005}
+"""320 steps: enough time to interrupt."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(finetune: Any) -> tuple[Path, dict[str, Any], str]:
+    """The job's folder after a run from start to end, its result as data, and what was said."""
+    job = finetune.job("whole", **LONG)
+    job["spec"]["checkpoints"] = {"every": {"steps": 80}, "keep": 2}
+    finetune.write("whole.yaml", job)
+    code, out, err = finetune("run", "whole.yaml", "--no-measure", "-o", "json")
+    assert code == 0, err
+    return finetune.folder / "runs/whole", json.loads(out), err
+
+
+def test_a_run_writes_everything_that_it_promises(undisturbed: tuple[Path, dict[str, Any], str]) -> None:
+    folder, result, err = undisturbed
+    promised = {
+        "job.json",
+        "plan.json",
+        "inputs.json",
+        "metrics.json",
+        "history.jsonl",
+        "predictions.jsonl",
+        "report.html",
+        "environment.json",
+        "model/model.safetensors",
+        "model/config.json",
+        "model/README.md",
+        "model/tokenizer.json",
+        "prepared/data.json",
+        "state/prepare.json",
+        "state/train.json",
+        "state/evaluate.json",
+        "state/predict.json",
+        "reports/train-0.json",
+        "logs/train.log",
+    }
+    written = files_below(folder)
+    assert promised <= written, promised - written
+    assert not {"deepspeed.json", "failure.json"} & written
+    assert result["outcome"] == "succeeded"
+    assert [stage["name"] for stage in result["stages"]] == ["prepare", "train", "evaluate", "predict"]
+    assert result["metrics"] == json.loads((folder / "metrics.json").read_text())
+    assert result["metrics"]["evaluate"]["accuracy"] >= 0.9 > result["metrics"]["majority"]["accuracy"]
+    assert {name: Path(path).exists() for name, path in result["artifacts"].items()} == dict.fromkeys(
+        ("model", "predictions", "metrics", "report", "plan"), True
+    )
+    rows = [json.loads(line) for line in (folder / "predictions.jsonl").read_text().splitlines()]
+    assert len(rows) == 32
+    assert all(row["text"] for row in rows)
+    assert json.loads((folder / "job.json").read_text())["training"]["maxSteps"] == 320
+    assert "planned again with the prepared data" in err
+    assert "\x1b" not in err
+
+
+def test_the_same_job_again_keeps_every_stage_and_shows_the_result(
+    finetune: Any, undisturbed: tuple[Path, dict[str, Any], str]
+) -> None:
+    folder, result, _ = undisturbed
+    before = weights(folder)
+    code, out, err = finetune("run", "whole.yaml", "--no-measure")
+    assert code == 0, err
+    assert err.count("done in an earlier run, kept") == 4
+    assert f"{result['metrics']['evaluate']['accuracy']:.4f}" in out
+    assert weights(folder) == before
+
+
+def test_a_different_job_under_the_same_name_is_refused_with_what_differs(
+    finetune: Any, undisturbed: tuple[Path, dict[str, Any], str]
+) -> None:
+    folder, _, _ = undisturbed
+    before = files_below(folder)
+    job = finetune.job("whole", **LONG | {"learningRate": 0.1})
+    finetune.write("other.yaml", job)
+    code, out, err = finetune("run", "other.yaml", "--no-measure")
+    assert (code, out) == (1, "")
+    assert "spec.training.learningRate was 0.0005 and is 0.1" in err
+    assert "--restart" in err
+    assert files_below(folder) == before
+
+
+def test_restart_of_one_stage_keeps_the_others_and_moves_its_earlier_result_aside(
+    finetune: Any, undisturbed: tuple[Path, dict[str, Any], str]
+) -> None:
+    folder, _, _ = undisturbed
+    predicted = (folder / "predictions.jsonl").read_bytes()
+    before = weights(folder)
+    code, _, err = finetune("run", "whole.yaml", "--no-measure", "--restart", "--stage", "predict")
+    assert code == 0, err
+    aside = folder.with_name("whole.previous-1")
+    assert str(aside) in err
+    assert files_below(aside) == {"metrics.json", "predictions.jsonl", "state/predict.json"}
+    assert (aside / "predictions.jsonl").read_bytes() == predicted == (folder / "predictions.jsonl").read_bytes()
+    assert weights(folder) == before
+
+
+def test_ctrl_c_saves_and_resuming_ends_with_the_same_weights(
+    finetune: Any, undisturbed: tuple[Path, dict[str, Any], str]
+) -> None:
+    whole, _, _ = undisturbed
+    job = finetune.job("disturbed", **LONG)
+    job["spec"]["checkpoints"] = {"every": {"steps": 80}, "keep": 2}
+    finetune.write("disturbed.yaml", job)
+    folder = finetune.folder / "runs/disturbed"
+    run = finetune.start("run", "disturbed.yaml", "--no-measure")
+    run.wait_until(lambda: last_step(folder) >= 20)
+    below = run.below()
+
+    code, _, err = finetune("run", "disturbed.yaml", "--no-measure")
+    assert code == 1
+    assert f"process {run.process.pid} is running this job" in err
+
+    run.process.send_signal(signal.SIGINT)
+    code, out, err = run.end()
+    stopped_at = last_step(folder)
+    assert (code, out) == (130, "")
+    assert "saving a checkpoint" in err
+    assert "finetune run disturbed.yaml --workspace runs --resume" in err
+    assert 20 <= stopped_at < 320
+    assert all_gone(below) == []
+    assert not (folder / "state/train.json").exists()
+
+    code, _, err = finetune("run", "disturbed.yaml", "--no-measure", "--resume", "--stage", "train")
+    assert code == 0, err
+    first = json.loads((folder / "logs/train.progress.jsonl").read_text().splitlines()[0])
+    assert first["step"] >= 20
+    assert weights(folder) == weights(whole)
+
+
+def test_a_stage_whose_inputs_are_missing_names_the_stage_to_run_first(finetune: Any) -> None:
+    finetune.write("alone.yaml", finetune.job("alone"))
+    code, out, err = finetune("run", "alone.yaml", "--no-measure", "--stage", "train")
+    assert (code, out) == (1, "")
+    assert "run --stage prepare first" in err
+    assert not (finetune.folder / "runs/alone").exists()
+
+
+def test_a_failed_stage_says_class_message_way_out_and_log(finetune: Any) -> None:
+    job = finetune.job("wrong")
+    job["spec"]["dataset"]["columns"] = {"text": "review"}
+    finetune.write("wrong.yaml", job)
+    code, out, err = finetune("run", "wrong.yaml", "--no-measure")
+    folder = finetune.folder / "runs/wrong"
+    failure = json.loads((folder / "failure.json").read_text())
+    assert (code, out) == (1, "")
+    assert "prepare failed on rank 0: DataError (MissingColumn), exit code 10" in err
+    assert failure["message"] in err
+    assert failure["hint"] in err
+    assert "review" in failure["message"]
+    assert str(folder / "logs/prepare.log") in err
+    assert (failure["class"], failure["stage"], failure["rank"], failure["exitCode"]) == ("DataError", "prepare", 0, 10)
+    assert not (folder / "state").exists() or files_below(folder / "state") == set()
+
+
+@pytest.fixture(scope="module")
+def two_processes(finetune: Any) -> Callable[[], tuple[Any, Path, list[psutil.Process]]]:
+    """Starts a run with two training processes and returns it in mid-training, with its folder and the
+    workers by rank."""
+    job = finetune.job("pair", epochs=200)
+    job["spec"]["parallelism"] = {"strategy": "ddp"}
+    job["spec"]["resources"] = {"processesPerNode": 2}
+    job["spec"]["checkpoints"] = {"every": {"steps": 100_000}}
+    finetune.write("pair.yaml", job)
+    folder = finetune.folder / "runs/pair"
+
+    def start() -> tuple[Any, Path, list[psutil.Process]]:
+        shutil.rmtree(folder / "logs", ignore_errors=True)
+        run = finetune.start("run", "pair.yaml", "--no-measure")
+        run.wait_until(lambda: last_step(folder) >= 3)
+        workers = sorted((p for p in run.below() if "RANK" in p.environ()), key=lambda p: int(p.environ()["RANK"]))
+        assert [worker.environ()["RANK"] for worker in workers] == ["0", "1"]
+        return run, folder, workers
+
+    return start
+
+
+def test_a_killed_rank_is_named_with_its_signal_and_the_others_do_not_stay(two_processes: Any) -> None:
+    run, folder, workers = two_processes()
+    below = run.below()
+    workers[1].kill()
+    code, out, err = run.end()
+    assert (code, out) == (1, "")
+    assert "train failed on rank 1: OutOfMemory (Killed), exit code 137" in err
+    assert "SIGKILL" in err
+    assert (folder / "state/prepare.json").exists()
+    assert not (folder / "state/train.json").exists()
+    assert all_gone(below) == []
+
+
+def test_no_process_outlives_a_command_that_was_killed_outright(two_processes: Any) -> None:
+    run, _, workers = two_processes()
+    below = run.below()
+    assert set(workers) < set(below)
+    run.process.kill()
+    run.process.communicate()
+    assert all_gone(below) == []

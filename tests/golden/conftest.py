@@ -1,0 +1,32 @@
+"""Golden files: what the planner answers to whole jobs, kept beside them.
+
+`pytest tests/golden --update-golden` writes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the expected files anew instead of comparing")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """Compare a text with the golden file of that name, or write it with --update-golden."""
+    update: bool = request.config.getoption("--update-golden")
+
+    def check(name: str, text: str) -> None:
+        file = FOLDER / name
+        if update:
+            file.write_text(text, encoding="utf-8")
+        assert file.is_file(), f"{name} is missing: run with --update-golden, and read the difference"
+        assert text == file.read_text(encoding="utf-8"), f"{name} differs: --update-golden writes it anew"
+
+    return check

@@ -1,0 +1,326 @@
+"""A tiny model, tiny data, and a way to run stages as the processes that they are in earnest."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_contract.choices import Stage
+from finetune_contract.job import Strategy, TrainerJob
+from finetune_contract.layout import ENV_PROGRESS, ENV_REPORT, JobPaths
+from finetune_contract.report import Progress, TrainerReport
+
+WORDS = {
+    "good": ["lovely", "bright", "solid", "sweet", "quick", "warm", "kind", "fresh"],
+    "bad": ["broken", "dull", "sour", "slow", "cold", "rude", "stale", "weak"],
+    "other": ["the", "a", "phone", "soup", "chair", "lamp", "was", "is", "very", "quite", "and", "it", "we", "bought", "table", "shirt"],
+}
+TIMEOUT_SECONDS = 240
+
+
+def write_rows(path: Path, count: int, seed: int) -> None:
+    """Sentences of different lengths whose label the words give away."""
+    draw = random.Random(seed)
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(count):
+            label = draw.randrange(2)
+            telling = draw.choices(WORDS["good" if label else "bad"], k=draw.randint(1, 3))
+            words = telling + draw.choices(WORDS["other"], k=draw.randint(2, 24))
+            draw.shuffle(words)
+            file.write(json.dumps({"text": " ".join(words), "label": label}) + "\n")
+
+
+def write_tiny_bert(folder: Path, dropout: float) -> Path:
+    """A random BERT (2 layers, 32 wide) with a word-level tokenizer, in Hub layout."""
+    import torch
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(word for words in WORDS.values() for word in words)]
+    folder.mkdir(parents=True)
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
+    torch.manual_seed(7)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    BertModel(config).save_pretrained(folder)
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A stage that has ended."""
+
+    exit_code: int
+    output: str
+    reports: Mapping[int, TrainerReport]
+    """By rank; ranks that were killed have none."""
+    progress: tuple[Progress, ...]
+
+    @property
+    def first_failure(self) -> TrainerReport:
+        """The report of the rank that failed first: the cause."""
+        failed = [report for report in self.reports.values() if report.failure is not None]
+        assert failed, self.output
+        return min(failed, key=lambda report: report.failure.time if report.failure else 0.0)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A workspace with prepared data in which jobs are run."""
+
+    workspace: Path
+    job: TrainerJob
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def paths(self) -> JobPaths:
+        return JobPaths.of(self.workspace, self.job.name)
+
+    def losses(self) -> list[float]:
+        """Training loss of each step."""
+        lines = [json.loads(line) for line in self.paths.history.read_text(encoding="utf-8").splitlines()]
+        return [line["loss"] for line in lines if "loss" in line]
+
+    def weights(self) -> dict[str, Any]:
+        """The weights in `model/`."""
+        from safetensors.torch import load_file
+
+        return load_file(self.paths.model / "model.safetensors")
+
+    def command(self, stage: Stage, deepspeed: Mapping[str, Any] | None) -> list[str]:
+        """What one process is started with."""
+        self.workspace.mkdir(parents=True, exist_ok=True)
+        job = self.workspace / f"{self.job.name}.job.json"
+        job.write_text(self.job.to_json(), encoding="utf-8")
+        command = ["-m", "finetune_trainer", str(stage), "--job", str(job), "--workspace", str(self.workspace)]
+        if deepspeed is not None:
+            config = self.workspace / f"{self.job.name}.deepspeed.json"
+            config.write_text(json.dumps(deepspeed), encoding="utf-8")
+            command += ["--deepspeed", str(config)]
+        return command
+
+    def start(
+        self,
+        stage: Stage = Stage.TRAIN,
+        *,
+        processes: int = 1,
+        launcher: Sequence[str] | None = None,
+        deepspeed: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+        wrapper: Sequence[str] = (),
+    ) -> subprocess.Popen[str]:
+        """Starts a stage alone, by torchrun with several processes, or by `launcher`."""
+        for old in self.workspace.glob("report-*.json"):
+            old.unlink()
+        (self.workspace / "progress.jsonl").unlink(missing_ok=True)
+        if launcher is None:
+            launcher = [sys.executable]
+            if processes > 1:
+                launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = self.command(stage, deepspeed)
+        settled = {
+            **{k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_"))},
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            ENV_REPORT: str(self.workspace / "report-{rank}.json"),
+            ENV_PROGRESS: str(self.workspace / "progress.jsonl"),
+            **self.environment,
+            **(environment or {}),
+        }
+        return subprocess.Popen(
+            [*wrapper, *launcher, *command], env=settled, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    def end(self, process: subprocess.Popen[str]) -> Ended:
+        """Waits for a started stage."""
+        try:
+            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output, _ = process.communicate()
+            pytest.fail(f"the stage did not end in {TIMEOUT_SECONDS} s:\n{output}")
+        reports = [TrainerReport.model_validate_json(p.read_bytes()) for p in self.workspace.glob("report-*.json") if p.stat().st_size]
+        told = self.workspace / "progress.jsonl"
+        lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
+        progress = tuple(Progress.model_validate_json(line) for line in lines)
+        return Ended(process.returncode, output, {report.rank: report for report in reports}, progress)
+
+    def run(self, stage: Stage = Stage.TRAIN, **how: Any) -> Ended:
+        """Starts a stage and waits for it."""
+        return self.end(self.start(stage, **how))
+
+    def with_training(self, name: str | None = None, **changes: Any) -> Bench:
+        """Another job in the same workspace (so with the same prepared data when the name stays); `changes` are training fields."""
+        assert self.job.training is not None
+        training = self.job.training.model_copy(update=changes)
+        job = self.job.model_copy(update={"training": training, "name": name or self.job.name})
+        return Bench(self.workspace, TrainerJob.model_validate(job.model_dump()), self.environment)
+
+    def spread(self, strategy: str, processes: int, *, micro: int | None = None, name: str | None = None, **settings: Any) -> Bench:
+        """The same training on `processes` processes at the same global batch."""
+        assert self.job.training is not None
+        batch, world = self.job.training.batch, self.job.training.world
+        micro = micro or batch.global_batch_size // processes
+        return self.with_training(
+            name,
+            strategy=Strategy(name=strategy, **settings),  # type: ignore[arg-type]
+            world=world.model_copy(update={"processes_per_node": processes}),
+            batch=batch.model_copy(
+                update={
+                    "micro_batch_size": micro,
+                    "gradient_accumulation": batch.global_batch_size // (micro * processes),
+                    "data_parallel": processes,
+                }
+            ),
+        )
+
+    def at(self, workspace: Path) -> Bench:
+        """The same job in another workspace, which gets a copy of the prepared data."""
+        import shutil
+
+        other = Bench(workspace, self.job, self.environment)
+        other.paths.root.mkdir(parents=True)
+        shutil.copytree(self.paths.prepared, other.paths.prepared)
+        return other
+
+    def deepspeed_config(self, stage: int | None = None, **zero: Any) -> dict[str, Any]:
+        """A decided DeepSpeed configuration for this training; `stage` only to contradict the job."""
+        training = self.job.training
+        assert training is not None
+        zero = {"stage": training.strategy.zero_stage if stage is None else stage, **zero}
+        if training.strategy.offload_optimizer != "none":
+            zero["offload_optimizer"] = {"device": training.strategy.offload_optimizer}
+        return {
+            "train_batch_size": training.batch.global_batch_size,
+            "train_micro_batch_size_per_gpu": training.batch.micro_batch_size,
+            "gradient_accumulation_steps": training.batch.gradient_accumulation,
+            "gradient_clipping": training.max_grad_norm,
+            "zero_optimization": zero,
+            "bf16": {"enabled": training.precision == "bf16"},
+        }
+
+
+def make_job(model: Path, data: Path, **training: Any) -> TrainerJob:
+    """A text-classification job on one process; `training` overrides fields of the training section."""
+    section: dict[str, Any] = {
+        "max_steps": 20,
+        "steps_per_epoch": 12,
+        "learning_rate": 2e-3,
+        "scheduler": "linear",
+        "warmup_steps": 4,
+        "weight_decay": 0.01,
+        "max_grad_norm": 1.0,
+        "optimizer": "adamw",
+        "seed": 11,
+        "label_smoothing": 0.0,
+        "precision": "fp32",
+        "strategy": {"name": "single"},
+        "batch": {"global_batch_size": 16, "micro_batch_size": 16, "gradient_accumulation": 1, "data_parallel": 1},
+        "world": {"nodes": 1, "processes_per_node": 1, "device": "cpu", "threads_per_process": 1},
+        "checkpoints": {"every_steps": 1000, "keep": 2},
+        **training,
+    }
+    return TrainerJob.model_validate(
+        {
+            "name": "tiny",
+            "task": "text-classification",
+            "model": {"uri": f"file://{model}"},
+            "dataset": {"uri": f"file://{data}", "columns": {"text": "text", "label": "label"}},
+            "preparation": {"max_length": 32},
+            "training": section,
+            "evaluation": {"batch_tokens": 1024},
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train, validation and test."""
+    folder = tmp_path_factory.mktemp("data")
+    for seed, (split, count) in enumerate({"train": 200, "validation": 40, "test": 40}.items()):
+        write_rows(folder / f"{split}.jsonl", count, seed)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny BERT without dropout, so that runs can be compared."""
+    return write_tiny_bert(tmp_path_factory.mktemp("model") / "tiny-bert", dropout=0.0)
+
+
+@pytest.fixture(scope="session")
+def tiny_model_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny BERT with dropout, so that a lost random state shows."""
+    return write_tiny_bert(tmp_path_factory.mktemp("model") / "tiny-bert-dropout", dropout=0.1)
+
+
+def prepared_bench(workspace: Path, job: TrainerJob) -> Bench:
+    """A bench whose data are prepared (in this process: start-up is the dear part)."""
+    from finetune_trainer.data.prepare import prepare
+    from finetune_trainer.progress import NoProgress
+
+    bench = Bench(workspace, job)
+    bench.paths.root.mkdir(parents=True)
+    prepare(job, bench.paths, NoProgress())
+    return bench
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data: Path) -> Bench:
+    """The tiny job, prepared. Tests work on copies (`bench.at(tmp_path / "w")`)."""
+    return prepared_bench(tmp_path_factory.mktemp("bench"), make_job(tiny_model, tiny_data))
+
+
+@pytest.fixture(scope="session")
+def dropout_bench(tmp_path_factory: pytest.TempPathFactory, tiny_model_with_dropout: Path, tiny_data: Path) -> Bench:
+    """The tiny job on the model with dropout, prepared."""
+    return prepared_bench(tmp_path_factory.mktemp("dropout-bench"), make_job(tiny_model_with_dropout, tiny_data))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """One way to spread the tiny job."""
+
+    strategy: str
+    processes: int = 2
+    micro: int | None = None
+    settings: tuple[tuple[str, Any], ...] = ()
+
+
+@pytest.fixture(scope="session")
+def whole_run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spread], tuple[Bench, Ended]]:
+    """A run of the tiny job from the first step to the last, made once for each way to spread it."""
+    made: dict[Spread, tuple[Bench, Ended]] = {}
+
+    def run(spread: Spread) -> tuple[Bench, Ended]:
+        if spread not in made:
+            copy = bench.at(tmp_path_factory.mktemp("whole") / "w")
+            job = copy.spread(spread.strategy, spread.processes, micro=spread.micro, **dict(spread.settings))
+            config = job.deepspeed_config() if spread.strategy == "deepspeed" else None
+            made[spread] = job, job.run(processes=spread.processes, deepspeed=config)
+        return made[spread]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def spread_of() -> type[Spread]:
+    """The class, for tests cannot import this file."""
+    return Spread

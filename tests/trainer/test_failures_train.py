@@ -1,0 +1,184 @@
+"""Everything that can go wrong in training ends with its own class and exit code, and leaves earlier results as they were."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from finetune_contract.choices import Stage
+from finetune_contract.job import CheckpointSchedule, EarlyStopping
+from finetune_contract.layout import EXIT_CODES, FailureClass
+from finetune_contract.report import TrainerReport
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Hash of every file that a finished job leaves for people."""
+    wanted = [*(folder / "model").rglob("*"), folder / "metrics.json", folder / "state" / "train.json"]
+    return {str(path): hashlib.sha256(path.read_bytes()).hexdigest() for path in wanted if path.is_file()}
+
+
+@pytest.fixture
+def finished(whole_run, spread_of, tmp_path: Path):
+    """A job that was trained before."""
+    done, ended = whole_run(spread_of("single", processes=1))
+    assert ended.exit_code == 0, ended.output
+    run = type(done)(tmp_path / "w", done.job)
+    shutil.copytree(done.paths.root, run.paths.root)
+    return run
+
+
+def refused(run, before: dict[str, str], failure_class: FailureClass, reason: str, **how: object) -> TrainerReport:
+    """Runs and checks code, class, reason and that nothing was lost; the first failure."""
+    ended = run.run(**how)
+    report = ended.first_failure
+    assert report.failure is not None
+    assert (report.failure.failure_class, report.failure.reason) == (failure_class, reason), ended.output
+    if len(ended.reports) == 1:
+        assert ended.exit_code == EXIT_CODES[failure_class]
+    assert report.failure.message in ended.output
+    assert before
+    assert contents(run.paths.root) == before
+    return report
+
+
+def test_a_world_of_another_size_is_refused_before_anything_is_imported(finished):
+    world = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+    report = refused(
+        finished, contents(finished.paths.root), FailureClass.WORLD_SIZE, "WorldSizeMismatch", environment=world
+    )
+    assert "3 processes run (told by environment), the plan counts on 1" in report.failure.message
+    assert report.seconds < 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason", "hint"),
+    [
+        pytest.param({"learning_rat": 1.0}, "UnknownArgument", "Did you mean learning_rate?", id="an unknown field"),
+        pytest.param({"fp16": True}, "OwnedByPlan", "Set training.precision instead.", id="a field that the plan owns"),
+        pytest.param({"adam_beta1": "big"}, "WrongType", "Write it without quotes", id="a value of the wrong type"),
+        pytest.param({"report_to": "none"}, "FixedByTrainer", "Leave it out.", id="a field without effect"),
+    ],
+)
+def test_bad_training_arguments_are_refused(arguments: dict[str, object], reason: str, hint: str, finished):
+    run = finished.with_training(arguments=arguments)
+    report = refused(run, contents(run.paths.root), FailureClass.CONFIG, reason)
+    assert hint in report.failure.hint
+
+
+@pytest.mark.parametrize(
+    ("change", "reason", "named"),
+    [
+        pytest.param({"schemaVersion": 2}, "UnknownSchemaVersion", "schemaVersion", id="a newer schema"),
+        pytest.param({"colour": "blue"}, "JobNotUnderstood", "colour", id="an unknown field"),
+    ],
+)
+def test_a_job_that_this_trainer_does_not_know_is_refused(change: dict[str, object], reason: str, named: str, bench, tmp_path: Path):
+    job = tmp_path / "job.json"
+    job.write_text(json.dumps({**json.loads(bench.job.to_json()), **change}))
+    report = tmp_path / "report.json"
+    command = [sys.executable, "-m", "finetune_trainer", "prepare", "--job", str(job), "--workspace", str(tmp_path)]
+    ended = subprocess.run(command, env={**os.environ, "FINETUNE_REPORT": str(report)}, capture_output=True, text=True, check=False)
+    failure = TrainerReport.model_validate_json(report.read_bytes()).failure
+    assert failure is not None
+    assert (ended.returncode, failure.failure_class, failure.reason) == (11, FailureClass.CONFIG, reason)
+    assert named in failure.message
+
+
+def test_a_deepspeed_file_of_another_stage_is_a_strategy_that_is_not_in_effect(finished):
+    run = finished.spread("deepspeed", 1, zero_stage=2)
+    before = contents(run.paths.root)
+    config = run.deepspeed_config(stage=1)
+    report = refused(run, before, FailureClass.STRATEGY_NOT_IN_EFFECT, "WrongZeroStage", deepspeed=config)
+    assert "runs ZeRO stage 1, asked for was 2" in report.failure.message
+
+
+def test_a_deepspeed_file_that_contradicts_the_job_is_refused(finished):
+    run = finished.spread("deepspeed", 1, zero_stage=2)
+    config = {**run.deepspeed_config(), "gradient_clipping": 9.0}
+    report = refused(run, contents(run.paths.root), FailureClass.CONFIG, "DeepSpeedConfigMismatch", deepspeed=config)
+    assert "gradient_clipping=9.0 vs hf max_grad_norm=1.0" in report.failure.message
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(finished):
+    run = finished.with_training(learning_rate=1e30, warmup_steps=0, max_grad_norm=0.0)
+    report = refused(run, contents(run.paths.root), FailureClass.LOSS_NOT_FINITE, "LossNotFinite")
+    assert "The loss is nan at step" in report.failure.message
+
+
+def test_stopping_early_on_an_unknown_metric_is_refused_and_on_a_known_one_keeps_the_best_weights(finished):
+    unknown = finished.with_training(early_stopping=EarlyStopping(metric="bleu", patience=1))
+    report = refused(unknown, contents(finished.paths.root), FailureClass.CONFIG, "UnknownMetric")
+    assert "accuracy" in report.failure.hint
+
+    # So low a rate that accuracy cannot improve after the first evaluation: two more (patience 2) and it stops.
+    run = finished.with_training(
+        early_stopping=EarlyStopping(metric="accuracy", patience=2), max_steps=120, learning_rate=1e-9
+    )
+    assert run.run().exit_code == 0
+    assert len(run.losses()) == 36
+    assert [path.name for path in (run.paths.checkpoints / "best").iterdir()] == ["step-12.pt"]
+
+
+@pytest.fixture
+def small_volume(tmp_path: Path) -> Iterator[Path]:
+    """A volume of 4 MiB."""
+    folder = tmp_path / "volume"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a small volume needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize(("strategy", "settings"), [("single", {}), ("deepspeed", {"zero_stage": 2})])
+def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before_it(strategy: str, settings: dict[str, int], finished, small_volume: Path):
+    from finetune_trainer.checkpoints import verify
+
+    run = type(finished)(small_volume / "w", finished.job)
+    shutil.copytree(finished.paths.root, run.paths.root)
+    run = run.spread(strategy, 1, **settings).with_training(checkpoints=CheckpointSchedule(every_steps=1, keep=100))
+    config = run.deepspeed_config() if strategy == "deepspeed" else None
+    report = refused(run, contents(run.paths.root), FailureClass.STORAGE_FULL, "NoSpaceLeft", deepspeed=config)
+    assert "checkpoints.keep" in report.failure.hint
+    latest = run.paths.checkpoints / (run.paths.checkpoints / "latest").read_text().strip()
+    assert verify(latest).manifest.step > 0
+    assert not list(run.paths.checkpoints.glob("*.partial"))
+
+
+def test_out_of_memory_is_told_apart(finished, tmp_path: Path):
+    from transformers import AutoTokenizer, BertConfig, BertModel
+
+    # 200 MB of weights; gradients and Adam's two moments make 800 MB.
+    big = tmp_path / "big"
+    source = Path(finished.job.model.uri.removeprefix("file://"))
+    config = BertConfig(vocab_size=100_000, hidden_size=512, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    BertModel(config).save_pretrained(big)
+    AutoTokenizer.from_pretrained(source).save_pretrained(big)
+    before = contents(finished.paths.root)
+    model = finished.job.model.model_copy(update={"uri": f"file://{big}"})
+    run = type(finished)(finished.workspace, finished.job.model_copy(update={"model": model}))
+    # How much address space the libraries alone take.
+    probe = "import finetune_trainer.training.run; print(next(l.split()[1] for l in open('/proc/self/status') if 'VmPeak' in l))"
+    measured = subprocess.run([sys.executable, "-c", probe], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    limit = int(measured.stdout.split()[-1]) * 1024 + 700 * 2**20
+    report = refused(run, before, FailureClass.OUT_OF_MEMORY, "OutOfMemory", wrapper=["prlimit", f"--as={limit}"])
+    assert "microBatchSize" in report.failure.hint
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI (mpirun) is not installed")
+def test_mpirun_starts_a_run_like_torchrun(whole_run, spread_of, bench, tmp_path: Path):
+    expected, _ = whole_run(spread_of("ddp"))
+    run = bench.at(tmp_path / "w").spread("ddp", 2)
+    ended = run.run(Stage.TRAIN, launcher=["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable])
+    assert ended.exit_code == 0, ended.output
+    assert {report.rank: report.world_size for report in ended.reports.values()} == {0: 2, 1: 2}
+    assert run.losses() == pytest.approx(expected.losses(), rel=1e-6)

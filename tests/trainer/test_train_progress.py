@@ -1,0 +1,190 @@
+"""Progress: a file, the Kubeflow protocol over real HTTPS, and nothing that disturbs the run."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import shutil
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from finetune_contract.choices import Stage
+from finetune_contract.layout import ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN, ENV_KUBEFLOW_URL, ENV_PROGRESS
+from finetune_contract.report import Progress
+from finetune_trainer.progress import KubeflowProgress, NoProgress, ProgressReporter, Throttle, progress_for
+
+
+@dataclass
+class Server:
+    """Takes posts over HTTPS."""
+
+    url: str
+    ca_file: Path
+    posts: list[tuple[str | None, dict[str, object], float]] = field(default_factory=list)
+    status: int = 200
+    delay_seconds: float = 0.0
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl, which makes the certificate, is not installed")
+    key, certificate = tmp_path / "key.pem", tmp_path / "ca.pem"
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    made += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(made, check=True, capture_output=True)
+    state = Server("", certificate)
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            time.sleep(state.delay_seconds)
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            state.posts.append((self.headers["Authorization"], body, time.monotonic()))
+            self.send_response(state.status)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            """Quiet."""
+
+    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    listening.socket = context.wrap_socket(listening.socket, server_side=True)
+    state.url = f"https://localhost:{listening.server_port}/status"
+    thread = threading.Thread(target=listening.serve_forever, daemon=True)
+    thread.start()
+    yield state
+    listening.shutdown()
+    listening.server_close()
+
+
+def environment(server: Server, token: Path) -> dict[str, str]:
+    return {ENV_KUBEFLOW_URL: server.url, ENV_KUBEFLOW_CA: str(server.ca_file), ENV_KUBEFLOW_TOKEN: str(token)}
+
+
+def test_the_first_and_the_last_update_are_posted_with_the_token_of_the_moment(server: Server, tmp_path: Path):
+    token = tmp_path / "token"
+    token.write_text("first\n")
+    sink = progress_for(Stage.TRAIN, 0, environment(server, token))
+    sink.update(0, 10)
+    deadline = time.monotonic() + 5
+    while not server.posts and time.monotonic() < deadline:
+        time.sleep(0.01)
+    token.write_text("second\n")
+    for step in range(1, 11):
+        sink.update(step, 10, loss=1.0 / step, epoch=0.5, samples_per_second=8.0, tokens_per_second=64.0, eval_accuracy=0.75)
+    sink.close()
+
+    assert [authorization for authorization, _, _ in server.posts] == ["Bearer first", "Bearer second"]
+    status = server.posts[-1][1]["trainerStatus"]
+    assert isinstance(status, dict)
+    assert status["progressPercentage"] == 100
+    assert status["estimatedRemainingSeconds"] == 0
+    assert {metric["name"]: metric["value"] for metric in status["metrics"]} == {
+        "epoch": "0.5",
+        "loss": "0.1",
+        "samples_per_second": "8.0",
+        "tokens_per_second": "64.0",
+        "step": "10",
+        "total_steps": "10",
+        "eval_accuracy": "0.75",
+    }
+    assert status["lastUpdatedTime"].endswith("Z")
+
+
+@pytest.mark.parametrize("trouble", ["refuses", "is slow", "is away", "has another certificate"])
+def test_a_server_in_trouble_never_disturbs_the_run_and_is_logged_once(trouble: str, server: Server, tmp_path: Path, caplog):
+    token = tmp_path / "token"
+    token.write_text("x")
+    url, ca_file = server.url, server.ca_file
+    if trouble == "refuses":
+        server.status = 503
+    if trouble == "is slow":
+        server.delay_seconds = 30
+    if trouble == "is away":
+        url = "https://localhost:1/status"
+    if trouble == "has another certificate":
+        ca_file = None  # Then the public authorities count, and ours is none.
+    outlet = KubeflowProgress(url, ca_file, token)
+    started = time.monotonic()
+    for step in range(3):
+        outlet.tell(Progress(stage=Stage.TRAIN, step=step, total_steps=3, time=time.time()))
+        assert time.monotonic() - started < 0.5
+        time.sleep(0.1)
+    outlet.close()
+    assert time.monotonic() - started < 8
+    assert len([record for record in caplog.records if "Progress cannot be sent" in record.getMessage()]) == 1
+
+
+def test_an_address_without_tls_or_without_a_token_is_not_used(tmp_path: Path, caplog):
+    plain = {ENV_KUBEFLOW_URL: "http://localhost/status", ENV_KUBEFLOW_TOKEN: str(tmp_path / "token")}
+    assert isinstance(progress_for(Stage.TRAIN, 0, plain), NoProgress)
+    assert isinstance(progress_for(Stage.TRAIN, 0, {ENV_KUBEFLOW_URL: "https://localhost/status"}), NoProgress)
+    assert len(caplog.records) == 2
+
+
+class Recorder:
+    """An outlet that keeps what it is told."""
+
+    interval_seconds = 5.0
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.told: list[Progress] = []
+
+    def tell(self, progress: Progress) -> None:
+        self.steps.append(progress.step)
+        self.told.append(progress)
+
+    def close(self) -> None:
+        self.steps.append(-1)
+
+
+def test_the_throttle_passes_the_first_the_last_and_one_per_interval():
+    now = [0.0]
+    recorder = Recorder()
+    throttle = Throttle(recorder, clock=lambda: now[0])
+    for step in range(20):
+        throttle.tell(Progress(stage=Stage.TRAIN, step=step, total_steps=100, time=0.0))
+        now[0] += 1.0
+    throttle.close()
+    assert recorder.steps == [0, 5, 10, 15, 19, -1]
+
+
+def test_the_remaining_time_counts_from_where_a_resumed_run_started():
+    now = [100.0]
+    recorder = Recorder()
+    reporter = ProgressReporter(Stage.TRAIN, [recorder], clock=lambda: now[0])
+    reporter.update(50, 100)
+    now[0] += 10.0
+    reporter.update(60, 100, loss=0.5)
+    assert recorder.told[0].remaining_seconds is None
+    assert recorder.told[1].remaining_seconds == pytest.approx(40.0)
+    assert recorder.told[1].loss == 0.5
+
+
+def test_the_file_gets_json_lines_from_rank_0_alone(tmp_path: Path):
+    path = tmp_path / "progress.jsonl"
+    assert isinstance(progress_for(Stage.PREPARE, 1, {ENV_PROGRESS: str(path)}), NoProgress)
+    sink = progress_for(Stage.PREPARE, 0, {ENV_PROGRESS: str(path)})
+    for row in range(0, 1001, 100):
+        sink.update(row, 1000)
+    sink.close()
+    lines = [Progress.model_validate_json(line) for line in path.read_text().splitlines()]
+    assert [(line.stage, line.step, line.percent) for line in lines] == [("prepare", 0, 0), ("prepare", 1000, 100)]
+    assert lines[-1].samples_per_second
+
+
+def test_a_progress_file_that_cannot_be_written_is_told_once(tmp_path: Path, caplog):
+    sink = progress_for(Stage.TRAIN, 0, {ENV_PROGRESS: str(tmp_path / "missing" / "progress.jsonl")})
+    sink.update(0, 2)
+    sink.update(2, 2)
+    sink.close()
+    assert len(caplog.records) == 1

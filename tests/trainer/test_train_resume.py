@@ -1,0 +1,159 @@
+"""Interrupted runs: what is saved, how the process ends, and that the resumed run ends like an undisturbed one."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from finetune_contract.choices import Stage
+from finetune_contract.job import CheckpointSchedule
+from finetune_contract.layout import FailureClass
+
+STEPS = 20
+SCHEDULE = CheckpointSchedule(every_steps=5, keep=2)
+
+
+def wait_for_step(bench, step: int, process: subprocess.Popen[str]) -> None:
+    """Until the history tells of `step`."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if bench.paths.history.exists() and len(bench.paths.history.read_text(encoding="utf-8").splitlines()) > step:
+            return
+        time.sleep(0.005)
+    pytest.fail(f"the run ended or hung before step {step}: {process.communicate()[0] if process.poll() is not None else ''}")
+
+
+def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes that train, in the order of their ranks."""
+    found = [child for child in psutil.Process(process.pid).children() if "finetune_trainer" in " ".join(child.cmdline())]
+    return sorted(found, key=lambda child: int(child.environ()["RANK"]))
+
+
+def largest_difference(one, other) -> float:
+    mine, theirs = one.weights(), other.weights()
+    assert mine.keys() == theirs.keys()
+    return max((mine[name] - theirs[name]).abs().max().item() for name in mine)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "how"),
+    [
+        pytest.param("ddp", {}, signal.SIGTERM, id="ddp when rank 1 alone gets SIGTERM"),
+        pytest.param("fsdp", {}, signal.SIGKILL, id="fsdp when a process is killed"),
+        pytest.param("deepspeed", {"zero_stage": 2}, signal.SIGINT, id="ZeRO-2 when everything gets SIGINT"),
+    ],
+)
+def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(
+    strategy: str, settings: dict[str, int], how: signal.Signals, bench, dropout_bench, whole_run, spread_of, tmp_path: Path
+):
+    if strategy == "ddp":
+        # With dropout, so that a lost random state shows; how it is restored is the same for all strategies.
+        undisturbed = dropout_bench.at(tmp_path / "whole").spread("ddp", 2)
+        assert undisturbed.run(processes=2).exit_code == 0
+        run = dropout_bench.at(tmp_path / "w")
+    else:
+        undisturbed, _ = whole_run(spread_of(strategy, settings=tuple(settings.items())))
+        run = bench.at(tmp_path / "w")
+    run = run.spread(strategy, 2, **settings).with_training(checkpoints=SCHEDULE)
+    config = run.deepspeed_config() if strategy == "deepspeed" else None
+    kill_at = random.randint(5, 10)
+    process = run.start(processes=2, deepspeed=config)
+    wait_for_step(run, kill_at, process)
+    victims = workers(process)
+    for victim in victims if how == signal.SIGINT else victims[1:]:
+        victim.send_signal(how)
+    interrupted = run.end(process)
+
+    assert interrupted.exit_code != 0
+    assert not (run.paths.state / "train.json").exists()
+    latest = int((run.paths.checkpoints / "latest").read_text().strip().removeprefix("step-"))
+    if how == signal.SIGKILL:
+        assert latest % 5 == 0
+        assert interrupted.first_failure.failure.failure_class is FailureClass.COLLECTIVE
+    else:
+        failures = {rank: report.failure for rank, report in interrupted.reports.items()}
+        assert {rank: (failure.failure_class, failure.exit_code) for rank, failure in failures.items()} == {
+            0: (FailureClass.PREEMPTED, 143),
+            1: (FailureClass.PREEMPTED, 143),
+        }
+        assert f"after step {latest} of {STEPS}" in failures[0].message
+
+    resumed = run.run(processes=2, deepspeed=config)
+    assert resumed.exit_code == 0, resumed.output
+    assert f"step {latest}" in resumed.output
+    lines = [json.loads(line) for line in run.paths.history.read_text(encoding="utf-8").splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
+    assert largest_difference(run, undisturbed) <= 1e-6
+    assert (run.paths.state / "train.json").exists()
+
+
+def test_a_checkpoint_of_two_processes_goes_on_in_one_and_under_another_strategy(bench, whole_run, spread_of, tmp_path: Path):
+    run = bench.at(tmp_path / "w").with_training(checkpoints=SCHEDULE)
+    spread = run.spread("fsdp", 2)
+    process = spread.start(processes=2)
+    wait_for_step(spread, 10, process)
+    for worker in workers(process):
+        worker.send_signal(signal.SIGKILL)
+    assert spread.end(process).exit_code != 0
+    # A damaged file makes the newest checkpoint useless; the one before it is taken, and the file is named.
+    newest = run.paths.checkpoints / (run.paths.checkpoints / "latest").read_text().strip()
+    victim = newest / "state" / "weights.pt"
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 1
+    victim.write_bytes(bytes(content))
+
+    resumed = run.spread("single", 1).run()
+    assert resumed.exit_code == 0, resumed.output
+    assert f"{victim} has other content than was written" in resumed.output
+    before = run.paths.checkpoints / f"step-{int(newest.name.removeprefix('step-')) - 5}"
+    assert f"Resuming from {before}" in resumed.output
+    whole, _ = whole_run(spread_of("single", processes=1))
+    assert largest_difference(run, whole) <= 1e-6
+    # What is left: as many as asked for, the last one of this run.
+    assert sorted(path.name for path in run.paths.checkpoints.glob("step-*")) == ["step-15", "step-20"]
+
+
+def test_a_deepspeed_checkpoint_of_another_stage_is_refused_with_the_way_out(bench, tmp_path: Path):
+    run = bench.at(tmp_path / "w").with_training(max_steps=4, checkpoints=CheckpointSchedule(every_steps=2, keep=1))
+    first = run.spread("deepspeed", 1, zero_stage=2)
+    assert first.run(deepspeed=first.deepspeed_config()).exit_code == 0
+    other = run.with_training(max_steps=4).spread("deepspeed", 1, zero_stage=1)
+    refused = other.run(deepspeed=other.deepspeed_config())
+    assert refused.exit_code == 18
+    failure = refused.first_failure.failure
+    assert (failure.failure_class, failure.reason) == (FailureClass.CHECKPOINT, "CheckpointOfAnotherWorld")
+    assert "written by strategy deepspeed-2" in failure.message
+    assert "strategy deepspeed-2 on 1 processes" in failure.hint
+
+
+def test_a_checkpoint_of_other_settings_is_refused_and_left_alone_with_resume_off(bench, tmp_path: Path):
+    run = bench.at(tmp_path / "w").with_training(max_steps=4, checkpoints=CheckpointSchedule(every_steps=2, keep=2))
+    assert run.run().exit_code == 0
+    changed = run.with_training(learning_rate=1e-3)
+    refused = changed.run()
+    assert refused.exit_code == 18
+    assert "learning_rate was 0.002, is 0.001" in refused.first_failure.failure.message
+    assert sorted(path.name for path in run.paths.checkpoints.glob("step-*")) == ["step-2", "step-4"]
+
+    anew = changed.with_training(checkpoints=CheckpointSchedule(every_steps=3, keep=2, resume=False))
+    assert anew.run().exit_code == 0
+    assert len(anew.losses()) == 4
+    assert sorted(path.name for path in run.paths.checkpoints.glob("step-*")) == ["step-3"]
+
+
+def test_a_signal_before_the_first_step_ends_the_stage_as_preempted(bench, tmp_path: Path):
+    run = bench.at(tmp_path / "w")
+    process = run.start(Stage.TRAIN)
+    time.sleep(1.5)
+    os.kill(process.pid, signal.SIGTERM)
+    ended = run.end(process)
+    assert ended.exit_code == 143
+    assert ended.first_failure.failure.failure_class is FailureClass.PREEMPTED

@@ -1,0 +1,140 @@
+"""What is settled before torch is imported: the world, the environment, the arguments, the report."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from finetune_contract import arguments as contract
+from finetune_contract.choices import Stage
+from finetune_contract.layout import FailureClass
+from finetune_contract.report import FailureReport, TrainerReport
+from finetune_trainer.distributed import ProcessWorld, discover, settle_environment
+from finetune_trainer.failures import StageError
+from finetune_trainer.outcome import report_path, write_report
+
+OMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        pytest.param({}, ProcessWorld(), id="nothing: alone"),
+        pytest.param(TORCHRUN, ProcessWorld(1, 2, 1, 2, "torchrun"), id="torchrun"),
+        pytest.param(OMPI, ProcessWorld(3, 4, 1, 2, "mpi"), id="Open MPI"),
+        pytest.param({**OMPI, "PMIX_RANK": "3"}, ProcessWorld(3, 4, 1, 2, "mpi"), id="Open MPI 5 beside PMIx"),
+        pytest.param(
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"},
+            ProcessWorld(1, 2, 1, 2, "mpi"),
+            id="MPICH and Intel MPI",
+        ),
+        pytest.param({**OMPI, **TORCHRUN}, ProcessWorld(1, 2, 1, 2, "torchrun"), id="torchrun inside mpirun"),
+        pytest.param({**OMPI, "RANK": "0", "WORLD_SIZE": "2"}, ProcessWorld(3, 4, 1, 2, "mpi"), id="mpirun in a pod with node ranks"),
+        pytest.param(
+            {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            ProcessWorld(1, 2, 0, 1, "environment"),
+            id="the variables alone",
+        ),
+    ],
+)
+def test_the_world_is_read_from_whatever_started_the_process(environment: dict[str, str], expected: ProcessWorld):
+    assert discover(environment) == expected
+
+
+def test_a_variable_that_is_no_number_is_refused_by_name():
+    with pytest.raises(StageError, match="OMPI_COMM_WORLD_RANK is 'x'"):
+        discover({**OMPI, "OMPI_COMM_WORLD_RANK": "x"})
+
+
+def test_processes_of_one_mpirun_agree_on_a_port_and_those_of_another_on_another():
+    def port(run: str, rank: int) -> str:
+        environment = {"PMIX_NAMESPACE": run}
+        world = ProcessWorld(rank, 2, rank, 2, "mpi")
+        settle_environment(environment, world, device="cpu", threads=1, strategy="ddp")
+        assert environment["MASTER_ADDR"] == "127.0.0.1"
+        return environment["MASTER_PORT"]
+
+    assert port("prterun-1@1", 0) == port("prterun-1@1", 1)
+    assert port("prterun-1@1", 0) != port("prterun-2@1", 0)
+
+
+def test_several_nodes_without_an_address_are_refused():
+    with pytest.raises(StageError, match="MASTER_ADDR is not set"):
+        settle_environment({}, ProcessWorld(0, 4, 0, 2, "mpi"), device="cpu", threads=1, strategy="ddp")
+
+
+def test_a_single_process_gets_no_distributed_variables_and_a_cpu_job_sees_no_gpu():
+    environment = dict(TORCHRUN)
+    settle_environment(environment, ProcessWorld(launcher="torchrun"), device="cpu", threads=3, strategy="single")
+    assert environment == {
+        "TORCHELASTIC_RUN_ID": "x",
+        "OMP_NUM_THREADS": "3",
+        "TOKENIZERS_PARALLELISM": "false",
+        "DISABLE_KUBEFLOW_INTEGRATION": "TRUE",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def test_the_list_of_training_arguments_is_that_of_the_installed_transformers():
+    from finetune_trainer.training.arguments import known_arguments_json
+
+    committed = Path(contract.__file__).with_name("training_arguments.json").read_text(encoding="utf-8")
+    assert committed == known_arguments_json()
+
+
+def test_every_argument_is_free_or_owned_by_a_field_or_fixed_and_none_twice():
+    known = set(contract.known_arguments())
+    assert len(known) > 100
+    assert set(contract.OWNED_BY_PLAN) <= known
+    assert known >= contract.FREE
+    assert not set(contract.OWNED_BY_PLAN) & contract.FREE
+
+
+def failed(message: str, at: float, rank: int = 0) -> TrainerReport:
+    failure = FailureReport(failure_class=FailureClass.DATA, reason="X", message=message, time=at)
+    return TrainerReport(job="j", stage=Stage.TRAIN, rank=rank, world_size=2, outcome="failed", failure=failure)
+
+
+def test_an_earlier_failure_in_a_shared_report_is_kept(tmp_path: Path):
+    path = tmp_path / "termination-log"
+    write_report(failed("the cause", time.time()), path)
+    write_report(failed("the echo", time.time(), rank=1), path)
+    write_report(TrainerReport(job="j", stage=Stage.TRAIN, outcome="succeeded"), path)
+    kept = TrainerReport.model_validate_json(path.read_bytes())
+    assert kept.failure is not None
+    assert kept.failure.message == "the cause"
+
+
+def test_a_failure_of_an_earlier_attempt_is_replaced(tmp_path: Path):
+    path = tmp_path / "termination-log"
+    write_report(failed("yesterday", time.time() - 86400), path)
+    write_report(TrainerReport(job="j", stage=Stage.TRAIN, outcome="succeeded"), path)
+    assert TrainerReport.model_validate_json(path.read_bytes()).outcome == "succeeded"
+
+
+def test_reports_go_where_they_are_asked_for_by_rank(tmp_path: Path):
+    assert report_path(3, {"FINETUNE_REPORT": str(tmp_path / "r-{rank}.json")}) == tmp_path / "r-3.json"
+    there = os.access("/dev/termination-log", os.W_OK)
+    assert report_path(0, {}) == (Path("/dev/termination-log") if there else None)
+
+
+def test_a_history_goes_on_from_the_resumed_step_without_a_cut_off_line(tmp_path: Path):
+    from finetune_trainer.training.history import History, first_and_last
+
+    history = History(tmp_path / "history.jsonl")
+    history.begin(0)
+    for step in range(1, 8):
+        history.add({"step": step, "loss": 8.0 - step})
+    with (tmp_path / "history.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')
+    history.begin(5)
+    history.add({"step": 6, "loss": 1.0})
+    assert [line["step"] for line in history.read()] == [1, 2, 3, 4, 5, 6]
+    assert json.loads((tmp_path / "history.jsonl").read_text().splitlines()[-1]) == {"step": 6, "loss": 1.0}
+    assert first_and_last([4.0, *([2.0] * 38), 1.0]) == (3.0, 1.5)

@@ -1,0 +1,79 @@
+"""Rules between fields: the Python side. `tests/cluster/test_crd.py` holds the CEL against the same rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from finetune_operator.api.rules import COLUMN_TASKS, RULES, certain_ranks, nearest_multiples
+from finetune_operator.api.shapes import find, spec_shape
+from finetune_operator.api.types import FineTuneJobSpec
+
+JOBS = Path(__file__).parent / "jobs"
+ROWS: dict[str, dict[str, list[dict[str, Any]]]] = yaml.safe_load((JOBS / "rules.yaml").read_text())
+BASE = {
+    "task": "text-classification",
+    "model": {"uri": "hf://a/b"},
+    "dataset": {"uri": "hf://c/d"},
+    "training": {},
+}
+
+
+def laid_over(patch: dict[str, Any]) -> FineTuneJobSpec:
+    merged = {name: value for name, value in {**BASE, **patch}.items() if value is not None}
+    return FineTuneJobSpec.model_validate_json(json.dumps(merged))
+
+
+def broken_by(spec: FineTuneJobSpec) -> list[str]:
+    return [rule.name for rule in RULES if not rule.holds(spec)]
+
+
+def rows(kind: str) -> Iterator[Any]:
+    for name, patches in ROWS.items():
+        for patch in patches[kind]:
+            yield pytest.param(name, patch, id=f"{name}-{json.dumps(patch)[:80]}")
+
+
+def test_every_rule_has_rows() -> None:
+    columns = [f"{block}-{column}-is-read" for block in ("dataset", "predict.dataset") for column in COLUMN_TASKS]
+    assert [rule.name for rule in RULES] == [*ROWS, *columns]
+    assert len(RULES) > 40
+
+
+@pytest.mark.parametrize(("name", "patch"), rows("broken"))
+def test_a_spec_breaks_exactly_the_rule_of_its_row(name: str, patch: dict[str, Any]) -> None:
+    assert broken_by(laid_over(patch)) == [name]
+
+
+@pytest.mark.parametrize(("name", "patch"), rows("kept"))
+def test_a_spec_next_to_it_breaks_no_rule(name: str, patch: dict[str, Any]) -> None:
+    assert broken_by(laid_over(patch)) == []
+
+
+@pytest.mark.parametrize("column", COLUMN_TASKS)
+def test_a_column_is_refused_for_tasks_that_do_not_read_it(column: str) -> None:
+    tasks = find(spec_shape(), ["task"])
+    assert tasks is not None
+    for task in tasks.words:
+        patch = {"task": task, "dataset": {"uri": "hf://c/d", "columns": {column: "x"}}}
+        expected = [] if task in COLUMN_TASKS[column] else [f"dataset-{column}-is-read"]
+        assert broken_by(laid_over(patch)) == expected
+
+
+def test_every_rule_names_fields_that_exist() -> None:
+    for rule in RULES:
+        for path in (rule.path, *rule.fields_read):
+            assert find(spec_shape(), path.split(".")) is not None, (rule.name, path)
+        assert rule.fields_read, rule.name
+
+
+def test_the_way_out_of_a_batch_that_does_not_divide_names_the_nearest_that_do() -> None:
+    rule = next(rule for rule in RULES if rule.name == "global-batch-divides")
+    spec = laid_over({"training": {"globalBatchSize": 100}, "resources": {"nodes": 2, "processesPerNode": 8}})
+    assert rule.advice is not None
+    assert rule.advice(spec) == "use 96 or 112, multiples of 16 = 16 ranks x 1 rows"
+    assert (certain_ranks(spec), nearest_multiples(100, 16), nearest_multiples(3, 16)) == (16, (96, 112), (16,))

@@ -1,0 +1,316 @@
+"""What `finetune validate` says about whole job files: nothing about good ones, every problem of bad ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
+from finetune_operator.api.shapes import leaves, spec_shape
+from finetune_operator.api.validation import foreign, validate_job
+from finetune_operator.cli.documents import read_documents
+
+JOBS = Path(__file__).parent / "jobs"
+GOOD = sorted(path.stem for path in (JOBS / "good").glob("*.yaml"))
+
+# File -> (path, reason, part of the rule or the way out) of every problem, in order.
+BAD: dict[str, list[tuple[str, str, str]]] = {
+    "bad-uri": [
+        ("spec.model.uri", "Invalid", "must be a URI that begins with hf://, s3://, gs://, az:/"),
+        ("spec.dataset.uri", "Invalid", "must be a URI that begins with hf://, s3://, gs://, az:/"),
+    ],
+    "batch-not-divisible": [
+        ("spec.training.globalBatchSize", "Invalid", "use 96 or 112, multiples of 16 = 16 ranks x 1 rows"),
+    ],
+    "checkpoint-interval-misspelt": [
+        ("spec.checkpoints.every.step", "Unknown", "did you mean steps?"),
+    ],
+    "checkpoint-interval-twice": [
+        ("spec.checkpoints.every", "Invalid", "takes exactly one of steps and minutes"),
+    ],
+    "deepspeed-keys": [
+        ("spec.parallelism.deepspeedConfig.train_batch_size", "Forbidden", "spec.training.globalBatchSize decides it"),
+        ("spec.parallelism.deepspeedConfig.zero_optimisation", "Unknown", "did you mean zero_optimization?"),
+        (
+            "spec.parallelism.deepspeedConfig.zero_optimization.stage",
+            "Forbidden",
+            "spec.parallelism.zeroStage decides it",
+        ),
+        ("spec.parallelism.deepspeedConfig.zero_optimization.overlap_com", "Unknown", "did you mean overlap_comm?"),
+        (
+            "spec.parallelism.deepspeedConfig.zero_optimization.reduce_bucket_size",
+            "Invalid",
+            "the plan holds no auto: nobody would fill it in",
+        ),
+    ],
+    "epochs-and-steps": [
+        ("spec.training.maxSteps", "Invalid", "takes the place of spec.training.epochs, so that only on"),
+    ],
+    "evaluation-without-dataset": [
+        ("spec.dataset", "Required", "is required when something is evaluated"),
+    ],
+    "gate-not-measured": [
+        ("spec.evaluation.gate.metric", "Invalid", "has to be one of spec.evaluation.metrics"),
+    ],
+    "hub-only-fields": [
+        ("spec.training.warmupSteps", "Invalid", "has no effect with the scheduler constant"),
+        ("spec.resources.accelerator", "Invalid", "has no effect while spec.resources.gpusPerNode is 0"),
+        ("spec.predict.output", "Invalid", "has to end in .jsonl or .parquet, which also chooses the"),
+        ("spec.model.revision", "Invalid", "has a meaning on the Hub only, so that spec.model.uri ha"),
+        ("spec.dataset.config", "Invalid", "has a meaning on the Hub only, so that spec.dataset.uri"),
+    ],
+    "micro-batch-not-divisible": [
+        ("spec.training.globalBatchSize", "Invalid", "use 24 or 32, multiples of 8 = 1 ranks x 8 rows"),
+    ],
+    "missing-required": [
+        ("spec.task", "Required", "is required"),
+        ("spec.model", "Required", "is required"),
+        ("spec.dataset.uri", "Required", "is required"),
+    ],
+    "misspelt-kind": [
+        ("kind", "Invalid", "must be FineTuneJob"),
+    ],
+    "name-form": [
+        ("metadata.name", "Invalid", "must have at most 63 characters: a-z, 0-9 and -, with no"),
+        ('metadata.labels["a b"]', "Invalid", "a label's key is a name of at most 63 letters, digits, -"),
+        ("metadata.labels.tier", "Invalid", "a label's value has at most 63 letters, digits, -, _ and"),
+        ("metadata.labels.true", "Invalid", "put the value in quotes"),
+    ],
+    "name-number": [
+        ("metadata.name", "Invalid", 'put it in quotes: "123"'),
+    ],
+    "no-dataset": [
+        ("spec.dataset", "Required", "is required when something trains"),
+        ("spec.predict.dataset", "Required", "is required when there is no spec.dataset whose test spl"),
+    ],
+    "no-name": [
+        ("metadata.name", "Required", "is required"),
+    ],
+    "not-yet-supported": [
+        ("spec.model.adapter.method", "NotYetSupported", "is not supported in this version"),
+        ("spec.training.optimizer", "NotYetSupported", "is not supported in this version"),
+        ("spec.training.precision", "NotYetSupported", "is not supported in this version"),
+        ("spec.parallelism.tensor", "NotYetSupported", "is not supported in this version"),
+        ("spec.storage.size", "NotYetSupported", "is not supported in this version"),
+        ("spec.spot.enabled", "NotYetSupported", "is not supported in this version"),
+        ("spec.endpoint", "NotYetSupported", "is not supported in this version"),
+        ("spec.secrets.hubToken", "NotYetSupported", "is not supported in this version"),
+        ("spec.image", "NotYetSupported", "is not supported in this version"),
+        ("spec.runPolicy.maxRestarts", "NotYetSupported", "is not supported in this version"),
+        ("spec.runPolicy.queue", "NotYetSupported", "is not supported in this version"),
+    ],
+    "nothing-to-do": [
+        ("spec.training", "Required", "at least one of spec.training, spec.evaluation, spec.pre"),
+    ],
+    "offload-at-stage-0": [
+        ("spec.parallelism.offload.optimizer", "Invalid", "needs a ZeRO stage from 1 to 3"),
+    ],
+    "other-version": [
+        ("apiVersion", "NotSupported", "must be finetune.dev/v1alpha1, the version that is serve"),
+    ],
+    "pair-for-tokens": [
+        ("spec.dataset.columns.textPair", "Invalid", "is read by text-classification only"),
+        ("spec.task", "NotYetSupported", "is not supported in this version"),
+    ],
+    "remote-code": [
+        ("spec.model.trustRemoteCode", "Forbidden", "lets code of the model's author run, and the settings do"),
+    ],
+    "script-host": [
+        ("spec.training.script", "NotYetSupported", "is not supported in this version"),
+        ("spec.training.script.git.url", "Forbidden", "is an address of the machine or its cloud, never fetched"),
+    ],
+    "single-with-many": [
+        ("spec.parallelism.strategy", "Invalid", "single is one process, and spec.resources asks for more"),
+    ],
+    "token-in-plain-text": [
+        ("spec.model.uri", "Forbidden", "looks like a Hub token, and a job must not hold one"),
+        ("spec.template.env[0].value", "Forbidden", "looks like a Hub token, and a job must not hold one"),
+        ("spec.template.env", "NotYetSupported", "is not supported in this version"),
+    ],
+    "too-many-processes": [
+        ("spec.resources.processesPerNode", "Invalid", "cannot be more than spec.resources.gpusPerNode: a GPU ta"),
+    ],
+    "training-arguments": [
+        ("spec.training.arguments.learning_rate", "Forbidden", "spec.training.learningRate decides it"),
+        ("spec.training.arguments.adam_beta", "Unknown", "Did you mean adam_beta2?"),
+        ("spec.training.arguments.adam_beta2", "Invalid", "numbers and truth values take no quotes"),
+        ("spec.training.arguments.output_dir", "Forbidden", "has no effect: the trainer itself takes care of what it"),
+    ],
+    "unknown-field": [
+        ("spec.training.learning_rate", "Unknown", "did you mean learningRate?"),
+        ("spec.resources.gpuPerNode", "Unknown", "did you mean gpusPerNode?"),
+    ],
+    "wrong-types": [
+        ("spec.training.epochs", "Invalid", "remove the quotes"),
+        ("spec.training.microBatchSize", "Invalid", "must be auto or an integer of at least 1"),
+        ("spec.training.scheduler", "NotSupported", "did you mean cosine?"),
+        ("spec.training.seed", "Invalid", "must be an integer of at least 0"),
+        ("spec.training.earlyStopping", "Invalid", "must be an object with the fields metric, patience"),
+        ("spec.resources.processesPerNode", "Invalid", "must be auto or an integer from 1 to 1024"),
+        ("spec.resources.memory", "Invalid", "must be a quantity such as 8, 500m or 64Gi"),
+        ("spec.resources.sharedMemory", "Invalid", "must be auto or a quantity such as 8, 500m or 64Gi"),
+        ("spec.evaluation.metrics", "Invalid", "must be auto or a list of 1 to 32 items, each text of 1"),
+    ],
+    "yaml-alias-bomb": [
+        ("", "NotSupported", "aliases must not make up nearly all of a document"),
+    ],
+    "yaml-bad-indent": [
+        ("", "Syntax", "did not find expected key"),
+    ],
+    "yaml-duplicate-key": [
+        ("spec.training.epochs", "Duplicate", "a field may be set once; it is already set on line 9"),
+    ],
+    "yaml-tab": [
+        ("", "Syntax", "indent with spaces if this is a tab; put text that begin"),
+    ],
+    "zero-stage-with-ddp": [
+        ("spec.parallelism.zeroStage", "Invalid", "is a DeepSpeed setting and needs spec.parallelism.strate"),
+        ("spec.parallelism.offload", "Invalid", "needs spec.parallelism.strategy deepspeed"),
+        ("spec.parallelism.deepspeedConfig", "Invalid", "needs spec.parallelism.strategy deepspeed"),
+    ],
+}
+
+
+def problems_of(path: Path, settings: Settings = LOCAL_SETTINGS) -> list[Problem]:
+    documents, problems = read_documents(path.read_text(encoding="utf-8"))
+    return problems + [found for document in documents for found in validate_job(document.value, settings)[1]]
+
+
+def job(**spec: Any) -> dict[str, Any]:
+    whole = {
+        "task": "text-classification",
+        "model": {"uri": "hf://a/b"},
+        "dataset": {"uri": "hf://c/d"},
+        "training": {},
+        **spec,
+    }
+    return {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {"name": "a"},
+        "spec": {name: value for name, value in whole.items() if value is not ...},
+    }
+
+
+def found(value: Any, settings: Settings = LOCAL_SETTINGS) -> list[tuple[str, str]]:
+    return [(problem.path, problem.reason) for problem in validate_job(value, settings)[1]]
+
+
+def test_there_are_enough_job_files_and_each_says_what_it_shows() -> None:
+    assert len(GOOD) >= 15
+    assert sorted(BAD) == sorted(path.stem for path in (JOBS / "bad").glob("*.yaml"))
+    assert len(BAD) >= 25
+    files = [*(JOBS / "good").glob("*.yaml"), *(JOBS / "bad").glob("*.yaml")]
+    assert [file.name for file in files if not file.read_text(encoding="utf-8").startswith("# ")] == []
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_a_good_job_has_no_problem(name: str) -> None:
+    assert problems_of(JOBS / "good" / f"{name}.yaml") == []
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_job_has_these_problems_and_no_other(name: str) -> None:
+    problems = problems_of(JOBS / "bad" / f"{name}.yaml")
+    assert [(problem.path, problem.reason) for problem in problems] == [row[:2] for row in BAD[name]]
+    for problem, (_, _, part) in zip(problems, BAD[name], strict=True):
+        assert part in f"{problem.rule} | {problem.way_out}"
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_no_message_speaks_the_language_of_a_library_or_repeats_a_token(name: str) -> None:
+    for problem in problems_of(JOBS / "bad" / f"{name}.yaml"):
+        text = f"{problem.path} {problem.value} {problem.rule} {problem.way_out}"
+        for word in ("Input should", "pydantic", "literal[", "constrained", "valid integer", "hf_abc"):
+            assert word not in text
+        assert problem.rule
+        assert problem.way_out
+
+
+def test_a_job_with_a_problem_is_not_returned() -> None:
+    assert validate_job(job(), LOCAL_SETTINGS)[0] is not None
+    assert validate_job(job(image="x"), LOCAL_SETTINGS)[0] is None
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, [("", "Invalid")]),
+        ([], [("", "Invalid")]),
+        ("text", [("", "Invalid")]),
+        ({}, [("apiVersion", "Required"), ("kind", "Required"), ("metadata.name", "Required"), ("spec", "Required")]),
+        ({**job(), "spec": []}, [("spec", "Invalid")]),
+        ({**job(), "spec": {}}, [("spec.task", "Required"), ("spec.model", "Required"), ("spec.training", "Required")]),
+        ({**job(), "extra": 1}, [("extra", "Unknown")]),
+        ({**job(), "metadata": {"name": "a" * 64}}, [("metadata.name", "Invalid")]),
+        ({**job(), "metadata": {"name": "a", "namespace": "a.b"}}, [("metadata.namespace", "Invalid")]),
+        (job(predict={"columns": ["a", 1]}), [("spec.predict.columns[1]", "Invalid")]),
+        (job(training={"script": {"git": {}}}), [("spec.training.script.git.url", "Required")]),
+        (job(evaluation={"gate": {"metric": "f1"}}), [("spec.evaluation.gate.minimum", "Required")]),
+        (
+            job(task=5, training={"epochs": -1, "maxSteps": 1}),
+            [("spec.task", "Invalid"), ("spec.training.epochs", "Invalid")],
+        ),
+    ],
+)  # fmt: skip
+def test_any_json_value_gets_an_answer(value: Any, expected: list[tuple[str, str]]) -> None:
+    assert found(value) == expected
+
+
+STRANGE = ("no such word", "", "auto", -1.5, 2**70, True, [], {}, [1], {"k": None}, [[]], {"auto": 1}, [None])
+
+
+@pytest.mark.parametrize("leaf", leaves(spec_shape()))
+def test_any_value_in_any_field_is_accepted_or_blamed_once_on_that_field(leaf: str) -> None:
+    for strange in STRANGE:
+        value = job()
+        target = value["spec"]
+        *above, last = leaf.split(".")
+        for part in above:
+            target = target.setdefault(part, {})
+        target[last] = strange
+        read, problems = validate_job(value, LOCAL_SETTINGS)
+        assert (read is None) == bool(problems)
+        paths = [problem.path for problem in problems if problem.reason not in ("NotYetSupported", "Required")]
+        assert len(set(paths)) == len(paths), (strange, problems)
+        assert "Traceback" not in str(problems)
+        if any(problem.reason in ("Invalid", "NotSupported", "Unknown") for problem in problems):
+            assert any(path.startswith(f"spec.{leaf.split('.')[0]}") for path in paths), (strange, problems)
+
+
+def test_a_missing_choice_of_stage_is_reported_with_the_other_faults() -> None:
+    assert found(job(training=..., launcher="slurm")) == [
+        ("spec.launcher", "NotSupported"),
+        ("spec.training", "Required"),
+    ]
+
+
+def test_local_uris_are_refused_in_a_cluster_and_accepted_without_one() -> None:
+    value = job(model={"uri": "pkg://a/b"}, dataset={"uri": "file:///c"})
+    assert found(value, LOCAL_SETTINGS) == []
+    assert found(value, CLUSTER_SETTINGS) == [("spec.model.uri", "Forbidden"), ("spec.dataset.uri", "Forbidden")]
+
+
+def test_remote_code_runs_only_where_the_administrator_allows_the_repository() -> None:
+    value = job(model={"uri": "hf://org/name", "trustRemoteCode": True})
+    assert found(value, Settings(trustRemoteCode=("org/*",))) == []
+    assert found(value, Settings(trustRemoteCode=("other/*",))) == [("spec.model.trustRemoteCode", "Forbidden")]
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x"}}, True),
+        ({"apiVersion": "v1", "kind": "Pod", "metadata": {"generateName": "x-"}}, True),
+        ({"kind": "ConfigMap", "metadata": {"name": "x"}}, False),
+        ({"apiVersion": "v1", "metadata": {"name": "x"}}, False),
+        ({"apiVersion": "v1", "kind": "ConfigMap"}, False),
+        ({"apiVersion": "finetune.dev/v1beta1", "kind": "FineTuneJob", "metadata": {"name": "x"}}, False),
+        ({"apiVersion": "finetune.dev/v1alpha1", "kind": "FinetuneJob", "metadata": {"name": "x"}}, False),
+        ([], False),
+    ],
+)
+def test_only_a_whole_object_of_another_project_is_passed_over(value: Any, expected: bool) -> None:
+    assert (foreign(value) is not None) is expected

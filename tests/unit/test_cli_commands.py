@@ -1,0 +1,219 @@
+"""The `finetune` command from outside: exit codes, forms of output, messages, files, and how fast it
+starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+JOB = """\
+apiVersion: finetune.dev/v1alpha1
+kind: FineTuneJob
+metadata: {name: first}
+spec:
+  task: text-classification
+  model: {uri: hf://some-org/some-model}
+  dataset: {uri: file://rows}
+  training: {learningRate: 2e-5}
+"""
+FOREIGN = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: other}\n"
+
+
+def finetune(
+    *arguments: str, folder: Path, text: str | None = None, program: str = "finetune", **variables: str
+) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **variables}
+    return subprocess.run(
+        [str(BIN / program), *arguments],
+        cwd=folder,
+        input=text,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def test_a_good_file_is_valid_and_a_foreign_object_is_passed_over_with_a_note(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(f"{FOREIGN}---\n{JOB}")
+    ran = finetune("validate", "job.yaml", folder=tmp_path)
+    assert (ran.returncode, ran.stdout) == (0, "job.yaml:5: first is valid\n")
+    assert ran.stderr.startswith("Note: job.yaml:1: ConfigMap other")
+
+
+def test_all_problems_come_at_once_with_line_field_value_rule_and_way_out(tmp_path: Path) -> None:
+    bad = JOB.replace("2e-5", "fast").replace("text-classification", "guessing") + "  colour: blue\n"
+    (tmp_path / "job.yaml").write_text(bad)
+    ran = finetune("validate", "job.yaml", folder=tmp_path)
+    lines = ran.stderr.splitlines()
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert [line.split(": ")[:2] for line in lines] == [
+        ["job.yaml:5", "spec.task"],
+        ["job.yaml:8", "spec.training.learningRate"],
+        ["job.yaml:9", "spec.colour"],
+    ]
+    assert 'value "guessing": ' in lines[0]
+    assert all(line.endswith(".") and line.count(". ") >= 1 for line in lines)
+
+    data = json.loads(finetune("validate", "job.yaml", "-o", "json", folder=tmp_path).stdout)
+    assert data["valid"] is False
+    assert [(problem["line"], problem["path"]) for problem in data["problems"]] == [
+        (5, "spec.task"),
+        (8, "spec.training.learningRate"),
+        (9, "spec.colour"),
+    ]
+    assert set(data["problems"][0]) == {"file", "line", "column", "path", "value", "rule", "wayOut", "reason"}
+
+
+def test_a_missing_field_points_to_the_object_that_should_hold_it(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(
+        JOB.replace("  model: {uri: hf://some-org/some-model}\n", "  model:\n    revision: v1\n")
+    )
+    ran = finetune("validate", "job.yaml", folder=tmp_path)
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("job.yaml:6: spec.model.uri: ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["validate"],
+        ["validate", "missing.yaml"],
+        ["validate", "empty"],
+        ["validate", "job.yaml", "-o", "xml"],
+        ["plan", "job.yaml", "--hardware", "gpu"],
+        ["plan", "job.yaml", "--settings", "job.yaml"],
+        ["run", "job.yaml", "--resume", "--restart"],
+        ["run", "both.yaml"],
+        ["run", "both.yaml", "--name", "third"],
+        ["unknown"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_call_exits_with_2_and_says_so_on_stderr(arguments: list[str], tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "both.yaml").write_text(f"{JOB}---\n{JOB.replace('first', 'second')}")
+    (tmp_path / "empty").mkdir()
+    ran = finetune(*arguments, folder=tmp_path)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "Traceback" not in ran.stderr
+    assert ran.stderr.strip()
+
+
+def test_files_folders_options_and_standard_input_are_read_as_kubectl_reads_them(tmp_path: Path) -> None:
+    jobs = tmp_path / "jobs"
+    jobs.mkdir()
+    for name, file in (("a", "a.yaml"), ("b", "b.yml"), ("d", "notes.txt")):
+        (jobs / file).write_text(JOB.replace("first", name))
+    (jobs / "c.json").write_text(json.dumps(yaml.safe_load(JOB.replace("first", "c").replace("2e-5", "0.00002"))))
+    ran = finetune("validate", "-f", "jobs", "-f", "-", "-o", "json", folder=tmp_path, text=JOB)
+    assert [(job["file"], job["name"]) for job in json.loads(ran.stdout)["jobs"]] == [
+        ("jobs/a.yaml", "a"),
+        ("jobs/b.yml", "b"),
+        ("jobs/c.json", "c"),
+        ("<stdin>", "first"),
+    ]
+
+
+def test_two_jobs_of_one_name_and_files_without_a_job_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(f"{JOB}---\n{JOB}")
+    (tmp_path / "other.yaml").write_text(FOREIGN)
+    twice = finetune("validate", "job.yaml", folder=tmp_path)
+    none = finetune("validate", "other.yaml", folder=tmp_path)
+    assert (twice.returncode, none.returncode) == (1, 1)
+    assert twice.stderr.startswith(
+        'job.yaml:12: metadata.name: value "first": a name may be used once; job.yaml:1 has it'
+    )
+    assert "no FineTuneJob" in none.stderr
+
+
+def test_a_plan_is_a_table_for_people_and_data_for_programs(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    call = ("plan", "job.yaml", "--no-measure", "--hardware", "cpu=4,hostMemory=16Gi")
+    text = finetune(*call, folder=tmp_path)
+    assert text.returncode == 0, text.stderr
+    assert "Reasons" in text.stdout
+    assert all(line == line.rstrip() for line in text.stdout.splitlines())
+    as_json = json.loads(finetune(*call, "-o", "json", folder=tmp_path).stdout)
+    as_yaml = yaml.safe_load(finetune(*call, "-o", "yaml", folder=tmp_path).stdout)
+    assert as_json["name"] == "first"
+    assert as_json["hardware"]["cpuCores"] == 4
+    assert as_json["trainer"]["dataset"]["uri"] == f"file://{tmp_path}/rows"
+    assert as_yaml == as_json
+
+
+def test_several_jobs_give_a_list_in_json_and_documents_in_yaml(tmp_path: Path) -> None:
+    (tmp_path / "both.yaml").write_text(f"{JOB}---\n{JOB.replace('first', 'second')}")
+    call = ("render", "both.yaml", "--no-measure", "-n", "team-a")
+    as_json = json.loads(finetune(*call, "-o", "json", folder=tmp_path).stdout)
+    rendered = finetune(*call, folder=tmp_path)
+    assert list(yaml.safe_load_all(rendered.stdout)) == as_json
+    assert [item["kind"] for item in as_json] == ["ConfigMap", "ConfigMap"]
+    assert [item["metadata"]["namespace"] for item in as_json] == ["team-a", "team-a"]
+    assert [json.loads(item["data"]["job.json"])["name"] for item in as_json] == ["first", "second"]
+    assert "later version" in rendered.stderr
+
+
+def test_a_plan_that_is_refused_names_the_line_of_the_field(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB + "  resources: {gpusPerNode: 8}\n")
+    ran = finetune("plan", "job.yaml", "--no-measure", "--hardware", "gpu=T4,gpus=2", folder=tmp_path)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr.startswith("job.yaml:9: spec.resources.gpusPerNode: value 8: ")
+
+
+def test_settings_of_an_administrator_are_obeyed(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "settings.yaml").write_text("schemes: [hf]\n")
+    ran = finetune("validate", "job.yaml", "--settings", "settings.yaml", folder=tmp_path)
+    assert ran.returncode == 1
+    assert "job.yaml:7: spec.dataset.uri: " in ran.stderr
+
+
+def test_the_crd_and_the_schema_are_written_in_both_forms(tmp_path: Path) -> None:
+    crd = finetune("crd", folder=tmp_path).stdout
+    assert yaml.safe_load(crd)["metadata"]["name"] == "finetunejobs.finetune.dev"
+    assert json.loads(finetune("crd", "-o", "json", folder=tmp_path).stdout) == yaml.safe_load(crd)
+    schema = finetune("schema", folder=tmp_path).stdout
+    assert "spec" in json.loads(schema)["properties"]
+    assert yaml.safe_load(finetune("schema", "-o", "yaml", folder=tmp_path).stdout) == json.loads(schema)
+
+
+@pytest.mark.parametrize("command", ["validate", "plan", "render", "run", "crd", "schema"])
+def test_every_command_explains_itself_with_examples_under_the_name_that_was_typed(
+    command: str, tmp_path: Path
+) -> None:
+    plain = finetune(command, "--help", folder=tmp_path)
+    plugin = finetune(command, "--help", folder=tmp_path, program="kubectl-finetune")
+    assert (plain.returncode, plugin.returncode) == (0, 0)
+    assert f"Examples:\n    finetune {command}" in plain.stdout
+    assert f"Examples:\n    kubectl finetune {command}" in plugin.stdout
+    assert plugin.stdout.startswith(f"Usage: kubectl finetune {command}")
+
+
+def test_the_version_is_that_of_the_distribution(tmp_path: Path) -> None:
+    assert finetune("--version", folder=tmp_path).stdout == "finetune 0.1.0\n"
+
+
+def test_there_are_no_colours_away_from_a_terminal(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB.replace("hf://", "nowhere://"))
+    assert "\x1b" not in finetune("validate", "job.yaml", folder=tmp_path).stderr
+
+
+def test_validate_starts_quickly(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        assert finetune("validate", "job.yaml", folder=tmp_path).returncode == 0
+        times.append(time.perf_counter() - started)
+    # 0.3 s on an idle core; the bound leaves room for a busy machine and none for importing torch (5 s).
+    assert min(times) < 2.0

@@ -1,0 +1,280 @@
+"""A job's folder: one writer, the same job only, and nothing lost; and what a stage's process is given."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from finetune_contract.choices import Stage
+from finetune_contract.layout import JobPaths
+from finetune_contract.report import Progress, TrainerReport
+from finetune_operator.api.types import FineTuneJob
+from finetune_operator.cli.display import Tail, duration, figures, latest
+from finetune_operator.cli.environment import trainer_environment
+from finetune_operator.cli.inputs import absolute_uri, read_inputs
+from finetune_operator.cli.stage_process import StageProcess
+from finetune_operator.cli.workspace import (
+    LOCAL_STAGES,
+    BusyError,
+    DifferentJobError,
+    check_same_job,
+    finished,
+    locked,
+    record_inputs,
+    set_aside,
+)
+
+
+def job(folder: Path, **changes: Any) -> FineTuneJob:
+    """A checked job whose data lie in `folder`; `changes` replace parts of its spec."""
+    spec: dict[str, Any] = {
+        "task": "text-classification",
+        "model": {"uri": "hf://some-org/some-model"},
+        "dataset": {"uri": "file://rows.jsonl"},
+        "training": {"epochs": 2},
+        "predict": {},
+    }
+    value = {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {"name": "one"},
+        "spec": spec | changes,
+    }
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(value))
+    inputs = read_inputs([str(file)])
+    assert inputs.problems == ()
+    return inputs.entries[0].job
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> JobPaths:
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": 0}\n')
+    return JobPaths.of(tmp_path / "runs", "one")
+
+
+@dataclass(frozen=True)
+class Change:
+    spec: dict[str, Any]
+    refused_from: Stage | None
+    words: str = ""
+
+
+CHANGES = {
+    "nothing": Change({}, None),
+    "the learning rate changes what training gives": Change(
+        {"training": {"epochs": 2, "learningRate": 0.1}}, Stage.TRAIN, "spec.training.learningRate was 2e-05 and is 0.1"
+    ),
+    "the columns to copy change only the predictions": Change(
+        {"predict": {"columns": ["text"]}}, Stage.PREDICT, 'spec.predict.columns was [] and is ["text"]'
+    ),
+    "a gate changes only the evaluation": Change(
+        {"evaluation": {"gate": {"metric": "accuracy", "minimum": 0.5}}},
+        Stage.EVALUATE,
+        "spec.evaluation.gate.metric was not set",
+    ),
+    "the length changes the prepared data": Change(
+        {"preparation": {"maxLength": 16}}, Stage.PREPARE, "spec.preparation.maxLength was not set and is 16"
+    ),
+    "workers only prepare faster": Change({"preparation": {"workers": 2}}, None),
+    "checkpoints and processes may change between runs": Change(
+        {"checkpoints": {"keep": 1}, "resources": {"processesPerNode": 1}}, None
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_stage_is_kept_only_when_what_its_result_depends_on_is_the_same(
+    change: Change, paths: JobPaths, tmp_path: Path
+) -> None:
+    before = job(tmp_path)
+    for stage in LOCAL_STAGES:
+        record_inputs(paths, before, stage)
+    now = job(tmp_path, **change.spec)
+    refused: dict[Stage, str] = {}
+    for stage in LOCAL_STAGES:
+        try:
+            check_same_job(paths, now, [stage])
+        except DifferentJobError as different:
+            refused[stage] = str(different)
+    if change.refused_from is None:
+        assert refused == {}
+    else:
+        assert next(iter(refused)) is change.refused_from
+        assert change.words in refused[change.refused_from]
+
+
+def test_changed_rows_make_a_different_job(paths: JobPaths, tmp_path: Path) -> None:
+    same = job(tmp_path)
+    record_inputs(paths, same, Stage.PREPARE)
+    check_same_job(paths, same, [Stage.PREPARE])
+    (tmp_path / "rows.jsonl").write_text('{"text": "b", "label": 1}\n{"text": "c", "label": 0}\n')
+    with pytest.raises(DifferentJobError, match=r"the files of file://.*rows\.jsonl have changed"):
+        check_same_job(paths, same, [Stage.PREPARE])
+
+
+def write_results(paths: JobPaths) -> None:
+    for stage in LOCAL_STAGES:
+        report = TrainerReport(job="one", stage=stage, outcome="succeeded")
+        marker = paths.state / f"{stage}.json"
+        marker.parent.mkdir(parents=True, exist_ok=True)
+        marker.write_text(report.to_json())
+    for file in (paths.prepared / "data.json", paths.model / "config.json", paths.predictions_jsonl, paths.metrics):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+
+
+def files_below(folder: Path) -> set[str]:
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
+def test_results_of_nobody_known_are_refused(paths: JobPaths, tmp_path: Path) -> None:
+    write_results(paths)
+    with pytest.raises(DifferentJobError, match="does not say what made the results of prepare"):
+        check_same_job(paths, job(tmp_path), LOCAL_STAGES)
+
+
+def test_all_results_move_aside_whole_and_never_over_earlier_ones(paths: JobPaths) -> None:
+    assert set_aside(paths, LOCAL_STAGES) is None
+    for number in (1, 2):
+        write_results(paths)
+        before = files_below(paths.root)
+        place = paths.root.with_name(f"one.previous-{number}")
+        assert set_aside(paths, LOCAL_STAGES) == place
+        assert files_below(place) == before
+        assert not paths.root.exists()
+
+
+def test_results_of_training_move_aside_and_the_prepared_data_stay(paths: JobPaths) -> None:
+    write_results(paths)
+    place = set_aside(paths, [Stage.TRAIN, Stage.EVALUATE, Stage.PREDICT])
+    assert place is not None
+    assert files_below(place) == {
+        "metrics.json",
+        "model/config.json",
+        "predictions.jsonl",
+        "state/train.json",
+        "state/evaluate.json",
+        "state/predict.json",
+    }
+    assert finished(paths, Stage.PREPARE) is not None
+    assert finished(paths, Stage.TRAIN) is None
+    assert set_aside(paths, []) is None
+
+
+def test_a_second_writer_is_told_who_the_first_is_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path; from finetune_operator.cli.workspace import locked\n"
+        "with locked(Path(sys.argv[1]), 'one'): print('ready', flush=True); time.sleep(60)"
+    )
+    other = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert other.stdout is not None
+    assert other.stdout.readline() == "ready\n"
+    with pytest.raises(BusyError, match=f"process {other.pid} is running this job"), locked(tmp_path, "one"):
+        pass
+    with locked(tmp_path, "two"):
+        pass
+    other.kill()
+    other.communicate()
+    with locked(tmp_path, "one"):
+        pass
+
+
+def test_an_absolute_uri_stays_and_a_relative_one_counts_from_the_file(tmp_path: Path) -> None:
+    assert absolute_uri("file:///data/rows", tmp_path) == "file:///data/rows"
+    assert absolute_uri("file://../rows/*.jsonl", tmp_path / "jobs") == f"file://{tmp_path}/rows/*.jsonl"
+    assert absolute_uri("hf://org/rows", tmp_path) == "hf://org/rows"
+
+
+def test_a_stage_gets_the_users_environment_without_other_launchers_and_with_ours() -> None:
+    base = {
+        "HOME": "/home/me",
+        "HF_HUB_OFFLINE": "1",
+        "RANK": "3",
+        "MASTER_ADDR": "a",
+        "OMPI_COMM_WORLD_RANK": "1",
+        "PATH": "/bin",
+    }
+    found = trainer_environment(base, device="cpu", threads=2, report=Path("r-{rank}.json"), progress=Path("p.jsonl"))
+    assert found == {
+        "HOME": "/home/me",
+        "HF_HUB_OFFLINE": "1",
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}/bin",
+        "FINETUNE_REPORT": "r-{rank}.json",
+        "FINETUNE_PROGRESS": "p.jsonl",
+        "OMP_NUM_THREADS": "2",
+        "TOKENIZERS_PARALLELISM": "true",
+        "PYTHONUNBUFFERED": "1",
+        "DS_ACCELERATOR": "cpu",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+
+
+def test_a_tail_gives_whole_lines_once_and_the_newest_progress_is_shown(tmp_path: Path) -> None:
+    file = tmp_path / "progress.jsonl"
+    tail = Tail(file)
+    assert tail.lines() == []
+    told = Progress(
+        stage=Stage.TRAIN, step=30, total_steps=120, loss=0.5, samples_per_second=33.3, remaining_seconds=65, time=0
+    )
+    file.write_text("not json\n" + told.model_dump_json() + "\n" + '{"half"')
+    lines = tail.lines()
+    assert len(lines) == 2
+    assert latest(lines) == told
+    assert figures(told) == "step 30/120  loss 0.500  33 samples/s  1:05 left"
+    with file.open("a") as stream:
+        stream.write(": 1}\n")
+    assert tail.lines() == ['{"half": 1}']
+    assert latest(['{"half": 1}']) is None
+    assert (duration(7), duration(3725)) == ("0:07", "1:02:05")
+
+
+# A stage that starts a process in a session of its own, as torchrun does with its workers.
+STUBBORN = (
+    "import signal, subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+    "print(child.pid, flush=True)\n"
+    "signal.signal(signal.SIGTERM, lambda *_: (print('told', flush=True), sys.exit(143)))\n"
+    "time.sleep(60)\n"
+)
+
+
+def started(log: Path) -> tuple[StageProcess, psutil.Process]:
+    stage = StageProcess([sys.executable, "-c", STUBBORN], os.environ, log)
+    end = time.monotonic() + 20
+    while not log.read_text().strip():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return stage, psutil.Process(int(log.read_text()))
+
+
+def ended(stage: StageProcess) -> int:
+    end = time.monotonic() + 20
+    while (code := stage.exit_code()) is None:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return code
+
+
+def test_a_stage_hears_sigterm_ends_with_its_own_code_and_leaves_nothing(tmp_path: Path) -> None:
+    stage, child = started(tmp_path / "log")
+    stage.ask_to_stop()
+    assert ended(stage) == 143
+    assert (tmp_path / "log").read_text().splitlines()[1:] == ["told"]
+    assert not child.is_running()
+
+
+def test_killing_a_stage_reaches_other_sessions_too(tmp_path: Path) -> None:
+    stage, child = started(tmp_path / "log")
+    stage.kill()
+    assert stage.exit_code() == 128 + signal.SIGKILL
+    assert not child.is_running()

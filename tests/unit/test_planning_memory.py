@@ -1,0 +1,258 @@
+"""The memory model against DeepSpeed's own estimators and against what torch keeps for a real backward pass."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from finetune_contract.facts import ModelFacts
+from finetune_contract.job import Strategy, World
+from finetune_operator.planning.architectures import model_facts
+from finetune_operator.planning.memory import (
+    SUB_GROUP_ELEMENTS,
+    ModelStates,
+    Workload,
+    activation_bytes_per_token,
+    estimate,
+    gathered_bytes,
+    model_states,
+)
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+GIB = 1 << 30
+SIZES = [124_647_170, 355_361_794, 1_543_714_304, 6_738_415_616, 30_000_000_000, 175_000_000_000]
+GPUS = [1, 2, 4, 8]
+NODES = [1, 2, 16]
+
+
+def model_of(parameters: int) -> ModelFacts:
+    return ModelFacts(
+        model_type="gpt2",
+        parameters=parameters,
+        embedding_parameters=parameters // 100,
+        block_parameters=parameters // 50,
+        layers=48,
+        hidden_size=1024,
+        intermediate_size=4096,
+        attention_heads=16,
+        vocabulary_size=50257,
+        parameter_bytes=2 * parameters,
+    )
+
+
+def work(model: ModelFacts, strategy: Strategy, **changes: Any) -> Workload:
+    values: dict[str, Any] = {
+        "model": model,
+        "task": "text-classification",
+        "strategy": strategy,
+        "precision": "bf16",
+        "optimizer": "adamw",
+        "world": World(nodes=1, processes_per_node=1, device="cuda", threads_per_process=1),
+        "micro_batch": 1,
+        "length": 128,
+    }
+    return Workload(**(values | changes))
+
+
+def deepspeed_states(parameters: int, stage: int, offload: bool, gpus: int, nodes: int) -> ModelStates:
+    strategy = Strategy.model_validate(
+        {"name": "deepspeed", "zero_stage": stage, "offload_optimizer": "cpu" if offload else "none"}
+    )
+    world = World(nodes=nodes, processes_per_node=gpus, device="cuda", threads_per_process=1)
+    return model_states(work(model_of(parameters), strategy, world=world))
+
+
+def on_device(states: ModelStates) -> int:
+    return states.parameters + states.gradients + states.optimizer
+
+
+def close(ours: int, theirs: int) -> bool:
+    """Equal but for rounding: each of our terms is cut to a whole byte by itself."""
+    return abs(ours - theirs) <= 8
+
+
+@pytest.mark.parametrize("parameters", SIZES)
+@pytest.mark.parametrize("gpus", GPUS)
+@pytest.mark.parametrize("nodes", NODES)
+def test_zero_2_needs_what_deepspeed_estimates(parameters, gpus, nodes):
+    zero2 = pytest.importorskip("deepspeed.runtime.zero.stage_1_and_2", reason="deepspeed is not installed")
+    for offload in (False, True):
+        host, device = zero2.estimate_zero2_model_states_mem_needs(parameters, gpus, nodes, offload, 1.0)
+        ours = deepspeed_states(parameters, 2, offload, gpus, nodes)
+        assert close(on_device(ours), device)
+        # Their host formula counts the loading of all nodes on each node, and offloaded state not divided by nodes.
+        assert ours.host <= host
+        if nodes == 1:
+            assert close(ours.host, host)
+
+
+@pytest.mark.parametrize("parameters", SIZES)
+@pytest.mark.parametrize("gpus", GPUS)
+@pytest.mark.parametrize("nodes", NODES)
+def test_zero_3_needs_what_deepspeed_estimates_and_the_part_that_it_leaves_out(parameters, gpus, nodes):
+    zero3 = pytest.importorskip("deepspeed.runtime.zero.stage3", reason="deepspeed is not installed")
+    ranks, largest = gpus * nodes, parameters // 50
+    _, device, layer = zero3.estimate_zero3_model_states_mem_needs(parameters, largest, gpus, nodes, False, False)
+    assert gathered_bytes(largest, 2) == layer
+    # Theirs: 18 bytes = gradients 2 + fp32 gradients 4 + master copy 4 + moments 8, without the 16-bit weights. Ours
+    # counts the weights (2), and fp32 gradients of one sub-group only, as that is how stage 3 steps.
+    shard = parameters / ranks
+    difference = 2 * shard - 4 * max(0.0, shard - SUB_GROUP_ELEMENTS)
+    assert close(on_device(deepspeed_states(parameters, 3, False, gpus, nodes)), int(device - layer + difference))
+
+    host, device, layer = zero3.estimate_zero3_model_states_mem_needs(
+        parameters, largest, gpus, nodes, True, False, True, 1.0
+    )
+    ours = deepspeed_states(parameters, 3, True, gpus, nodes)
+    assert close(on_device(ours), device - layer)
+    assert close(ours.host, host)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision", "per_parameter"),
+    [
+        pytest.param({"name": "single"}, "fp32", (4, 4, 8), id="one process in fp32"),
+        pytest.param({"name": "single"}, "bf16", (4, 4, 8), id="autocast leaves weights and gradients in fp32"),
+        pytest.param({"name": "ddp"}, "bf16", (4, 4, 8), id="ddp divides nothing"),
+        pytest.param({"name": "fsdp"}, "fp32", (1, 1, 2), id="fsdp divides everything"),
+        pytest.param({"name": "deepspeed", "zero_stage": 0}, "bf16", (2, 2 + 4, 12), id="ZeRO-0 divides nothing"),
+        pytest.param({"name": "deepspeed", "zero_stage": 1}, "bf16", (2, 2 + 1, 3), id="ZeRO-1 divides the optimizer"),
+        pytest.param({"name": "deepspeed", "zero_stage": 2}, "bf16", (2, 0.5 + 1, 3), id="ZeRO-2 gradients too"),
+        pytest.param({"name": "deepspeed", "zero_stage": 3}, "bf16", (0.5, 0.5 + 1, 3), id="ZeRO-3 parameters too"),
+        pytest.param({"name": "deepspeed", "zero_stage": 2}, "fp32", (4, 1 + 1, 3), id="DeepSpeed copies fp32 too"),
+        pytest.param(
+            {"name": "deepspeed", "zero_stage": 2, "offload_optimizer": "cpu"},
+            "bf16",
+            (2, 0, 0),
+            id="offload to the host",
+        ),
+    ],
+)
+def test_bytes_a_parameter_over_four_ranks(strategy, precision, per_parameter):
+    world = World(nodes=1, processes_per_node=4, device="cuda", threads_per_process=1)
+    states = model_states(work(model_of(1_000_000), Strategy(**strategy), precision=precision, world=world))
+    assert (states.parameters, states.gradients, states.optimizer) == tuple(int(n * 1_000_000) for n in per_parameter)
+
+
+@pytest.mark.parametrize(("optimizer", "per_parameter"), [("adamw", 8.0), ("sgd", 0.0), ("adafactor", 8 / 1024)])
+def test_optimizers_keep_what_they_need(optimizer, per_parameter):
+    states = model_states(work(model_of(1_024_000), Strategy(name="single"), optimizer=optimizer))
+    assert states.optimizer == int(1_024_000 * per_parameter)
+
+
+def test_the_terms_add_up_and_show_their_numbers():
+    strategy = Strategy(name="deepspeed", zero_stage=3)
+    world = World(nodes=2, processes_per_node=2, device="cuda", threads_per_process=1)
+    estimated = estimate(work(model_of(100_000_000), strategy, world=world, micro_batch=8), 40 * GIB)
+    terms = {term.name: term.bytes for term in estimated.terms}
+    activations = 8 * 128 * (48 * (1024 * (2 * 2 + 6 * 2 + 2 * 1) + 4096 * 5 * 2) + 3 * 1024 * 2)
+    allocated = {
+        "parameters": 50_000_000,
+        "gradients": 150_000_000,
+        "optimizer state": 300_000_000,
+        "activations": activations,
+        "gathered blocks": 4 * 2_000_000,
+        "communication buffers": 2 * 2 * 50_000_000 + 2 * 50_000_000,
+    }
+    assert terms == {**allocated, "allocator": int(0.1 * sum(allocated.values())), "process": GIB}
+    assert estimated.total_bytes == sum(terms.values())
+    assert estimated.terms[0].formula == "2 x 100,000,000 / 4 ranks"
+    assert estimated.terms[4].formula == "4 x 2,000,000 of the largest layer"
+
+
+def test_on_cpu_offloaded_state_stays_in_the_same_memory():
+    world = World(nodes=1, processes_per_node=2, device="cpu", threads_per_process=1)
+    states = [
+        estimate(
+            work(
+                model_of(100_000_000),
+                Strategy(name="deepspeed", zero_stage=2, offload_optimizer=where),
+                world=world,
+                precision="fp32",
+            ),
+            8 * GIB,
+        )
+        for where in ("none", "cpu")
+    ]
+    here, offloaded = ({term.name: term.bytes for term in each.terms} for each in states)
+    assert offloaded["optimizer state"] >= here["optimizer state"]
+    assert states[1].host_bytes == 2 * states[1].total_bytes
+
+
+def test_full_checkpointing_keeps_layer_inputs_and_one_layer():
+    model = model_of(100_000_000)
+    full = work(model, Strategy(name="single", activation_checkpointing="full"))
+    one_layer = activation_bytes_per_token(full)
+    terms = {term.name: term.bytes for term in estimate(full, GIB).terms}
+    assert terms["activations"] == 128 * (48 * 1024 * 4 + one_layer + 3 * 1024 * 4)
+
+
+# ---------------------------------------------------------------------------------------------------------- activations
+
+SMALL: dict[str, dict[str, Any]] = {
+    "bert": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256},
+    "roberta": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256},
+    "electra": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 256},
+    "distilbert": {"dim": 64, "n_heads": 4, "hidden_dim": 256},
+    "deberta-v2": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 256,
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 256,
+        "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+        "position_biased_input": False,
+    },
+    "gpt2": {"n_embd": 64, "n_head": 4, "bos_token_id": 1, "eos_token_id": 1},
+    "llama": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 172},
+}
+LAYERS_FIELD = {"distilbert": "n_layers", "gpt2": "n_layer"}
+
+
+def saved_bytes(model: Any, torch: Any, rows: int, length: int) -> int:
+    """Bytes of distinct storages that autograd keeps in one forward pass, without parameters and buffers."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Any] = {}
+
+    def keep(tensor: Any) -> Any:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    ids = torch.randint(2, 900, (rows, length))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros(rows, dtype=torch.long)}
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(**inputs)
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model_type", sorted(SMALL))
+def test_a_layer_keeps_about_what_torch_saves_for_it(model_type, precision):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    rows, length = 4, 128
+    saved = []
+    for layers in (1, 2):
+        field = LAYERS_FIELD.get(model_type, "num_hidden_layers")
+        settings = SMALL[model_type] | {field: layers, "vocab_size": 1000, "pad_token_id": 0}
+        config = transformers.AutoConfig.for_model(model_type, **settings)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForSequenceClassification.from_config(config).train()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            saved.append(saved_bytes(model, torch, rows, length))
+    measured = (saved[1] - saved[0]) / (rows * length)
+    world = World(nodes=1, processes_per_node=1, device="cpu", threads_per_process=1)
+    facts = model_facts(config.to_dict())
+    if precision == "bf16":  # autocast's copies of the weights are a term of their own
+        measured -= 2 * facts.block_parameters / (rows * length)
+    modelled = activation_bytes_per_token(
+        work(facts, Strategy(name="single"), precision=precision, world=world, length=length)
+    )
+    # bf16 on CPU: DeBERTa's scores are 16-bit there, which the model counts as fp32: it overestimates.
+    highest = 2.0 if (model_type, precision) == ("deberta-v2", "bf16") else 1.35
+    assert 0.85 * measured <= modelled <= highest * measured, f"modelled {modelled}, measured {measured:.0f}"

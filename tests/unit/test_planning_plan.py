@@ -1,0 +1,849 @@
+"""The planner's decisions: one row a decision, whole values compared; and what holds for every job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from finetune_contract.choices import Stage
+from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
+from finetune_contract.job import Batch, CheckpointSchedule, Columns, Strategy, World
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Price, Settings
+from finetune_operator.api.types import FineTuneJob
+from finetune_operator.planning.architectures import model_facts
+from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.summary import Row, summarise
+from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+GIB = 1 << 30
+TWO_CORES = HardwareFacts(cpu_cores=2, memory_bytes=16 * GIB)
+DATASET = {"uri": "hf://org/reviews"}
+
+
+def model(model_type: str, task: Any = "text-classification", **config: Any) -> ModelFacts:
+    return model_facts({"model_type": model_type, **config}, task)
+
+
+def encoder(h: int, layers: int, vocabulary: int = 30522) -> ModelFacts:
+    return model(
+        "bert",
+        hidden_size=h,
+        num_hidden_layers=layers,
+        num_attention_heads=h // 64 or 1,
+        intermediate_size=4 * h,
+        vocab_size=vocabulary,
+        max_position_embeddings=512,
+    )
+
+
+MINILM = encoder(384, 6)
+BERT = encoder(768, 12)
+ROBERTA_LARGE = model(
+    "roberta",
+    hidden_size=1024,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    intermediate_size=4096,
+    vocab_size=50265,
+    max_position_embeddings=514,
+    type_vocab_size=1,
+    pad_token_id=1,
+)
+
+
+def gpt(h: int, layers: int, heads: int) -> ModelFacts:
+    return model("gpt2", "text-generation", n_embd=h, n_layer=layers, n_head=heads)
+
+
+def rows(train: int, longest: int = 64, mean: int = 27) -> DataFacts:
+    split = SplitFacts(rows=train, tokens=train * mean, longest=longest)
+    return DataFacts(fingerprint="f", splits={"train": split}, max_length=128)
+
+
+def job(spec: Mapping[str, Any] | None = None, name: str = "job") -> FineTuneJob:
+    whole = {"task": "text-classification", "model": {"uri": "hf://org/model"}, "dataset": DATASET, "training": {}}
+    document = {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {"name": name},
+        "spec": {key: value for key, value in (whole | dict(spec or {})).items() if value is not None},
+    }
+    return FineTuneJob.model_validate_json(json.dumps(document))
+
+
+def planned(spec: Mapping[str, Any] | None = None, settings: Settings = CLUSTER_SETTINGS, **facts: Any) -> JobPlan:
+    known = {"model": MINILM, "hardware": TWO_CORES, "data": rows(8530)} | facts
+    return plan(job(spec), Facts(**known), settings)
+
+
+def refused(spec: Mapping[str, Any] | None = None, settings: Settings = CLUSTER_SETTINGS, **facts: Any) -> list[Any]:
+    with pytest.raises(PlanRefused) as caught:
+        planned(spec, settings, **facts)
+    return [(problem.path, problem.value, problem.rule, problem.way_out) for problem in caught.value.problems]
+
+
+def training(result: JobPlan) -> Any:
+    assert result.trainer.training is not None
+    return result.trainer.training
+
+
+# --------------------------------------------------------------------------------------------------------------- stages
+
+
+@pytest.mark.parametrize(
+    ("spec", "stages"),
+    [
+        pytest.param({}, "prepare train evaluate", id="what is trained is evaluated"),
+        pytest.param({"predict": {}}, "prepare train evaluate predict", id="predict follows"),
+        pytest.param({"endpoint": {}}, "prepare train evaluate serve", id="serve comes last"),
+        pytest.param({"training": None, "evaluation": {}}, "prepare evaluate", id="evaluation of a model as it is"),
+        pytest.param(
+            {"training": None, "dataset": None, "predict": {"dataset": DATASET}},
+            "prepare predict",
+            id="predict with rows of its own needs no data set",
+        ),
+        pytest.param({"training": None, "dataset": None, "endpoint": {}}, "serve", id="serving needs no rows"),
+    ],
+)
+def test_stages_are_those_asked_for_and_those_they_need(spec, stages):
+    assert " ".join(stage.value for stage in planned(spec).stages) == stages
+
+
+def test_without_training_the_plan_has_no_training_numbers():
+    result = planned({"training": None, "evaluation": {"gate": {"metric": "accuracy", "minimum": 0.8}}})
+    assert (result.strategy, result.memory, result.trainer.training) == ("none", None, None)
+    assert result.estimate.model_dump() == {
+        "seconds": None,
+        "cost": None,
+        "currency": None,
+        "basis": "nothing is trained",
+    }
+    assert result.trainer.evaluation is not None
+    assert result.trainer.evaluation.model_dump() == {
+        "metrics": None,
+        "gate": {"metric": "accuracy", "minimum": 0.8},
+        "batch_tokens": 2048,
+    }
+
+
+# ---------------------------------------------------------------------------------------------------- launcher and worl
+
+
+@pytest.mark.parametrize(
+    ("served", "launcher"),
+    [
+        (("job",), "job"),
+        (("job", "mpijob", "jobset", "trainjob", "pytorchjob"), "pytorchjob"),
+        (("job", "jobset", "trainjob"), "trainjob"),
+        (("job", "mpijob"), "mpijob"),
+    ],
+)
+def test_auto_takes_the_first_launcher_that_is_served(served, launcher):
+    assert planned({}, Settings(servedLaunchers=served)).launcher == launcher
+
+
+def test_a_launcher_that_is_not_served_is_refused():
+    assert refused({"launcher": "trainjob"}) == [
+        (
+            "spec.launcher",
+            '"trainjob"',
+            "the cluster has to serve it; it serves job",
+            "install its operator, or set launcher to auto or job",
+        )
+    ]
+
+
+def test_without_a_cluster_the_launcher_is_local_whatever_the_file_says():
+    result = planned({"launcher": "pytorchjob"}, LOCAL_SETTINGS, local=True)
+    assert result.launcher == "local"
+    assert "launcher local: there is no cluster here; in one, pytorchjob would run the training" in result.reasons
+
+
+EIGHT_H100 = parse_hardware("gpu=H100,gpus=8,cpu=96,hostMemory=1Ti")
+
+
+@pytest.mark.parametrize(
+    ("spec", "hardware", "world"),
+    [
+        pytest.param(
+            {},
+            TWO_CORES,
+            World(nodes=1, processes_per_node=1, device="cpu", threads_per_process=2),
+            id="CPU: one process",
+        ),
+        pytest.param(
+            {"parallelism": {"strategy": "ddp"}},
+            TWO_CORES,
+            World(nodes=1, processes_per_node=2, device="cpu", threads_per_process=1),
+            id="CPU with a strategy that spreads: two processes",
+        ),
+        pytest.param(
+            {"parallelism": {"strategy": "ddp"}},
+            HardwareFacts(cpu_cores=1, memory_bytes=16 * GIB),
+            World(nodes=1, processes_per_node=1, device="cpu", threads_per_process=1),
+            id="one core: one process",
+        ),
+        pytest.param(
+            {"resources": {"gpusPerNode": 8}},
+            EIGHT_H100,
+            World(nodes=1, processes_per_node=8, device="cuda", threads_per_process=12),
+            id="one process a GPU",
+        ),
+        pytest.param(
+            {"resources": {"gpusPerNode": "auto"}, "training": {"globalBatchSize": 64}},
+            EIGHT_H100,
+            World(nodes=1, processes_per_node=8, device="cuda", threads_per_process=12),
+            id="auto takes the GPUs that are there",
+        ),
+        pytest.param(
+            {"resources": {"gpusPerNode": "auto"}, "parallelism": {"strategy": "single"}},
+            EIGHT_H100,
+            World(nodes=1, processes_per_node=1, device="cuda", threads_per_process=96),
+            id="auto takes one GPU for a single process",
+        ),
+        pytest.param(
+            {"resources": {"gpusPerNode": "auto"}},
+            TWO_CORES,
+            World(nodes=1, processes_per_node=1, device="cpu", threads_per_process=2),
+            id="auto without GPUs is CPU",
+        ),
+        pytest.param(
+            {"resources": {"gpusPerNode": 8, "nodes": 4, "processesPerNode": 4}},
+            EIGHT_H100,
+            World(nodes=4, processes_per_node=4, device="cuda", threads_per_process=24),
+            id="fewer processes than GPUs, as asked",
+        ),
+        pytest.param(
+            {"resources": {"cpu": "1500m"}, "parallelism": {"strategy": "ddp"}},
+            HardwareFacts(cpu_cores=64, memory_bytes=64 * GIB),
+            World(nodes=1, processes_per_node=1, device="cpu", threads_per_process=1),
+            id="a pod gets the cores that it asks for",
+        ),
+    ],
+)
+def test_the_world(spec, hardware, world):
+    assert training(planned(spec, hardware=hardware)).world == world
+
+
+@pytest.mark.parametrize(
+    ("spec", "facts", "problem"),
+    [
+        pytest.param(
+            {"resources": {"gpusPerNode": 2}},
+            {},
+            (
+                "spec.resources.gpusPerNode",
+                "2",
+                "a node has to have as many GPUs as asked for, and it has none",
+                "set gpusPerNode to 0 or less, or plan for other hardware",
+            ),
+            id="GPUs that are not there",
+        ),
+        pytest.param(
+            {"resources": {"gpusPerNode": 2, "processesPerNode": 3}, "training": {"globalBatchSize": 36}},
+            {"hardware": EIGHT_H100},
+            (
+                "spec.resources.processesPerNode",
+                "3",
+                "a GPU runs one process, and a node has 2",
+                "set processesPerNode to 2 or to auto",
+            ),
+            id="more processes than GPUs",
+        ),
+        pytest.param(
+            {"resources": {"gpusPerNode": 2}, "parallelism": {"strategy": "single"}},
+            {"hardware": EIGHT_H100},
+            (
+                "spec.parallelism.strategy",
+                '"single"',
+                "it runs one process, and 1 node(s) x 2 process(es) are 2",
+                "set strategy to auto or ddp, or ask for 1 node and 1 process",
+            ),
+            id="single over two processes",
+        ),
+        pytest.param(
+            {"resources": {"nodes": 2}},
+            {"local": True},
+            ("spec.resources.nodes", "2", "without a cluster there is one node", "set nodes to 1"),
+            id="two nodes without a cluster",
+        ),
+    ],
+)
+def test_a_world_that_cannot_be_is_refused(spec, facts, problem):
+    assert refused(spec, **facts) == [problem]
+
+
+# ------------------------------------------------------------------------------------------------------------ precision
+
+T4 = parse_hardware("gpu=T4")
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "hardware", "precision"),
+    [
+        ("auto", 1, EIGHT_H100, "bf16"),
+        ("auto", 1, T4, "fp32"),
+        ("auto", 0, TWO_CORES, "fp32"),
+        ("auto", 0, TWO_CORES.model_copy(update={"cpu_bf16": True}), "bf16"),
+        ("bf16", 0, TWO_CORES, "bf16"),
+        ("fp16", 1, T4, "fp16"),
+        ("fp32", 1, EIGHT_H100, "fp32"),
+    ],
+)
+def test_precision_is_bf16_where_there_are_units_for_it_or_what_was_asked(asked, gpus, hardware, precision):
+    spec = {"training": {"precision": asked}, "resources": {"gpusPerNode": gpus}}
+    assert training(planned(spec, hardware=hardware)).precision == precision
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpus", "hardware", "rule"),
+    [
+        ("bf16", 1, T4, "T4 does not compute in bf16"),
+        ("fp16", 0, TWO_CORES, "fp16 needs a GPU"),
+        ("fp8", 1, EIGHT_H100, "the trainer computes in fp32, bf16 and fp16"),
+    ],
+)
+def test_a_precision_that_the_device_has_not_is_refused(asked, gpus, hardware, rule):
+    spec = {"training": {"precision": asked}, "resources": {"gpusPerNode": gpus}}
+    assert [problem[:3] for problem in refused(spec, hardware=hardware)] == [
+        ("spec.training.precision", f'"{asked}"', rule)
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------- batch
+
+
+@pytest.mark.parametrize(
+    ("spec", "batch"),
+    [
+        pytest.param({}, (32, 32, 1, 1), id="the whole batch at once when it fits"),
+        pytest.param({"parallelism": {"strategy": "ddp"}}, (32, 16, 1, 2), id="divided over the ranks"),
+        pytest.param(
+            {"training": {"globalBatchSize": 256}}, (256, 64, 4, 1), id="CPU: up to 2,048 tokens (75 rows of 27)"
+        ),
+        pytest.param({"training": {"globalBatchSize": 78}}, (78, 39, 2, 1), id="the largest divisor below the bound"),
+        pytest.param({"training": {"globalBatchSize": 32, "microBatchSize": 4}}, (32, 4, 8, 1), id="as asked"),
+        pytest.param({"training": {"globalBatchSize": 97}}, (97, 1, 97, 1), id="a prime above the bound: row by row"),
+        pytest.param({"training": {"globalBatchSize": 1}}, (1, 1, 1, 1), id="one row"),
+    ],
+)
+def test_the_global_batch_is_kept_exactly(spec, batch):
+    total, micro, accumulation, ranks = batch
+    assert training(planned(spec)).batch == Batch(
+        global_batch_size=total, micro_batch_size=micro, gradient_accumulation=accumulation, data_parallel=ranks
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "rule", "way_out"),
+    [
+        pytest.param(
+            {"training": {"globalBatchSize": 33}, "parallelism": {"strategy": "ddp"}},
+            "it has to be a multiple of 2 = 2 ranks",
+            "set globalBatchSize to 32 or 34",
+            id="ranks do not divide it",
+        ),
+        pytest.param(
+            {"training": {"globalBatchSize": 1}, "parallelism": {"strategy": "ddp"}},
+            "it has to be a multiple of 2 = 2 ranks",
+            "set globalBatchSize to 2",
+            id="fewer rows than ranks",
+        ),
+        pytest.param(
+            {"training": {"globalBatchSize": 32, "microBatchSize": 5}, "parallelism": {"strategy": "ddp"}},
+            "it has to be a multiple of 10 = 5 rows of a micro-batch x 2 ranks",
+            "set globalBatchSize to 30 or 40, or microBatchSize to 4",
+            id="the micro-batch does not divide it",
+        ),
+    ],
+)
+def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(spec, rule, way_out):
+    assert refused(spec) == [("spec.training.globalBatchSize", str(spec["training"]["globalBatchSize"]), rule, way_out)]
+
+
+# ------------------------------------------------------------------------------------------------------------- strategy
+
+P4D = parse_hardware("gpu=A100-40GB,gpus=8,cpu=96,hostMemory=1152Gi")
+SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "facts", "strategy"),
+    [
+        pytest.param(
+            {"resources": {"gpusPerNode": 1}},
+            {"model": ROBERTA_LARGE, "hardware": parse_hardware("gpu=V100-32GB"), "data": rows(8530, 512, 200)},
+            "single",
+            id="roberta-large fits one V100 32 GB: nothing is divided",
+        ),
+        pytest.param(
+            {"resources": {"gpusPerNode": 8}},
+            {"model": ROBERTA_LARGE, "hardware": parse_hardware("gpu=V100-32GB,gpus=8"), "data": rows(8530, 128)},
+            "ddp",
+            id="nor over the eight of a p3dn that was published with four pipeline stages",
+        ),
+        pytest.param(
+            {**SEQUENCE, "resources": {"gpusPerNode": 8, "nodes": 16}, "training": {"globalBatchSize": 640}},
+            {"model": gpt(7168, 48, 64), "hardware": P4D, "data": None},
+            "deepspeed-zero3",
+            id="GPT-2 30B over 16 p4d has to be divided whole",
+        ),
+        pytest.param(
+            {**SEQUENCE, "resources": {"gpusPerNode": 8}},
+            {"model": gpt(2048, 48, 16), "hardware": P4D, "data": None},
+            "deepspeed-zero1",
+            id="2.5B over 8 A100 40 GB: the optimizer is divided",
+        ),
+        pytest.param(
+            {**SEQUENCE, "resources": {"gpusPerNode": 1}},
+            {
+                "model": gpt(4096, 32, 32),
+                "hardware": parse_hardware("gpu=A100-80GB,cpu=32,hostMemory=512Gi"),
+                "data": None,
+            },
+            "deepspeed-zero2+optimizer-offload",
+            id="6.6B on one A100 80 GB: the optimizer moves to the host",
+        ),
+        pytest.param({"parallelism": {"strategy": "ddp"}}, {}, "ddp", id="ddp as asked"),
+        pytest.param({"parallelism": {"strategy": "fsdp"}}, {}, "fsdp", id="fsdp as asked"),
+        pytest.param(
+            {"parallelism": {"strategy": "deepspeed"}},
+            {},
+            "deepspeed-zero1",
+            id="deepspeed: the lowest stage that fits",
+        ),
+        pytest.param({"parallelism": {"zeroStage": 0}}, {}, "deepspeed-zero0", id="a stage alone asks for deepspeed"),
+        pytest.param(
+            {"parallelism": {"strategy": "deepspeed", "zeroStage": 3, "activationCheckpointing": "full"}},
+            {},
+            "deepspeed-zero3+activation-checkpointing",
+            id="stage and checkpointing as asked",
+        ),
+        pytest.param(
+            {"parallelism": {"offload": {"optimizer": "cpu"}}},
+            {},
+            "deepspeed-zero1+optimizer-offload",
+            id="offload asks for deepspeed",
+        ),
+    ],
+)
+def test_the_strategy_is_the_cheapest_that_fits_or_the_one_asked_for(spec, facts, strategy):
+    assert planned(spec, **facts).strategy == strategy
+
+
+def test_micro_batches_shrink_before_layers_are_recomputed():
+    spec = {"resources": {"gpusPerNode": 1}, "training": {"globalBatchSize": 256}}
+    facts = {"model": BERT, "data": rows(8530, 512, 200), "hardware": parse_hardware("gpu=T4,hostMemory=32Gi")}
+    result = planned(spec, **facts)
+    assert (result.strategy, training(result).batch.micro_batch_size) == ("single", 32)
+    assert result.memory is not None
+    assert result.memory.total_bytes <= result.memory.capacity_bytes < 2 * result.memory.total_bytes
+
+
+def test_a_long_row_makes_layers_recomputed_when_not_even_one_fits():
+    spec = {"resources": {"gpusPerNode": 1}, "training": {"globalBatchSize": 2}}
+    long = model(
+        "longformer",
+        hidden_size=1024,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        intermediate_size=4096,
+        vocab_size=50265,
+        max_position_embeddings=4098,
+    )
+    facts = {"model": long, "data": rows(100, 3072, 2000), "hardware": parse_hardware("gpu=T4")}
+    assert planned(spec, **facts).strategy == "single+activation-checkpointing"
+
+
+def test_a_model_that_fits_nowhere_is_refused_with_its_arithmetic_and_what_would_do():
+    spec = {**SEQUENCE, "resources": {"gpusPerNode": 8}, "training": {"globalBatchSize": 64}}
+    problems = refused(spec, model=gpt(12288, 96, 96), hardware=P4D, data=None)
+    assert problems == [
+        (
+            "spec.resources",
+            '"8 x 40.0 GiB"',
+            "deepspeed-zero3+activation-checkpointing with micro-batch 1 needs 372.5 GiB a GPU (optimizer state "
+            "243.9 GiB + "
+            "gradients 44.4 GiB + parameters 40.7 GiB + allocator 33.8 GiB + the rest), and there are 40.0 GiB",
+            "use 4 nodes, one GPU for each of 32 processes, or devices of at least 372.5 GiB, or a smaller "
+            "preparation.maxLength or model",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "way_out"),
+    [
+        pytest.param(
+            {"training": {"globalBatchSize": 256, "microBatchSize": 256}},
+            "set training.microBatchSize to 32 or to auto; the global batch stays",
+            id="a smaller micro-batch would fit",
+        ),
+        pytest.param(
+            {
+                "training": {"globalBatchSize": 64, "microBatchSize": 64},
+                "parallelism": {"strategy": "single", "activationCheckpointing": "none"},
+            },
+            "set training.microBatchSize to 32 or to auto; the global batch stays",
+            id="as the user wants no checkpointing, so does the way out",
+        ),
+    ],
+)
+def test_an_explicit_choice_that_does_not_fit_is_refused_with_the_smallest_change(spec, way_out):
+    whole = spec | {
+        "resources": {"gpusPerNode": 1},
+        "parallelism": {"strategy": "single", "activationCheckpointing": "none"},
+    }
+    facts = {"model": BERT, "data": rows(8530, 512, 200), "hardware": parse_hardware("gpu=T4,hostMemory=32Gi")}
+    assert [problem[3] for problem in refused(whole, **facts)] == [way_out]
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "training_spec", "path", "rule"),
+    [
+        (
+            {"strategy": "ddp", "zeroStage": 2},
+            {},
+            "spec.parallelism.zeroStage",
+            "only deepspeed has ZeRO stages, and strategy is ddp",
+        ),
+        (
+            {"strategy": "fsdp", "offload": {"optimizer": "cpu"}},
+            {},
+            "spec.parallelism.offload.optimizer",
+            "only deepspeed offloads, and strategy is fsdp",
+        ),
+        (
+            {"zeroStage": 0, "offload": {"optimizer": "cpu"}},
+            {},
+            "spec.parallelism.offload.optimizer",
+            "ZeRO stage 0 does not offload",
+        ),
+        (
+            {"offload": {"optimizer": "cpu"}},
+            {"optimizer": "sgd"},
+            "spec.parallelism.offload.optimizer",
+            "DeepSpeed has an offloaded form of adamw only, and optimizer is sgd",
+        ),
+        (
+            {"strategy": "ddp", "deepspeedConfig": {"wall_clock_breakdown": True}},
+            {},
+            "spec.parallelism.deepspeedConfig",
+            "only deepspeed reads it, and strategy is ddp",
+        ),
+        (
+            {"deepspeedConfig": {"wall_clock_brakedown": True}},
+            {},
+            "spec.parallelism.deepspeedConfig.wall_clock_brakedown",
+            "DeepSpeed knows no such key and would ignore it",
+        ),
+        ({"tensor": 2}, {}, "spec.parallelism.tensor", "the trainer does not do this yet"),
+        (
+            {"offload": {"optimizer": "nvme"}},
+            {},
+            "spec.parallelism.offload.optimizer",
+            "the trainer offloads to cpu only",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(parallelism, training_spec, path, rule):
+    problems = refused({"parallelism": parallelism, "training": training_spec})
+    assert [problem[::2] for problem in problems] == [(path, rule)]
+
+
+def test_problems_of_one_group_are_reported_together():
+    spec = {
+        "training": {"precision": "fp16", "warmupSteps": 2.5},
+        "parallelism": {"strategy": "single", "zeroStage": 2},
+        "resources": {"processesPerNode": 2},
+    }
+    assert [problem[0] for problem in refused(spec)] == [
+        "spec.parallelism.strategy",
+        "spec.training.precision",
+        "spec.parallelism.zeroStage",
+        "spec.training.warmupSteps",
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------- steps
+
+
+@pytest.mark.parametrize(
+    ("spec", "steps"),
+    [
+        pytest.param({}, (798, 266, 0), id="three epochs; 8,530 = 266 x 32 + 18, the 18 are dropped"),
+        pytest.param({"epochs": 0.5}, (133, 266, 0), id="half an epoch"),
+        pytest.param({"epochs": 0.001}, (1, 266, 0), id="never less than one step"),
+        pytest.param({"epochs": 1.1}, (293, 266, 0), id="parts are rounded up, as the Trainer does"),
+        pytest.param({"maxSteps": 10}, (10, 266, 0), id="steps as asked"),
+        pytest.param({"warmupSteps": 0.1}, (798, 266, 80), id="a share of all steps, rounded up"),
+        pytest.param({"warmupSteps": 7}, (798, 266, 7), id="warm-up as asked"),
+        pytest.param({"warmupSteps": 1}, (798, 266, 1), id="one is a step, not a share"),
+    ],
+)
+def test_steps_follow_from_rows_epochs_and_batch(spec, steps):
+    result = training(planned({"training": spec}))
+    assert (result.max_steps, result.steps_per_epoch, result.warmup_steps) == steps
+
+
+def test_fewer_rows_than_one_batch_are_refused():
+    assert refused(data=rows(20)) == [
+        (
+            "spec.dataset",
+            None,
+            "the train split has 20 rows, and one step takes training.globalBatchSize = 32",
+            "add rows, or set training.globalBatchSize to 20 or less",
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "schedule"),
+    [
+        pytest.param({}, {"every_steps": 266}, id="once an epoch"),
+        pytest.param({"training": {"globalBatchSize": 4}}, {"every_steps": 1000}, id="at most 1,000 steps apart"),
+        pytest.param({"training": {"epochs": 100}}, {"every_steps": 1330}, id="at most 20 in the run"),
+        pytest.param({"training": {"maxSteps": 10}}, {"every_steps": 10}, id="not beyond the end"),
+        pytest.param({"checkpoints": {"every": {"steps": 7}, "keep": 1}}, {"every_steps": 7, "keep": 1}, id="as asked"),
+        pytest.param(
+            {"checkpoints": {"every": {"minutes": 2.5}, "resume": "never", "onPreemption": False}},
+            {"every_steps": 266, "every_minutes": 2.5, "resume": False, "on_preemption": False},
+            id="by the clock",
+        ),
+    ],
+)
+def test_checkpoints(spec, schedule):
+    assert training(planned(spec)).checkpoints == CheckpointSchedule(**({"keep": 3} | schedule))
+
+
+# ------------------------------------------------------------------------------------------------------ facts and texts
+
+
+def test_what_is_not_known_is_assumed_and_said():
+    result = plan(job({"model": {"uri": "hf://FacebookAI/roberta-base"}}), Facts(), CLUSTER_SETTINGS)
+    assert result.assumptions == (
+        "model: hf://FacebookAI/roberta-base was not read; the published shape of roberta-base (125 million "
+        "parameters) is taken",
+        "hardware: no node was measured; 8 cores and 32 GiB of memory and no bf16 units are taken",
+        "lengths: nothing is prepared yet; every row is taken to have 512 tokens, the most it can have",
+        "data: nothing is prepared yet; 10,000 rows are taken, so steps and times are provisional",
+    )
+    assert result.hardware.assumed
+
+
+def test_what_is_known_is_not_assumed():
+    assert planned().assumptions == ()
+
+
+def test_every_decision_leaves_its_sentence():
+    assert planned({"parallelism": {"strategy": "deepspeed", "zeroStage": 2}, "predict": {}}).reasons == (
+        "stages prepare -> train -> evaluate -> predict: what the job asks for and what that needs",
+        "launcher job: the first of pytorchjob, trainjob, jobset, mpijob, job that is served",
+        "2 processes a node: deepspeed spreads over processes, and there are 2 cores",
+        "1 thread a process: 2 cores / 2 processes",
+        "precision fp32: the CPU has none for bf16, and emulated it is 2 to 4 times slower",
+        "798 steps: 3 epochs (the default) of 266 = 8,530 rows / 32; the last 18 rows of an epoch's order make "
+        "no whole batch "
+        "and are dropped",
+        "a checkpoint every 266 steps: once an epoch",
+        "strategy deepspeed-zero2: as asked; one process needs 1.5 GiB of 8.0 GiB",
+        "micro-batch 16: each rank's whole share fits at once; 32 = 16 micro x 1 accumulation x 2 ranks",
+        "inference batches of 2,048 padded tokens: rows of like length together, as many as fit in that",
+    )
+
+
+def test_the_trainer_gets_the_tasks_own_columns_where_the_job_names_none():
+    spec = {
+        "dataset": {"uri": "file:///data", "columns": {"textPair": "b", "label": "stars"}},
+        "predict": {"dataset": {"uri": "file:///new"}, "columns": ["id"]},
+    }
+    trainer = planned(spec).trainer
+    assert trainer.dataset is not None
+    assert trainer.dataset.columns == Columns(text="text", text_pair="b", label="stars")
+    assert trainer.predict is not None
+    assert trainer.predict.dataset is not None
+    assert trainer.predict.dataset.columns == Columns(text="text")
+    assert trainer.predict.columns == ("id",)
+
+
+def test_what_the_user_wrote_arrives_byte_for_byte():
+    arguments = {"lr_scheduler_kwargs": {"a": [1, 2.5, None, "{{ x }} $(Y) \n ü"]}, "adam_beta2": 0.98}
+    result = training(planned({"training": {"arguments": arguments, "seed": 7, "learningRate": 3e-4}}))
+    assert (result.arguments, result.seed, result.learning_rate) == (arguments, 7, 3e-4)
+    assert planned({"training": {"seed": 7}}).trainer.seed == 7
+
+
+def test_a_length_beyond_the_models_positions_is_refused():
+    assert refused({"preparation": {"maxLength": 1024}}) == [
+        (
+            "spec.preparation.maxLength",
+            "1024",
+            "the model holds at most 512 tokens",
+            "set it to 512 or less, or leave it out",
+        )
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------- estimate, summar
+
+PRICES = Settings(prices=(Price(product="NVIDIA-H100-80GB-HBM3", gpus=8, perHour=98.32, spotPerHour=40.0),))
+
+
+def test_time_and_cost_follow_from_operations_and_prices():
+    spec = {"resources": {"gpusPerNode": 8, "nodes": 2}, "training": {"globalBatchSize": 64, "epochs": 1}}
+    result = planned(spec, PRICES, model=BERT, hardware=EIGHT_H100, data=rows(64_000, 128, 128))
+    tokens = 64_000 * 128
+    flops = tokens * (6 * (BERT.parameters - BERT.embedding_parameters) + 12 * 12 * 768 * 128)
+    seconds = flops / (16 * 989e12 * 0.35)
+    assert result.estimate.seconds == pytest.approx(seconds)
+    assert result.estimate.cost == pytest.approx(seconds / 3600 * 2 * 98.32)
+    assert result.estimate.currency == "USD"
+    assert result.estimate.basis == (
+        f"{flops:.3g} operations for 8,192,000 tokens on 16 processes at 35% of H100's 989 TFLOP/s in bf16; "
+        f"loading, saving and "
+        "evaluation not counted; 2 nodes at 98.32 USD an hour"
+    )
+    spot = planned(
+        spec | {"spot": {"enabled": True}}, PRICES, model=BERT, hardware=EIGHT_H100, data=rows(64_000, 128, 128)
+    )
+    assert spot.estimate.cost == pytest.approx(seconds / 3600 * 2 * 40.0)
+
+
+def test_without_a_price_or_a_speed_there_is_no_number():
+    assert planned().estimate.cost is None
+    unknown = parse_hardware("gpu=RX9,memory=64Gi")
+    estimated = planned({"resources": {"gpusPerNode": 1}}, hardware=unknown).estimate
+    assert (estimated.seconds, estimated.cost) == (None, None)
+    assert estimated.basis == "no estimate: the speed of RX9 is not in the table of GPUs"
+
+
+def test_the_summary_prints_the_arithmetic():
+    sections = {section.title: section.rows for section in summarise(planned({"parallelism": {"strategy": "ddp"}}))}
+    assert list(sections) == ["What runs", "Training", "Memory of one process", "Estimate", "Reasons"]
+    assert sections["Training"] == (
+        Row("batch", "32 = 16 micro x 1 accumulation x 2 ranks"),
+        Row("steps", "798", "266 an epoch"),
+        Row("precision", "fp32"),
+        Row("optimizer", "adamw", "learning rate 2e-05, linear"),
+        Row("checkpoints", "every 266 steps", "3 kept"),
+    )
+    assert sections["What runs"] == (
+        Row("job", "job"),
+        Row("task", "text-classification"),
+        Row("stages", "prepare -> train -> evaluate"),
+        Row("model", "hf://org/model", "bert, 22.7 million parameters"),
+        Row("data", "hf://org/reviews", "train 8,530 rows"),
+        Row("launcher", "job"),
+        Row("strategy", "ddp"),
+        Row("processes", "2 = 1 node x 2", "cpu, 1 thread each"),
+    )
+    assert sections["Memory of one process"][0] == Row("parameters", "86.6 MiB", "4 x 22,713,986")
+
+
+def test_the_summary_of_a_plan_that_trains_nothing_has_no_training():
+    result = planned({"training": None, "dataset": None, "endpoint": {}}, data=None)
+    assert [section.title for section in summarise(result)] == ["What runs", "Estimate", "Reasons"]
+
+
+# ------------------------------------------------------------------------------------------------------ for every job
+
+specs = st.fixed_dictionaries(
+    {
+        "training": st.fixed_dictionaries(
+            {"globalBatchSize": st.integers(1, 4096)},
+            optional={
+                "microBatchSize": st.one_of(st.just("auto"), st.integers(1, 64)),
+                "epochs": st.floats(0.01, 100),
+                "warmupSteps": st.sampled_from([0, 0.1, 5, 2.5]),
+                "precision": st.sampled_from(["auto", "fp32", "bf16", "fp16", "fp8"]),
+                "optimizer": st.sampled_from(["adamw", "adafactor", "sgd"]),
+            },
+        ),
+        "parallelism": st.fixed_dictionaries(
+            {},
+            optional={
+                "strategy": st.sampled_from(["auto", "single", "ddp", "fsdp", "deepspeed"]),
+                "zeroStage": st.sampled_from(["auto", 0, 1, 2, 3]),
+                "activationCheckpointing": st.sampled_from(["auto", "none", "full", "selective"]),
+                "offload": st.sampled_from([{}, {"optimizer": "cpu"}, {"optimizer": "nvme"}, {"parameters": "cpu"}]),
+                "tensor": st.sampled_from([1, 1, 1, 2]),
+            },
+        ),
+        "resources": st.fixed_dictionaries(
+            {},
+            optional={
+                "nodes": st.integers(1, 8),
+                "gpusPerNode": st.sampled_from(["auto", 0, 1, 2, 8]),
+                "processesPerNode": st.sampled_from(["auto", 1, 2, 3, 8]),
+                "cpu": st.sampled_from(["500m", "4", "64"]),
+                "memory": st.sampled_from(["512Mi", "16Gi", "1Ti"]),
+            },
+        ),
+        "checkpoints": st.sampled_from([{}, {"every": {}}, {"every": {"steps": 5}}, {"every": {"minutes": 1.0}}]),
+        "launcher": st.sampled_from(["auto", "job", "mpijob"]),
+        "predict": st.sampled_from([None, {}]),
+    }
+)
+known_facts = st.builds(
+    Facts,
+    model=st.sampled_from([None, MINILM, ROBERTA_LARGE, gpt(4096, 32, 32)]),
+    data=st.sampled_from([None, rows(10), rows(8530), rows(1_000_000, 512, 300)]),
+    hardware=st.sampled_from(
+        [None, TWO_CORES, T4, EIGHT_H100, HardwareFacts(cpu_cores=1, memory_bytes=1, gpus_per_node=2)]
+    ),
+    local=st.booleans(),
+)
+
+
+def autos(value: Any) -> list[Any]:
+    """Every value in a JSON document that is `auto`."""
+    match value:
+        case dict():
+            return [found for each in value.values() for found in autos(each)]
+        case list():
+            return [found for each in value for found in autos(each)]
+        case _:
+            return [value] if value == "auto" else []
+
+
+def plan_or_problems(asked: FineTuneJob, facts: Facts, settings: Settings) -> JobPlan | tuple[Problem, ...]:
+    try:
+        return plan(asked, facts, settings)
+    except PlanRefused as refusal:
+        return refusal.problems
+
+
+@hypothesis_settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(spec=specs, facts=known_facts)
+def test_every_job_gets_a_whole_plan_or_problems_with_paths(spec, facts):
+    settings = LOCAL_SETTINGS if facts.local else CLUSTER_SETTINGS
+    result = plan_or_problems(job(spec), facts, settings)
+    if isinstance(result, tuple):
+        assert result
+        assert all(problem.path.startswith("spec") and problem.rule and problem.way_out for problem in result)
+        return
+    batch, world = training(result).batch, training(result).world
+    assert batch.global_batch_size == spec["training"]["globalBatchSize"]
+    assert batch.global_batch_size == batch.micro_batch_size * batch.gradient_accumulation * batch.data_parallel
+    assert batch.data_parallel == world.size
+    assert autos(json.loads(result.to_json())) == []
+    assert result.memory is not None
+    assert result.memory.total_bytes <= result.memory.capacity_bytes
+    assert result == plan(job(spec), facts, settings)
+    for key, name in (("microBatchSize", batch.micro_batch_size), ("precision", training(result).precision)):
+        assert spec["training"].get(key, "auto") in ("auto", name)
+    strategy: Strategy = training(result).strategy
+    for key, name in (
+        ("strategy", strategy.name),
+        ("zeroStage", strategy.zero_stage),
+        ("activationCheckpointing", strategy.activation_checkpointing),
+    ):
+        assert spec["parallelism"].get(key, "auto") in ("auto", name)
+    assert Stage.TRAIN in result.stages

@@ -1,0 +1,139 @@
+"""Which fields of `transformers.TrainingArguments` a job may set under `training.arguments`.
+
+Three kinds: free ones; ones that a field of the spec decides (a second way to say the same could only contradict); and ones that
+the trainer fixes because the contract rests on them. `training_arguments.json` lists all names with their types, generated from
+the transformers that the trainer uses, so that a job is checked where transformers is not installed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Literal, TypeAlias
+
+from pydantic import JsonValue
+
+ArgumentType: TypeAlias = Literal["bool", "int", "float", "str", "list", "dict", "null"]
+ArgumentReason: TypeAlias = Literal["UnknownArgument", "OwnedByPlan", "FixedByTrainer", "WrongType"]
+
+OWNED_BY_PLAN: Mapping[str, str] = {
+    "accelerator_config": "parallelism",
+    "activation_checkpointing": "parallelism.activationCheckpointing",
+    "activation_checkpointing_kwargs": "parallelism.activationCheckpointing",
+    "auto_find_batch_size": "runPolicy.onOutOfMemory",
+    "bf16": "training.precision",
+    "bf16_full_eval": "training.precision",
+    "data_seed": "training.seed",
+    "deepspeed": "parallelism.deepspeedConfig",
+    "fp16": "training.precision",
+    "fp16_full_eval": "training.precision",
+    "fsdp": "parallelism.strategy",
+    "fsdp_config": "parallelism.strategy",
+    "gradient_accumulation_steps": "training.globalBatchSize",
+    "gradient_checkpointing": "parallelism.activationCheckpointing",
+    "gradient_checkpointing_kwargs": "parallelism.activationCheckpointing",
+    "greater_is_better": "training.earlyStopping.metric",
+    "label_smoothing_factor": "training.labelSmoothing",
+    "learning_rate": "training.learningRate",
+    "load_best_model_at_end": "training.earlyStopping",
+    "lr_scheduler_type": "training.scheduler",
+    "max_grad_norm": "training.maxGradNorm",
+    "max_steps": "training.maxSteps",
+    "metric_for_best_model": "training.earlyStopping.metric",
+    "num_train_epochs": "training.epochs",
+    "optim": "training.optimizer",
+    "parallelism_config": "parallelism",
+    "per_device_eval_batch_size": "resources.memory",
+    "per_device_train_batch_size": "training.microBatchSize",
+    "resume_from_checkpoint": "checkpoints.resume",
+    "save_steps": "checkpoints.every",
+    "save_strategy": "checkpoints.every",
+    "save_total_limit": "checkpoints.keep",
+    "seed": "training.seed",
+    "use_cpu": "resources.gpusPerNode",
+    "warmup_steps": "training.warmupSteps",
+    "weight_decay": "training.weightDecay",
+}
+"""TrainingArguments name -> path of the spec field that decides it."""
+
+FREE: frozenset[str] = frozenset(
+    {
+        "adam_beta1",
+        "adam_beta2",
+        "adam_epsilon",
+        "dataloader_num_workers",
+        "dataloader_persistent_workers",
+        "dataloader_pin_memory",
+        "dataloader_prefetch_factor",
+        "ddp_broadcast_buffers",
+        "ddp_bucket_cap_mb",
+        "ddp_find_unused_parameters",
+        "ddp_static_graph",
+        "full_determinism",
+        "liger_kernel_config",
+        "lr_scheduler_kwargs",
+        "neftune_noise_alpha",
+        "optim_args",
+        "tf32",
+        "torch_compile",
+        "torch_compile_backend",
+        "torch_compile_mode",
+        "torch_empty_cache_steps",
+        "use_liger_kernel",
+    }
+)
+"""What a job may set, and what then has an effect in the trainer's loop."""
+
+
+@dataclass(frozen=True)
+class ArgumentProblem:
+    """One field under `training.arguments` that cannot be accepted."""
+
+    name: str
+    reason: ArgumentReason
+    message: str
+    hint: str
+
+
+@cache
+def known_arguments() -> Mapping[str, tuple[ArgumentType, ...]]:
+    """Every field of TrainingArguments and the JSON types it takes."""
+    text = resources.files("finetune_contract").joinpath("training_arguments.json").read_text(encoding="utf-8")
+    return {name: tuple(types) for name, types in json.loads(text).items()}
+
+
+def check_arguments(arguments: Mapping[str, JsonValue]) -> tuple[ArgumentProblem, ...]:
+    """All problems of `training.arguments`, in the order in which the fields were written."""
+    problems = (_problem(name, value) for name, value in arguments.items())
+    return tuple(problem for problem in problems if problem is not None)
+
+
+def _problem(name: str, value: JsonValue) -> ArgumentProblem | None:
+    path = f"training.arguments.{name}"
+    known = known_arguments()
+    if name not in known:
+        near = difflib.get_close_matches(name, sorted(FREE), n=1) or difflib.get_close_matches(name, sorted(known), n=1)
+        hint = f"Did you mean {near[0]}?" if near else f"The fields are: {', '.join(sorted(FREE))}."
+        return ArgumentProblem(name, "UnknownArgument", f"{path}: transformers.TrainingArguments has no such field.", hint)
+    if name in OWNED_BY_PLAN:
+        message = f"{path} is decided by {OWNED_BY_PLAN[name]}."
+        return ArgumentProblem(name, "OwnedByPlan", message, f"Set {OWNED_BY_PLAN[name]} instead.")
+    if name not in FREE:
+        message = f"{path} has no effect here: the trainer itself takes care of what it is for."
+        return ArgumentProblem(name, "FixedByTrainer", message, "Leave it out.")
+    if not _fits(value, known[name]):
+        message = f"{path} is {value!r}; it takes {' or '.join(known[name])}."
+        return ArgumentProblem(name, "WrongType", message, "Write it without quotes if it is a number or a truth value.")
+    return None
+
+
+def _fits(value: JsonValue, types: tuple[ArgumentType, ...]) -> bool:
+    kinds: dict[type, ArgumentType] = {
+        bool: "bool", int: "int", float: "float", str: "str", list: "list", dict: "dict", type(None): "null"
+    }  # fmt: skip
+    kind = kinds[type(value)]
+    return kind in types or (kind == "int" and "float" in types)

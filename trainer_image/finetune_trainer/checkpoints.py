@@ -1,0 +1,256 @@
+"""Checkpoints on disk: written beside, sealed by a manifest with hashes, moved into place, read back, and only then the latest.
+
+Nothing here knows what a checkpoint holds. A folder without a manifest that matches its files is not used; a damaged one is skipped
+with a warning and the one before it is taken. The last good one is never deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from finetune_contract.base import Message
+from finetune_contract.job import TrainerJob
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+LATEST = "latest"
+_NAME = re.compile(r"step-(\d+)")
+_BLOCK_BYTES = 1 << 20
+_FULL_BELOW_BYTES = 1 << 20
+"""torch says only that a write failed; with less free space than this on the volume we take that as the reason."""
+
+
+class FileEntry(Message):
+    """One file of a checkpoint."""
+
+    size: int
+    sha256: str
+
+
+class Manifest(Message):
+    """What a checkpoint is and what it consists of."""
+
+    step: int
+    strategy: str
+    """With the ZeRO stage, e.g. `deepspeed-2`."""
+    world_size: int
+    job: dict[str, Any]
+    """What must be equal for a run to continue from here; see `identity`."""
+    job_digest: str
+    written: float
+    """Unix time in seconds."""
+    files: dict[str, FileEntry]
+    """Path below the checkpoint's folder -> size and hash."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that verified."""
+
+    folder: Path
+    manifest: Manifest
+
+
+def identity(job: TrainerJob, fingerprint: str) -> dict[str, Any]:
+    """The settings that decide the course of training, flat.
+
+    Not among them: how the work is spread (strategy, world, micro-batch, checkpointing), so that a run goes on after its
+    memory was adapted or its node was lost.
+    """
+    assert job.training is not None
+    spread = {"strategy", "world", "checkpoints", "batch"}
+    fields: dict[str, Any] = {
+        "task": job.task,
+        "model": job.model.model_dump(mode="json"),
+        "data": fingerprint,
+        **job.training.model_dump(mode="json", exclude=spread),
+        "global_batch_size": job.training.batch.global_batch_size,
+    }
+    return json.loads(json.dumps(fields, sort_keys=True))  # type: ignore[no-any-return]
+
+
+def digest(fields: Mapping[str, Any]) -> str:
+    """sha256 of `fields` as canonical JSON."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+class CheckpointStore:
+    """The checkpoints of one job, `step-<n>/` below one folder. For rank 0; the other ranks only write into what `begin` made."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self._folder = folder
+        self._keep = keep
+
+    def partial(self, step: int) -> Path:
+        """Where the checkpoint of `step` is written before it counts."""
+        return self._folder / f"step-{step}.partial"
+
+    def begin(self, step: int) -> None:
+        """Makes an empty `partial(step)`; removes what an interrupted attempt left."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self._folder.glob("*.partial"):
+            shutil.rmtree(leftover)
+        self.partial(step).mkdir()
+
+    def abandon(self, step: int) -> None:
+        """Gives back the space of a checkpoint that could not be written."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    def commit(self, step: int, *, strategy: str, world_size: int, job: dict[str, Any], first_of_run: bool) -> Checkpoint:
+        """Seals `partial(step)`, moves it into place, reads it back, makes it the latest, and deletes the ones beyond `keep`.
+
+        `first_of_run`: all older ones belong to a run that was not resumed, and go.
+        """
+        source, target = self.partial(step), self._folder / f"step-{step}"
+        files = {str(path.relative_to(source)): _entry(path) for path in sorted(source.rglob("*")) if path.is_file()}
+        manifest = Manifest(
+            step=step,
+            strategy=strategy,
+            world_size=world_size,
+            job=job,
+            job_digest=digest(job),
+            written=time.time(),
+            files=files,
+        )
+        _write_synced(source / MANIFEST, manifest.to_json())
+        if target.exists():
+            shutil.rmtree(target)
+        os.replace(source, target)
+        checkpoint = verify(target)
+        write_atomically(self._folder / LATEST, target.name + "\n")
+        self._prune(0 if first_of_run else self._keep - 1, newest=target)
+        return checkpoint
+
+    def _prune(self, others: int, *, newest: Path) -> None:
+        older = [folder for folder in self._folders() if folder != newest]
+        for folder in older[others:]:
+            # The manifest goes first: half a deleted checkpoint must not look whole.
+            (folder / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _folders(self) -> list[Path]:
+        """`step-<n>` folders, newest first."""
+        if not self._folder.is_dir():
+            return []
+        named = [(int(match[1]), path) for path in self._folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+        return [path for _, path in sorted(named, reverse=True)]
+
+    def newest(self) -> Checkpoint | None:
+        """The newest one that verifies; None when there is none. StageError CHECKPOINT when there are some, all damaged."""
+        folders = self._folders()
+        for folder in folders:
+            try:
+                return verify(folder)
+            except StageError as error:
+                log.warning("%s %s Trying the one before it.", error.message, "It is skipped.")
+        if folders:
+            raise StageError(
+                FailureClass.CHECKPOINT,
+                "NoWholeCheckpoint",
+                f"None of the {len(folders)} checkpoints in {self._folder} is whole; the warnings name the damaged files.",
+                "Delete them and start anew, or set checkpoints.resume to never.",
+            )
+        return None
+
+
+def refuse_other_job(checkpoint: Checkpoint, job: Mapping[str, Any]) -> None:
+    """StageError CHECKPOINT when the checkpoint belongs to other settings than `job`, naming them."""
+    theirs = checkpoint.manifest.job
+    if digest(job) == checkpoint.manifest.job_digest:
+        return
+    changed = [f"{name} was {theirs.get(name)!r}, is {job.get(name)!r}" for name in sorted({*theirs, *job})
+               if theirs.get(name) != job.get(name)]  # fmt: skip
+    raise StageError(
+        FailureClass.CHECKPOINT,
+        "CheckpointOfAnotherJob",
+        f"{checkpoint.folder} was written with other settings: {'; '.join(changed)}.",
+        "Start anew (checkpoints.resume: never), or give the job another name.",
+    )
+
+
+def verify(folder: Path) -> Checkpoint:
+    """The checkpoint in `folder`; StageError CHECKPOINT naming the first file that is missing or differs from the manifest."""
+    try:
+        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise _damaged(folder / MANIFEST, "is missing") from None
+    except (OSError, ValidationError) as error:
+        raise _damaged(folder / MANIFEST, "cannot be read") from error
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise _damaged(path, "is missing")
+        size = path.stat().st_size
+        if size != entry.size:
+            raise _damaged(path, f"has {size} bytes instead of {entry.size}")
+        if _sha256(path) != entry.sha256:
+            raise _damaged(path, "has other content than was written")
+    return Checkpoint(folder, manifest)
+
+
+def _damaged(path: Path, what: str) -> StageError:
+    message = f"Checkpoint {path.parent.name} is damaged: {path} {what}."
+    return StageError(FailureClass.CHECKPOINT, "DamagedCheckpoint", message, "Use an older checkpoint.")
+
+
+def _entry(path: Path) -> FileEntry:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return FileEntry(size=path.stat().st_size, sha256=_sha256(path))
+
+
+def _sha256(path: Path) -> str:
+    value = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            value.update(block)
+    return value.hexdigest()
+
+
+def _write_synced(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file that is seen whole or not at all."""
+    partial = path.with_name(path.name + ".part")
+    _write_synced(partial, text)
+    os.replace(partial, path)
+
+
+@contextmanager
+def storage_errors_named(folder: Path) -> Iterator[None]:
+    """Turns the write errors of torch, which do not say why, into StageError STORAGE_FULL when the volume is full."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, OSError) or not re.search("write|inline_container|iostream", str(error)):
+            raise
+        free = shutil.disk_usage(folder).free
+        if free >= _FULL_BELOW_BYTES:
+            raise
+        raise StageError(
+            FailureClass.STORAGE_FULL,
+            "NoSpaceLeft",
+            f"{folder} has {free} bytes left, too few to write what the job needs to: {str(error).splitlines()[0]}",
+            "Free space or give the workspace more; checkpoints.keep bounds what checkpoints take.",
+        ) from error

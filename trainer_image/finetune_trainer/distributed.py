@@ -1,0 +1,190 @@
+"""Which process am I, and of how many: read from whatever started us, before torch is imported.
+
+torchrun, Open MPI (4 and 5), MPICH and Intel MPI each say it in their own variables; everything after this module sees the five
+of torchrun. It refuses a world that is not the planned one: Open MPI without its host file and a launcher with a wrong count both
+start fewer processes without an error, and the run would train something else than the plan says.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import zlib
+from collections.abc import Mapping, MutableMapping
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, TypeAlias
+
+from finetune_contract.choices import Device, StrategyName
+from finetune_contract.job import Training
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+
+Launcher: TypeAlias = Literal["torchrun", "mpi", "environment", "none"]
+
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
+"""How long a process waits for the others: longer than rank 0 needs to hash and sync a large checkpoint, far shorter than for ever."""
+
+_LOOPBACK = "127.0.0.1"
+_MPI_PORTS = (20000, 10000)
+"""First port and number of ports among which processes started by one mpirun agree without talking."""
+
+# Rank, size, local rank, local size as each process manager names them; the first whose rank and size are set counts.
+_MPI_VARIABLES = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMIX_RANK", "PMIX_SIZE", "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+# Common to all processes of one mpirun and different in another one: Open MPI 4 and 5 set the first, Open MPI 4 the second too.
+_MPI_RUN_VARIABLES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID")
+_FIVE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class ProcessWorld:
+    """This process among the others."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    launcher: Launcher = "none"
+
+    @property
+    def is_main(self) -> bool:
+        """Rank 0 writes the files that all ranks share."""
+        return self.rank == 0
+
+
+def discover(environment: Mapping[str, str]) -> ProcessWorld:
+    """The world that the environment tells of; alone when it tells of none.
+
+    torchrun comes first: inside `mpirun torchrun ...` its variables are the nearer ones. MPI comes before bare RANK and
+    WORLD_SIZE, which some operators set for the node and not for the process.
+    """
+    if "TORCHELASTIC_RUN_ID" in environment and "RANK" in environment:
+        return _from_variables(environment, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "torchrun")
+    for names in _MPI_VARIABLES:
+        if names[0] in environment and names[1] in environment:
+            return _from_variables(environment, names, "mpi")
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        return _from_variables(environment, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), "environment")
+    return ProcessWorld()
+
+
+def _from_variables(environment: Mapping[str, str], names: tuple[str, str, str, str], launcher: Launcher) -> ProcessWorld:
+    def number(name: str, default: int) -> int:
+        text = environment.get(name, str(default))
+        if not text.isdecimal():
+            raise StageError(
+                FailureClass.CONFIG,
+                "BadProcessVariable",
+                f"The environment variable {name} is {text!r}; it must be a whole number.",
+                "Start the trainer by torchrun or mpirun, which set it.",
+            )
+        return int(text)
+
+    rank, size = number(names[0], 0), number(names[1], 1)
+    return ProcessWorld(rank, size, number(names[2], rank), number(names[3], size), launcher)
+
+
+def check_world(world: ProcessWorld, training: Training) -> None:
+    """StageError WORLD_SIZE when the processes that run are not those that the plan counts on."""
+    planned = training.world
+    if world.size == planned.size == training.batch.data_parallel:
+        return
+    raise StageError(
+        FailureClass.WORLD_SIZE,
+        "WorldSizeMismatch",
+        f"{world.size} processes run (told by {world.launcher}), the plan counts on {planned.size} "
+        f"({planned.nodes} nodes x {planned.processes_per_node}) with {training.batch.data_parallel} data-parallel ranks.",
+        "Check the launcher's process count and its host file: mpirun without one starts on a single node.",
+    )
+
+
+def settle_environment(
+    environment: MutableMapping[str, str], world: ProcessWorld, *, device: Device, threads: int, strategy: StrategyName
+) -> None:
+    """Sets the variables that torch, accelerate and DeepSpeed read on import. Call it before any of them is imported."""
+    environment["OMP_NUM_THREADS"] = str(threads)
+    # Several processes share the machine already; and a fork after its threads have started would only warn.
+    environment["TOKENIZERS_PARALLELISM"] = "false"
+    # Our own client speaks the progress protocol; transformers' callback would post everything a second time.
+    environment["DISABLE_KUBEFLOW_INTEGRATION"] = "TRUE"
+    if device == "cpu":
+        environment["DS_ACCELERATOR"] = "cpu"
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    if strategy == "single":
+        # With them, accelerate would make a distributed run (and DDP) of one process.
+        for name in _FIVE:
+            environment.pop(name, None)
+        return
+    address, port = _rendezvous(environment, world)
+    settled = (world.rank, world.size, world.local_rank, world.local_size, address, port)
+    environment.update({name: str(value) for name, value in zip(_FIVE, settled, strict=True)})
+
+
+def _rendezvous(environment: Mapping[str, str], world: ProcessWorld) -> tuple[str, int]:
+    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    if address is None and world.local_size != world.size:
+        raise StageError(
+            FailureClass.CONFIG,
+            "MasterAddressMissing",
+            f"{world.size} processes run on several nodes ({world.local_size} on this one) and MASTER_ADDR is not set.",
+            "Pass the host name of rank 0, e.g. mpirun -x MASTER_ADDR=host ...",
+        )
+    if port is not None:
+        return address or _LOOPBACK, int(port)
+    if world.size == 1:
+        return address or _LOOPBACK, _free_port()
+    first, count = _MPI_PORTS
+    run = next((environment[name] for name in _MPI_RUN_VARIABLES if name in environment), "")
+    return address or _LOOPBACK, first + zlib.crc32(run.encode()) % count
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind((_LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def connect(world: ProcessWorld, device: Device, threads: int, strategy: StrategyName) -> None:
+    """Joins the process group: gloo on CPU; nccl on GPUs, with gloo beside it for what stays in host memory."""
+    import torch
+
+    torch.set_num_threads(threads)
+    if device == "cuda":
+        if not torch.cuda.is_available() or torch.cuda.device_count() <= world.local_rank:
+            raise StageError(
+                FailureClass.STRATEGY_NOT_IN_EFFECT,
+                "DeviceMissing",
+                f"The plan trains on GPUs, and process {world.rank} (local rank {world.local_rank}) sees {torch.cuda.device_count()}.",
+                "Ask for as many GPUs as processes per node, and check the driver.",
+            )
+        torch.cuda.set_device(world.local_rank)
+    if strategy != "single":
+        backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+        torch.distributed.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+
+
+def barrier() -> None:
+    """Waits for all processes; returns at once without a process group."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def disconnect() -> None:
+    """Waits for all processes, then leaves the group; so that no process ends while another still needs it."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def current() -> ProcessWorld:
+    """`discover` on this process's own environment."""
+    return discover(os.environ)

@@ -1,0 +1,259 @@
+"""Where a stage tells how far it is: a file for the one who started it, the Kubeflow protocol for the operator.
+
+Telling must never disturb the work. Both outlets go through one throttle, the network is spoken to by a thread of its own with
+short timeouts, and what goes wrong there is logged once and then forgotten.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import os
+import ssl
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from finetune_contract.choices import Stage
+from finetune_contract.layout import ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN, ENV_KUBEFLOW_URL, ENV_PROGRESS
+from finetune_contract.report import KubeflowMetric, KubeflowStatus, KubeflowUpdate, Progress
+
+log = logging.getLogger(__name__)
+
+FILE_INTERVAL_SECONDS = 0.5
+KUBEFLOW_INTERVAL_SECONDS = 5.0
+"""The protocol asks for at least this much between two updates."""
+_POST_TIMEOUT_SECONDS = 3.0
+_FIELDS = ("epoch", "loss", "samples_per_second", "tokens_per_second")
+
+
+class ProgressSink(Protocol):
+    """Takes the progress of one stage."""
+
+    def update(self, step: int, total: int, **values: float) -> None:
+        """`step` of `total` is done; `values` are further figures, e.g. loss."""
+
+    def close(self) -> None:
+        """Nothing more comes."""
+
+
+class NoProgress:
+    """Takes progress and tells nobody."""
+
+    def update(self, step: int, total: int, **values: float) -> None:
+        """Does nothing."""
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class Outlet(Protocol):
+    """One place that progress is told to."""
+
+    interval_seconds: float
+
+    def tell(self, progress: Progress) -> None:
+        """Passes it on; never raises, never blocks for long."""
+
+    def close(self) -> None:
+        """Passes on what is under way; bounded in time."""
+
+
+class Throttle:
+    """Lets the first and the last update through, and in between at most one per the outlet's interval."""
+
+    def __init__(self, outlet: Outlet, clock: Callable[[], float] = time.monotonic) -> None:
+        self._outlet = outlet
+        self._clock = clock
+        self._told_at: float | None = None
+        self._held: Progress | None = None
+
+    def tell(self, progress: Progress) -> None:
+        """Tells it now when the interval is over or it is the last one, else keeps it until the next or the close."""
+        now = self._clock()
+        due = self._told_at is None or now - self._told_at >= self._outlet.interval_seconds
+        if due or progress.step == progress.total_steps:
+            self._told_at, self._held = now, None
+            self._outlet.tell(progress)
+        else:
+            self._held = progress
+
+    def close(self) -> None:
+        """Tells what was kept back, then closes the outlet."""
+        if self._held is not None:
+            self._outlet.tell(self._held)
+        self._outlet.close()
+
+
+class ProgressReporter:
+    """Turns steps into `Progress` with rates and remaining time."""
+
+    def __init__(self, stage: Stage, outlets: Sequence[Outlet], clock: Callable[[], float] = time.monotonic) -> None:
+        self._stage = stage
+        self._throttles = [Throttle(outlet, clock) for outlet in outlets]
+        self._clock = clock
+        self._start: tuple[int, float] | None = None
+
+    def update(self, step: int, total: int, **values: float) -> None:
+        """The first call sets where counting starts: a resumed run starts at its step, not at 0."""
+        now = self._clock()
+        if self._start is None:
+            self._start = (step, now)
+        first_step, since = self._start
+        rate = (step - first_step) / (now - since) if step > first_step and now > since else None
+        fields = {name: values.pop(name, None) for name in _FIELDS}
+        if self._stage is not Stage.TRAIN and fields["samples_per_second"] is None:
+            fields["samples_per_second"] = rate  # Steps are rows there.
+        progress = Progress(
+            stage=self._stage,
+            step=step,
+            total_steps=total,
+            remaining_seconds=(total - step) / rate if rate else None,
+            metrics=values,
+            time=time.time(),
+            **fields,
+        )
+        for throttle in self._throttles:
+            throttle.tell(progress)
+
+    def close(self) -> None:
+        """Tells what was held back and ends the outlets."""
+        for throttle in self._throttles:
+            throttle.close()
+
+
+class ProgressFile:
+    """Appends JSON lines to a file. A full disk loses updates, not the run."""
+
+    interval_seconds = FILE_INTERVAL_SECONDS
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._warned = False
+
+    def tell(self, progress: Progress) -> None:
+        """Appends one line in one write, so that a reader never sees half of one."""
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(progress.model_dump_json(by_alias=True, exclude_none=True) + "\n")
+        except OSError as error:
+            if not self._warned:
+                log.warning("Progress cannot be written to %s (%s); the stage goes on without.", self._path, error)
+            self._warned = True
+
+    def close(self) -> None:
+        """Nothing is open between two updates."""
+
+
+class KubeflowProgress:
+    """POSTs the latest progress to a server of the Kubeflow Trainer protocol, from a thread of its own.
+
+    Only the newest update waits: when the server is slow, the ones between are dropped. HTTPS only, no proxies and no redirects,
+    because each request carries a bearer token.
+    """
+
+    interval_seconds = KUBEFLOW_INTERVAL_SECONDS
+
+    def __init__(self, url: str, ca_file: Path | None, token_file: Path) -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "https" or not parts.hostname:
+            raise ValueError(f"{ENV_KUBEFLOW_URL} is {url!r}; it must be an https:// address")
+        self._host, self._port = parts.hostname, parts.port or 443
+        self._path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        self._ca_file = ca_file
+        self._token_file = token_file
+        self._warned = False
+        self._closed = False
+        self._next: Progress | None = None
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+        self._thread.start()
+
+    def tell(self, progress: Progress) -> None:
+        """Leaves it for the thread."""
+        with self._wake:
+            self._next = progress
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Waits for the last post, at most two timeouts long (one may be under way)."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        self._thread.join(2 * _POST_TIMEOUT_SECONDS)
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._next is not None or self._closed)
+                progress, self._next = self._next, None
+            if progress is None:
+                return
+            try:
+                self._post(kubeflow_update(progress))
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                if not self._warned:
+                    log.warning("Progress cannot be sent to %s:%s (%s); training goes on without.", self._host, self._port, error)
+                self._warned = True
+
+    def _post(self, update: KubeflowUpdate) -> None:
+        context = ssl.create_default_context(cafile=str(self._ca_file) if self._ca_file else None)
+        connection = http.client.HTTPSConnection(self._host, self._port, timeout=_POST_TIMEOUT_SECONDS, context=context)
+        headers = {
+            "Content-Type": "application/json",
+            # Read anew each time: the kubelet replaces the token before it expires.
+            "Authorization": f"Bearer {self._token_file.read_text(encoding='utf-8').strip()}",
+        }
+        try:
+            connection.request("POST", self._path, update.model_dump_json(by_alias=True, exclude_none=True), headers)
+            answer = connection.getresponse()
+            answer.read()
+            if answer.status >= 300:
+                raise http.client.HTTPException(f"status {answer.status}")
+        finally:
+            connection.close()
+
+
+def kubeflow_update(progress: Progress) -> KubeflowUpdate:
+    """`progress` in the words of the Kubeflow protocol."""
+    named = {name: getattr(progress, name) for name in _FIELDS} | {"step": progress.step, "total_steps": progress.total_steps}
+    named |= progress.metrics
+    remaining = progress.remaining_seconds
+    return KubeflowUpdate(
+        trainer_status=KubeflowStatus(
+            progress_percentage=progress.percent,
+            estimated_remaining_seconds=None if remaining is None else round(remaining),
+            metrics=tuple(KubeflowMetric(name=k, value=json.dumps(v)) for k, v in named.items() if v is not None),
+            last_updated_time=datetime.fromtimestamp(progress.time, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        )
+    )
+
+
+def progress_for(stage: Stage, rank: int, environment: Mapping[str, str] | None = None) -> ProgressSink:
+    """What this process tells its progress to; only rank 0 tells."""
+    environment = os.environ if environment is None else environment
+    if rank != 0:
+        return NoProgress()
+    outlets: list[Outlet] = []
+    if environment.get(ENV_PROGRESS):
+        outlets.append(ProgressFile(Path(environment[ENV_PROGRESS])))
+    if environment.get(ENV_KUBEFLOW_URL):
+        outlets.extend(_kubeflow(environment))
+    return ProgressReporter(stage, outlets) if outlets else NoProgress()
+
+
+def _kubeflow(environment: Mapping[str, str]) -> list[Outlet]:
+    ca_file, token_file = environment.get(ENV_KUBEFLOW_CA), environment.get(ENV_KUBEFLOW_TOKEN)
+    if not token_file:
+        log.warning("%s is set without %s; progress is not sent.", ENV_KUBEFLOW_URL, ENV_KUBEFLOW_TOKEN)
+        return []
+    try:
+        return [KubeflowProgress(environment[ENV_KUBEFLOW_URL], Path(ca_file) if ca_file else None, Path(token_file))]
+    except ValueError as error:
+        log.warning("%s; progress is not sent.", error)
+        return []

@@ -1,0 +1,82 @@
+"""What every strategy answers, and what it is handed.
+
+A strategy that is asked for is in effect or the stage fails: libraries on the way down replace one by another without an error
+(accelerate, for one, turns FSDP on CPU into DDP), and the run would then need other memory and prove something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from finetune_contract.choices import StrategyName
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The model after set-up."""
+
+    model: PreTrainedModel
+    """The Hugging Face model itself."""
+    wrapped: torch.nn.Module
+    """What the forward pass is called on: the model, or what was put around it."""
+    optimizer: torch.optim.Optimizer
+    """The optimizer that steps, without accelerate's wrapper."""
+    world_size: int
+    device: torch.device
+
+
+class Strategy(Protocol):
+    """One way to spread a model."""
+
+    name: StrategyName
+
+    def arguments(self) -> Mapping[str, object]:
+        """Fields of TrainingArguments that this strategy sets."""
+
+    def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
+        """What has to happen to the model before an optimizer is made of its parameters."""
+
+    def assert_in_effect(self, placed: Placed) -> None:
+        """StageError STRATEGY_NOT_IN_EFFECT unless `placed` is spread as asked for."""
+
+    def model_state(self, placed: Placed) -> dict[str, Any]:
+        """All weights, whole, on the CPU of rank 0; empty elsewhere. Every rank must call it."""
+
+    def save(self, placed: Placed, folder: Path) -> None:
+        """Writes weights and optimizer state below `folder`, which exists. Every rank must call it."""
+
+    def load(self, placed: Placed, folder: Path) -> None:
+        """Reads what `save` wrote. Every rank must call it."""
+
+    def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:
+        """Why a checkpoint of that strategy and world cannot be continued here; None when it can."""
+
+
+def not_in_effect(strategy: str, reason: str, found: str) -> StageError:
+    """The error for a strategy that is not what was asked for; `reason` is the CamelCase word for the case."""
+    return StageError(
+        FailureClass.STRATEGY_NOT_IN_EFFECT,
+        reason,
+        f"parallelism.strategy {strategy} was asked for and is not in effect: {found}.",
+        "This is a defect of the image or its libraries; another strategy may work meanwhile.",
+    )
+
+
+def expect(holds: bool, strategy: str, reason: str, found: str) -> None:
+    """Raises `not_in_effect` unless `holds`."""
+    if not holds:
+        raise not_in_effect(strategy, reason, found)
+
+
+def type_name(value: object) -> str:
+    """Qualified name of the type of `value`."""
+    return f"{type(value).__module__}.{type(value).__qualname__}"

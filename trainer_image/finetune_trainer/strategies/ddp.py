@@ -1,0 +1,42 @@
+"""Every process holds the whole model; gradients are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from finetune_contract.choices import Precision, StrategyName
+from finetune_trainer.strategies.base import Placed, expect, not_in_effect, type_name
+from finetune_trainer.strategies.full_state import FullState
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class DataParallel(FullState):
+    """torch's DistributedDataParallel, put around the model by accelerate; bf16 by autocast."""
+
+    name: StrategyName = "ddp"
+
+    def __init__(self, precision: Precision, world_size: int) -> None:
+        self._precision = precision
+        self._world_size = world_size
+
+    def arguments(self) -> Mapping[str, object]:
+        """Autocast when the precision is bf16."""
+        return {"bf16": self._precision == "bf16"}
+
+    def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
+        """accelerate wraps it later."""
+        return model
+
+    def assert_in_effect(self, placed: Placed) -> None:
+        """DistributedDataParallel over the planned number of processes."""
+        from torch.nn.parallel import DistributedDataParallel
+
+        wrapped = placed.wrapped
+        if not isinstance(wrapped, DistributedDataParallel):
+            found = f"the model is a {type_name(wrapped)}, not DistributedDataParallel"
+            raise not_in_effect(self.name, "NotDistributedDataParallel", found)
+        size = wrapped.process_group.size()
+        expect(size == self._world_size, self.name, "WrongGroupSize", f"gradients are averaged over {size} of {self._world_size}")

@@ -1,0 +1,75 @@
+"""Checkpoints that hold the whole state once, by parameter name: what single, ddp and fsdp share.
+
+Because nothing in them depends on who holds which shard, a run continues from them with another number of processes and with
+another of these strategies.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune_trainer.strategies.base import Placed
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+STRATEGIES = ("single", "ddp", "fsdp")
+_WEIGHTS = "weights.pt"
+_OPTIMIZER = "optimizer.pt"
+
+
+def _options(*, loading: bool) -> StateDictOptions:
+    import torch
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    if loading:
+        return StateDictOptions(full_state_dict=True, broadcast_from_rank0=torch.distributed.is_initialized())
+    return StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def _is_main() -> bool:
+    import torch
+
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+class FullState:
+    """`model_state`, `save` and `load` of a strategy, by torch's state-dict functions."""
+
+    def model_state(self, placed: Placed) -> dict[str, Any]:
+        """All weights on rank 0, empty elsewhere."""
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        state = get_model_state_dict(placed.wrapped, options=_options(loading=False))
+        return state if _is_main() else {}
+
+    def save(self, placed: Placed, folder: Path) -> None:
+        """Gathers everything on rank 0, which writes it."""
+        import torch
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        weights = self.model_state(placed)
+        optimizer = get_optimizer_state_dict(placed.wrapped, placed.optimizer, options=_options(loading=False))
+        if _is_main():
+            torch.save(weights, folder / _WEIGHTS)
+            torch.save(optimizer, folder / _OPTIMIZER)
+
+    def load(self, placed: Placed, folder: Path) -> None:
+        """Rank 0 reads; the others get their share from it."""
+        import torch
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
+
+        weights: dict[str, Any] = {}
+        optimizer: dict[str, Any] = {}
+        if _is_main():
+            weights = torch.load(folder / _WEIGHTS, map_location="cpu", weights_only=True)
+            optimizer = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True)
+        set_model_state_dict(placed.wrapped, weights, options=_options(loading=True))
+        set_optimizer_state_dict(placed.wrapped, placed.optimizer, optimizer, options=_options(loading=True))
+
+    def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:
+        """Any number of processes and any of the three strategies."""
+        if manifest_strategy in STRATEGIES:
+            return None
+        return f"it was written by strategy {manifest_strategy}, which keeps its state in shards of its own"

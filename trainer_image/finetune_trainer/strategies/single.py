@@ -1,0 +1,35 @@
+"""One process, nothing around the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from finetune_contract.choices import Precision, StrategyName
+from finetune_trainer.strategies.base import Placed, expect, type_name
+from finetune_trainer.strategies.full_state import FullState
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Single(FullState):
+    """The model as it is; bf16 by autocast."""
+
+    name: StrategyName = "single"
+
+    def __init__(self, precision: Precision) -> None:
+        self._precision = precision
+
+    def arguments(self) -> Mapping[str, object]:
+        """Autocast when the precision is bf16."""
+        return {"bf16": self._precision == "bf16"}
+
+    def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Nothing to do."""
+        return model
+
+    def assert_in_effect(self, placed: Placed) -> None:
+        """One process, and no wrapper."""
+        expect(placed.world_size == 1, self.name, "WorldNotSingle", f"{placed.world_size} processes train together")
+        expect(placed.wrapped is placed.model, self.name, "ModelIsWrapped", f"the model is wrapped in {type_name(placed.wrapped)}")

@@ -1,0 +1,44 @@
+"""SIGTERM and SIGINT: at once where nothing can be saved, after the step where training can save."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+
+
+def preempted(where: str) -> StageError:
+    """The error that ends a stage that was told to stop; exit code 143."""
+    return StageError(
+        FailureClass.PREEMPTED, "Interrupted", f"The process was told to stop {where}.", "Start it again; training resumes."
+    )
+
+
+class Interruption:
+    """Whether this process was told to stop.
+
+    Until `defer` a signal raises StageError PREEMPTED where it strikes; from then on it is only noted. A launcher passes one
+    Ctrl-C on as a second signal, so any number of them means the same as one.
+    """
+
+    def __init__(self) -> None:
+        self._deferred = False
+        self.requested = False
+
+    def install(self) -> None:
+        """Takes over SIGTERM and SIGINT; only the main thread can, elsewhere (in a test) nothing happens."""
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._on_signal)
+            signal.signal(signal.SIGINT, self._on_signal)
+
+    def defer(self) -> None:
+        """From now on signals are noted in `requested`, for the loop to act upon between two steps."""
+        self._deferred = True
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        first, self.requested = not self.requested, True
+        if first and not self._deferred:
+            raise preempted(f"by {signal.Signals(number).name} outside of training steps, where there is nothing to save")

@@ -1,0 +1,265 @@
+"""The loop: `transformers.Trainer`, with our data order, our loss, our checkpoints, and a check that the strategy is in effect.
+
+What is overridden and why:
+- the loss of a step is the mean over the whole global batch whatever the ranks and the accumulation. The Trainer hands the number
+  of items to the model, and classification heads ignore it, so their loss came out multiplied by the accumulation;
+- evaluation and checkpoints come after the step has been logged, in that order, so that a checkpoint holds a finished step;
+- one small all-reduce at the start of a step tells every rank of it whether any was asked to stop.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
+
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+from finetune_trainer.strategies.base import Placed, Strategy
+from finetune_trainer.training.interruption import Interruption, preempted
+from finetune_trainer.training.order import Collate, EpochLoader, EpochOrder, TrainRows
+from finetune_trainer.training.validation import Validation
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One finished optimizer step."""
+
+    step: int
+    epoch: float
+    loss: float
+    learning_rate: float
+    grad_norm: float | None
+    seconds: float
+    """Forward, backward and update; without evaluation and checkpoints."""
+    samples: int
+    tokens: int
+
+
+class Observer(Protocol):
+    """Hears of finished steps and evaluations."""
+
+    def on_step(self, report: StepReport) -> None:
+        """After every step, on every rank."""
+
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """After every evaluation, on every rank, with the same figures."""
+
+
+class Saver(Protocol):
+    """Writes and reads checkpoints of a running loop."""
+
+    def wants(self, step: int) -> bool:
+        """Whether a checkpoint by the clock is due; asked on rank 0."""
+
+    def due(self, step: int, *, by_clock: bool) -> bool:
+        """Whether to save after `step`; the same answer on every rank."""
+
+    def save(self, loop: TrainingLoop) -> None:
+        """Every rank calls it."""
+
+    def resume(self, loop: TrainingLoop) -> None:
+        """Restores model, optimizer and scheduler; every rank calls it."""
+
+    def restore_random_state(self) -> None:
+        """Restores the generators; called right before the first resumed step."""
+
+
+class Stopper(Protocol):
+    """Decides about the end before the last step."""
+
+    def should_stop(self, step: int, metrics: Mapping[str, float], loop: TrainingLoop) -> bool:
+        """Asked after every evaluation, on every rank, with the same figures."""
+
+
+@dataclass(frozen=True)
+class LoopParts:
+    """The small objects that the loop works with."""
+
+    strategy: Strategy
+    order: EpochOrder
+    rows: TrainRows
+    collate: Collate
+    validation: Validation | None
+    observer: Observer
+    saver: Saver
+    stopper: Stopper
+    interruption: Interruption
+    save_on_preemption: bool
+
+
+@dataclass
+class _Step:
+    """The step under way."""
+
+    started: float = field(default_factory=time.monotonic)
+    stop: bool = False
+    save_by_clock: bool = False
+
+
+class TrainingLoop(Trainer):
+    """One run over `max_steps` optimizer steps."""
+
+    # compute_loss below has divided by the items of the whole step already.
+    loss_is_scaled_for_ga = True
+
+    def __init__(self, model: PreTrainedModel, args: TrainingArguments, parts: LoopParts) -> None:
+        self.parts = parts
+        self._step = _Step()
+        self._finished_step = -1
+        super().__init__(model=parts.strategy.prepare_model(model), args=args, data_collator=parts.collate, train_dataset=parts.rows)
+        self.remove_callback(PrinterCallback)
+
+    # ------------------------------------------------------------------------------------------------------------------ set-up
+
+    @property
+    def placed(self) -> Placed:
+        """The model as it is spread, once training has begun."""
+        optimizer = self.optimizer
+        while hasattr(optimizer, "optimizer") and not self.is_deepspeed_enabled:
+            optimizer = optimizer.optimizer  # accelerate's wrapper
+        return Placed(self.model, self.model_wrapped, optimizer, self.args.world_size, self.args.device)
+
+    def get_train_dataloader(self) -> EpochLoader:
+        """Our order; accelerate does not touch it."""
+        args = self.args
+        workers = args.dataloader_num_workers
+        return EpochLoader(
+            self.parts.rows,
+            batch_sampler=self.parts.order,
+            collate_fn=self.parts.collate,
+            num_workers=workers,
+            pin_memory=args.dataloader_pin_memory,
+            persistent_workers=args.dataloader_persistent_workers and workers > 0,
+            prefetch_factor=args.dataloader_prefetch_factor if workers else None,
+            # A generator of its own: an iterator draws a seed when it starts, and that must not shift the dropout masks.
+            generator=torch.Generator().manual_seed(args.seed),
+        )
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        self.parts.strategy.assert_in_effect(self.placed)
+        if resume_from_checkpoint is not None:
+            self.parts.saver.resume(self)
+        return prepared
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing: `_prepare_for_training` restores everything once it is spread."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.parts.saver.restore_random_state()
+
+    # -------------------------------------------------------------------------------------------------------------------- step
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
+        """Labelled items of the whole step over all ranks; on the way the ranks agree on stopping and saving after it."""
+        self._step = _Step()
+        items = sum(int(labelled_items(batch)) for batch in batch_samples)
+        wanted = self.args.process_index == 0 and self.parts.saver.wants(self.state.global_step + 1)
+        told = torch.tensor([items, self.parts.interruption.requested, wanted], dtype=torch.float64, device=device)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(told)
+        self._step.stop, self._step.save_by_clock = bool(told[1] > 0), bool(told[2] > 0)
+        return told[0]
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The micro-batch's share in the mean over the global batch, times the ranks, because gradients are averaged over them.
+
+        mean over global batch = sum over micro-batches of (mean of micro-batch x its items) / items of the global batch
+        """
+        items = labelled_items(inputs)
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=None)
+        if num_items_in_batch is not None:
+            loss = loss * (items * self.args.world_size / num_items_in_batch.to(loss.dtype))
+        return (loss, outputs) if return_outputs else loss
+
+    @contextmanager
+    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
+        """The Trainer's own asks the model for the DistributedConfig that it was loaded with, which ours has not."""
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        """As a plain number; under FSDP the norm comes as a DTensor whose local part is only this rank's."""
+        norm = super()._get_grad_norm(model, grad_norm)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not reported; counting walks over all parameters for every micro-batch."""
+        return 0
+
+    def store_flos(self) -> None:
+        """Not reported; it would cost a collective for every logged step."""
+
+    # -------------------------------------------------------------------------------------------------------------- after a step
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Takes the step's figures; the loss is the mean over all ranks already. Ends the run when it is not finite."""
+        if "loss" not in logs:
+            return
+        step = self.state.global_step
+        if not math.isfinite(logs["loss"]):
+            raise StageError(
+                FailureClass.LOSS_NOT_FINITE,
+                "LossNotFinite",
+                f"The loss is {logs['loss']} at step {step} with learning rate {logs['learning_rate']:.3g}.",
+                "Lower training.learningRate, lengthen training.warmupSteps, or train in fp32.",
+            )
+        order = self.parts.order
+        self.parts.observer.on_step(
+            StepReport(
+                step=step,
+                epoch=float(self.state.epoch or 0.0),
+                loss=logs["loss"],
+                learning_rate=logs["learning_rate"],
+                grad_norm=logs.get("grad_norm"),
+                seconds=time.monotonic() - self._step.started,
+                samples=self._train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size,
+                tokens=order.step_tokens((step - 1) % order.steps),
+            )
+        )
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Logs, evaluates at the end of an epoch, saves when due. The Trainer asks once more at the end of each epoch."""
+        step = self.state.global_step
+        if step == self._finished_step:
+            return
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        self._finished_step = step
+        last = step >= self.state.max_steps
+        if step % self.parts.order.steps == 0 or last:
+            self._validate(step)
+        done = last or self.control.should_training_stop
+        stop = self._step.stop and not done
+        if self.parts.saver.due(step, by_clock=self._step.save_by_clock) or (stop and self.parts.save_on_preemption):
+            self.parts.saver.save(self)
+        if stop:
+            raise preempted(f"and stopped after step {step} of {self.state.max_steps}")
+
+    def _validate(self, step: int) -> None:
+        if self.parts.validation is None:
+            return
+        metrics = self.parts.validation.metrics(self.model_wrapped, self.args.device)
+        self.parts.observer.on_validation(step, metrics)
+        if self.parts.stopper.should_stop(step, metrics, self):
+            self.control.should_training_stop = True
+
+
+def labelled_items(batch: Mapping[str, Any]) -> torch.Tensor:
+    """Labels that count towards the loss (those that are not -100)."""
+    labels: torch.Tensor = batch["labels"]
+    return labels.ne(-100).sum()
+
+

@@ -1,0 +1,113 @@
+"""The rows of every step, for this process.
+
+Made from `training_order` alone, so the rows of a step are the same however many processes share it; accelerate's own sharding of
+a data loader would deal them out in another order and pad the last batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from finetune_contract.job import Batch
+from finetune_contract.layout import FailureClass
+from finetune_trainer.data.batches import training_order
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.failures import StageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from finetune_trainer.tasks.base import TaskModule
+
+
+class EpochOrder(Sampler[list[int]]):
+    """Micro-batches of this rank, epoch by epoch."""
+
+    def __init__(self, lengths: NDArray[np.int64], batch: Batch, rank: int, seed: int) -> None:
+        self._lengths = lengths
+        self._batch = batch
+        self._rank = rank
+        self._seed = seed
+        self._epoch = 0
+        self._order = self._draw()
+        if not len(self._order):
+            raise StageError(
+                FailureClass.DATA,
+                "FewerRowsThanBatch",
+                f"The train split has {len(lengths)} rows and training.globalBatchSize is {batch.global_batch_size}.",
+                f"Set training.globalBatchSize to {len(lengths)} or less.",
+            )
+
+    def _draw(self) -> NDArray[np.int64]:
+        return training_order(
+            self._lengths,
+            global_batch=self._batch.global_batch_size,
+            micro_batch=self._batch.micro_batch_size,
+            ranks=self._batch.data_parallel,
+            seed=self._seed,
+            epoch=self._epoch,
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Draws the order of another epoch."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._order = self._draw()
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of one epoch."""
+        return len(self._order)
+
+    def step_tokens(self, step: int) -> int:
+        """Tokens of all rows of one step of the current epoch, over all ranks, without padding."""
+        return int(self._lengths[self._order[step]].sum())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (micro.tolist() for step in self._order for micro in step[:, self._rank])
+
+    def __len__(self) -> int:
+        return self._order.shape[0] * self._order.shape[1]
+
+
+class TrainRows(Dataset[Any]):
+    """Prepared rows of the train split, fetched a micro-batch at a time."""
+
+    def __init__(self, prepared: PreparedData) -> None:
+        self._prepared = prepared
+        self._rows = len(prepared.lengths("train"))
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        return self._prepared.features("train", [row])[0]
+
+    def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+        """torch asks a data set that has this for a whole batch at once."""
+        return self._prepared.features("train", rows)
+
+
+class Collate:
+    """Features of a micro-batch into tensors; a class because worker processes must be able to unpickle it."""
+
+    def __init__(self, task: TaskModule, pad_token_id: int) -> None:
+        self._task = task
+        self._pad_token_id = pad_token_id
+
+    def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        return self._task.collate(features, pad_token_id=self._pad_token_id)
+
+
+class EpochLoader(DataLoader[Any]):
+    """A data loader whose order follows the epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """The Trainer calls this at the start of an epoch."""
+        assert isinstance(self.batch_sampler, EpochOrder)
+        self.batch_sampler.set_epoch(epoch)

@@ -1,0 +1,238 @@
+"""The train stage from its inputs to `model/`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune_contract.job import Training, TrainerJob
+from finetune_contract.layout import FailureClass, JobPaths
+from finetune_trainer.checkpoints import CheckpointStore, identity, storage_errors_named
+from finetune_trainer.console import quiet_transformers
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.distributed import ProcessWorld
+from finetune_trainer.failures import StageError
+from finetune_trainer.models import load_tokenizer
+from finetune_trainer.progress import ProgressSink
+from finetune_trainer.reporting import merge_metrics, write_model_card
+from finetune_trainer.strategies.base import Strategy
+from finetune_trainer.strategies.deepspeed import strategy_label
+from finetune_trainer.strategies.select import strategy_for
+from finetune_trainer.tasks.base import TaskModule, task_module
+from finetune_trainer.training.arguments import refused_arguments, training_arguments
+from finetune_trainer.training.history import History, first_and_last
+from finetune_trainer.training.interruption import Interruption
+from finetune_trainer.training.loop import LoopParts, TrainingLoop
+from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
+from finetune_trainer.training.saving import RunSaver
+from finetune_trainer.training.stopping import EarlyStopper, NeverStop
+from finetune_trainer.training.telling import RunObserver, SilentObserver
+from finetune_trainer.training.validation import Validation
+
+log = logging.getLogger(__name__)
+
+_VALIDATION_TOKENS_PER_MICRO_BATCH = 4
+"""A forward pass without gradients keeps one layer's activations: four times the rows of a training micro-batch are safe."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the stage adds to the report."""
+
+    metrics: dict[str, Any]
+    artifacts: dict[str, str]
+    fingerprint: str
+
+
+def read_deepspeed_config(path: Path | None) -> dict[str, Any] | None:
+    """The parsed deepspeed.json; StageError CONFIG when it cannot be read."""
+    if path is None:
+        return None
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise StageError(FailureClass.CONFIG, "DeepSpeedConfig", f"{path} cannot be read: {error}", "Plan again.") from error
+    if not isinstance(config, dict):
+        raise StageError(FailureClass.CONFIG, "DeepSpeedConfig", f"{path} holds no JSON object.", "Plan again.")
+    return config
+
+
+def train(
+    job: TrainerJob,
+    paths: JobPaths,
+    progress: ProgressSink,
+    *,
+    world: ProcessWorld,
+    deepspeed: Mapping[str, Any] | None,
+    interruption: Interruption,
+) -> Outcome:
+    """Trains the job's model; on rank 0 leaves `model/`, `history.jsonl` and the train section of metrics.json."""
+    started = time.monotonic()
+    quiet_transformers()
+    training = training_of(job)
+    strategy = strategy_for(training, deepspeed)
+    task, prepared = task_module(job.task), PreparedData.open(paths)
+    stopper = _stopper(training, paths, world, prepared)
+    saver = _saver(job, training, paths, world, prepared, strategy, stopper)
+    history = History(paths.history)
+    observer = RunObserver(history, progress, training.max_steps)
+    order = EpochOrder(prepared.lengths("train"), training.batch, world.rank, training.seed)
+    _warn_of_other_epoch(order, training)
+    resume_from = saver.find()
+
+    # The model before the arguments: with a ZeRO-3 configuration alive, transformers would load it in shards and draw a new
+    # head on rank 0 alone, from another state of the generator than every other strategy.
+    model = task.build_model(job, prepared.facts)
+    arguments = training_arguments(training, paths.checkpoints, strategy.arguments())
+    parts = LoopParts(
+        strategy=strategy,
+        order=order,
+        rows=TrainRows(prepared),
+        collate=Collate(task, prepared.pad_token_id),
+        validation=_validation(training, prepared, task, world),
+        observer=observer if world.is_main else SilentObserver(),
+        saver=saver,
+        stopper=stopper,
+        interruption=interruption,
+        save_on_preemption=training.checkpoints.on_preemption,
+    )
+    loop = TrainingLoop(model, arguments, parts)
+    if world.is_main:
+        history.begin(saver.first_step)
+    progress.update(saver.first_step, training.max_steps)
+    interruption.defer()
+    _run(loop, resume_from)
+
+    state = strategy.model_state(loop.placed)
+    peak = _peak_memory_bytes(training)
+    steps = loop.state.global_step
+    if not world.is_main:
+        return Outcome({}, {}, prepared.facts.fingerprint)
+    first, last = first_and_last(history.losses())
+    section: dict[str, Any] = {
+        "train": {
+            "loss_first": first,
+            "loss_last": last,
+            "samples_per_second": observer.samples / observer.seconds if observer.seconds else 0.0,
+            "peak_memory_bytes": peak,
+            "strategy": strategy_label(training.strategy.name, training.strategy.zero_stage),
+            "world_size": world.size,
+            "seconds": time.monotonic() - started,
+            "steps": steps,
+            **observer.validation,
+        }
+    }
+    best = stopper.best_weights()
+    _publish(loop, job, paths, torch.load(best, weights_only=True) if best else state)
+    metrics = merge_metrics(paths, section)
+    write_model_card(paths, job, prepared.facts, metrics)
+    return Outcome(section, {"model": paths.model.name}, prepared.facts.fingerprint)
+
+
+def training_of(job: TrainerJob) -> Training:
+    """`job.training`; StageError CONFIG when the job trains nothing."""
+    if job.training is None:
+        raise StageError(
+            FailureClass.CONFIG, "NothingToTrain", f"Job {job.name} has no training section.", "Leave the train stage out."
+        )
+    return job.training
+
+
+def _run(loop: TrainingLoop, resume_from: Path | None) -> None:
+    try:
+        loop.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+    except ValueError as error:
+        if "DeepSpeed config values" in str(error):
+            raise refused_arguments(error) from error
+        raise
+
+
+def _stopper(training: Training, paths: JobPaths, world: ProcessWorld, prepared: PreparedData) -> EarlyStopper | NeverStop:
+    if training.early_stopping is None:
+        return NeverStop()
+    if "validation" not in prepared.facts.splits:
+        raise StageError(
+            FailureClass.CONFIG,
+            "NoValidationSplit",
+            "training.earlyStopping is set and the data have no validation split.",
+            "Name one in dataset.splits.validation, or leave training.earlyStopping out.",
+        )
+    return EarlyStopper(training.early_stopping, paths.checkpoints / "best", world)
+
+
+def _saver(
+    job: TrainerJob,
+    training: Training,
+    paths: JobPaths,
+    world: ProcessWorld,
+    prepared: PreparedData,
+    strategy: Strategy,
+    stopper: EarlyStopper | NeverStop,
+) -> RunSaver:
+    return RunSaver(
+        CheckpointStore(paths.checkpoints, training.checkpoints.keep),
+        training.checkpoints,
+        strategy=strategy,
+        label=strategy_label(training.strategy.name, training.strategy.zero_stage),
+        world=world,
+        job=identity(job, prepared.facts.fingerprint),
+        stopper=stopper,
+        seed=training.seed,
+    )
+
+
+def _validation(training: Training, prepared: PreparedData, task: TaskModule, world: ProcessWorld) -> Validation | None:
+    if "validation" not in prepared.facts.splits:
+        return None
+    tokens = _VALIDATION_TOKENS_PER_MICRO_BATCH * training.batch.micro_batch_size * prepared.facts.max_length
+    return Validation(prepared, task, batch_tokens=tokens, rank=world.rank, ranks=world.size)
+
+
+def _warn_of_other_epoch(order: EpochOrder, training: Training) -> None:
+    if order.steps != training.steps_per_epoch:
+        log.warning("An epoch of these data has %d steps, the plan counted %d.", order.steps, training.steps_per_epoch)
+
+
+def _publish(loop: TrainingLoop, job: TrainerJob, paths: JobPaths, state: dict[str, Any]) -> None:
+    """Writes the model beside the earlier one, then puts it in its place."""
+    partial = paths.model.with_name(paths.model.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        with storage_errors_named(paths.root):
+            loop.model.save_pretrained(str(partial), state_dict=state)
+            load_tokenizer(job).save_pretrained(str(partial))
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if paths.model.exists():
+        former = paths.model.with_name(paths.model.name + ".former")
+        shutil.rmtree(former, ignore_errors=True)
+        os.replace(paths.model, former)
+        os.replace(partial, paths.model)
+        shutil.rmtree(former)
+    else:
+        os.replace(partial, paths.model)
+
+
+def _peak_memory_bytes(training: Training) -> int:
+    """The most that any process has used: of its GPU, or its resident set on CPU. Every rank must call it."""
+    # ru_maxrss counts kibibytes on Linux.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if training.world.device == "cuda":
+        peak = torch.cuda.max_memory_allocated()
+    if not torch.distributed.is_initialized():
+        return peak
+    most = torch.tensor(peak, dtype=torch.int64, device="cuda" if training.world.device == "cuda" else "cpu")
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    return int(most)
+

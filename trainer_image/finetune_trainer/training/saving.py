@@ -1,0 +1,195 @@
+"""What a checkpoint of a running loop holds, and when one is due."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from finetune_contract.job import CheckpointSchedule
+from finetune_contract.layout import FailureClass
+from finetune_trainer.checkpoints import Checkpoint, CheckpointStore, refuse_other_job, storage_errors_named
+from finetune_trainer.distributed import ProcessWorld, barrier
+from finetune_trainer.failures import StageError
+from finetune_trainer.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from finetune_trainer.training.loop import TrainingLoop
+
+log = logging.getLogger(__name__)
+
+_STATE = "state"
+_SCHEDULER = "scheduler.pt"
+_STOPPING = "stopping.json"
+_TRAINER_STATE = "trainer_state.json"
+"""The name that the Trainer looks for when it resumes."""
+
+
+class HasState(Protocol):
+    """Something small that goes on where it was."""
+
+    def state(self) -> dict[str, Any]:
+        """As JSON."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """From what `state` gave."""
+
+
+class RunSaver:
+    """Writes checkpoints of one run into the store and restores the loop from one."""
+
+    def __init__(
+        self,
+        store: CheckpointStore,
+        schedule: CheckpointSchedule,
+        *,
+        strategy: Strategy,
+        label: str,
+        world: ProcessWorld,
+        job: dict[str, Any],
+        stopper: HasState,
+        seed: int,
+    ) -> None:
+        self._store = store
+        self._schedule = schedule
+        self._strategy = strategy
+        self._label = label
+        self._world = world
+        self._job = job
+        self._stopper = stopper
+        self._seed = seed
+        self._source: Checkpoint | None = None
+        self._saved_any = False
+        self._saved_at = time.monotonic()
+
+    def find(self) -> Path | None:
+        """The checkpoint to go on from, the same on every rank; None to start at step 0."""
+        found: list[Any] = [None, None]
+        if self._schedule.resume and self._world.is_main:
+            try:
+                found[0] = self._store.newest()
+            except StageError as error:
+                found[1] = error.message, error.reason, error.hint
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(found, src=0)
+        if found[1] is not None:
+            message, reason, hint = found[1]
+            raise StageError(FailureClass.CHECKPOINT, reason, message, hint)
+        self._source = found[0]
+        if self._source is None:
+            return None
+        refuse_other_job(self._source, self._job)
+        manifest = self._source.manifest
+        why_not = self._strategy.why_not_from(manifest.strategy, manifest.world_size, self._world.size)
+        if why_not is not None:
+            raise StageError(
+                FailureClass.CHECKPOINT,
+                "CheckpointOfAnotherWorld",
+                f"Training cannot go on from {self._source.folder}: {why_not}.",
+                f"Run it with strategy {manifest.strategy} on {manifest.world_size} processes, or start anew (checkpoints.resume: never).",
+            )
+        log.info("Resuming from %s (step %d).", self._source.folder, manifest.step)
+        return self._source.folder
+
+    @property
+    def first_step(self) -> int:
+        """Steps that are done already."""
+        return self._source.manifest.step if self._source is not None else 0
+
+    def wants(self, step: int) -> bool:
+        """By the clock, when the schedule is in minutes."""
+        minutes = self._schedule.every_minutes
+        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def due(self, step: int, *, by_clock: bool) -> bool:
+        """By steps, unless the schedule is in minutes."""
+        return by_clock if self._schedule.every_minutes is not None else step % self._schedule.every_steps == 0
+
+    def save(self, loop: TrainingLoop) -> None:
+        """Every rank writes its part; rank 0 seals the whole. Returns on all ranks when it counts."""
+        step = loop.state.global_step
+        started = time.monotonic()
+        try:
+            with storage_errors_named(self._store.partial(step).parent):
+                self._write(loop, step)
+        except BaseException:
+            if self._world.is_main:
+                self._store.abandon(step)
+            raise
+        self._saved_any, self._saved_at = True, time.monotonic()
+        log.info("Checkpoint of step %d written in %.1f s.", step, time.monotonic() - started)
+
+    def _write(self, loop: TrainingLoop, step: int) -> None:
+        folder, main = self._store.partial(step), self._world.is_main
+        if main:
+            self._store.begin(step)
+            (folder / _STATE).mkdir()
+        barrier()
+        self._strategy.save(loop.placed, folder / _STATE)
+        torch.save(random_state(), folder / _random_name(self._world.rank))
+        if main:
+            torch.save(loop.lr_scheduler.state_dict(), folder / _SCHEDULER)
+            (folder / _STOPPING).write_text(json.dumps(self._stopper.state()), encoding="utf-8")
+            loop.state.save_to_json(str(folder / _TRAINER_STATE))
+        barrier()
+        if main:
+            self._store.commit(
+                step,
+                strategy=self._label,
+                world_size=self._world.size,
+                job=self._job,
+                first_of_run=self._source is None and not self._saved_any,
+            )
+        barrier()
+
+    def resume(self, loop: TrainingLoop) -> None:
+        """Model, optimizer, scheduler and stopper from the checkpoint that `find` chose."""
+        folder = self._chosen().folder
+        self._strategy.load(loop.placed, folder / _STATE)
+        loop.lr_scheduler.load_state_dict(torch.load(folder / _SCHEDULER, weights_only=True))
+        self._stopper.restore(json.loads((folder / _STOPPING).read_text(encoding="utf-8")))
+
+    def restore_random_state(self) -> None:
+        """This rank's generators; a rank that the checkpoint does not know draws new ones from the seed and the step."""
+        path = self._chosen().folder / _random_name(self._world.rank)
+        if path.exists() and self._chosen().manifest.world_size == self._world.size:
+            set_random_state(torch.load(path, weights_only=True))
+        else:
+            torch.manual_seed(self._seed + 1_000_003 * self.first_step + self._world.rank)
+
+    def _chosen(self) -> Checkpoint:
+        assert self._source is not None
+        return self._source
+
+
+def _random_name(rank: int) -> str:
+    return f"random-{rank}.pt"
+
+
+def random_state() -> dict[str, Any]:
+    """All generators of this process, in types that load without running code."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (kind, np.asarray(keys).tolist(), *rest),
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """What `random_state` gave."""
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, np.asarray(keys, np.uint32), *rest))
+    torch.random.set_rng_state(state["cpu"])
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])

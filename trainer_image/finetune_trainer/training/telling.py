@@ -1,0 +1,77 @@
+"""What the world hears of a run: history, progress, log lines."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from finetune_trainer.progress import ProgressSink
+from finetune_trainer.training.history import History
+from finetune_trainer.training.loop import StepReport
+
+log = logging.getLogger(__name__)
+
+_LOG_INTERVAL_SECONDS = 10.0
+
+
+class SilentObserver:
+    """For all ranks but the first."""
+
+    def on_step(self, report: StepReport) -> None:
+        """Nothing."""
+
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Nothing."""
+
+
+@dataclass
+class RunObserver:
+    """For rank 0."""
+
+    history: History
+    progress: ProgressSink
+    total_steps: int
+    seconds: float = 0.0
+    """In steps of this attempt."""
+    samples: int = 0
+    """Of this attempt."""
+    validation: dict[str, float] = field(default_factory=dict)
+    """The last evaluation."""
+    _logged_at: float = float("-inf")
+
+    def on_step(self, report: StepReport) -> None:
+        """A history line, an update of the progress, and a log line every ten seconds."""
+        self.seconds += report.seconds
+        self.samples += report.samples
+        rate = report.samples / report.seconds
+        self.history.add(
+            {
+                "step": report.step,
+                "epoch": round(report.epoch, 6),
+                "loss": report.loss,
+                "learning_rate": report.learning_rate,
+                "grad_norm": report.grad_norm,
+                "samples_per_second": round(rate, 3),
+            }
+        )
+        self.progress.update(
+            report.step,
+            self.total_steps,
+            epoch=report.epoch,
+            loss=report.loss,
+            samples_per_second=rate,
+            tokens_per_second=report.tokens / report.seconds,
+            **self.validation,
+        )
+        now = time.monotonic()
+        if now - self._logged_at >= _LOG_INTERVAL_SECONDS or report.step == self.total_steps:
+            self._logged_at = now
+            log.info("step %d/%d  loss %.4f  %.1f samples/s", report.step, self.total_steps, report.loss, rate)
+
+    def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shown with the progress from now on."""
+        self.validation = {f"eval_{name}": value for name, value in metrics.items()}
+        self.history.add({"step": step, **self.validation})
+        log.info("step %d  %s", step, "  ".join(f"{name} {value:.4f}" for name, value in self.validation.items()))

@@ -1,0 +1,58 @@
+"""Metrics on the validation split in mid-training, on the model as it is spread.
+
+Every rank runs the same number of batches, because with FSDP and ZeRO-3 a forward pass gathers parameters from all of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from finetune_trainer.data.batches import inference_batches
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.tasks.base import TaskModule
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+class Validation:
+    """The validation split, dealt out to the ranks."""
+
+    def __init__(self, prepared: PreparedData, task: TaskModule, *, batch_tokens: int, rank: int, ranks: int) -> None:
+        self._prepared = prepared
+        self._task = task
+        batches = inference_batches(prepared.lengths("validation"), batch_tokens=batch_tokens)
+        rounds = -(-len(batches) // ranks)
+        # Ranks without a batch of their own in the last round repeat the last one; equal answers overwrite equal answers.
+        self._mine = [batches[min(each * ranks + rank, len(batches) - 1)] for each in range(rounds)]
+
+    def metrics(self, model: torch.nn.Module, device: torch.device) -> dict[str, float]:
+        """Loss (without label smoothing) and the task's metrics, the same on every rank. Keeps random states and mode."""
+        training = model.training
+        model.eval()
+        mine: list[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]] = []
+        with torch.no_grad():
+            for rows in self._mine:
+                features = self._prepared.features("validation", rows.tolist())
+                batch = self._task.collate(features, pad_token_id=self._prepared.pad_token_id)
+                labels = batch.pop("labels")
+                answer = model(**{name: value.to(device) for name, value in batch.items()})
+                mine.append((rows, answer.logits.float().cpu().numpy(), labels.numpy()))
+        model.train(training)
+        return self._score(mine)
+
+    def _score(self, mine: list[Any]) -> dict[str, float]:
+        everyone: list[Any] = [mine]
+        if torch.distributed.is_initialized():
+            everyone = [None] * torch.distributed.get_world_size()
+            torch.distributed.all_gather_object(everyone, mine)
+        parts = [part for rank in everyone for part in rank]
+        order = np.concatenate([rows for rows, _, _ in parts])
+        _, first = np.unique(order, return_index=True)
+        logits = np.concatenate([each for _, each, _ in parts])[first]
+        labels = np.concatenate([each for _, _, each in parts])[first]
+        names = self._prepared.facts.labels
+        return {"loss": self._task.loss(logits, labels), **self._task.metrics(logits, labels, names)}
