@@ -39,7 +39,7 @@ format: install ## Format the code
 	$(BIN)/ruff format .
 
 generate: install ## Write again what is generated: CRD, schema, API reference, lists of known arguments
-	$(BIN)/python -m tests.generate
+	$(BIN)/python tests/generate.py
 
 benchmark: install ## Measure training and prediction against the published form (see tests/benchmarks)
 	$(BIN)/python tests/benchmarks/padding.py

@@ -1,1 +1,3 @@
-"""Plans, renders and runs FineTuneJobs. Layers: cli and shell, reconcile, rendering, planning, api (see CONTRIBUTING.md)."""
+"""Plans, renders and runs FineTuneJobs. Layers: cli and shell, reconcile, rendering, planning, api (see
+CONTRIBUTING.md).
+"""

@@ -1,17 +1,18 @@
 """Training and prediction against the published form, in which every row is padded to 128 tokens.
 
-One thing differs between the arms: how rows become batches. Baseline arm ("pad to 128"): seeded random order, every row padded to
-128 tokens, 32 rows a batch, as the published notebooks do. Our arm: the trainer's own batches (`training_order`: grouped by
-length, padded to the longest of the micro-batch; `inference_batches`: sorted by length, a token budget). Model, weights, rows, global
-batch, optimizer, schedule, seed, threads and precision are the same, and so is the loop, which is written here once for both
-arms, so that no overhead of a trainer is counted on one side only. Both arms predict in `inference_mode`; the published form did not
-(that alone would give our arm another factor of about 1.3, which is not claimed).
+One thing differs between the arms: how rows become batches. Baseline arm ("pad to 128"): seeded random order, every
+row padded to 128 tokens, 32 rows a batch, as the published notebooks do. Our arm: the trainer's own batches
+(`training_order`: grouped by length, padded to the longest of the micro-batch; `inference_batches`: sorted by length,
+a token budget). Model, weights, rows, global batch, optimizer, schedule, seed, threads and precision are the same,
+and so is the loop, which is written here once for both arms, so that no overhead of a trainer is counted on one side
+only. Both arms predict in `inference_mode`; the published form did not (that alone would give our arm another factor
+of about 1.3, which is not claimed).
 
-Arms are interleaved and repeated; the first steps of an arm are not timed. Quality: test accuracy of both, and the largest
-difference of logits between both ways to predict with one model.
+Arms are interleaved and repeated; the first steps of an arm are not timed. Quality: test accuracy of both, and the
+largest difference of logits between both ways to predict with one model.
 
-    make benchmark            all training rows twice would take an hour: 3 x 60 steps an arm for speed, one epoch for quality
-    python tests/benchmarks/padding.py --steps 60 --repeats 3 --epochs 1 --data ../shared/data/rotten_tomatoes
+    make benchmark            all training rows twice would take an hour: 3 x 60 steps an arm for speed, one epoch for
+    quality python tests/benchmarks/padding.py --steps 60 --repeats 3 --epochs 1 --data ../shared/data/rotten_tomatoes
 """
 
 from __future__ import annotations
@@ -165,10 +166,16 @@ def main() -> None:
     path, _ = resolve_model(MODEL, "main", False)
     tokenizer = AutoTokenizer.from_pretrained(path)
     rows, test = (read_rows(options.data / f"{name}.jsonl", tokenizer) for name in ("train", "test"))
-    print(f"{platform.processor() or platform.machine()}, {options.threads} threads, torch {torch.__version__}, {options.data.name}")
+    print(
+        f"{platform.processor() or platform.machine()}, {options.threads} threads, torch "
+        f"{torch.__version__}, {options.data.name}"
+    )
     for name, split in (("train", rows), ("test", test)):
         share = 1 - split.tokens / (FIXED_LENGTH * len(split.ids))
-        print(f"{name}: {len(split.ids)} rows, {split.tokens} tokens; padded to {FIXED_LENGTH}, {share:.0%} would be padding")
+        print(
+            f"{name}: {len(split.ids)} rows, {split.tokens} tokens; padded to {FIXED_LENGTH}, "
+            f"{share:.0%} would be padding"
+        )
 
     speed: dict[str, list[float]] = {arm: [] for arm in ARMS}
     useful: dict[str, list[float]] = {arm: [] for arm in ARMS}

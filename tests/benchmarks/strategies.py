@@ -1,10 +1,12 @@
 """One job, one strategy after another: the same quality from each, and what each costs in time and memory.
 
-Every arm is a whole `finetune run` of the same job file with only `parallelism` changed: same model, rows, global batch, seed,
-epochs, and two processes (one for `single`). It prints test accuracy, first and last loss, samples/s, peak memory and wall-clock time
-of the whole run. At world size 1, and on one machine's CPU, sharding cannot make anything faster: its cost is what shows here.
+Every arm is a whole `finetune run` of the same job file with only `parallelism` changed: same model, rows, global
+batch, seed, epochs, and two processes (one for `single`). It prints test accuracy, first and last loss, samples/s,
+peak memory and wall-clock time of the whole run. At world size 1, and on one machine's CPU, sharding cannot make
+anything faster: its cost is what shows here.
 
-    python tests/benchmarks/strategies.py --data ../shared/data/rotten_tomatoes --epochs 2 --strategies ddp fsdp deepspeed-zero2
+    python tests/benchmarks/strategies.py --data ../shared/data/rotten_tomatoes --epochs 2 --strategies ddp fsdp
+    deepspeed-zero2
 """
 
 from __future__ import annotations
@@ -55,24 +57,25 @@ def main() -> None:
     options = parser.parse_args()
     options.workspace.mkdir(parents=True, exist_ok=True)
 
-    print(f"{'strategy':26}{'world':>6}{'accuracy':>10}{'loss first':>12}{'last':>8}{'samples/s':>11}{'peak MiB':>10}{'run s':>8}")
+    titles = ("strategy", "world", "accuracy", "loss first", "last", "samples/s", "peak MiB", "run s")
+    print("{:26}{:>6}{:>10}{:>12}{:>8}{:>11}{:>10}{:>8}".format(*titles))
     for strategy in options.strategies:
         file = options.workspace / f"{strategy}.yaml"
         file.write_text(yaml.safe_dump(job(strategy, options.data, options.epochs, options.batch)))
         started = time.perf_counter()
         ran = subprocess.run(
-            [FINETUNE, "run", str(file), "--workspace", str(options.workspace), "--restart"], capture_output=True, text=True
+            [FINETUNE, "run", str(file), "--workspace", str(options.workspace), "--restart"],
+            capture_output=True,
+            text=True,
         )
         seconds = time.perf_counter() - started
         if ran.returncode:
             sys.exit(f"{strategy} failed:\n{ran.stderr[-4000:]}")
         metrics = json.loads((options.workspace / strategy / "metrics.json").read_text())
         train = metrics["train"]
-        print(
-            f"{train['strategy']:26}{train['world_size']:>6}{metrics['evaluate']['accuracy']:>10.4f}{train['loss_first']:>12.3f}"
-            f"{train['loss_last']:>8.3f}{train['samples_per_second']:>11.1f}{train['peak_memory_bytes'] / 2**20:>10.0f}{seconds:>8.0f}",
-            flush=True,
-        )
+        row = (train["strategy"], train["world_size"], metrics["evaluate"]["accuracy"], train["loss_first"])
+        row += (train["loss_last"], train["samples_per_second"], train["peak_memory_bytes"] / 2**20, seconds)
+        print("{:26}{:>6}{:>10.4f}{:>12.3f}{:>8.3f}{:>11.1f}{:>10.0f}{:>8.0f}".format(*row), flush=True)
 
 
 if __name__ == "__main__":

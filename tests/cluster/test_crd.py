@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import pytest
 import yaml
+
 from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.rules import COLUMN_TASKS, RULES
 from finetune_operator.api.settings import LOCAL_SETTINGS

@@ -55,7 +55,8 @@ def test_every_command_of_the_readme_runs_and_the_quickstart_reaches_what_it_pro
     for line in shell_lines():
         if line.startswith(ELSEWHERE):
             continue
-        # The virtual environment of the suite stands in for .venv, so that the blocks also run where it is named otherwise.
+        # The virtual environment of the suite stands in for .venv, so that the blocks also run where it is named
+        # otherwise.
         command = line.replace(".venv/bin/", f"{shlex.quote(str(Path(sys.executable).parent))}/")
         command = command.replace("--workspace runs", f"--workspace {shlex.quote(str(workspace))}")
         if command.startswith("make "):

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import TypeAdapter
+
 from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 from finetune_operator.api.types import FineTuneJob
@@ -16,7 +18,6 @@ from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts
 from finetune_operator.rendering.contract import files
-from pydantic import TypeAdapter
 
 FOLDER = Path(__file__).parent
 CASES = sorted(file.stem for file in FOLDER.glob("*.yaml"))

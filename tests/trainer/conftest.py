@@ -22,7 +22,24 @@ from finetune_contract.report import Progress, TrainerReport
 WORDS = {
     "good": ["lovely", "bright", "solid", "sweet", "quick", "warm", "kind", "fresh"],
     "bad": ["broken", "dull", "sour", "slow", "cold", "rude", "stale", "weak"],
-    "other": ["the", "a", "phone", "soup", "chair", "lamp", "was", "is", "very", "quite", "and", "it", "we", "bought", "table", "shirt"],
+    "other": [
+        "the",
+        "a",
+        "phone",
+        "soup",
+        "chair",
+        "lamp",
+        "was",
+        "is",
+        "very",
+        "quite",
+        "and",
+        "it",
+        "we",
+        "bought",
+        "table",
+        "shirt",
+    ],
 }
 TIMEOUT_SECONDS = 240
 
@@ -156,7 +173,11 @@ class Bench:
             process.kill()
             output, _ = process.communicate()
             pytest.fail(f"the stage did not end in {TIMEOUT_SECONDS} s:\n{output}")
-        reports = [TrainerReport.model_validate_json(p.read_bytes()) for p in self.workspace.glob("report-*.json") if p.stat().st_size]
+        reports = [
+            TrainerReport.model_validate_json(p.read_bytes())
+            for p in self.workspace.glob("report-*.json")
+            if p.stat().st_size
+        ]
         told = self.workspace / "progress.jsonl"
         lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
         progress = tuple(Progress.model_validate_json(line) for line in lines)
@@ -167,13 +188,17 @@ class Bench:
         return self.end(self.start(stage, **how))
 
     def with_training(self, name: str | None = None, **changes: Any) -> Bench:
-        """Another job in the same workspace (so with the same prepared data when the name stays); `changes` are training fields."""
+        """Another job in the same workspace (so with the same prepared data when the name stays); `changes` are
+        training fields.
+        """
         assert self.job.training is not None
         training = self.job.training.model_copy(update=changes)
         job = self.job.model_copy(update={"training": training, "name": name or self.job.name})
         return Bench(self.workspace, TrainerJob.model_validate(job.model_dump()), self.environment)
 
-    def spread(self, strategy: str, processes: int, *, micro: int | None = None, name: str | None = None, **settings: Any) -> Bench:
+    def spread(
+        self, strategy: str, processes: int, *, micro: int | None = None, name: str | None = None, **settings: Any
+    ) -> Bench:
         """The same training on `processes` processes at the same global batch."""
         assert self.job.training is not None
         batch, world = self.job.training.batch, self.job.training.world

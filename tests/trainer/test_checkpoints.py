@@ -74,7 +74,9 @@ def break_manifest(folder: Path) -> None:
         (break_manifest, "manifest.json cannot be read"),
     ],
 )
-def test_a_damaged_one_is_skipped_and_the_file_named(damage: Callable[[Path], None], named: str, tmp_path: Path, caplog):
+def test_a_damaged_one_is_skipped_and_the_file_named(
+    damage: Callable[[Path], None], named: str, tmp_path: Path, caplog
+):
     store = CheckpointStore(tmp_path, keep=2)
     write(store, 5)
     write(store, 10)

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from finetune_trainer.data.batches import inference_batches, training_order
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from finetune_trainer.data.batches import inference_batches, training_order
 
 ROTTEN_TOMATOES = Path(__file__).parents[3] / "shared" / "data" / "rotten_tomatoes" / "train.jsonl"
 

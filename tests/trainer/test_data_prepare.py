@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
 from finetune_trainer.data.prepare import prepare
@@ -666,8 +667,9 @@ def test_workers_give_what_one_process_gives(tmp_path, monkeypatch):
 
 
 def test_roberta_like_models_hold_fewer_tokens_than_their_config_says(data):
-    from finetune_trainer.models import position_limit
     from transformers import RobertaConfig
+
+    from finetune_trainer.models import position_limit
 
     assert position_limit(RobertaConfig(max_position_embeddings=514, pad_token_id=1)) == 512
     assert position_limit(load_config(a_job(data))) == 512

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+
 from finetune_contract.facts import ModelFacts
 from finetune_contract.job import TrainerJob
 from finetune_trainer.facts import model_facts, trainer_facts, usable_cores, usable_memory_bytes

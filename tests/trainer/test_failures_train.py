@@ -1,4 +1,6 @@
-"""Everything that can go wrong in training ends with its own class and exit code, and leaves earlier results as they were."""
+"""Everything that can go wrong in training ends with its own class and exit code, and leaves earlier results as they
+were.
+"""
 
 from __future__ import annotations
 
@@ -80,12 +82,16 @@ def test_bad_training_arguments_are_refused(arguments: dict[str, object], reason
         pytest.param({"colour": "blue"}, "JobNotUnderstood", "colour", id="an unknown field"),
     ],
 )
-def test_a_job_that_this_trainer_does_not_know_is_refused(change: dict[str, object], reason: str, named: str, bench, tmp_path: Path):
+def test_a_job_that_this_trainer_does_not_know_is_refused(
+    change: dict[str, object], reason: str, named: str, bench, tmp_path: Path
+):
     job = tmp_path / "job.json"
     job.write_text(json.dumps({**json.loads(bench.job.to_json()), **change}))
     report = tmp_path / "report.json"
     command = [sys.executable, "-m", "finetune_trainer", "prepare", "--job", str(job), "--workspace", str(tmp_path)]
-    ended = subprocess.run(command, env={**os.environ, "FINETUNE_REPORT": str(report)}, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, env={**os.environ, "FINETUNE_REPORT": str(report)}, capture_output=True, text=True, check=False
+    )
     failure = TrainerReport.model_validate_json(report.read_bytes()).failure
     assert failure is not None
     assert (ended.returncode, failure.failure_class, failure.reason) == (11, FailureClass.CONFIG, reason)
@@ -132,7 +138,9 @@ def small_volume(tmp_path: Path) -> Iterator[Path]:
     """A volume of 4 MiB."""
     folder = tmp_path / "volume"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip("mounting a small volume needs root")
     yield folder
@@ -140,7 +148,9 @@ def small_volume(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize(("strategy", "settings"), [("single", {}), ("deepspeed", {"zero_stage": 2})])
-def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before_it(strategy: str, settings: dict[str, int], finished, small_volume: Path):
+def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before_it(
+    strategy: str, settings: dict[str, int], finished, small_volume: Path
+):
     from finetune_trainer.checkpoints import verify
 
     run = type(finished)(small_volume / "w", finished.job)
@@ -160,15 +170,20 @@ def test_out_of_memory_is_told_apart(finished, tmp_path: Path):
     # 200 MB of weights; gradients and Adam's two moments make 800 MB.
     big = tmp_path / "big"
     source = Path(finished.job.model.uri.removeprefix("file://"))
-    config = BertConfig(vocab_size=100_000, hidden_size=512, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    config = BertConfig(
+        vocab_size=100_000, hidden_size=512, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
+    )
     BertModel(config).save_pretrained(big)
     AutoTokenizer.from_pretrained(source).save_pretrained(big)
     before = contents(finished.paths.root)
     model = finished.job.model.model_copy(update={"uri": f"file://{big}"})
     run = type(finished)(finished.workspace, finished.job.model_copy(update={"model": model}))
     # How much address space the libraries alone take.
-    probe = "import finetune_trainer.training.run; print(next(l.split()[1] for l in open('/proc/self/status') if 'VmPeak' in l))"
-    measured = subprocess.run([sys.executable, "-c", probe], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    peak = "next(line.split()[1] for line in open('/proc/self/status') if 'VmPeak' in line)"
+    probe = f"import finetune_trainer.training.run; print({peak})"
+    measured = subprocess.run(
+        [sys.executable, "-c", probe], env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
     limit = int(measured.stdout.split()[-1]) * 1024 + 700 * 2**20
     report = refused(run, before, FailureClass.OUT_OF_MEMORY, "OutOfMemory", wrapper=["prlimit", f"--as={limit}"])
     assert "microBatchSize" in report.failure.hint
@@ -178,7 +193,9 @@ def test_out_of_memory_is_told_apart(finished, tmp_path: Path):
 def test_mpirun_starts_a_run_like_torchrun(whole_run, spread_of, bench, tmp_path: Path):
     expected, _ = whole_run(spread_of("ddp"))
     run = bench.at(tmp_path / "w").spread("ddp", 2)
-    ended = run.run(Stage.TRAIN, launcher=["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable])
+    ended = run.run(
+        Stage.TRAIN, launcher=["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
+    )
     assert ended.exit_code == 0, ended.output
     assert {report.rank: report.world_size for report in ended.reports.values()} == {0: 2, 1: 2}
     assert run.losses() == pytest.approx(expected.losses(), rel=1e-6)

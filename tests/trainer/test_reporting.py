@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths

@@ -123,7 +123,9 @@ def test_deepspeed_refuses_another_stage_offload_precision_world_and_no_engine(g
         "WrongPrecision": DeepSpeed(asked, "bf16", 1, config),
         "WrongGroupSize": DeepSpeed(asked, "fp32", 2, config),
     }
-    assert {reason: refusal(strategy, found) for reason, strategy in refusals.items()} == {name: name for name in refusals}
+    assert {reason: refusal(strategy, found) for reason, strategy in refusals.items()} == {
+        name: name for name in refusals
+    }
     assert refusal(DeepSpeed(asked, "fp32", 1, config), placed(model, model)) == "NotDeepSpeed"
 
     # An engine that says one stage and has the optimizer of another; and one that says 3 with whole parameters.

@@ -79,7 +79,9 @@ def test_the_first_and_the_last_update_are_posted_with_the_token_of_the_moment(s
         time.sleep(0.01)
     token.write_text("second\n")
     for step in range(1, 11):
-        sink.update(step, 10, loss=1.0 / step, epoch=0.5, samples_per_second=8.0, tokens_per_second=64.0, eval_accuracy=0.75)
+        sink.update(
+            step, 10, loss=1.0 / step, epoch=0.5, samples_per_second=8.0, tokens_per_second=64.0, eval_accuracy=0.75
+        )
     sink.close()
 
     assert [authorization for authorization, _, _ in server.posts] == ["Bearer first", "Bearer second"]
@@ -100,7 +102,9 @@ def test_the_first_and_the_last_update_are_posted_with_the_token_of_the_moment(s
 
 
 @pytest.mark.parametrize("trouble", ["refuses", "is slow", "is away", "has another certificate"])
-def test_a_server_in_trouble_never_disturbs_the_run_and_is_logged_once(trouble: str, server: Server, tmp_path: Path, caplog):
+def test_a_server_in_trouble_never_disturbs_the_run_and_is_logged_once(
+    trouble: str, server: Server, tmp_path: Path, caplog
+):
     token = tmp_path / "token"
     token.write_text("x")
     url, ca_file = server.url, server.ca_file

@@ -28,12 +28,16 @@ def wait_for_step(bench, step: int, process: subprocess.Popen[str]) -> None:
         if bench.paths.history.exists() and len(bench.paths.history.read_text(encoding="utf-8").splitlines()) > step:
             return
         time.sleep(0.005)
-    pytest.fail(f"the run ended or hung before step {step}: {process.communicate()[0] if process.poll() is not None else ''}")
+    pytest.fail(
+        f"the run ended or hung before step {step}: {process.communicate()[0] if process.poll() is not None else ''}"
+    )
 
 
 def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The processes that train, in the order of their ranks."""
-    found = [child for child in psutil.Process(process.pid).children() if "finetune_trainer" in " ".join(child.cmdline())]
+    found = [
+        child for child in psutil.Process(process.pid).children() if "finetune_trainer" in " ".join(child.cmdline())
+    ]
     return sorted(found, key=lambda child: int(child.environ()["RANK"]))
 
 
@@ -52,7 +56,14 @@ def largest_difference(one, other) -> float:
     ],
 )
 def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(
-    strategy: str, settings: dict[str, int], how: signal.Signals, bench, dropout_bench, whole_run, spread_of, tmp_path: Path
+    strategy: str,
+    settings: dict[str, int],
+    how: signal.Signals,
+    bench,
+    dropout_bench,
+    whole_run,
+    spread_of,
+    tmp_path: Path,
 ):
     if strategy == "ddp":
         # With dropout, so that a lost random state shows; how it is restored is the same for all strategies.
@@ -95,7 +106,9 @@ def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(
     assert (run.paths.state / "train.json").exists()
 
 
-def test_a_checkpoint_of_two_processes_goes_on_in_one_and_under_another_strategy(bench, whole_run, spread_of, tmp_path: Path):
+def test_a_checkpoint_of_two_processes_goes_on_in_one_and_under_another_strategy(
+    bench, whole_run, spread_of, tmp_path: Path
+):
     run = bench.at(tmp_path / "w").with_training(checkpoints=SCHEDULE)
     spread = run.spread("fsdp", 2)
     process = spread.start(processes=2)

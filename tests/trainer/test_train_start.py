@@ -17,7 +17,12 @@ from finetune_trainer.distributed import ProcessWorld, discover, settle_environm
 from finetune_trainer.failures import StageError
 from finetune_trainer.outcome import report_path, write_report
 
-OMPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
 
@@ -34,7 +39,11 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_R
             id="MPICH and Intel MPI",
         ),
         pytest.param({**OMPI, **TORCHRUN}, ProcessWorld(1, 2, 1, 2, "torchrun"), id="torchrun inside mpirun"),
-        pytest.param({**OMPI, "RANK": "0", "WORLD_SIZE": "2"}, ProcessWorld(3, 4, 1, 2, "mpi"), id="mpirun in a pod with node ranks"),
+        pytest.param(
+            {**OMPI, "RANK": "0", "WORLD_SIZE": "2"},
+            ProcessWorld(3, 4, 1, 2, "mpi"),
+            id="mpirun in a pod with node ranks",
+        ),
         pytest.param(
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
             ProcessWorld(1, 2, 0, 1, "environment"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from finetune_operator.api.crd import crd, crd_yaml, json_schema
 from finetune_operator.api.docs import api_reference
 from finetune_operator.api.types import QUANTITY_PATTERN

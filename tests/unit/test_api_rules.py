@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from finetune_operator.api.rules import COLUMN_TASKS, RULES, certain_ranks, nearest_multiples
 from finetune_operator.api.shapes import find, spec_shape
 from finetune_operator.api.types import FineTuneJobSpec

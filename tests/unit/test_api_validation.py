@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 from finetune_operator.api.shapes import leaves, spec_shape

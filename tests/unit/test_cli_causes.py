@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport, TrainerReport

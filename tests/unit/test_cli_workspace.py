@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+
 from finetune_contract.choices import Stage
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import Progress, TrainerReport

@@ -9,6 +9,9 @@ import json
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from finetune_operator.api.problems import Problem, describe_value, format_path
 from finetune_operator.cli.documents import (
     MAX_BYTES,
@@ -20,8 +23,6 @@ from finetune_operator.cli.documents import (
     read_documents,
 )
 from finetune_operator.cli.documents.nodes import MAX_DEPTH, MAX_NODES
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 SCALARS: dict[str, JsonValue] = {
     "2e-5": 2e-05,

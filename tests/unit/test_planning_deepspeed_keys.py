@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import pytest
+
 from finetune_operator.api.deepspeed_keys import KNOWN_KEYS, OPEN_SECTIONS
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")

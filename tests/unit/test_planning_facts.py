@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from finetune_contract.facts import DeviceFacts, HardwareFacts
 from finetune_operator.planning.architectures import ARCHITECTURES, UnknownArchitectureError, model_facts
 from finetune_operator.planning.devices import GPU_MODELS, find_gpu

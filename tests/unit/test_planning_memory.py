@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import pytest
+
 from finetune_contract.facts import ModelFacts
 from finetune_contract.job import Strategy, World
 from finetune_operator.planning.architectures import model_facts

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from finetune_contract.choices import Stage
-from finetune_operator.planning.names import BASE_LIMIT, JobNames
 from hypothesis import given
 from hypothesis import strategies as st
+
+from finetune_contract.choices import Stage
+from finetune_operator.planning.names import BASE_LIMIT, JobNames
 
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 JOB_NAMES = st.from_regex(r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?", fullmatch=True)

@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
 from finetune_contract.job import Batch, CheckpointSchedule, Columns, Strategy, World
@@ -18,9 +22,6 @@ from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.summary import Row, summarise
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
-from hypothesis import HealthCheck, given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 
 GIB = 1 << 30
 TWO_CORES = HardwareFacts(cpu_cores=2, memory_bytes=16 * GIB)

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import pytest
+
 from finetune_contract.facts import DataFacts, HardwareFacts, SplitFacts
 from finetune_operator.api.deepspeed_overrides import OWNED_KEYS, override_problems
 from finetune_operator.api.settings import CLUSTER_SETTINGS

@@ -1,4 +1,5 @@
-"""`python -m finetune_trainer STAGE --job job.json --workspace DIR`: runs one stage, reports, and exits with the contract's code.
+"""`python -m finetune_trainer STAGE --job job.json --workspace DIR`: runs one stage, reports, and exits with the
+contract's code.
 
 A table of contents: what a stage does is in `stages.py`, what its end means in `failures.py` and `outcome.py`.
 """
@@ -106,7 +107,9 @@ def read_job(path: Path) -> TrainerJob:
     try:
         return TrainerJob.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise StageError(FailureClass.CONFIG, "JobNotReadable", f"{path} cannot be read: {error}", "Check --job.") from error
+        raise StageError(
+            FailureClass.CONFIG, "JobNotReadable", f"{path} cannot be read: {error}", "Check --job."
+        ) from error
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
         where = [(".".join(map(str, each["loc"])) or "job.json", each) for each in found]
@@ -114,7 +117,8 @@ def read_job(path: Path) -> TrainerJob:
         raise StageError(
             FailureClass.CONFIG,
             "UnknownSchemaVersion" if version else "JobNotUnderstood",
-            f"{path}: " + "; ".join(f"{field}: {each['msg']} (found {str(each['input'])[:60]})" for field, each in where[:5]),
+            f"{path}: "
+            + "; ".join(f"{field}: {each['msg']} (found {str(each['input'])[:60]})" for field, each in where[:5]),
             "Operator and trainer image must be of versions that fit each other.",
         ) from error
 
@@ -142,7 +146,8 @@ def _mark_complete(paths: JobPaths, stage: Stage, report: TrainerReport) -> None
 def _fail(error: BaseException, arguments: argparse.Namespace, world: ProcessWorld, job: str, started: float) -> int:
     """Reports the failure and returns its exit code.
 
-    Frees first what the failed frames hold: memory may be used up, or the disk by a file that is deleted and still open.
+    Frees first what the failed frames hold: memory may be used up, or the disk by a file that is deleted and still
+    open.
     """
     failure = classify(error)
     if failure.failure_class is FailureClass.PROGRAM:

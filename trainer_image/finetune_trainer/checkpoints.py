@@ -1,7 +1,8 @@
-"""Checkpoints on disk: written beside, sealed by a manifest with hashes, moved into place, read back, and only then the latest.
+"""Checkpoints on disk: written beside, sealed by a manifest with hashes, moved into place, read back, and only then
+the latest.
 
-Nothing here knows what a checkpoint holds. A folder without a manifest that matches its files is not used; a damaged one is skipped
-with a warning and the one before it is taken. The last good one is never deleted.
+Nothing here knows what a checkpoint holds. A folder without a manifest that matches its files is not used; a damaged
+one is skipped with a warning and the one before it is taken. The last good one is never deleted.
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ class Checkpoint:
 def identity(job: TrainerJob, fingerprint: str) -> dict[str, Any]:
     """The settings that decide the course of training, flat.
 
-    Not among them: how the work is spread (strategy, world, micro-batch, checkpointing), so that a run goes on after its
-    memory was adapted or its node was lost.
+    Not among them: how the work is spread (strategy, world, micro-batch, checkpointing), so that a run goes on after
+    its memory was adapted or its node was lost.
     """
     assert job.training is not None
     spread = {"strategy", "world", "checkpoints", "batch"}
@@ -91,7 +92,9 @@ def digest(fields: Mapping[str, Any]) -> str:
 
 
 class CheckpointStore:
-    """The checkpoints of one job, `step-<n>/` below one folder. For rank 0; the other ranks only write into what `begin` made."""
+    """The checkpoints of one job, `step-<n>/` below one folder. For rank 0; the other ranks only write into what
+    `begin` made.
+    """
 
     def __init__(self, folder: Path, keep: int) -> None:
         self._folder = folder
@@ -112,8 +115,11 @@ class CheckpointStore:
         """Gives back the space of a checkpoint that could not be written."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
-    def commit(self, step: int, *, strategy: str, world_size: int, job: dict[str, Any], first_of_run: bool) -> Checkpoint:
-        """Seals `partial(step)`, moves it into place, reads it back, makes it the latest, and deletes the ones beyond `keep`.
+    def commit(
+        self, step: int, *, strategy: str, world_size: int, job: dict[str, Any], first_of_run: bool
+    ) -> Checkpoint:
+        """Seals `partial(step)`, moves it into place, reads it back, makes it the latest, and deletes the ones beyond
+        `keep`.
 
         `first_of_run`: all older ones belong to a run that was not resumed, and go.
         """
@@ -152,7 +158,9 @@ class CheckpointStore:
         return [path for _, path in sorted(named, reverse=True)]
 
     def newest(self) -> Checkpoint | None:
-        """The newest one that verifies; None when there is none. StageError CHECKPOINT when there are some, all damaged."""
+        """The newest one that verifies; None when there is none. StageError CHECKPOINT when there are some, all
+        damaged.
+        """
         folders = self._folders()
         for folder in folders:
             try:
@@ -163,7 +171,7 @@ class CheckpointStore:
             raise StageError(
                 FailureClass.CHECKPOINT,
                 "NoWholeCheckpoint",
-                f"None of the {len(folders)} checkpoints in {self._folder} is whole; the warnings name the damaged files.",
+                f"None of the {len(folders)} checkpoints in {self._folder} is whole; the warnings name the files.",
                 "Delete them and start anew, or set checkpoints.resume to never.",
             )
         return None
@@ -185,7 +193,9 @@ def refuse_other_job(checkpoint: Checkpoint, job: Mapping[str, Any]) -> None:
 
 
 def verify(folder: Path) -> Checkpoint:
-    """The checkpoint in `folder`; StageError CHECKPOINT naming the first file that is missing or differs from the manifest."""
+    """The checkpoint in `folder`; StageError CHECKPOINT naming the first file that is missing or differs from the
+    manifest.
+    """
     try:
         manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
     except FileNotFoundError:

@@ -1,4 +1,6 @@
-"""What a stage prints: a few plain lines on stderr of rank 0, warnings of the other ranks with their rank, no library chatter."""
+"""What a stage prints: a few plain lines on stderr of rank 0, warnings of the other ranks with their rank, no library
+chatter.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +9,24 @@ import os
 import sys
 import warnings
 
-_CHATTY = ("deepspeed", "DeepSpeed", "transformers", "accelerate", "datasets", "torch", "filelock", "fsspec", "httpx", "urllib3")
+_CHATTY = (
+    "deepspeed",
+    "DeepSpeed",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "torch",
+    "filelock",
+    "fsspec",
+    "httpx",
+    "urllib3",
+)
 
 
 def settle_console(rank: int) -> None:
-    """Sets up logging of this process; to be called before the heavy imports, because some libraries log while imported."""
+    """Sets up logging of this process; to be called before the heavy imports, because some libraries log while
+    imported.
+    """
     handler = logging.StreamHandler(sys.stderr)
     prefix = "" if rank == 0 else f"rank {rank}: "
     handler.setFormatter(logging.Formatter(prefix + "%(asctime)s %(message)s", datefmt="%H:%M:%S"))
@@ -34,4 +49,4 @@ def quiet_transformers() -> None:
     """Switches off the progress bars of transformers, for which there is no variable."""
     from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]

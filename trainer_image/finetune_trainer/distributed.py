@@ -1,8 +1,9 @@
 """Which process am I, and of how many: read from whatever started us, before torch is imported.
 
-torchrun, Open MPI (4 and 5), MPICH and Intel MPI each say it in their own variables; everything after this module sees the five
-of torchrun. It refuses a world that is not the planned one: Open MPI without its host file and a launcher with a wrong count both
-start fewer processes without an error, and the run would train something else than the plan says.
+torchrun, Open MPI (4 and 5), MPICH and Intel MPI each say it in their own variables; everything after this module
+sees the five of torchrun. It refuses a world that is not the planned one: Open MPI without its host file and a
+launcher with a wrong count both start fewer processes without an error, and the run would train something else than
+the plan says.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ from finetune_trainer.failures import StageError
 Launcher: TypeAlias = Literal["torchrun", "mpi", "environment", "none"]
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""How long a process waits for the others: longer than rank 0 needs to hash and sync a large checkpoint, far shorter than for ever."""
+"""How long a process waits for the others: longer than rank 0 needs to hash and sync a large checkpoint, far shorter
+than for ever.
+"""
 
 _LOOPBACK = "127.0.0.1"
 _MPI_PORTS = (20000, 10000)
@@ -36,7 +39,8 @@ _MPI_VARIABLES = (
     ("PMIX_RANK", "PMIX_SIZE", "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE"),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-# Common to all processes of one mpirun and different in another one: Open MPI 4 and 5 set the first, Open MPI 4 the second too.
+# Common to all processes of one mpirun and different in another one: Open MPI 4 and 5 set the first, Open MPI 4 the
+# second too.
 _MPI_RUN_VARIABLES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID")
 _FIVE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -73,7 +77,9 @@ def discover(environment: Mapping[str, str]) -> ProcessWorld:
     return ProcessWorld()
 
 
-def _from_variables(environment: Mapping[str, str], names: tuple[str, str, str, str], launcher: Launcher) -> ProcessWorld:
+def _from_variables(
+    environment: Mapping[str, str], names: tuple[str, str, str, str], launcher: Launcher
+) -> ProcessWorld:
     def number(name: str, default: int) -> int:
         text = environment.get(name, str(default))
         if not text.isdecimal():
@@ -98,7 +104,7 @@ def check_world(world: ProcessWorld, training: Training) -> None:
         FailureClass.WORLD_SIZE,
         "WorldSizeMismatch",
         f"{world.size} processes run (told by {world.launcher}), the plan counts on {planned.size} "
-        f"({planned.nodes} nodes x {planned.processes_per_node}) with {training.batch.data_parallel} data-parallel ranks.",
+        f"({planned.nodes} nodes x {planned.processes_per_node}), {training.batch.data_parallel} data-parallel.",
         "Check the launcher's process count and its host file: mpirun without one starts on a single node.",
     )
 
@@ -106,7 +112,7 @@ def check_world(world: ProcessWorld, training: Training) -> None:
 def settle_environment(
     environment: MutableMapping[str, str], world: ProcessWorld, *, device: Device, threads: int, strategy: StrategyName
 ) -> None:
-    """Sets the variables that torch, accelerate and DeepSpeed read on import. Call it before any of them is imported."""
+    """Sets the variables that torch, accelerate and DeepSpeed read on import; call it before that."""
     environment["OMP_NUM_THREADS"] = str(threads)
     # Several processes share the machine already; and a fork after its threads have started would only warn.
     environment["TOKENIZERS_PARALLELISM"] = "false"
@@ -159,7 +165,8 @@ def connect(world: ProcessWorld, device: Device, threads: int, strategy: Strateg
             raise StageError(
                 FailureClass.STRATEGY_NOT_IN_EFFECT,
                 "DeviceMissing",
-                f"The plan trains on GPUs, and process {world.rank} (local rank {world.local_rank}) sees {torch.cuda.device_count()}.",
+                f"The plan trains on GPUs; process {world.rank} has local rank {world.local_rank} and sees "
+                f"{torch.cuda.device_count()} of them.",
                 "Ask for as many GPUs as processes per node, and check the driver.",
             )
         torch.cuda.set_device(world.local_rank)

@@ -1,7 +1,7 @@
 """The trainer's own errors, and what any other exception means.
 
-Every error that we foresee is a `StageError` with a class that the operator acts upon. Everything else is classified once, here,
-by type first and by text only where a library raises nothing better than `RuntimeError`.
+Every error that we foresee is a `StageError` with a class that the operator acts upon. Everything else is classified
+once, here, by type first and by text only where a library raises nothing better than `RuntimeError`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 # Text by which torch, its collectives and the allocator are recognised: they raise plain RuntimeError.
-_COLLECTIVE_MARKS = ("connection closed by peer", "connection reset by peer", "connection refused", "nccl", "gloo", "timed out waiting")
+_COLLECTIVE_MARKS = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "nccl",
+    "gloo",
+    "timed out waiting",
+)
 _MEMORY_MARKS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
@@ -57,14 +64,20 @@ def _known(error: BaseException) -> FailureReport | None:
     text = str(error).lower()
     if isinstance(error, StageError):
         return _report(error.failure_class, error.reason, error.message, error.hint)
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or any(m in text for m in _MEMORY_MARKS):
+    if (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or any(m in text for m in _MEMORY_MARKS)
+    ):
         return _report(
             FailureClass.OUT_OF_MEMORY,
             "OutOfMemory",
             str(error) or "The process could not get the memory it asked for.",
             "Set training.microBatchSize lower (the global batch stays), or shard or offload more under parallelism.",
         )
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT) or "no space left on device" in text:
+    if (
+        isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    ) or "no space left on device" in text:
         return _report(
             FailureClass.STORAGE_FULL,
             "NoSpaceLeft",
@@ -72,7 +85,9 @@ def _known(error: BaseException) -> FailureReport | None:
             "Free space or give the workspace more; checkpoints.keep bounds what checkpoints take.",
         )
     if isinstance(error, OSError) and error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT):
-        return _report(FailureClass.STORAGE_LOST, "StorageUnavailable", f"The storage did not answer: {error}", "Try again.")
+        return _report(
+            FailureClass.STORAGE_LOST, "StorageUnavailable", f"The storage did not answer: {error}", "Try again."
+        )
     if isinstance(error, RuntimeError) and any(mark in text for mark in _COLLECTIVE_MARKS):
         return _report(
             FailureClass.COLLECTIVE,

@@ -1,7 +1,7 @@
 """The last word of a process: its `TrainerReport`, where the one who started it looks for it.
 
-Several ranks of a pod may share the file. The first failure is the cause and stays; what another rank says later, about a peer
-that went away, must not hide it.
+Several ranks of a pod may share the file. The first failure is the cause and stays; what another rank says later,
+about a peer that went away, must not hide it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def report_path(rank: int, environment: Mapping[str, str]) -> Path | None:
 
 
 def write_report(report: TrainerReport, path: Path | None) -> None:
-    """Writes the report unless the file holds a failure of this run already. Never raises: it would hide what happened."""
+    """Writes the report unless the file holds a failure of this run already. Never raises: it would hide what
+    happened.
+    """
     if path is None:
         return
     try:

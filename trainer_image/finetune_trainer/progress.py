@@ -1,7 +1,7 @@
 """Where a stage tells how far it is: a file for the one who started it, the Kubeflow protocol for the operator.
 
-Telling must never disturb the work. Both outlets go through one throttle, the network is spoken to by a thread of its own with
-short timeouts, and what goes wrong there is logged once and then forgotten.
+Telling must never disturb the work. Both outlets go through one throttle, the network is spoken to by a thread of its
+own with short timeouts, and what goes wrong there is logged once and then forgotten.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class ProgressFile:
 class KubeflowProgress:
     """POSTs the latest progress to a server of the Kubeflow Trainer protocol, from a thread of its own.
 
-    Only the newest update waits: when the server is slow, the ones between are dropped. HTTPS only, no proxies and no redirects,
-    because each request carries a bearer token.
+    Only the newest update waits: when the server is slow, the ones between are dropped. HTTPS only, no proxies and no
+    redirects, because each request carries a bearer token.
     """
 
     interval_seconds = KUBEFLOW_INTERVAL_SECONDS
@@ -198,7 +198,12 @@ class KubeflowProgress:
                 self._post(kubeflow_update(progress))
             except (OSError, http.client.HTTPException, ValueError) as error:
                 if not self._warned:
-                    log.warning("Progress cannot be sent to %s:%s (%s); training goes on without.", self._host, self._port, error)
+                    log.warning(
+                        "Progress cannot be sent to %s:%s (%s); training goes on without.",
+                        self._host,
+                        self._port,
+                        error,
+                    )
                 self._warned = True
 
     def _post(self, update: KubeflowUpdate) -> None:
@@ -221,7 +226,10 @@ class KubeflowProgress:
 
 def kubeflow_update(progress: Progress) -> KubeflowUpdate:
     """`progress` in the words of the Kubeflow protocol."""
-    named = {name: getattr(progress, name) for name in _FIELDS} | {"step": progress.step, "total_steps": progress.total_steps}
+    named = {name: getattr(progress, name) for name in _FIELDS} | {
+        "step": progress.step,
+        "total_steps": progress.total_steps,
+    }
     named |= progress.metrics
     remaining = progress.remaining_seconds
     return KubeflowUpdate(

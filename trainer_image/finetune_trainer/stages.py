@@ -1,4 +1,6 @@
-"""Each stage as one function of the same inputs. The libraries that a stage needs are imported when it runs, not before."""
+"""Each stage as one function of the same inputs. The libraries that a stage needs are imported when it runs, not
+before.
+"""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def crd_yaml() -> str:
 class _PlainDumper(yaml.SafeDumper):
     """Writes shared values out instead of as anchors, which would make the file unreadable."""
 
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ANN401 - the base class's signature
+    def ignore_aliases(self, data: Any) -> bool:
         return True
 
 

@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from finetune_contract.choices import Task
 from pydantic import JsonValue
 
+from finetune_contract.choices import Task
 from finetune_operator.api.types import CheckpointEverySpec, FineTuneJobSpec
 
 Holds = Callable[[FineTuneJobSpec], bool]

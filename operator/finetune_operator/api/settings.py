@@ -12,7 +12,9 @@ from pydantic import Field
 from finetune_operator.api.types import Scheme, SpecModel
 
 CLUSTER_SCHEMES: tuple[Scheme, ...] = ("hf", "s3", "gs", "az", "pvc")
-"""`file` and `pkg` name things on the machine that runs the job: in a cluster that is a pod, where they mean nothing."""
+"""`file` and `pkg` name things on the machine that runs the job: in a cluster that is a pod, where they mean
+nothing.
+"""
 
 
 class Price(SpecModel):
@@ -21,7 +23,9 @@ class Price(SpecModel):
     product: str = Field(description="GPU product as in accelerator.product; cpu for a node without GPUs.")
     gpus: int = Field(ge=0, description="GPUs on the node, a count.")
     per_hour: float = Field(ge=0, description="Price of the node for one hour, in `currency`.")
-    spot_per_hour: float | None = Field(default=None, ge=0, description="The same on spot capacity. Left out: not offered.")
+    spot_per_hour: float | None = Field(
+        default=None, ge=0, description="The same on spot capacity. Left out: not offered."
+    )
 
 
 class Settings(SpecModel):
@@ -29,7 +33,8 @@ class Settings(SpecModel):
 
     schemes: tuple[Scheme, ...] = Field(default=CLUSTER_SCHEMES, description="URI schemes that jobs may use.")
     git_hosts: tuple[str, ...] = Field(
-        default=("github.com", "gitlab.com", "huggingface.co"), description="Hosts from which training.script may be fetched."
+        default=("github.com", "gitlab.com", "huggingface.co"),
+        description="Hosts from which training.script may be fetched.",
     )
     images: tuple[str, ...] = Field(default=("*",), description="Globs of images that jobs may name. Default: any.")
     trust_remote_code: tuple[str, ...] = Field(

@@ -1,8 +1,8 @@
 """The FineTuneJob resource: spec and status, field by field.
 
-This module is the one source of the API. From it come the CRD, the JSON schema for editors, the documentation tables and the
-messages of `finetune validate`. It holds no behaviour: defaults that need a decision (a micro-batch, a number of epochs) are
-taken by the plan, and are `auto` or absent here.
+This module is the one source of the API. From it come the CRD, the JSON schema for editors, the documentation tables
+and the messages of `finetune validate`. It holds no behaviour: defaults that need a decision (a micro-batch, a number
+of epochs) are taken by the plan, and are `auto` or absent here.
 
 Descriptions are written for `kubectl explain`: meaning, unit, default, and what leaving the field out does.
 """
@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, TypeAlias
 
-from finetune_contract.choices import OffloadDevice, OptimizerName, SchedulerName, Stage, Task
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, StringConstraints
 from pydantic.alias_generators import to_camel
+
+from finetune_contract.choices import OffloadDevice, OptimizerName, SchedulerName, Stage, Task
 
 GROUP = "finetune.dev"
 VERSION = "v1alpha1"
@@ -64,7 +65,9 @@ NonNegative: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
 
 
 class SpecModel(BaseModel):
-    """Base of everything that people write: unknown fields are errors, types are not coerced, names are camelCase only."""
+    """Base of everything that people write: unknown fields are errors, types are not coerced, names are
+    camelCase only.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -119,11 +122,13 @@ class ModelSpec(SpecModel):
     )
     revision: Text = Field(
         default="main",
-        description="Branch, tag or commit of a Hub model. Default main; status pins it to a commit. Not used by other schemes.",
+        description="Branch, tag or commit of a Hub model. Default main; status pins it to a commit. "
+        "Not used by other schemes.",
     )
     trust_remote_code: bool = Field(
         default=False,
-        description="Run Python code that comes with the model. Default false. Refused unless the cluster's administrator "
+        description="Run Python code that comes with the model. Default false. Refused unless the "
+        "cluster's administrator "
         "allows the repository.",
     )
     adapter: AdapterSpec = Field(
@@ -139,17 +144,20 @@ class SplitsSpec(SpecModel):
 
     train: Text | None = Field(
         default=None,
-        description="Split (or file stem) to train on, Hub slices such as train[:10%] included. Left out: the split named "
+        description="Split (or file stem) to train on, Hub slices such as train[:10%] included. Left "
+        "out: the split named "
         "train, or the only file.",
     )
     validation: Text | None = Field(
         default=None,
-        description="Split measured during training. Left out: the split named validation if there is one, else 5 % of train, "
+        description="Split measured during training. Left out: the split named validation if there "
+        "is one, else 5 % of train, "
         "set aside with the seed.",
     )
     test: Text | None = Field(
         default=None,
-        description="Split that evaluate and predict use. Left out: the split named test if there is one, else validation.",
+        description="Split that evaluate and predict use. Left out: the split named test if there is "
+        "one, else validation.",
     )
 
 
@@ -190,7 +198,8 @@ class DatasetSpec(SpecModel):
     """Rows to train, evaluate or predict on."""
 
     uri: Uri = Field(
-        description="Where the data are: hf://org/name, or a folder, file or glob of jsonl, csv or parquet behind any scheme. "
+        description="Where the data are: hf://org/name, or a folder, file or glob of jsonl, csv or "
+        "parquet behind any scheme. "
         "Required."
     )
     config: Text | None = Field(
@@ -275,7 +284,8 @@ class TrainingSpec(SpecModel):
     )
     global_batch_size: Count = Field(
         default=32,
-        description="Rows per optimizer step over all processes, kept exactly: micro-batch x accumulation x data-parallel ranks. "
+        description="Rows per optimizer step over all processes, kept exactly: micro-batch x "
+        "accumulation x data-parallel ranks. "
         "Default 32.",
     )
     micro_batch_size: Auto | Count = Field(
@@ -309,7 +319,8 @@ class TrainingSpec(SpecModel):
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
         default="auto",
-        description="Arithmetic of the forward and backward pass. Default auto: bf16 where the hardware has it, else fp32.",
+        description="Arithmetic of the forward and backward pass. Default auto: bf16 where the "
+        "hardware has it, else fp32.",
     )
     arguments: Annotated[dict[str, JsonValue], Field(max_length=128)] = Field(
         default={},
@@ -355,7 +366,8 @@ class ParallelismSpec(SpecModel):
     )
     zero_stage: Auto | Annotated[int, Field(ge=0, le=3)] = Field(
         default="auto",
-        description="DeepSpeed ZeRO stage, 0 to 3. Default auto: the lowest that fits. Needs strategy deepspeed or auto.",
+        description="DeepSpeed ZeRO stage, 0 to 3. Default auto: the lowest that fits. Needs "
+        "strategy deepspeed or auto.",
     )
     offload: OffloadSpec = Field(
         default=OffloadSpec(), description="Left out: nothing is offloaded unless auto has to."
@@ -373,7 +385,8 @@ class ParallelismSpec(SpecModel):
     )
     placement: Annotated[str, StringConstraints(pattern=r"^(cluster|spread|[DPT]{1,3})$")] = Field(
         default="cluster",
-        description="cluster keeps model-parallel ranks on one node, spread puts them apart, or the order of D, P and T in the "
+        description="cluster keeps model-parallel ranks on one node, spread puts them apart, or the "
+        "order of D, P and T in the "
         "device mesh. Default cluster.",
     )
     deepspeed_config: FreeObject = Field(
@@ -408,7 +421,8 @@ class ResourcesSpec(SpecModel):
     )
     gpus_per_node: Auto | Annotated[int, Field(ge=0, le=64)] = Field(
         default=0,
-        description="GPUs on each node. Default 0: CPU training. auto: those of the machine, or none when it has none; only "
+        description="GPUs on each node. Default 0: CPU training. auto: those of the machine, or none "
+        "when it has none; only "
         "without a cluster.",
     )
     processes_per_node: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(

@@ -19,6 +19,8 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from pydantic import JsonValue, ValidationError
+
 from finetune_contract.arguments import (
     OWNED_BY_PLAN,
     ArgumentProblem,
@@ -26,8 +28,6 @@ from finetune_contract.arguments import (
     check_arguments,
     known_arguments,
 )
-from pydantic import JsonValue, ValidationError
-
 from finetune_operator.api.crd import MAX_NAME, NAME_PATTERN
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.problems import HIDDEN, PathPart, Problem, Reason, describe_value, format_path

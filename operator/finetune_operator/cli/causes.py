@@ -6,11 +6,11 @@ import re
 import signal
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from finetune_contract.choices import Stage
 from finetune_contract.layout import EXIT_CODES, EXIT_OK, FailureClass
 from finetune_contract.report import FailureReport, TrainerReport
-from pydantic import ValidationError
-
 from finetune_operator.api.types import FailureStatus
 
 LOG_LINES = 15

@@ -68,16 +68,16 @@ def complain(text: str) -> None:
 
 
 def described(problem: Problem, source: str) -> str:
-    """`FILE:LINE: path: value V: rule. Way out.`, leaving out what is not known."""
+    """`FILE:LINE: path: value V: rule. way out.`, leaving out what is not known."""
     place = source if problem.line is None else f"{source}:{problem.line}"
     what = [problem.path] if problem.path else []
     if problem.value is not None:
         what.append(f"value {problem.value}")
-    return ": ".join([place, *what, f"{problem.rule}. {_sentence(problem.way_out)}"])
+    return ": ".join([place, *what, f"{_ended(problem.rule)} {_ended(problem.way_out)}"])
 
 
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}." if text else ""
+def _ended(text: str) -> str:
+    return text if not text or text[-1] in ".?!" else f"{text}."
 
 
 def report(problems: Sequence[tuple[str, Problem]]) -> None:

@@ -8,12 +8,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from finetune_contract.choices import Stage
-from finetune_contract.report import Progress
 from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
+
+from finetune_contract.choices import Stage
+from finetune_contract.report import Progress
 
 LINE_SECONDS = 10.0
 LINE_PERCENT = 10

@@ -24,7 +24,6 @@ from typing import Any
 
 from finetune_contract.choices import Device, Stage
 from finetune_contract.layout import ENV_REPORT, JobPaths
-
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FailureStatus, FineTuneJob
 from finetune_operator.cli.causes import first_cause

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+
 from finetune_contract.choices import Stage
 from finetune_contract.facts import HardwareFacts
 from finetune_contract.layout import JobPaths
-
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import LOCAL_SETTINGS, Settings
 from finetune_operator.cli.console import (
@@ -239,7 +239,12 @@ def run(
         bool, typer.Option("--restart", help="Begin anew; earlier results are moved to <job>.previous-<n>.")
     ] = False,
     stage: Annotated[
-        list[Stage] | None, typer.Option("--stage", help="Run only this stage; repeatable. Its inputs must be there.")
+        list[Stage] | None,
+        typer.Option(
+            "--stage",
+            metavar="STAGE",
+            help="Run only prepare, train, evaluate or predict; repeatable. Its inputs must be there.",
+        ),
     ] = None,
     name: Annotated[str | None, typer.Option("--name", help="Which job, when the files hold several.")] = None,
     settings: SettingsFile = None,

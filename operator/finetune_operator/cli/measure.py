@@ -21,12 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from pydantic import ValidationError
+
 from finetune_contract.facts import HardwareFacts, ModelFacts, TrainerFacts
 from finetune_contract.job import ModelSource, TrainerJob
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import TrainerReport
-from pydantic import ValidationError
-
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.cli.console import err, note
 from finetune_operator.cli.environment import trainer_environment, usable_cores

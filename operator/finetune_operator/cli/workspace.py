@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pydantic import BaseModel, ValidationError
+
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import TrainerReport
-from pydantic import BaseModel, ValidationError
-
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.cli.files import write_atomically
 from finetune_operator.cli.measure import state_of_files

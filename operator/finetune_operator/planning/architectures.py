@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
+from pydantic import JsonValue
+
 from finetune_contract.choices import Task
 from finetune_contract.facts import ModelFacts
-from pydantic import JsonValue
 
 
 class UnknownArchitectureError(ValueError):

@@ -7,7 +7,6 @@ learned.
 from __future__ import annotations
 
 from finetune_contract.job import Batch
-
 from finetune_operator.planning.draft import Draft, Lengths, decided
 
 CPU_TOKENS = 2048

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from finetune_contract.choices import Precision
 from finetune_contract.facts import HardwareFacts, ModelFacts
-
 from finetune_operator.planning.devices import find_gpu
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.types import Estimate

@@ -14,7 +14,6 @@ from typing import Self, TypeVar
 from finetune_contract.choices import Precision, Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
 from finetune_contract.job import Batch, CheckpointSchedule, Strategy, World
-
 from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJob, FineTuneJobSpec, TrainingSpec

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from finetune_contract.choices import Task
-from finetune_contract.facts import DeviceFacts, HardwareFacts, ModelFacts
 from pydantic import JsonValue
 
+from finetune_contract.choices import Task
+from finetune_contract.facts import DeviceFacts, HardwareFacts, ModelFacts
 from finetune_operator.planning.architectures import ARCHITECTURES, UnknownArchitectureError, model_facts
 from finetune_operator.planning.devices import GPU_MODELS, find_gpu
 from finetune_operator.planning.quantities import human_count, parse_quantity

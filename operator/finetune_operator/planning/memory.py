@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from finetune_contract.choices import Device, OptimizerName, Precision, Task
 from finetune_contract.facts import ModelFacts
 from finetune_contract.job import Strategy, World
-
 from finetune_operator.planning.architectures import activation_shape
 from finetune_operator.planning.types import MemoryEstimate, MemoryTerm
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 from finetune_contract.choices import StrategyName
 from finetune_contract.job import World
-
 from finetune_operator.api.types import LauncherName, ParallelismSpec
 from finetune_operator.planning.draft import Draft
 

@@ -26,7 +26,6 @@ from finetune_contract.job import (
     TrainerJob,
     Training,
 )
-
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import DatasetSpec, FineTuneJob
 from finetune_operator.planning.batch import check_batch
@@ -36,7 +35,7 @@ from finetune_operator.planning.facts import assumed_device, assumed_hardware, a
 from finetune_operator.planning.placement import choose_launcher, choose_world
 from finetune_operator.planning.quantities import parse_quantity
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
-from finetune_operator.planning.strategy import check_parallelism, choose_strategy, strategy_words
+from finetune_operator.planning.strategy import check_parallelism, choose_strategy
 from finetune_operator.planning.types import Estimate, Facts, JobPlan, PlanRefused
 
 Phase: TypeAlias = Callable[[Draft], Draft]
@@ -374,7 +373,7 @@ def _finish(draft: Draft) -> JobPlan:
         name=draft.job.name,
         stages=draft.stages,
         launcher=decided(draft.launcher),
-        strategy=strategy_words(decided(draft.strategy)) if trains else "none",
+        strategy=decided(draft.strategy).label if trains else "none",
         trainer=trainer_job(draft),
         deepspeed_overrides=draft.spec.parallelism.deepspeed_config,
         memory=draft.memory,

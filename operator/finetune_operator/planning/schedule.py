@@ -10,7 +10,6 @@ import math
 from dataclasses import replace
 
 from finetune_contract.job import CheckpointSchedule
-
 from finetune_operator.planning.draft import Draft, Steps, decided
 
 DEFAULT_EPOCHS = 3.0

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from finetune_contract.choices import CheckpointingMode, OffloadDevice
 from finetune_contract.job import Strategy, World
-
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.types import ParallelismSpec
 from finetune_operator.planning import memory
@@ -33,17 +32,6 @@ class Fit:
     strategy: Strategy
     micro_batch: int
     memory: MemoryEstimate
-
-
-def strategy_words(strategy: Strategy) -> str:
-    """`ddp`, `deepspeed-zero2+activation-checkpointing+optimizer-offload`."""
-    words = strategy.name if strategy.zero_stage is None else f"{strategy.name}-zero{strategy.zero_stage}"
-    if strategy.activation_checkpointing != "none":
-        kind = "" if strategy.activation_checkpointing == "full" else "selective-"
-        words += f"+{kind}activation-checkpointing"
-    if strategy.offload_optimizer != "none":
-        words += "+optimizer-offload"
-    return words
 
 
 def check_parallelism(draft: Draft) -> Draft:
@@ -173,12 +161,12 @@ def choose_strategy(draft: Draft) -> Draft:
 
 def _explain_strategy(draft: Draft, found: Fit) -> str:
     asked, world = draft.spec.parallelism, decided(draft.world)
-    words = strategy_words(found.strategy)
+    words = found.strategy.label
     need = f"{human_bytes(found.memory.total_bytes)} of {human_bytes(found.memory.capacity_bytes)}"
     if asked.zero_stage != "auto" or asked.strategy not in ("auto", "deepspeed"):
         alone = "; with one process nothing is divided" if world.size == 1 and asked.strategy != "single" else ""
         return f"strategy {words}: as asked; one process needs {need}{alone}"
-    rungs = [strategy_words(rung) for rung in ladder(asked, world)]
+    rungs = [rung.label for rung in ladder(asked, world)]
     skipped = rungs[: rungs.index(words)]
     if not skipped:
         kind = "the cheapest one" if asked_strategy(asked) is None else "the lowest stage"
@@ -211,13 +199,13 @@ def _refuse(draft: Draft) -> Draft:
     arithmetic = " + ".join(f"{term.name} {human_bytes(term.bytes)}" for term in big)
     unit = "GPU" if world.device == "cuda" else "process"
     rule = (
-        f"{strategy_words(best.strategy)} with micro-batch {best.micro_batch} needs "
+        f"{best.strategy.label} with micro-batch {best.micro_batch} needs "
         f"{human_bytes(best.memory.total_bytes)} a {unit} ({arithmetic} + the rest), and there are "
         f"{human_bytes(best.memory.capacity_bytes)}"
     )
     if best.memory.total_bytes <= best.memory.capacity_bytes:
         rule = (
-            f"{strategy_words(best.strategy)} needs {human_bytes(best.memory.host_bytes)} of host memory a node, "
+            f"{best.strategy.label} needs {human_bytes(best.memory.host_bytes)} of host memory a node, "
             f"and there are {human_bytes(hardware.memory_bytes)}"
         )
     asked = draft.spec.parallelism
@@ -251,7 +239,7 @@ def _smallest_change(draft: Draft, best: Fit) -> str:
     free = ParallelismSpec()
     found = first_fit(draft, free, micro_batches(draft))
     if found is not None:
-        return f"set parallelism.strategy to auto, which takes {strategy_words(found.strategy)}"
+        return f"set parallelism.strategy to auto, which takes {found.strategy.label}"
     bigger = f"devices of at least {human_bytes(best.memory.total_bytes)}"
     if best.memory.total_bytes <= best.memory.capacity_bytes:
         bigger = f"nodes with at least {human_bytes(best.memory.host_bytes)} of memory"

@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from finetune_contract.job import Training
-
 from finetune_operator.planning.batch import batch_arithmetic
 from finetune_operator.planning.quantities import human_bytes, human_count, human_seconds
 from finetune_operator.planning.types import Estimate, JobPlan, MemoryEstimate

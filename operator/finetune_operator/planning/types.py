@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from pydantic import Field, JsonValue
+
 from finetune_contract.base import Message
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts
 from finetune_contract.job import TrainerJob
-from pydantic import Field, JsonValue
-
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.types import LauncherName
 

@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from finetune_contract.choices import OffloadDevice, ZeroStage
 from pydantic import BaseModel, ConfigDict, JsonValue
 
+from finetune_contract.choices import OffloadDevice, ZeroStage
 from finetune_operator.planning.memory import (
     PREFETCH_BUCKET_ELEMENTS,
     SUB_GROUP_ELEMENTS,

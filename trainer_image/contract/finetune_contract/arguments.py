@@ -1,8 +1,9 @@
 """Which fields of `transformers.TrainingArguments` a job may set under `training.arguments`.
 
-Three kinds: free ones; ones that a field of the spec decides (a second way to say the same could only contradict); and ones that
-the trainer fixes because the contract rests on them. `training_arguments.json` lists all names with their types, generated from
-the transformers that the trainer uses, so that a job is checked where transformers is not installed.
+Three kinds: free ones; ones that a field of the spec decides (a second way to say the same could only contradict);
+and ones that the trainer fixes because the contract rests on them. `training_arguments.json` lists all names with
+their types, generated from the transformers that the trainer uses, so that a job is checked where transformers is not
+installed.
 """
 
 from __future__ import annotations
@@ -118,7 +119,9 @@ def _problem(name: str, value: JsonValue) -> ArgumentProblem | None:
     if name not in known:
         near = difflib.get_close_matches(name, sorted(FREE), n=1) or difflib.get_close_matches(name, sorted(known), n=1)
         hint = f"Did you mean {near[0]}?" if near else f"The fields are: {', '.join(sorted(FREE))}."
-        return ArgumentProblem(name, "UnknownArgument", f"{path}: transformers.TrainingArguments has no such field.", hint)
+        return ArgumentProblem(
+            name, "UnknownArgument", f"{path}: transformers.TrainingArguments has no such field.", hint
+        )
     if name in OWNED_BY_PLAN:
         message = f"{path} is decided by {OWNED_BY_PLAN[name]}."
         return ArgumentProblem(name, "OwnedByPlan", message, f"Set {OWNED_BY_PLAN[name]} instead.")
@@ -127,7 +130,9 @@ def _problem(name: str, value: JsonValue) -> ArgumentProblem | None:
         return ArgumentProblem(name, "FixedByTrainer", message, "Leave it out.")
     if not _fits(value, known[name]):
         message = f"{path} is {value!r}; it takes {' or '.join(known[name])}."
-        return ArgumentProblem(name, "WrongType", message, "Write it without quotes if it is a number or a truth value.")
+        return ArgumentProblem(
+            name, "WrongType", message, "Write it without quotes if it is a number or a truth value."
+        )
     return None
 
 

@@ -1,7 +1,7 @@
 """Measured facts that a plan rests on: the model's shape, the data's lengths, the machine.
 
-The trainer's image measures them (it has transformers and the data at hand) and the planner consumes them. Everything is in
-plain units: parameters are counts, lengths are tokens, memory is bytes.
+The trainer's image measures them (it has transformers and the data at hand) and the planner consumes them. Everything
+is in plain units: parameters are counts, lengths are tokens, memory is bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`job.json`: everything the trainer needs to know, decided. It holds no `auto`.
 
-The operator writes it from the plan; the trainer obeys it or refuses it. A setting that is not here does not reach the trainer,
-and a field that the trainer does not know is refused rather than ignored.
+The operator writes it from the plan; the trainer obeys it or refuses it. A setting that is not here does not reach
+the trainer, and a field that the trainer does not know is refused rather than ignored.
 """
 
 from __future__ import annotations
@@ -85,6 +85,17 @@ class Strategy(Order):
     """Only with `deepspeed`."""
     offload_optimizer: OffloadDevice = "none"
     activation_checkpointing: CheckpointingMode = "none"
+
+    @property
+    def label(self) -> str:
+        """The strategy in one word, e.g. `ddp` or `deepspeed-zero2+activation-checkpointing+optimizer-offload`."""
+        word = str(self.name) if self.zero_stage is None else f"{self.name}-zero{self.zero_stage}"
+        if self.activation_checkpointing != "none":
+            kind = "" if self.activation_checkpointing == "full" else "selective-"
+            word += f"+{kind}activation-checkpointing"
+        if self.offload_optimizer != "none":
+            word += "+optimizer-offload"
+        return word
 
 
 class Batch(Order):

@@ -7,7 +7,9 @@ from enum import StrEnum
 from pathlib import Path
 
 ENV_REPORT = "FINETUNE_REPORT"
-"""File for this process's `TrainerReport`; `{rank}` in it is replaced by the rank. In a pod: the termination message."""
+"""File for this process's `TrainerReport`; `{rank}` in it is replaced by the rank. In a pod: the termination
+message.
+"""
 ENV_PROGRESS = "FINETUNE_PROGRESS"
 """File to which rank 0 appends one `Progress` as a JSON line at most twice a second; unset: no file is written."""
 ENV_KUBEFLOW_URL = "KUBEFLOW_TRAINER_SERVER_URL"
@@ -131,7 +133,9 @@ class JobPaths:
 
     @property
     def history(self) -> Path:
-        """One JSON line per logged step of training: step, epoch, loss, learning_rate, grad_norm, samples_per_second."""
+        """One JSON line per logged step of training: step, epoch, loss, learning_rate, grad_norm,
+        samples_per_second.
+        """
         return self.root / "history.jsonl"
 
     @property

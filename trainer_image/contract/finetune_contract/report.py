@@ -94,7 +94,9 @@ class TrainerReport(Message):
     seconds: float = Field(ge=0, default=0.0)
 
     def to_termination_message(self) -> str:
-        """One line of JSON below `REPORT_LIMIT_BYTES`; the middle of a long failure message is cut, its ends are kept."""
+        """One line of JSON below `REPORT_LIMIT_BYTES`; the middle of a long failure message is cut, its ends
+        are kept.
+        """
         text = self.model_dump_json(by_alias=True, exclude_none=True)
         excess = len(text.encode()) - (REPORT_LIMIT_BYTES - 1)
         if excess <= 0:
@@ -107,7 +109,8 @@ class TrainerReport(Message):
             return self.model_copy(update={"failure": smaller, "metrics": {}, "artifacts": {}}).model_dump_json(
                 by_alias=True, exclude_none=True
             )
-        # A character can take 12 bytes once JSON has escaped it; cutting a quarter at a time ends quickly and loses little.
+        # A character can take 12 bytes once JSON has escaped it; cutting a quarter at a time ends quickly and loses
+        # little.
         half = max(len(message) * 3 // 8, 16)
         shorter = self.failure.model_copy(update={"message": f"{message[:half]} ... {message[-half:]}"})
         return self.model_copy(update={"failure": shorter}).to_termination_message()

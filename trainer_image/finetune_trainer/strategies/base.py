@@ -1,7 +1,8 @@
 """What every strategy answers, and what it is handed.
 
-A strategy that is asked for is in effect or the stage fails: libraries on the way down replace one by another without an error
-(accelerate, for one, turns FSDP on CPU into DDP), and the run would then need other memory and prove something else.
+A strategy that is asked for is in effect or the stage fails: libraries on the way down replace one by another without
+an error (accelerate, for one, turns FSDP on CPU into DDP), and the run would then need other memory and prove
+something else.
 """
 
 from __future__ import annotations

@@ -39,4 +39,9 @@ class DataParallel(FullState):
             found = f"the model is a {type_name(wrapped)}, not DistributedDataParallel"
             raise not_in_effect(self.name, "NotDistributedDataParallel", found)
         size = wrapped.process_group.size()
-        expect(size == self._world_size, self.name, "WrongGroupSize", f"gradients are averaged over {size} of {self._world_size}")
+        expect(
+            size == self._world_size,
+            self.name,
+            "WrongGroupSize",
+            f"gradients are averaged over {size} of {self._world_size}",
+        )

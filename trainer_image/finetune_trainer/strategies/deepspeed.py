@@ -1,7 +1,8 @@
 """DeepSpeed ZeRO stages 0 to 3, with the optimizer state on the devices or in host memory.
 
-The configuration comes decided, as `deepspeed.json`. The transformers integration compares it with TrainingArguments; we compare
-it with the job before and the engine with the job after, because DeepSpeed itself ignores names that it does not know.
+The configuration comes decided, as `deepspeed.json`. The transformers integration compares it with TrainingArguments;
+we compare it with the job before and the engine with the job after, because DeepSpeed itself ignores names that it
+does not know.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class DeepSpeed:
 
     name: StrategyName = "deepspeed"
 
-    def __init__(self, settings: StrategySettings, precision: Precision, world_size: int, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, settings: StrategySettings, precision: Precision, world_size: int, config: Mapping[str, Any]
+    ) -> None:
         self._settings = settings
         self._precision = precision
         self._world_size = world_size
@@ -47,11 +50,20 @@ class DeepSpeed:
 
         engine = placed.wrapped
         if not isinstance(engine, DeepSpeedEngine):
-            raise not_in_effect(self.name, "NotDeepSpeed", f"the model is a {type_name(engine)}, not a DeepSpeed engine")
+            raise not_in_effect(
+                self.name, "NotDeepSpeed", f"the model is a {type_name(engine)}, not a DeepSpeed engine"
+            )
         stage, asked = engine.zero_optimization_stage(), self._settings.zero_stage
-        expect(stage == asked, self.name, "WrongZeroStage", f"the engine runs ZeRO stage {stage}, asked for was {asked}")
+        expect(
+            stage == asked, self.name, "WrongZeroStage", f"the engine runs ZeRO stage {stage}, asked for was {asked}"
+        )
         size = engine.dp_world_size
-        expect(size == self._world_size, self.name, "WrongGroupSize", f"the engine knows {size} of {self._world_size} processes")
+        expect(
+            size == self._world_size,
+            self.name,
+            "WrongGroupSize",
+            f"the engine knows {size} of {self._world_size} processes",
+        )
         bf16 = bool(engine.bfloat16_enabled())
         found = f"bf16 is {'on' if bf16 else 'off'} in the engine and the precision is {self._precision}"
         expect(bf16 == (self._precision == "bf16"), self.name, "WrongPrecision", found)
@@ -65,21 +77,35 @@ class DeepSpeed:
 
         stage = self._settings.zero_stage
         optimizer = engine.optimizer
-        kind = {0: object, 1: DeepSpeedZeroOptimizer, 2: DeepSpeedZeroOptimizer, 3: DeepSpeedZeroOptimizer_Stage3}[stage or 0]
+        kind = {0: object, 1: DeepSpeedZeroOptimizer, 2: DeepSpeedZeroOptimizer, 3: DeepSpeedZeroOptimizer_Stage3}[
+            stage or 0
+        ]
         found = f"the optimizer of ZeRO stage {stage} is a {type_name(optimizer)}"
         expect(isinstance(optimizer, kind), self.name, "WrongOptimizer", found)
         if stage == 3:
             whole = [name for name, parameter in placed.model.named_parameters() if not hasattr(parameter, "ds_id")]
-            expect(not whole, self.name, "ParameterNotSharded", f"{len(whole)} parameters are not partitioned, e.g. {whole[:1]}")
+            expect(
+                not whole,
+                self.name,
+                "ParameterNotSharded",
+                f"{len(whole)} parameters are not partitioned, e.g. {whole[:1]}",
+            )
 
     def _assert_offload(self, engine: Any) -> None:
         asked = self._settings.offload_optimizer
         settings = engine.zero_offload_optimizer()
         device = "none" if settings is None else str(getattr(settings.device, "value", settings.device))
-        expect(device == asked, self.name, "WrongOffload", f"optimizer state is offloaded to {device}, asked for was {asked}")
+        expect(
+            device == asked,
+            self.name,
+            "WrongOffload",
+            f"optimizer state is offloaded to {device}, asked for was {asked}",
+        )
 
     def model_state(self, placed: Placed) -> dict[str, Any]:
-        """All weights on rank 0, in the precision that the engine computes in; gathered one parameter at a time with stage 3."""
+        """All weights on rank 0, in the precision that the engine computes in; gathered one parameter at a time with
+        stage 3.
+        """
         import deepspeed
         import torch
 
@@ -106,7 +132,10 @@ class DeepSpeed:
         loaded, _ = placed.wrapped.load_checkpoint(str(folder))  # type: ignore[operator]
         if loaded is None:
             raise StageError(
-                FailureClass.CHECKPOINT, "NoDeepSpeedState", f"DeepSpeed found no state of its own in {folder}.", "Start anew."
+                FailureClass.CHECKPOINT,
+                "NoDeepSpeedState",
+                f"DeepSpeed found no state of its own in {folder}.",
+                "Start anew.",
             )
 
     def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:
@@ -120,7 +149,8 @@ class DeepSpeed:
 
 
 def _leave_out_shared_memory_op() -> None:
-    """On CPU DeepSpeed compiles a collective over shared memory at its first start: half a minute and a compiler, for inference only.
+    """On CPU DeepSpeed compiles a collective over shared memory at its first start: half a minute and a compiler, for
+    inference only.
 
     Training collectives go through gloo with or without it.
     """
@@ -147,7 +177,10 @@ def refuse_auto(config: Mapping[str, Any], path: str = "deepspeed.json") -> None
             refuse_auto(value, f"{path}.{key}")
         elif value == "auto":
             raise StageError(
-                FailureClass.CONFIG, "UndecidedDeepSpeedKey", f"{path}.{key} is 'auto'; the plan must have decided it.", "Plan again."
+                FailureClass.CONFIG,
+                "UndecidedDeepSpeedKey",
+                f"{path}.{key} is 'auto'; the plan must have decided it.",
+                "Plan again.",
             )
 
 

@@ -1,7 +1,7 @@
 """Parameters, gradients and optimizer state in shards: FSDP2, `fully_shard` of torch.
 
-We shard the model ourselves and tell the Trainer that it is done. Asked for FSDP, accelerate would do nothing on CPU but wrap the
-model in DistributedDataParallel, without a word.
+We shard the model ourselves and tell the Trainer that it is done. Asked for FSDP, accelerate would do nothing on CPU
+but wrap the model in DistributedDataParallel, without a word.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class FullySharded(FullState):
             expect(sharded, self.name, "ParameterNotSharded", whole)
             assert isinstance(parameter, DTensor)
             size = parameter.device_mesh.size()
-            too_few = f"parameter {name} is in {size} shards on {parameter.device_mesh.device_type}, planned are {self._world_size}"
+            kind = parameter.device_mesh.device_type
+            too_few = f"parameter {name} is in {size} shards on {kind}, planned are {self._world_size}"
             placed_right = size == self._world_size and parameter.device_mesh.device_type == self._device
             expect(placed_right, self.name, "WrongMesh", too_few)
         blocks = [module for module in transformer_blocks(placed.model) if isinstance(module, FSDPModule)]
@@ -73,7 +74,9 @@ class FullySharded(FullState):
 
 
 def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The repeated blocks of the model: by the class names it gives itself, else the members of its longest module list."""
+    """The repeated blocks of the model: by the class names it gives itself, else the members of its longest module
+    list.
+    """
     import torch
 
     names = set(getattr(model, "_no_split_modules", None) or ())
@@ -82,4 +85,4 @@ def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:
         # Embeddings are named there too by some models; alone in a group they are fine.
         return blocks
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList)]
-    return list(max(lists, key=len)) if lists else []
+    return max((list(each) for each in lists), key=len, default=[])

@@ -1,7 +1,7 @@
 """Checkpoints that hold the whole state once, by parameter name: what single, ddp and fsdp share.
 
-Because nothing in them depends on who holds which shard, a run continues from them with another number of processes and with
-another of these strategies.
+Because nothing in them depends on who holds which shard, a run continues from them with another number of processes
+and with another of these strategies.
 """
 
 from __future__ import annotations

@@ -16,14 +16,18 @@ from finetune_trainer.strategies.single import Single
 
 
 def strategy_for(training: Training, deepspeed: Mapping[str, Any] | None) -> Strategy:
-    """The strategy of `training`; `deepspeed` is the parsed deepspeed.json, which that strategy needs and the others refuse."""
+    """The strategy of `training`; `deepspeed` is the parsed deepspeed.json, which that strategy needs and the others
+    refuse.
+    """
     settings, world, precision = training.strategy, training.world, training.precision
     if precision not in ("fp32", "bf16"):
         raise _unsupported("training.precision", precision, "fp32 and bf16")
     if settings.activation_checkpointing == "selective":
         raise _unsupported("parallelism.activationCheckpointing", "selective", "none and full")
     if settings.offload_optimizer != "none" and (settings.name != "deepspeed" or settings.offload_optimizer == "nvme"):
-        raise _unsupported("parallelism.offload.optimizer", settings.offload_optimizer, "none, and cpu with strategy deepspeed")
+        raise _unsupported(
+            "parallelism.offload.optimizer", settings.offload_optimizer, "none, and cpu with strategy deepspeed"
+        )
     if (deepspeed is not None) != (settings.name == "deepspeed"):
         given = "given" if deepspeed is not None else "missing"
         raise StageError(
@@ -47,5 +51,8 @@ def strategy_for(training: Training, deepspeed: Mapping[str, Any] | None) -> Str
 
 def _unsupported(field: str, value: str, supported: str) -> StageError:
     return StageError(
-        FailureClass.CONFIG, "NotYetSupported", f"{field} is {value}; this trainer supports {supported}.", f"Choose one of {supported}."
+        FailureClass.CONFIG,
+        "NotYetSupported",
+        f"{field} is {value}; this trainer supports {supported}.",
+        f"Choose one of {supported}.",
     )

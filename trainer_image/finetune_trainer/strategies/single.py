@@ -32,4 +32,9 @@ class Single(FullState):
     def assert_in_effect(self, placed: Placed) -> None:
         """One process, and no wrapper."""
         expect(placed.world_size == 1, self.name, "WorldNotSingle", f"{placed.world_size} processes train together")
-        expect(placed.wrapped is placed.model, self.name, "ModelIsWrapped", f"the model is wrapped in {type_name(placed.wrapped)}")
+        expect(
+            placed.wrapped is placed.model,
+            self.name,
+            "ModelIsWrapped",
+            f"the model is wrapped in {type_name(placed.wrapped)}",
+        )

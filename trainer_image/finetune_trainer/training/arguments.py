@@ -42,8 +42,8 @@ def refuse_bad_arguments(training: Training) -> None:
 def training_arguments(training: Training, output: Path, strategy_arguments: Mapping[str, object]) -> TrainingArguments:
     """The arguments of the job's run.
 
-    Checkpoints, evaluation, logging and the data order are the trainer's own, so theirs are switched off. Raises StageError CONFIG
-    when transformers refuses a value, e.g. a DeepSpeed configuration that says something else.
+    Checkpoints, evaluation, logging and the data order are the trainer's own, so theirs are switched off. Raises
+    StageError CONFIG when transformers refuses a value, e.g. a DeepSpeed configuration that says something else.
     """
     from transformers import TrainingArguments
 
@@ -99,7 +99,10 @@ def refused_arguments(error: Exception) -> StageError:
             "Leave these keys out of parallelism.deepspeedConfig; the plan sets them.",
         )
     return StageError(
-        FailureClass.CONFIG, "ArgumentsRefused", f"transformers refuses the arguments of this run: {error}", "Check training.arguments."
+        FailureClass.CONFIG,
+        "ArgumentsRefused",
+        f"transformers refuses the arguments of this run: {error}",
+        "Check training.arguments.",
     )
 
 

@@ -13,15 +13,18 @@ from finetune_trainer.failures import StageError
 def preempted(where: str) -> StageError:
     """The error that ends a stage that was told to stop; exit code 143."""
     return StageError(
-        FailureClass.PREEMPTED, "Interrupted", f"The process was told to stop {where}.", "Start it again; training resumes."
+        FailureClass.PREEMPTED,
+        "Interrupted",
+        f"The process was told to stop {where}.",
+        "Start it again; training resumes.",
     )
 
 
 class Interruption:
     """Whether this process was told to stop.
 
-    Until `defer` a signal raises StageError PREEMPTED where it strikes; from then on it is only noted. A launcher passes one
-    Ctrl-C on as a second signal, so any number of them means the same as one.
+    Until `defer` a signal raises StageError PREEMPTED where it strikes; from then on it is only noted. A launcher
+    passes one Ctrl-C on as a second signal, so any number of them means the same as one.
     """
 
     def __init__(self) -> None:
@@ -41,4 +44,6 @@ class Interruption:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         first, self.requested = not self.requested, True
         if first and not self._deferred:
-            raise preempted(f"by {signal.Signals(number).name} outside of training steps, where there is nothing to save")
+            raise preempted(
+                f"by {signal.Signals(number).name} outside of training steps, where there is nothing to save"
+            )

@@ -1,9 +1,12 @@
-"""The loop: `transformers.Trainer`, with our data order, our loss, our checkpoints, and a check that the strategy is in effect.
+"""The loop: `transformers.Trainer`, with our data order, our loss, our checkpoints, and a check that the strategy is
+in effect.
 
 What is overridden and why:
-- the loss of a step is the mean over the whole global batch whatever the ranks and the accumulation. The Trainer hands the number
-  of items to the model, and classification heads ignore it, so their loss came out multiplied by the accumulation;
-- evaluation and checkpoints come after the step has been logged, in that order, so that a checkpoint holds a finished step;
+- the loss of a step is the mean over the whole global batch whatever the ranks and the accumulation. The Trainer
+hands the number of items to the model, and classification heads ignore it, so their loss came out multiplied by the
+accumulation;
+- evaluation and checkpoints come after the step has been logged, in that order, so that a checkpoint holds a finished
+step;
 - one small all-reduce at the start of a step tells every rank of it whether any was asked to stop.
 """
 
@@ -113,18 +116,25 @@ class TrainingLoop(Trainer):
         self.parts = parts
         self._step = _Step()
         self._finished_step = -1
-        super().__init__(model=parts.strategy.prepare_model(model), args=args, data_collator=parts.collate, train_dataset=parts.rows)
+        super().__init__(
+            model=parts.strategy.prepare_model(model), args=args, data_collator=parts.collate, train_dataset=parts.rows
+        )
         self.remove_callback(PrinterCallback)
 
-    # ------------------------------------------------------------------------------------------------------------------ set-up
+    # ----------------------------------------------------------------------------------------------------------------
+    # -- set-up
 
     @property
     def placed(self) -> Placed:
         """The model as it is spread, once training has begun."""
-        optimizer = self.optimizer
+        model, wrapped, optimizer = self.model, self.model_wrapped, self.optimizer
+        assert isinstance(model, PreTrainedModel)
+        assert wrapped is not None
+        assert optimizer is not None
         while hasattr(optimizer, "optimizer") and not self.is_deepspeed_enabled:
             optimizer = optimizer.optimizer  # accelerate's wrapper
-        return Placed(self.model, self.model_wrapped, optimizer, self.args.world_size, self.args.device)
+            assert optimizer is not None
+        return Placed(model, wrapped, optimizer, self.args.world_size, self.args.device)
 
     def get_train_dataloader(self) -> EpochLoader:
         """Our order; accelerate does not touch it."""
@@ -138,12 +148,13 @@ class TrainingLoop(Trainer):
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers and workers > 0,
             prefetch_factor=args.dataloader_prefetch_factor if workers else None,
-            # A generator of its own: an iterator draws a seed when it starts, and that must not shift the dropout masks.
+            # A generator of its own: an iterator draws a seed when it starts, and that must not shift the dropout
+            # masks.
             generator=torch.Generator().manual_seed(args.seed),
         )
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)  # type: ignore[no-untyped-call]
         self.parts.strategy.assert_in_effect(self.placed)
         if resume_from_checkpoint is not None:
             self.parts.saver.resume(self)
@@ -156,10 +167,11 @@ class TrainingLoop(Trainer):
         if checkpoint is not None:
             self.parts.saver.restore_random_state()
 
-    # -------------------------------------------------------------------------------------------------------------------- step
+    # ----------------------------------------------------------------------------------------------------------------
+    # ---- step
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
-        """Labelled items of the whole step over all ranks; on the way the ranks agree on stopping and saving after it."""
+        """Labelled items of the step over all ranks; on the way these agree on stopping and saving after it."""
         self._step = _Step()
         items = sum(int(labelled_items(batch)) for batch in batch_samples)
         wanted = self.args.process_index == 0 and self.parts.saver.wants(self.state.global_step + 1)
@@ -172,7 +184,8 @@ class TrainingLoop(Trainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The micro-batch's share in the mean over the global batch, times the ranks, because gradients are averaged over them.
+        """The micro-batch's share in the mean over the global batch, times the ranks, because gradients are averaged
+        over them.
 
         mean over global batch = sum over micro-batches of (mean of micro-batch x its items) / items of the global batch
         """
@@ -185,6 +198,9 @@ class TrainingLoop(Trainer):
     @contextmanager
     def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
         """The Trainer's own asks the model for the DistributedConfig that it was loaded with, which ours has not."""
+        from torch.distributed.fsdp import FSDPModule
+
+        assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(False)
         try:
             yield
@@ -193,7 +209,7 @@ class TrainingLoop(Trainer):
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """As a plain number; under FSDP the norm comes as a DTensor whose local part is only this rank's."""
-        norm = super()._get_grad_norm(model, grad_norm)
+        norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -203,7 +219,8 @@ class TrainingLoop(Trainer):
     def store_flos(self) -> None:
         """Not reported; it would cost a collective for every logged step."""
 
-    # -------------------------------------------------------------------------------------------------------------- after a step
+    # --------------------------------------------------------------------------------------------------------------
+    # after a step
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Takes the step's figures; the loss is the mean over all ranks already. Ends the run when it is not finite."""
@@ -232,7 +249,7 @@ class TrainingLoop(Trainer):
         )
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Logs, evaluates at the end of an epoch, saves when due. The Trainer asks once more at the end of each epoch."""
+        """Logs, evaluates at the end of an epoch, saves when due. The Trainer asks again after each epoch."""
         step = self.state.global_step
         if step == self._finished_step:
             return
@@ -261,5 +278,3 @@ def labelled_items(batch: Mapping[str, Any]) -> torch.Tensor:
     """Labels that count towards the loss (those that are not -100)."""
     labels: torch.Tensor = batch["labels"]
     return labels.ne(-100).sum()
-
-

@@ -1,7 +1,7 @@
 """The rows of every step, for this process.
 
-Made from `training_order` alone, so the rows of a step are the same however many processes share it; accelerate's own sharding of
-a data loader would deal them out in another order and pad the last batch.
+Made from `training_order` alone, so the rows of a step are the same however many processes share it; accelerate's own
+sharding of a data loader would deal them out in another order and pad the last batch.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class EpochOrder(Sampler[list[int]]):
         return (micro.tolist() for step in self._order for micro in step[:, self._rank])
 
     def __len__(self) -> int:
-        return self._order.shape[0] * self._order.shape[1]
+        steps, accumulation, *_ = self._order.shape
+        return int(steps) * int(accumulation)
 
 
 class TrainRows(Dataset[Any]):

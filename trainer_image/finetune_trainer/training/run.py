@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from finetune_contract.job import Training, TrainerJob
+from finetune_contract.job import TrainerJob, Training
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.checkpoints import CheckpointStore, identity, storage_errors_named
 from finetune_trainer.console import quiet_transformers
@@ -42,7 +42,9 @@ from finetune_trainer.training.validation import Validation
 log = logging.getLogger(__name__)
 
 _VALIDATION_TOKENS_PER_MICRO_BATCH = 4
-"""A forward pass without gradients keeps one layer's activations: four times the rows of a training micro-batch are safe."""
+"""A forward pass without gradients keeps one layer's activations: four times the rows of a training micro-batch are
+safe.
+"""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,9 @@ def read_deepspeed_config(path: Path | None) -> dict[str, Any] | None:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise StageError(FailureClass.CONFIG, "DeepSpeedConfig", f"{path} cannot be read: {error}", "Plan again.") from error
+        raise StageError(
+            FailureClass.CONFIG, "DeepSpeedConfig", f"{path} cannot be read: {error}", "Plan again."
+        ) from error
     if not isinstance(config, dict):
         raise StageError(FailureClass.CONFIG, "DeepSpeedConfig", f"{path} holds no JSON object.", "Plan again.")
     return config
@@ -90,7 +94,8 @@ def train(
     _warn_of_other_epoch(order, training)
     resume_from = saver.find()
 
-    # The model before the arguments: with a ZeRO-3 configuration alive, transformers would load it in shards and draw a new
+    # The model before the arguments: with a ZeRO-3 configuration alive, transformers would load it in shards and draw
+    # a new
     # head on rank 0 alone, from another state of the generator than every other strategy.
     model = task.build_model(job, prepared.facts)
     arguments = training_arguments(training, paths.checkpoints, strategy.arguments())
@@ -143,7 +148,10 @@ def training_of(job: TrainerJob) -> Training:
     """`job.training`; StageError CONFIG when the job trains nothing."""
     if job.training is None:
         raise StageError(
-            FailureClass.CONFIG, "NothingToTrain", f"Job {job.name} has no training section.", "Leave the train stage out."
+            FailureClass.CONFIG,
+            "NothingToTrain",
+            f"Job {job.name} has no training section.",
+            "Leave the train stage out.",
         )
     return job.training
 
@@ -157,7 +165,9 @@ def _run(loop: TrainingLoop, resume_from: Path | None) -> None:
         raise
 
 
-def _stopper(training: Training, paths: JobPaths, world: ProcessWorld, prepared: PreparedData) -> EarlyStopper | NeverStop:
+def _stopper(
+    training: Training, paths: JobPaths, world: ProcessWorld, prepared: PreparedData
+) -> EarlyStopper | NeverStop:
     if training.early_stopping is None:
         return NeverStop()
     if "validation" not in prepared.facts.splits:
@@ -209,7 +219,7 @@ def _publish(loop: TrainingLoop, job: TrainerJob, paths: JobPaths, state: dict[s
     shutil.rmtree(partial, ignore_errors=True)
     try:
         with storage_errors_named(paths.root):
-            loop.model.save_pretrained(str(partial), state_dict=state)
+            loop.placed.model.save_pretrained(str(partial), state_dict=state)
             load_tokenizer(job).save_pretrained(str(partial))
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -235,4 +245,3 @@ def _peak_memory_bytes(training: Training) -> int:
     most = torch.tensor(peak, dtype=torch.int64, device="cuda" if training.world.device == "cuda" else "cpu")
     torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
     return int(most)
-

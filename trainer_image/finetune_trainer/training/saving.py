@@ -92,7 +92,8 @@ class RunSaver:
                 FailureClass.CHECKPOINT,
                 "CheckpointOfAnotherWorld",
                 f"Training cannot go on from {self._source.folder}: {why_not}.",
-                f"Run it with strategy {manifest.strategy} on {manifest.world_size} processes, or start anew (checkpoints.resume: never).",
+                f"Run it with strategy {manifest.strategy} on {manifest.world_size} processes, "
+                "or start anew (checkpoints.resume: never).",
             )
         log.info("Resuming from %s (step %d).", self._source.folder, manifest.step)
         return self._source.folder
@@ -134,6 +135,7 @@ class RunSaver:
         self._strategy.save(loop.placed, folder / _STATE)
         torch.save(random_state(), folder / _random_name(self._world.rank))
         if main:
+            assert loop.lr_scheduler is not None
             torch.save(loop.lr_scheduler.state_dict(), folder / _SCHEDULER)
             (folder / _STOPPING).write_text(json.dumps(self._stopper.state()), encoding="utf-8")
             loop.state.save_to_json(str(folder / _TRAINER_STATE))
@@ -152,11 +154,12 @@ class RunSaver:
         """Model, optimizer, scheduler and stopper from the checkpoint that `find` chose."""
         folder = self._chosen().folder
         self._strategy.load(loop.placed, folder / _STATE)
+        assert loop.lr_scheduler is not None
         loop.lr_scheduler.load_state_dict(torch.load(folder / _SCHEDULER, weights_only=True))
         self._stopper.restore(json.loads((folder / _STOPPING).read_text(encoding="utf-8")))
 
     def restore_random_state(self) -> None:
-        """This rank's generators; a rank that the checkpoint does not know draws new ones from the seed and the step."""
+        """This rank's generators; a rank unknown to the checkpoint draws new ones from the seed and the step."""
         path = self._chosen().folder / _random_name(self._world.rank)
         if path.exists() and self._chosen().manifest.world_size == self._world.size:
             set_random_state(torch.load(path, weights_only=True))

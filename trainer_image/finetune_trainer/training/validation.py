@@ -1,6 +1,7 @@
 """Metrics on the validation split in mid-training, on the model as it is spread.
 
-Every rank runs the same number of batches, because with FSDP and ZeRO-3 a forward pass gathers parameters from all of them.
+Every rank runs the same number of batches, because with FSDP and ZeRO-3 a forward pass gathers parameters from all of
+them.
 """
 
 from __future__ import annotations
@@ -26,11 +27,12 @@ class Validation:
         self._task = task
         batches = inference_batches(prepared.lengths("validation"), batch_tokens=batch_tokens)
         rounds = -(-len(batches) // ranks)
-        # Ranks without a batch of their own in the last round repeat the last one; equal answers overwrite equal answers.
+        # Ranks without a batch of their own in the last round repeat the last one; equal answers overwrite equal
+        # answers.
         self._mine = [batches[min(each * ranks + rank, len(batches) - 1)] for each in range(rounds)]
 
     def metrics(self, model: torch.nn.Module, device: torch.device) -> dict[str, float]:
-        """Loss (without label smoothing) and the task's metrics, the same on every rank. Keeps random states and mode."""
+        """Loss (without label smoothing) and the task's metrics, the same on every rank. Keeps the mode."""
         training = model.training
         model.eval()
         mine: list[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]] = []

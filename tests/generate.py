@@ -1,0 +1,29 @@
+"""Writes every generated file anew; the drift tests compare them. Run by `make generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from finetune_operator.api.crd import crd_yaml
+from finetune_operator.api.docs import api_reference
+from finetune_trainer.training.arguments import known_arguments_json
+
+ROOT = Path(__file__).parents[1]
+GENERATED: dict[str, Callable[[], str]] = {
+    "manifests/crd/finetune.dev_finetunejobs.yaml": crd_yaml,
+    "docs/api.md": api_reference,
+    "trainer_image/contract/finetune_contract/training_arguments.json": known_arguments_json,
+}
+
+
+def main() -> None:
+    for path, content in GENERATED.items():
+        file = ROOT / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content(), encoding="utf-8")
+        print(f"wrote {path}")
+
+
+if __name__ == "__main__":
+    main()
