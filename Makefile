@@ -23,7 +23,7 @@ $(VENV)/.installed: constraints.txt pyproject.toml operator/pyproject.toml train
 	@touch $@
 
 quickstart: install ## Fine-tune, evaluate and predict on this machine (about 2 minutes after installing)
-	$(BIN)/finetune run manifests/examples/quickstart.yaml --workspace $(WORKSPACE) --restart
+	$(BIN)/finetune run manifests/examples/quickstart.yaml --workspace $(WORKSPACE)
 
 test: install ## Run all tests (under 15 minutes on 2 cores)
 	$(BIN)/python -m pytest

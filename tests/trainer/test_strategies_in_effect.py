@@ -100,6 +100,23 @@ def test_fsdp_refuses_ddp_whole_parameters_the_wrong_mesh_and_unsharded_blocks(g
     assert refusal(asked, placed(coarse, coarse)) == "BlocksNotSharded"
 
 
+def test_fsdp_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32(group, tiny_model: Path):
+    import torch
+
+    from finetune_trainer.strategies.fsdp import FullySharded
+
+    model = FullySharded("bf16", "cpu", 1).prepare_model(tiny(tiny_model))
+    seen: list[torch.dtype] = []
+    model.classifier.register_forward_pre_hook(lambda module, inputs: seen.append(module.weight.dtype))
+    answer = model(input_ids=torch.tensor([[2, 7, 3]]), labels=torch.tensor([1]))
+    answer.loss.backward()
+    assert seen == [torch.bfloat16]
+    assert answer.logits.dtype == torch.float32
+    assert {(p.dtype, p.grad.dtype) for p in model.parameters() if p.grad is not None} == {
+        (torch.float32, torch.float32)
+    }
+
+
 def test_deepspeed_refuses_another_stage_offload_precision_world_and_no_engine(group, tiny_model: Path):
     import deepspeed
     import torch

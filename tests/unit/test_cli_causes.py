@@ -57,6 +57,15 @@ CASES = {
         SUMMARY.format(rank=1, code=-11),
         ("ProgramError", "KilledBySignal", 1, 1),
     ),
+    "a killed rank is the cause when torchrun saw the rank that lost its connection first": Case(
+        1,
+        {0: (FailureClass.COLLECTIVE, 1.0)},
+        SUMMARY.format(rank=1, code=-9) + SUMMARY.format(rank=0, code=150),
+        ("OutOfMemory", "Killed", 1, 137),
+    ),
+    "a process that somebody else told to end is worth another try": Case(
+        143, expected=("Preempted", "Terminated", 0, 143)
+    ),
     "a report with a cause of its own wins over a rank that torchrun then ended": Case(
         1,
         {1: (FailureClass.CONFIG, 1.0)},

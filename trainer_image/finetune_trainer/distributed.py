@@ -20,6 +20,7 @@ from typing import Literal, TypeAlias
 from finetune_contract.choices import Device, StrategyName
 from finetune_contract.job import Training
 from finetune_contract.layout import FailureClass
+from finetune_trainer.allocator import keep_freed_memory
 from finetune_trainer.failures import StageError
 
 Launcher: TypeAlias = Literal["torchrun", "mpi", "environment", "none"]
@@ -160,6 +161,8 @@ def connect(world: ProcessWorld, device: Device, threads: int, strategy: Strateg
     import torch
 
     torch.set_num_threads(threads)
+    if device == "cpu":
+        keep_freed_memory()
     if device == "cuda":
         if not torch.cuda.is_available() or torch.cuda.device_count() <= world.local_rank:
             raise StageError(

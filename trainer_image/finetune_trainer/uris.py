@@ -1,8 +1,8 @@
 """Where a URI of a job file points to on this machine.
 
-Knows `file://` (absolute after three slashes, relative to the current directory after two) and
-`pkg://package/folder`, a folder inside an installed package. It never imports the package: a job file must not run
-code by naming it.
+Knows `file://` and `pkg://package/folder`, a folder inside an installed package. It never imports the package: a job
+file must not run code by naming it. The finetune command makes relative `file://` paths absolute, counted from the job
+file's folder; one that still is relative here counts from the current directory.
 """
 
 from __future__ import annotations

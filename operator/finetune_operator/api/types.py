@@ -117,8 +117,8 @@ class ModelSpec(SpecModel):
     """The model to start from."""
 
     uri: Uri = Field(
-        description="Where the model is: hf://org/name, s3://, gs://, az://, pvc://claim/path; file:///path and "
-        "pkg://python_package/folder only when run without a cluster. Required."
+        description="Where the model is: hf://org/name, s3://, gs://, az://, pvc://claim/path; without a cluster also "
+        "file:///path, file://path relative to the job file's folder, and pkg://python_package/folder. Required."
     )
     revision: Text = Field(
         default="main",
@@ -198,9 +198,8 @@ class DatasetSpec(SpecModel):
     """Rows to train, evaluate or predict on."""
 
     uri: Uri = Field(
-        description="Where the data are: hf://org/name, or a folder, file or glob of jsonl, csv or "
-        "parquet behind any scheme. "
-        "Required."
+        description="Where the data are: hf://org/name, or a folder, file or glob of jsonl, csv or parquet behind any "
+        "scheme; file://path without a third slash is relative to the job file's folder. Required."
     )
     config: Text | None = Field(
         default=None, description="Configuration of a Hub data set, as glue has mnli. Left out: its default one."
@@ -525,7 +524,9 @@ class PredictSpec(SpecModel):
         default=None, description="Rows to predict. Left out: the test split of dataset."
     )
     output: Uri | None = Field(
-        default=None, description="Where predictions go, .jsonl or .parquet. Left out: the workspace."
+        default=None,
+        description="Where predictions go, .jsonl or .parquet; file://path is relative to the job file's folder. "
+        "Left out: the workspace.",
     )
     workers: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1, description="Processes that predict, a count. Default 1."

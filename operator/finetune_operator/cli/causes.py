@@ -19,9 +19,13 @@ LOG_BYTES = 4096
 ECHOES = (FailureClass.COLLECTIVE, FailureClass.PREEMPTED)
 """What the other ranks report once one is gone: their connection broke, or torchrun told them to end."""
 
-_TORCHRUN_CAUSE = re.compile(r"rank +: (?P<rank>\d+) .*\n.*exitcode +: (?P<code>-?\d+)")
-"""In torchrun's summary (`torch.distributed.elastic.multiprocessing.errors`), which names its first failed
-rank last."""
+_TORCHRUN_RANK = re.compile(r"rank +: (?P<rank>\d+) .*\n.*exitcode +: (?P<code>-?\d+)")
+"""One failed rank in torchrun's summary (`torch.distributed.elastic.multiprocessing.errors`); the root cause
+comes last."""
+
+_DEADLY = frozenset(
+    {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTERM}
+)
 
 
 def first_cause(stage: Stage, exit_code: int, reports: Path, log: Path) -> FailureStatus:
@@ -32,10 +36,10 @@ def first_cause(stage: Stage, exit_code: int, reports: Path, log: Path) -> Failu
         key=lambda report: report.failure.time if report.failure else 0.0,
     )
     own = [report for report in failed if report.failure and report.failure.failure_class not in ECHOES]
-    killed = _killed_rank(exit_code, text)
+    killed = _killed_rank(exit_code, text, {report.rank for report in failed})
     if own:
         rank, cause = own[0].rank, own[0].failure
-    elif killed is not None and killed[0] not in {report.rank for report in failed}:
+    elif killed is not None:
         rank, cause = killed[0], _killed(killed[1])
     elif failed:
         rank, cause = failed[0].rank, failed[0].failure
@@ -64,15 +68,18 @@ def _reports(folder: Path, stage: Stage) -> list[TrainerReport]:
     return reports
 
 
-def _killed_rank(exit_code: int, log: str) -> tuple[int, int] | None:
-    """Rank and signal of the process that was killed first: torchrun's summary knows, or the exit code of a
-    single process."""
-    causes = list(_TORCHRUN_CAUSE.finditer(log))
-    if causes:
-        code = int(causes[-1]["code"])
-        return (int(causes[-1]["rank"]), -code) if code < 0 else None
-    numbers = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
-    return (0, exit_code - 128) if exit_code - 128 in numbers else None
+def _killed_rank(exit_code: int, log: str, reported: set[int]) -> tuple[int, int] | None:
+    """Rank and signal of a process that was killed and so could not report.
+
+    torchrun lists every failed rank and calls the one root cause that it saw first; when it sees several at
+    one look, that may be a rank that merely lost its connection. Its own SIGTERM to the others comes after,
+    so other signals go before that one.
+    """
+    ended = [(int(found["rank"]), int(found["code"])) for found in _TORCHRUN_RANK.finditer(log)]
+    if not ended:
+        return (0, exit_code - 128) if exit_code - 128 in _DEADLY and 0 not in reported else None
+    killed = [(rank, -code) for rank, code in reversed(ended) if code < 0 and rank not in reported]
+    return min(killed, key=lambda one: one[1] == signal.SIGTERM, default=None)
 
 
 def _killed(number: int) -> FailureReport:

@@ -7,6 +7,7 @@ but wrap the model in DistributedDataParallel, without a word.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from finetune_contract.choices import Device, Precision, StrategyName
@@ -39,15 +40,15 @@ class FullySharded(FullState):
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = init_device_mesh(self._device, (self._world_size,), mesh_dim_names=("data",))
-        policy = MixedPrecisionPolicy()
+        inner = outer = MixedPrecisionPolicy()
         if self._precision == "bf16":
-            # Gradients are reduced in fp32: a sum over many ranks loses the small ones in bf16.
-            policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
-            )
+            # Gradients are reduced in fp32: a sum over many ranks loses small ones in bf16. Only the root answers in
+            # fp32; what a block answers goes into layers of the root, whose weights are bf16 by then.
+            inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            outer = replace(inner, output_dtype=torch.float32)
         for block in transformer_blocks(model):
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=inner)
+        fully_shard(model, mesh=mesh, mp_policy=outer)
         # The Trainer's word for "sharded already": it then neither moves nor wraps the model.
         model._is_distributed_loading_by_transformers = True
         return model
