@@ -134,7 +134,7 @@ def test_without_training_the_plan_has_no_training_numbers():
     }
 
 
-# ---------------------------------------------------------------------------------------------------- launcher and worl
+# ------------------------------------------------------------------------------------------------- launcher and world
 
 
 @pytest.mark.parametrize(
@@ -692,7 +692,7 @@ def test_a_length_beyond_the_models_positions_is_refused():
     ]
 
 
-# ----------------------------------------------------------------------------------------------------- estimate, summar
+# --------------------------------------------------------------------------------------------------- estimate, summary
 
 PRICES = Settings(prices=(Price(product="NVIDIA-H100-80GB-HBM3", gpus=8, perHour=98.32, spotPerHour=40.0),))
 

@@ -215,7 +215,7 @@ def test_every_key_that_a_plan_writes_and_another_field_decides_is_owned():
     assert {path[0] for path in OWNED_KEYS} >= written.keys() - tunable
 
 
-# --------------------------------------------------------------------------------------------------- the libraries' vie
+# ------------------------------------------------------------------------------------------------- the libraries' view
 
 TRAINING_ARGUMENTS = """
 import json, sys
@@ -266,7 +266,7 @@ def test_transformers_finds_no_difference_to_its_own_arguments(tmp_path):
     assert json.loads(ran.stdout.strip().splitlines()[-1]) == [{"mismatches": [], "changed": []}] * 2
 
 
-# -------------------------------------------------------------------------------------------------------------- contrac
+# ------------------------------------------------------------------------------------------------------------ contract
 
 
 def test_equal_plans_give_equal_bytes_and_others_another_fingerprint():

@@ -1,9 +1,10 @@
 """How the C library hands out memory for tensors on the CPU.
 
-glibc gives every block above 32 MiB pages of its own and returns them to the kernel as soon as they are freed. A training step frees
-and takes the same large buffers again and again (gradients, buckets, gathered parameters), and the kernel clears their pages each
-time: with ZeRO-2 of a 22-million-parameter model over two processes that took as long as the arithmetic (0.9 s a step against
-0.5 s). torch keeps freed memory by itself on a GPU only.
+glibc gives every block above 32 MiB pages of its own and returns them to the kernel as soon as they are freed. A
+training step frees and takes the same large buffers again and again (gradients, buckets, gathered parameters), and
+the kernel clears their pages each time: with ZeRO-2 of a 22-million-parameter model over two processes on two cores,
+half of the time was spent in the kernel, and keeping the memory trained 1.3 times as many rows a second for a sixth
+more of peak memory. torch keeps freed memory by itself on a GPU only.
 """
 
 from __future__ import annotations

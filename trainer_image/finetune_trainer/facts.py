@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import psutil
+
 from finetune_contract.facts import DeviceFacts, HardwareFacts, ModelFacts, TrainerFacts
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass
-
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config, position_limit, resolve_model, stored_bytes
 from finetune_trainer.tasks.base import task_module

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from finetune_contract.job import ModelSource, TrainerJob
 from finetune_contract.layout import FailureClass
-
 from finetune_trainer.failures import StageError
 from finetune_trainer.uris import Uri, local_path, package_path
 

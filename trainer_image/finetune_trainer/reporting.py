@@ -19,10 +19,10 @@ from typing import Any, Literal
 
 import jinja2
 import yaml
+
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
-
 from finetune_trainer.data.prepared import FACTS_FILE
 from finetune_trainer.failures import StageError
 
@@ -62,7 +62,7 @@ def write_samples(paths: JobPaths, samples: Sequence[Mapping[str, Any]]) -> None
     _write_text(paths.root / SAMPLES_FILE, json.dumps(samples, indent=2, ensure_ascii=False) + "\n")
 
 
-def _read_json(path: Path) -> Any:  # noqa: ANN401 - JSON is any value until someone looks
+def _read_json(path: Path) -> Any:
     """None when the file is not there; StageError PROGRAM when it is there and is no JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from finetune_contract.layout import FailureClass
-
 from finetune_trainer.failures import StageError
 
 

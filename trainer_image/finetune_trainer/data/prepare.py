@@ -26,11 +26,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
 from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
-from numpy.typing import NDArray
-
 from finetune_trainer.data.prepared import FACTS_FILE, INPUTS_FILE, PreparedInputs, arrow_table
 from finetune_trainer.data.sources import ColumnNeed, RawSplit, Role, SplitSource, predict_split, splits_by_role
 from finetune_trainer.failures import StageError

@@ -12,13 +12,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from pydantic import Field
+
 from finetune_contract.base import Message
 from finetune_contract.choices import Task
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
-from numpy.typing import NDArray
-from pydantic import Field
-
 from finetune_trainer.failures import StageError
 
 FACTS_FILE = "data.json"

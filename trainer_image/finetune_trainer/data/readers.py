@@ -18,8 +18,8 @@ from typing import IO, NoReturn, Protocol, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from finetune_contract.layout import FailureClass
 
+from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
 
 _CHUNK_ROWS = 65_536

@@ -19,9 +19,9 @@ from typing import IO, Any, Literal, Protocol, TypeAlias, cast
 import datasets
 import fsspec
 import pyarrow as pa
+
 from finetune_contract.job import DataSource
 from finetune_contract.layout import FailureClass
-
 from finetune_trainer.data.readers import SUFFIXES, format_of, read
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import hub_error

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
 from finetune_contract.job import Gate, TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
-
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.runner import logits_of, model_to_use

@@ -19,9 +19,9 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
+
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
-
 from finetune_trainer.data.prepared import PreparedData, arrow_table
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import DEFAULT_BATCH_TOKENS

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
+
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
-
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.failures import StageError

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
+
 from finetune_contract.choices import Task
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import FailureClass
-from numpy.typing import NDArray
-
 from finetune_trainer.failures import StageError
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import FailureClass
-
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
