@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from finetune_contract.facts import DataFacts, HardwareFacts, SplitFacts
-from finetune_operator.api.deepspeed_overrides import OWNED_KEYS, override_problems
+from finetune_operator.api.deepspeed_overrides import OVERWRITTEN_KEYS, OWNED_KEYS, override_problems
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.planning.architectures import model_facts
@@ -295,3 +295,10 @@ def test_the_config_map_holds_both_files():
         },
         "data": files(result),
     }
+
+
+def test_a_key_that_a_library_replaces_is_refused_with_the_reason() -> None:
+    assert OVERWRITTEN_KEYS
+    for (key,), why in OVERWRITTEN_KEYS.items():
+        found = [(problem.path, problem.rule, problem.reason) for problem in override_problems({key: 10})]
+        assert found == [(f"spec.parallelism.deepspeedConfig.{key}", why, "Forbidden")]

@@ -37,6 +37,11 @@ OWNED_KEYS: Mapping[tuple[str, ...], str] = {
 }
 """Keys that a field of the spec decides."""
 
+OVERWRITTEN_KEYS: Mapping[tuple[str, ...], str] = {
+    ("steps_per_print",): "accelerate sets it to infinity, because the trainer reports each step itself"
+}
+"""Keys that a library on the way to DeepSpeed replaces, and why; accepting them would be ignoring them."""
+
 _FIELD = ("spec", "parallelism", "deepspeedConfig")
 
 
@@ -60,6 +65,8 @@ def _problems(values: Mapping[str, JsonValue], above: tuple[str, ...]) -> Iterat
                 f"set spec.{field}, and leave this key out",
                 reason="Forbidden",
             )
+        elif path in OVERWRITTEN_KEYS:
+            yield Problem(where, shown, OVERWRITTEN_KEYS[path], "leave it out", reason="Forbidden")
         elif known is not None and key not in known:
             near = _nearest(key, known)
             yield Problem(

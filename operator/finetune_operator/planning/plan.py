@@ -227,8 +227,8 @@ def check_lengths(draft: Draft) -> Draft:
 def choose_precision(draft: Draft) -> Draft:
     """fp32, or bf16 where the hardware has units for it, whatever the model's size.
 
-    Measured on 2 cores with AVX512-BF16, rows of 32 and 128 tokens: bf16 trains a 22M-parameter BERT 1.5 to 1.8 times as
-    fast as fp32 and BERT base 1.7 to 1.9 times; on cores without such units it is 2 to 4 times slower.
+    Measured on 2 cores with AVX512-BF16, rows of 32 and 128 tokens: bf16 trains a 22M-parameter BERT 1.5 to 1.8 times
+    as fast as fp32 and BERT base 1.7 to 1.9 times; on cores without such units it is 2 to 4 times slower.
     """
     asked, hardware, world = draft.training.precision, draft.hardware, draft.world
     if world is None:
