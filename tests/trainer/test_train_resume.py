@@ -143,8 +143,8 @@ def test_a_deepspeed_checkpoint_of_another_stage_is_refused_with_the_way_out(ben
     assert refused.exit_code == 18
     failure = refused.first_failure.failure
     assert (failure.failure_class, failure.reason) == (FailureClass.CHECKPOINT, "CheckpointOfAnotherWorld")
-    assert "written by strategy deepspeed-2" in failure.message
-    assert "strategy deepspeed-2 on 1 processes" in failure.hint
+    assert "written by strategy deepspeed-zero2" in failure.message
+    assert "strategy deepspeed-zero2 on 1 processes" in failure.hint
 
 
 def test_a_checkpoint_of_other_settings_is_refused_and_left_alone_with_resume_off(bench, tmp_path: Path):

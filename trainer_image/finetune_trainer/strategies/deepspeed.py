@@ -185,5 +185,5 @@ def refuse_auto(config: Mapping[str, Any], path: str = "deepspeed.json") -> None
 
 
 def strategy_label(name: str, zero_stage: int | None) -> str:
-    """`deepspeed-2` and the like; other strategies have no stages."""
-    return f"{name}-{zero_stage}" if name == "deepspeed" else name
+    """`deepspeed-zero2` and the like, without what does not change how a checkpoint is cut: offload, recomputation."""
+    return f"{name}-zero{zero_stage}" if name == "deepspeed" else name

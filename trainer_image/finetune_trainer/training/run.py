@@ -130,7 +130,7 @@ def train(
             "loss_last": last,
             "samples_per_second": observer.samples / observer.seconds if observer.seconds else 0.0,
             "peak_memory_bytes": peak,
-            "strategy": strategy_label(training.strategy.name, training.strategy.zero_stage),
+            "strategy": training.strategy.label,
             "world_size": world.size,
             "seconds": time.monotonic() - started,
             "steps": steps,
