@@ -2,11 +2,10 @@
 
 Every arm is a whole `finetune run` of the same job file with only `parallelism` changed: same model, rows, global
 batch, seed, epochs, and two processes (one for `single`). It prints test accuracy, first and last loss, samples/s,
-peak memory and wall-clock time of the whole run, and the peak that the plan foresaw. At world size 1, and on one machine's CPU, sharding cannot make
-anything faster: its cost is what shows here.
+peak memory of a process beside what the plan foresaw, and the wall-clock time of the whole run. On the CPU of one
+machine sharding cannot make anything faster: its cost is what shows here.
 
     python tests/benchmarks/strategies.py --data ../shared/data/rotten_tomatoes --epochs 2 --strategies ddp fsdp
-    deepspeed-zero2
 """
 
 from __future__ import annotations
