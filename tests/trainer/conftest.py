@@ -7,7 +7,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -56,26 +56,30 @@ def write_rows(path: Path, count: int, seed: int) -> None:
             file.write(json.dumps({"text": " ".join(words), "label": label}) + "\n")
 
 
-def write_tiny_bert(folder: Path, dropout: float) -> Path:
-    """A random BERT (2 layers, 32 wide) with a word-level tokenizer, in Hub layout."""
+def write_tiny_bert(folder: Path, *, words: Iterable[str] = (), labels: Sequence[str] = (), **config: Any) -> Path:
+    """A random BERT (2 layers, 32 wide) with a word-level tokenizer, in Hub layout; with a head when there are
+    `labels`. `words`: its vocabulary, that of `write_rows` when empty; `config`: further fields of BertConfig.
+    """
     import torch
-    from transformers import BertConfig, BertModel, BertTokenizerFast
+    from transformers import BertConfig, BertForSequenceClassification, BertModel, BertTokenizerFast
 
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(word for words in WORDS.values() for word in words)]
+    words = sorted(set(words)) or [word for each in WORDS.values() for word in each]
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]
     folder.mkdir(parents=True)
     (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
     torch.manual_seed(7)
-    config = BertConfig(
+    head = {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
+    whole = BertConfig(
         vocab_size=len(vocabulary),
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=64,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
+        **(head if labels else {}),
+        **config,
     )
-    BertModel(config).save_pretrained(folder)
+    (BertForSequenceClassification if labels else BertModel)(whole).save_pretrained(folder)
     BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
     return folder
 
@@ -183,6 +187,18 @@ class Bench:
         progress = tuple(Progress.model_validate_json(line) for line in lines)
         return Ended(process.returncode, output, {report.rank: report for report in reports}, progress)
 
+    def train_here(self) -> None:
+        """Trains in this process: strategy single alone, and without what `__main__` adds. Start-up is the dear part
+        of a stage.
+        """
+        from finetune_trainer.distributed import ProcessWorld
+        from finetune_trainer.progress import NoProgress
+        from finetune_trainer.training.interruption import Interruption
+        from finetune_trainer.training.run import train
+
+        world, interruption = ProcessWorld(), Interruption()
+        train(self.job, self.paths, NoProgress(), world=world, deepspeed=None, interruption=interruption)
+
     def run(self, stage: Stage = Stage.TRAIN, **how: Any) -> Ended:
         """Starts a stage and waits for it."""
         return self.end(self.start(stage, **how))
@@ -284,16 +300,27 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def dropout(share: float) -> dict[str, float]:
+    """Both of BERT's dropouts."""
+    return {"hidden_dropout_prob": share, "attention_probs_dropout_prob": share}
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny BERT without dropout, so that runs can be compared."""
-    return write_tiny_bert(tmp_path_factory.mktemp("model") / "tiny-bert", dropout=0.0)
+    return write_tiny_bert(tmp_path_factory.mktemp("model") / "tiny-bert", **dropout(0.0))
 
 
 @pytest.fixture(scope="session")
 def tiny_model_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny BERT with dropout, so that a lost random state shows."""
-    return write_tiny_bert(tmp_path_factory.mktemp("model") / "tiny-bert-dropout", dropout=0.1)
+    return write_tiny_bert(tmp_path_factory.mktemp("model") / "tiny-bert-dropout", **dropout(0.1))
+
+
+@pytest.fixture(scope="session")
+def tiny_bert() -> Callable[..., Path]:
+    """The function, for tests cannot import this file."""
+    return write_tiny_bert
 
 
 def prepared_bench(workspace: Path, job: TrainerJob) -> Bench:

@@ -20,7 +20,7 @@ from finetune_contract.job import TrainerJob
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.data.sources import load
+from finetune_trainer.data.sources import ColumnNeed, splits_by_role
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config, load_tokenizer
 from finetune_trainer.progress import NoProgress
@@ -198,8 +198,14 @@ def test_long_rows_are_cut_and_counted(data, paths):
 def test_shards_are_joined_in_the_order_of_their_names(tmp_path, paths):
     for i in (1, 0):
         write_lines(tmp_path / "d" / f"train-0000{i}-of-00002.jsonl", TRAIN[3 * i : 3 * i + 3])
-    rows = load(a_job(tmp_path / "d").dataset)["train"]
-    assert rows["text"][:] == [row["text"] for row in TRAIN]
+    split = splits_by_role(a_job(tmp_path / "d").dataset)["train"].read([ColumnNeed("dataset.columns.text", "text")])
+    assert split.rows["text"][:] == [row["text"] for row in TRAIN]
+
+
+def test_a_column_that_another_task_reads_is_refused(data, paths):
+    error = refused(a_job(data, dataset={"columns": {"text": "text", "label": "label", "tokens": "label"}}), paths)
+    assert (error.failure_class, error.reason) == (FailureClass.CONFIG, "ColumnOfAnotherTask")
+    assert "dataset.columns.tokens is 'label'" in error.message
 
 
 def test_column_and_file_names_may_be_any_text(tmp_path, paths):

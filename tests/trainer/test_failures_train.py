@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import CheckpointSchedule, EarlyStopping
+from finetune_contract.job import CheckpointSchedule
 from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.report import TrainerReport
+from finetune_trainer.failures import StageError
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -69,10 +70,20 @@ def test_a_world_of_another_size_is_refused_before_anything_is_imported(finished
         pytest.param({"report_to": "none"}, "FixedByTrainer", "Leave it out.", id="a field without effect"),
     ],
 )
-def test_bad_training_arguments_are_refused(arguments: dict[str, object], reason: str, hint: str, finished):
-    run = finished.with_training(arguments=arguments)
-    report = refused(run, contents(run.paths.root), FailureClass.CONFIG, reason)
-    assert hint in report.failure.hint
+def test_bad_training_arguments_are_refused(arguments: dict[str, object], reason: str, hint: str, bench):
+    from finetune_trainer.training.arguments import refuse_bad_arguments
+
+    with pytest.raises(StageError) as caught:
+        refuse_bad_arguments(bench.with_training(arguments=arguments).job.training)
+    assert (caught.value.failure_class, caught.value.reason) == (FailureClass.CONFIG, reason)
+    assert hint in caught.value.hint
+
+
+def test_bad_training_arguments_end_the_stage_before_a_model_is_loaded(finished):
+    run = finished.with_training(arguments={"fp16": True, "learning_rat": 1.0})
+    report = refused(run, contents(run.paths.root), FailureClass.CONFIG, "OwnedByPlan")
+    assert "training.arguments.learning_rat: " in report.failure.message
+    assert report.seconds < 5
 
 
 @pytest.mark.parametrize(
@@ -117,20 +128,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(finished):
     run = finished.with_training(learning_rate=1e30, warmup_steps=0, max_grad_norm=0.0)
     report = refused(run, contents(run.paths.root), FailureClass.LOSS_NOT_FINITE, "LossNotFinite")
     assert "The loss is nan at step" in report.failure.message
-
-
-def test_stopping_early_on_an_unknown_metric_is_refused_and_on_a_known_one_keeps_the_best_weights(finished):
-    unknown = finished.with_training(early_stopping=EarlyStopping(metric="bleu", patience=1))
-    report = refused(unknown, contents(finished.paths.root), FailureClass.CONFIG, "UnknownMetric")
-    assert "accuracy" in report.failure.hint
-
-    # So low a rate that accuracy cannot improve after the first evaluation: two more (patience 2) and it stops.
-    run = finished.with_training(
-        early_stopping=EarlyStopping(metric="accuracy", patience=2), max_steps=120, learning_rate=1e-9
-    )
-    assert run.run().exit_code == 0
-    assert len(run.losses()) == 36
-    assert [path.name for path in (run.paths.checkpoints / "best").iterdir()] == ["step-12.pt"]
 
 
 @pytest.fixture
@@ -187,6 +184,28 @@ def test_out_of_memory_is_told_apart(finished, tmp_path: Path):
     limit = int(measured.stdout.split()[-1]) * 1024 + 700 * 2**20
     report = refused(run, before, FailureClass.OUT_OF_MEMORY, "OutOfMemory", wrapper=["prlimit", f"--as={limit}"])
     assert "microBatchSize" in report.failure.hint
+
+
+def test_the_report_is_written_from_what_the_stages_left_and_damage_is_an_error_that_keeps_the_old_one(finished):
+    def write() -> subprocess.CompletedProcess[str]:
+        job, workspace = finished.paths.root / "job.json", finished.workspace
+        job.write_text(finished.job.to_json(), encoding="utf-8")
+        command = [sys.executable, "-m", "finetune_trainer", "report", "--job", str(job), "--workspace", str(workspace)]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    written = write()
+    assert (written.returncode, written.stdout) == (0, ""), written.stderr
+    page = finished.paths.report.read_text(encoding="utf-8")
+    assert "polyline" in page
+    assert "Loss last" in page
+    assert "transformers" in json.loads(finished.paths.environment.read_text(encoding="utf-8"))["versions"]
+
+    finished.paths.metrics.write_text("{", encoding="utf-8")
+    failed = write()
+    assert failed.returncode == EXIT_CODES[FailureClass.PROGRAM]
+    assert "DamagedFile" in failed.stderr
+    assert "metrics.json is not JSON" in failed.stderr
+    assert finished.paths.report.read_text(encoding="utf-8") == page
 
 
 @pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI (mpirun) is not installed")

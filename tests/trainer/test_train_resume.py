@@ -147,21 +147,6 @@ def test_a_deepspeed_checkpoint_of_another_stage_is_refused_with_the_way_out(ben
     assert "strategy deepspeed-zero2 on 1 processes" in failure.hint
 
 
-def test_a_checkpoint_of_other_settings_is_refused_and_left_alone_with_resume_off(bench, tmp_path: Path):
-    run = bench.at(tmp_path / "w").with_training(max_steps=4, checkpoints=CheckpointSchedule(every_steps=2, keep=2))
-    assert run.run().exit_code == 0
-    changed = run.with_training(learning_rate=1e-3)
-    refused = changed.run()
-    assert refused.exit_code == 18
-    assert "learning_rate was 0.002, is 0.001" in refused.first_failure.failure.message
-    assert sorted(path.name for path in run.paths.checkpoints.glob("step-*")) == ["step-2", "step-4"]
-
-    anew = changed.with_training(checkpoints=CheckpointSchedule(every_steps=3, keep=2, resume=False))
-    assert anew.run().exit_code == 0
-    assert len(anew.losses()) == 4
-    assert sorted(path.name for path in run.paths.checkpoints.glob("step-*")) == ["step-3"]
-
-
 def test_a_signal_before_the_first_step_ends_the_stage_as_preempted(bench, tmp_path: Path):
     run = bench.at(tmp_path / "w")
     process = run.start(Stage.TRAIN)

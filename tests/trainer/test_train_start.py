@@ -72,6 +72,29 @@ def test_processes_of_one_mpirun_agree_on_a_port_and_those_of_another_on_another
     assert port("prterun-1@1", 0) != port("prterun-2@1", 0)
 
 
+def test_the_process_number_of_mpich_does_not_part_the_processes_of_one_run():
+    def port(rank: int) -> str:
+        environment = {"PMI_ID": str(rank)}
+        settle_environment(environment, ProcessWorld(rank, 2, rank, 2, "mpi"), device="cpu", threads=1, strategy="ddp")
+        return environment["MASTER_PORT"]
+
+    assert port(0) == port(1)
+
+
+@pytest.mark.parametrize(
+    ("visible", "left"),
+    [
+        pytest.param({}, "0", id="of all GPUs the first"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": "2,3"}, "2", id="of those that were given the first"),
+        pytest.param({"CUDA_VISIBLE_DEVICES": ""}, "", id="none where none was given"),
+    ],
+)
+def test_a_single_process_sees_one_gpu_for_it_would_be_spread_over_all(visible: dict[str, str], left: str):
+    environment = dict(visible)
+    settle_environment(environment, ProcessWorld(), device="cuda", threads=1, strategy="single")
+    assert environment["CUDA_VISIBLE_DEVICES"] == left
+
+
 def test_several_nodes_without_an_address_are_refused():
     with pytest.raises(StageError, match="MASTER_ADDR is not set"):
         settle_environment({}, ProcessWorld(0, 4, 0, 2, "mpi"), device="cpu", threads=1, strategy="ddp")

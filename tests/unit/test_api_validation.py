@@ -80,7 +80,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("metadata.labels.true", "Invalid", "put the value in quotes"),
     ],
     "name-number": [
-        ("metadata.name", "Invalid", 'put it in quotes: "123"'),
+        ("metadata.name", "Invalid", "put the value in quotes"),
     ],
     "no-dataset": [
         ("spec.dataset", "Required", "is required when something trains"),

@@ -243,7 +243,7 @@ def test_the_world(spec, hardware, world):
                 "spec.resources.gpusPerNode",
                 "2",
                 "a node has to have as many GPUs as asked for, and it has none",
-                "set gpusPerNode to 0 or less, or plan for other hardware",
+                "set gpusPerNode to 0, or plan for other hardware",
             ),
             id="GPUs that are not there",
         ),
@@ -428,10 +428,10 @@ SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
             id="stage and checkpointing as asked",
         ),
         pytest.param(
-            {"parallelism": {"offload": {"optimizer": "cpu"}}},
+            {"parallelism": {"strategy": "deepspeed", "offload": {"optimizer": "cpu"}}},
             {},
             "deepspeed-zero1+optimizer-offload",
-            id="offload asks for deepspeed",
+            id="offload as asked: the lowest stage that fits",
         ),
     ],
 )
@@ -522,13 +522,19 @@ def test_an_explicit_choice_that_does_not_fit_is_refused_with_the_smallest_chang
             "only deepspeed offloads, and strategy is fsdp",
         ),
         (
-            {"zeroStage": 0, "offload": {"optimizer": "cpu"}},
+            {"offload": {"optimizer": "cpu"}},
+            {},
+            "spec.parallelism.offload.optimizer",
+            "only deepspeed offloads, and strategy is auto",
+        ),
+        (
+            {"strategy": "deepspeed", "zeroStage": 0, "offload": {"optimizer": "cpu"}},
             {},
             "spec.parallelism.offload.optimizer",
             "ZeRO stage 0 does not offload",
         ),
         (
-            {"offload": {"optimizer": "cpu"}},
+            {"strategy": "deepspeed", "offload": {"optimizer": "cpu"}},
             {"optimizer": "sgd"},
             "spec.parallelism.offload.optimizer",
             "DeepSpeed has an offloaded form of adamw only, and optimizer is sgd",
@@ -540,7 +546,13 @@ def test_an_explicit_choice_that_does_not_fit_is_refused_with_the_smallest_chang
             "only deepspeed reads it, and strategy is ddp",
         ),
         (
-            {"deepspeedConfig": {"wall_clock_brakedown": True}},
+            {"zeroStage": 2, "deepspeedConfig": {"wall_clock_breakdown": True}},
+            {},
+            "spec.parallelism.deepspeedConfig",
+            "only deepspeed reads it, and strategy is auto",
+        ),
+        (
+            {"strategy": "deepspeed", "deepspeedConfig": {"wall_clock_brakedown": True}},
             {},
             "spec.parallelism.deepspeedConfig.wall_clock_brakedown",
             "DeepSpeed knows no such key and would ignore it",
@@ -639,6 +651,25 @@ def test_what_is_not_known_is_assumed_and_said():
     assert result.hardware.assumed
 
 
+def test_a_machine_in_words_is_an_assumption_with_what_the_words_left_out():
+    result = planned({"resources": {"gpusPerNode": "auto"}}, hardware=parse_hardware("gpu=H100,gpus=8"))
+    assert result.assumptions == (
+        "hardware: the node is described, not measured; 8 x H100 with 79.6 GiB and bf16, 64 cores and 512 GiB of "
+        "memory are taken",
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "reason"),
+    [
+        (8, "CPU: resources.gpusPerNode is 0, so the node's 8 GPUs stay idle; set it to auto to train on them"),
+        (1, "CPU: resources.gpusPerNode is 0, so the node's 1 GPU stays idle; set it to auto to train on it"),
+    ],
+)
+def test_gpus_that_a_job_does_not_ask_for_are_said_to_stay_idle(gpus, reason):
+    assert reason in planned(hardware=parse_hardware(f"gpu=H100,gpus={gpus}")).reasons
+
+
 def test_what_is_known_is_not_assumed():
     assert planned().assumptions == ()
 
@@ -649,12 +680,12 @@ def test_every_decision_leaves_its_sentence():
         "launcher job: the first of pytorchjob, trainjob, jobset, mpijob, job that is served",
         "2 processes a node: deepspeed spreads over processes, and there are 2 cores",
         "1 thread a process: 2 cores / 2 processes",
-        "precision fp32: the CPU has none for bf16, and emulated it is 2 to 4 times slower",
+        "precision fp32: the CPU has no units for bf16, and emulated it is 2 to 4 times slower",
         "798 steps: 3 epochs (the default) of 266 = 8,530 rows / 32; the last 18 rows of an epoch's order make "
         "no whole batch "
         "and are dropped",
         "a checkpoint every 266 steps: once an epoch",
-        "strategy deepspeed-zero2: as asked; one process needs 1.5 GiB of 8.0 GiB",
+        "strategy deepspeed-zero2: as asked; one process needs 2.1 GiB of 8.0 GiB",
         "micro-batch 16: each rank's whole share fits at once; 32 = 16 micro x 1 accumulation x 2 ranks",
         "inference batches of 2,048 padded tokens: rows of like length together, as many as fit in that",
     )

@@ -23,10 +23,10 @@ from finetune_contract.choices import Stage
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import EXIT_OK, FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
-from finetune_trainer.checkpoints import write_atomically
 from finetune_trainer.console import settle_console
 from finetune_trainer.distributed import ProcessWorld, current, disconnect
 from finetune_trainer.failures import StageError, chain, classify
+from finetune_trainer.files import write_atomically
 from finetune_trainer.outcome import report_path, write_report
 from finetune_trainer.progress import progress_for
 from finetune_trainer.stages import STAGES, StageInput, StageResult
@@ -139,7 +139,6 @@ def _success(result: StageResult, job: TrainerJob, stage: Stage, world: ProcessW
 
 def _mark_complete(paths: JobPaths, stage: Stage, report: TrainerReport) -> None:
     """The completion marker, last of all that the stage writes."""
-    paths.state.mkdir(parents=True, exist_ok=True)
     write_atomically(paths.state / f"{stage}.json", report.to_json())
 
 

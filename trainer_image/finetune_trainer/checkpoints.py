@@ -26,6 +26,7 @@ from finetune_contract.base import Message
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
+from finetune_trainer.files import write_atomically, write_synced
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class Manifest(Message):
 
     step: int
     strategy: str
-    """With the ZeRO stage, e.g. `deepspeed-2`."""
+    """With the ZeRO stage, e.g. `deepspeed-zero2`."""
     world_size: int
     job: dict[str, Any]
     """What must be equal for a run to continue from here; see `identity`."""
@@ -134,7 +135,7 @@ class CheckpointStore:
             written=time.time(),
             files=files,
         )
-        _write_synced(source / MANIFEST, manifest.to_json())
+        write_synced(source / MANIFEST, manifest.to_json())
         if target.exists():
             shutil.rmtree(target)
         os.replace(source, target)
@@ -231,20 +232,6 @@ def _sha256(path: Path) -> str:
         while block := file.read(_BLOCK_BYTES):
             value.update(block)
     return value.hexdigest()
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that is seen whole or not at all."""
-    partial = path.with_name(path.name + ".part")
-    _write_synced(partial, text)
-    os.replace(partial, path)
 
 
 @contextmanager

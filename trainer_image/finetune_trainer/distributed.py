@@ -41,8 +41,9 @@ _MPI_VARIABLES = (
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 # Common to all processes of one mpirun and different in another one: Open MPI 4 and 5 set the first, Open MPI 4 the
-# second too.
-_MPI_RUN_VARIABLES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID")
+# second too. MPICH has none (its PMI_ID is the process's own number), so its runs share one port unless MASTER_PORT is
+# set.
+_MPI_RUN_VARIABLES = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
 _FIVE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -123,6 +124,9 @@ def settle_environment(
         environment["DS_ACCELERATOR"] = "cpu"
         environment["CUDA_VISIBLE_DEVICES"] = ""
     if strategy == "single":
+        if device == "cuda":
+            # Of several GPUs the first: the Trainer would spread one process over all of them (torch's DataParallel).
+            environment["CUDA_VISIBLE_DEVICES"] = environment.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
         # With them, accelerate would make a distributed run (and DDP) of one process.
         for name in _FIVE:
             environment.pop(name, None)

@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from finetune_contract.job import ModelSource, TrainerJob
 from finetune_contract.layout import FailureClass
-from finetune_trainer.failures import StageError
+from finetune_trainer.failures import StageError, chain
 from finetune_trainer.uris import Uri, local_path, package_path
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _FIELD = "model.uri"
+_NO_REVISION = "main"
+"""What the contract has when the job names no revision."""
 DEFAULT_LENGTH_LIMIT = 512
 """Truncation length in tokens when the job gives none: what most encoders were trained with. Longer costs quadratic
 attention.
@@ -43,11 +45,13 @@ _POSITIONS_AFTER_PADDING = frozenset(
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
-def resolve_model(uri: str, revision: str = "main", trust_remote_code: bool = False) -> tuple[str, dict[str, Any]]:
+def resolve_model(
+    uri: str, revision: str = _NO_REVISION, trust_remote_code: bool = False
+) -> tuple[str, dict[str, Any]]:
     """`(name_or_path, kwargs)` for `from_pretrained`.
 
     StageError MODEL `ModelNotFound` for a path that is not there, `NotAModel` for one without a model, CONFIG
-    `SchemeNotSupported` for other schemes.
+    `SchemeNotSupported` for other schemes and `RevisionWithoutHub` for a revision that nothing would look at.
     """
     parsed = Uri.parse(uri, _FIELD)
     match parsed.scheme:
@@ -65,6 +69,13 @@ def resolve_model(uri: str, revision: str = "main", trust_remote_code: bool = Fa
                 "Copy the model to the workspace and name it by file://.",
             )
     _check_folder(path, uri)
+    if revision != _NO_REVISION:
+        raise StageError(
+            FailureClass.CONFIG,
+            "RevisionWithoutHub",
+            f"model.revision is {revision!r}, but {uri} is not on the Hub; only Hub models have revisions.",
+            "Leave model.revision out, or use hf://.",
+        )
     return str(path), {"trust_remote_code": trust_remote_code, "local_files_only": True}
 
 
@@ -223,11 +234,7 @@ def hub_error(
     """
     from huggingface_hub import errors
 
-    links: list[BaseException] = []
-    link: BaseException | None = error
-    while link is not None and link not in links:
-        links.append(link)
-        link = link.__cause__ or link.__context__
+    links = chain(error)
 
     def found(*types: type[BaseException]) -> bool:
         return any(isinstance(each, types) for each in links)

@@ -10,8 +10,7 @@ import json
 import math
 import platform
 import shlex
-import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +24,8 @@ from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.prepared import FACTS_FILE
 from finetune_trainer.failures import StageError
+from finetune_trainer.files import write_atomically
+from finetune_trainer.training.history import History
 
 SAMPLES_FILE = "samples.json"
 """Some evaluated rows with their predictions, below the job's folder."""
@@ -47,19 +48,19 @@ _DISTRIBUTIONS = [
 # ------------------------------------------------------------------------------------------------- metrics, samples
 
 
-def merge_metrics(paths: JobPaths, section: Mapping[str, Any]) -> dict[str, Any]:
-    """Puts `section`, such as `{"train": {...}}`, into metrics.json: its keys are replaced, others stay. Returns all
-    of it.
+def merge_metrics(paths: JobPaths, section: Mapping[str, Any], *, without: Collection[str] = ()) -> dict[str, Any]:
+    """Puts `section`, such as `{"train": {...}}`, into metrics.json: its keys are replaced, those in `without` go,
+    others stay. Returns all of it.
     """
-    found = _read_json(paths.metrics)
-    merged = {**(found if isinstance(found, dict) else {}), **section}
-    _write_text(paths.metrics, json.dumps(merged, indent=2, ensure_ascii=False) + "\n")
+    found = _read_json(paths.metrics) or {}
+    merged = {**{name: value for name, value in found.items() if name not in without}, **section}
+    write_atomically(paths.metrics, json.dumps(merged, indent=2, ensure_ascii=False) + "\n")
     return merged
 
 
 def write_samples(paths: JobPaths, samples: Sequence[Mapping[str, Any]]) -> None:
     """Keeps evaluated rows for the report: `row`, `text` (a list of texts), `label`, `predicted`, `score`."""
-    _write_text(paths.root / SAMPLES_FILE, json.dumps(samples, indent=2, ensure_ascii=False) + "\n")
+    write_atomically(paths.root / SAMPLES_FILE, json.dumps(samples, indent=2, ensure_ascii=False) + "\n")
 
 
 def _read_json(path: Path) -> Any:
@@ -75,16 +76,6 @@ def _read_json(path: Path) -> Any:
             f"{path} is not JSON: {error}",
             f"Delete {path.name}; it is written again.",
         ) from error
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
-        temporary.write_text(text, encoding="utf-8", newline="")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 # ------------------------------------------------------------------------------------------------------ environment
@@ -104,7 +95,7 @@ def write_environment(paths: JobPaths) -> None:
     cuda = _cuda_version()
     if cuda is not None:
         environment["cuda"] = cuda
-    _write_text(paths.environment, json.dumps(environment, indent=2) + "\n")
+    write_atomically(paths.environment, json.dumps(environment, indent=2) + "\n")
 
 
 def _version(distribution: str) -> str | None:
@@ -144,7 +135,7 @@ def write_model_card(paths: JobPaths, job: TrainerJob, facts: DataFacts, metrics
             settings=_training_settings(job),
         )
     )
-    _write_text(paths.model / "README.md", text)
+    write_atomically(paths.model / "README.md", text)
 
 
 def _public(uri: str) -> str:
@@ -216,7 +207,7 @@ def write_report(job: TrainerJob, plan_json: Mapping[str, Any] | None, paths: Jo
             split=metrics.get("evaluate", {}).get("split"),
             rows=metrics.get("evaluate", {}).get("rows"),
             run=[(_label(name), _figure(name, value)) for name, value in metrics.get("train", {}).items()],
-            chart=loss_chart(_history(paths.history)),
+            chart=loss_chart(History(paths.history).read()),
             settings=_training_settings(job),
             reasons=[str(reason) for reason in plan.get("reasons", ())],
             assumptions=[str(assumption) for assumption in plan.get("assumptions", ())],
@@ -226,7 +217,7 @@ def write_report(job: TrainerJob, plan_json: Mapping[str, Any] | None, paths: Jo
             command=_command(plan, job, paths),
         )
     )
-    _write_text(paths.report, page)
+    write_atomically(paths.report, page)
 
 
 def _command(plan: Mapping[str, Any], job: TrainerJob, paths: JobPaths) -> str:
@@ -276,21 +267,6 @@ def _flatten(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
     rows: list[tuple[str, str]] = []
     for name, each in value.items():
         rows += _flatten(each, f"{prefix}{name} ") if isinstance(each, Mapping) else [(f"{prefix}{name}", str(each))]
-    return rows
-
-
-def _history(path: Path) -> list[dict[str, Any]]:
-    """The logged steps; a last line that was cut by a kill is left out."""
-    if not path.is_file():
-        return []
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
     return rows
 
 

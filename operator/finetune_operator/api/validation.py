@@ -152,9 +152,7 @@ def _metadata(metadata: JsonValue) -> Iterator[Problem]:
         hint = "generateName works with kubectl create alone; " if metadata.get("generateName") else ""
         yield Problem("metadata.name", None, "is required", f"{hint}give the job a name", reason="Required")
     elif not isinstance(name, str):
-        yield Problem(
-            "metadata.name", describe_value(name), "must be text", f'put it in quotes: "{_shown_scalar(name)}"'
-        )
+        yield _quote(("metadata", "name"), name)
     else:
         yield from _name(name)
     namespace = metadata.get("namespace")
@@ -180,7 +178,7 @@ def _name(name: str) -> Iterator[Problem]:
     if not _is_label(name):
         near = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:MAX_NAME].strip("-")
         yield Problem(
-            "metadata.name", describe_value(name), _DNS_LABEL, f"{near} would do" if near else "choose another name"
+            "metadata.name", describe_value(name), _DNS_LABEL, f"write {near}" if near else "choose another name"
         )
 
 
@@ -210,10 +208,6 @@ def _labels(labels: JsonValue) -> Iterator[Problem]:
 
 def _quote(path: Path, value: JsonValue) -> Problem:
     return Problem(format_path(path), describe_value(value, path), "must be text", "put the value in quotes")
-
-
-def _shown_scalar(value: JsonValue) -> str:
-    return json.dumps(value) if isinstance(value, bool | int | float) else "..."
 
 
 def _tokens(value: JsonValue, path: Path) -> Iterator[Problem]:
@@ -276,7 +270,7 @@ def _read_spec(value: JsonValue) -> tuple[FineTuneJobSpec | None, tuple[Path, ..
                 if any(other != path and other[: len(path)] == path for other, _ in entries):
                     continue
                 if not any(path[: len(fault)] == fault for fault in faults):
-                    faults[path] = _field_problem(path, kind, remainder)
+                    faults[path] = _field_problem(path, kind, value)
                 _take_out(remainder, path)
     return None, tuple(faults), list(faults.values())
 

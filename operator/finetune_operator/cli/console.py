@@ -12,6 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import typer
 import yaml
 from rich.console import Console
 
@@ -32,6 +33,14 @@ class DocumentOutput(StrEnum):
 
     YAML = "yaml"
     JSON = "json"
+
+
+class UsageError(typer.BadParameter):
+    """A call that is wrong: told with the usage line, and ended with exit code 2."""
+
+    def format_message(self) -> str:
+        """The text alone: it names the option itself."""
+        return self.message
 
 
 def program_name() -> str:
@@ -68,12 +77,13 @@ def complain(text: str) -> None:
 
 
 def described(problem: Problem, source: str) -> str:
-    """`FILE:LINE: path: value V: rule. way out.`, leaving out what is not known."""
+    """`FILE:LINE: path: value V: rule. Way out.`, leaving out what is not known."""
     place = source if problem.line is None else f"{source}:{problem.line}"
     what = [problem.path] if problem.path else []
     if problem.value is not None:
         what.append(f"value {problem.value}")
-    return ": ".join([place, *what, f"{_ended(problem.rule)} {_ended(problem.way_out)}"])
+    way_out = problem.way_out[:1].upper() + problem.way_out[1:]
+    return ": ".join([place, *what, f"{_ended(problem.rule)} {_ended(way_out)}"])
 
 
 def _ended(text: str) -> str:

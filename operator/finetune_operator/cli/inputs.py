@@ -15,13 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import typer
 from pydantic import ValidationError
 
 from finetune_operator.api.problems import PathPart, Problem, format_path
 from finetune_operator.api.settings import LOCAL_SETTINGS, Settings
 from finetune_operator.api.types import KIND, FineTuneJob
 from finetune_operator.api.validation import foreign, validate_job
+from finetune_operator.cli.console import UsageError
 from finetune_operator.cli.documents import Document, Position, position_of, read_documents
 
 STDIN = "-"
@@ -57,11 +57,11 @@ class Inputs:
 def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> Inputs:
     """All FineTuneJobs in `names`, checked against `settings`.
 
-    Raises typer.BadParameter (a usage error) for a file that cannot be read and for a call that names no
+    Raises UsageError (a usage error) for a file that cannot be read and for a call that names no
     file.
     """
     if not names:
-        raise typer.BadParameter("name at least one file: FILE, or -f FILE (- reads standard input)")
+        raise UsageError("name at least one file: FILE, or -f FILE (- reads standard input)")
     entries: list[JobEntry] = []
     problems: list[tuple[str, Problem]] = []
     notes: list[str] = []
@@ -88,7 +88,10 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
         problems.extend((source, problem) for problem in found)
     if not entries and not problems:
         problems.append(
-            (names[0], Problem("", None, f"there is no {KIND} in what was read", "name a file that holds one"))
+            (
+                "<stdin>" if names[0] == STDIN else names[0],
+                Problem("", None, f"there is no {KIND} in what was read", "name a file that holds one"),
+            )
         )
     return Inputs(tuple(entries), tuple(problems), tuple(notes))
 
@@ -101,12 +104,12 @@ def _contents(names: Sequence[str]) -> Iterator[tuple[str, Path, bytes]]:
         path = Path(name)
         files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES and p.is_file()) if path.is_dir() else [path]
         if not files:
-            raise typer.BadParameter(f"the folder {name} holds no {', '.join(SUFFIXES)} file")
+            raise UsageError(f"the folder {name} holds no {', '.join(SUFFIXES)} file")
         for file in files:
             try:
                 content = file.read_bytes()
             except OSError as error:
-                raise typer.BadParameter(f"cannot read {file}: {error.strerror}") from error
+                raise UsageError(f"cannot read {file}: {error.strerror}") from error
             yield str(file), file.resolve().parent, content
 
 
@@ -167,12 +170,12 @@ def absolute_uri(uri: str, folder: Path) -> str:
 
 
 def read_settings(file: Path) -> Settings:
-    """An administrator's settings file. Raises typer.BadParameter, with every problem, for one that cannot be
+    """An administrator's settings file. Raises UsageError, with every problem, for one that cannot be
     used."""
     try:
         documents, problems = read_documents(file.read_bytes())
     except OSError as error:
-        raise typer.BadParameter(f"--settings: cannot read {file}: {error.strerror}") from error
+        raise UsageError(f"--settings: cannot read {file}: {error.strerror}") from error
     wrong = [f"{file}:{problem.line}: {problem.rule}" for problem in problems]
     if not wrong and len(documents) != 1:
         wrong = [f"{file}: one document is expected, and there are {len(documents)}"]
@@ -181,5 +184,17 @@ def read_settings(file: Path) -> Settings:
             # Through JSON: strict models take a list for a tuple only there.
             return Settings.model_validate_json(json.dumps(documents[0].value))
         except ValidationError as error:
-            wrong = [f"{file}: {'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
-    raise typer.BadParameter("--settings: " + "; ".join(wrong))
+            wrong = [
+                f"{file}: {format_path(each['loc'])}: {_in_words(each['type'], each['msg'])}" for each in error.errors()
+            ]
+    raise UsageError("--settings: " + "; ".join(wrong))
+
+
+def _in_words(kind: str, message: str) -> str:
+    match kind:
+        case "missing":
+            return "is required"
+        case "extra_forbidden":
+            return "there is no such setting"
+        case _:
+            return message[:1].lower() + message[1:]

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import HardwareFacts
@@ -25,6 +26,7 @@ from finetune_operator.api.settings import LOCAL_SETTINGS, Settings
 from finetune_operator.cli.console import (
     DocumentOutput,
     Output,
+    UsageError,
     complain,
     emit,
     err,
@@ -37,7 +39,21 @@ from finetune_operator.cli.console import (
 from finetune_operator.cli.inputs import Inputs, JobEntry, located, read_inputs, read_settings
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
 
+
+class _Commands(TyperGroup):
+    """All commands; says what is wrong with an option's value without the words of the library that checked it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that was named."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+
 app = typer.Typer(
+    cls=_Commands,
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -155,10 +171,10 @@ def plan(
     measure: Measure = True,
     output: Form = Output.TEXT,
 ) -> None:
-    """Show what would run: strategy, processes, batch, memory, time, and the reason for each decision.
+    """Show what would run, and why.
 
-    Plans for this machine, or for the one that --hardware describes. Data that an earlier run prepared in
-    --workspace are taken into account.
+    Strategy, processes, batch, memory, time, and a reason for each decision. Plans for this machine, or for
+    the one that --hardware describes. Data that an earlier run prepared in --workspace are taken into account.
 
     \b
     Examples:
@@ -197,11 +213,11 @@ def render(
     measure: Measure = True,
     output: DocumentForm = DocumentOutput.YAML,
 ) -> None:
-    """Write the Kubernetes objects of a job: now the ConfigMap with job.json and deepspeed.json, as the
-    trainer gets them.
+    """Write a job's Kubernetes objects.
 
-    The objects that start pods (PyTorchJob, MPIJob, TrainJob, JobSet, Job) come in a later version. The node
-    is the one that the job asks for, or that --hardware describes.
+    These are now the ConfigMap with job.json and deepspeed.json, as the trainer gets them; the objects that
+    start pods (PyTorchJob, MPIJob, TrainJob, JobSet, Job) come in a later version. The node is the one that
+    the job asks for, or that --hardware describes.
 
     \b
     Examples:
@@ -269,16 +285,16 @@ def run(
       finetune run jobs.yaml --name reviews -v
     """
     if resume and restart:
-        raise typer.BadParameter("--resume and --restart exclude each other")
+        raise UsageError("--resume and --restart exclude each other")
     if stage and Stage.SERVE in stage:
-        raise typer.BadParameter("--stage serve: serving comes in a later version")
+        raise UsageError("--stage serve: serving comes in a later version")
     names = [*(files or []), *(filename or [])]
     limits = _settings(settings)
     entry = _one(_jobs(names, limits, output), name)
 
     from finetune_operator.cli.local import CannotRunError, RunRequest, planned_run, result_data
     from finetune_operator.cli.local import run as run_locally
-    from finetune_operator.cli.workspace import BusyError, DifferentJobError
+    from finetune_operator.cli.workspace import BusyError, DifferentJobError, UnusableWorkspaceError
 
     request = RunRequest(
         job=entry.job,
@@ -306,7 +322,7 @@ def run(
     except BusyError as busy:
         complain(f"{busy}. Wait for it, or stop it.")
         raise typer.Exit(1) from None
-    except CannotRunError as cannot:
+    except (CannotRunError, UnusableWorkspaceError) as cannot:
         complain(f"{cannot}.")
         raise typer.Exit(1) from None
     data = result_data(request, result)
@@ -331,8 +347,8 @@ def _one(entries: Sequence[JobEntry], name: str | None) -> JobEntry:
         return chosen[0]
     names = ", ".join(entry.job.name for entry in entries)
     if name is None:
-        raise typer.BadParameter(f"there are {len(entries)} jobs ({names}); choose one with --name")
-    raise typer.BadParameter(f"--name {name}: no such job; there are {names}")
+        raise UsageError(f"there are {len(entries)} jobs ({names}); choose one with --name")
+    raise UsageError(f"--name {name}: no such job; there are {names}")
 
 
 def _show_dry_run(planned: JobPlan, stages: dict[Stage, str], output: Output) -> None:
@@ -345,9 +361,10 @@ def _show_dry_run(planned: JobPlan, stages: dict[Stage, str], output: Output) ->
     from finetune_operator.cli.results import print_plan
 
     print_plan(out(), planned)
-    out().print(
-        "Would " + ", ".join(f"{'keep' if word == 'kept' else 'run'} {stage}" for stage, word in stages.items())
-    )
+    for does, word in (("keep", "kept"), ("run", "run")):
+        named = ", ".join(stage for stage, state in stages.items() if state == word)
+        if named:
+            out().print(f"Would {does}: {named}", soft_wrap=True)
 
 
 def _resume_command(names: Sequence[str], workspace: Path, entry: JobEntry, name: str | None) -> str:
@@ -381,7 +398,9 @@ def crd(output: DocumentForm = DocumentOutput.YAML) -> None:
 
 @app.command()
 def schema(output: DocumentForm = DocumentOutput.JSON) -> None:
-    """Write the JSON schema of FineTuneJob, for editors that complete and check while you type.
+    """Write the JSON schema of FineTuneJob.
+
+    Editors complete and check with it while you type.
 
     \b
     Examples:
@@ -408,7 +427,7 @@ def _hardware(text: str | None) -> HardwareFacts | None:
     try:
         return parse_hardware(text)
     except HardwareError as error:
-        raise typer.BadParameter(f"--hardware: {error}") from error
+        raise UsageError(f"--hardware: {error}") from error
 
 
 def _tell_notes(inputs: Inputs) -> None:
@@ -426,8 +445,12 @@ def _jobs(names: Sequence[str], settings: Settings, output: Output | DocumentOut
 
 
 def _refuse(problems: Sequence[tuple[str, Problem]], output: Output | DocumentOutput) -> NoReturn:
+    """End with 1: the problems for a person, and as data where the result would have been data for a program.
+
+    In place of Kubernetes objects nothing is written, as what reads those would take the problems for one.
+    """
     report(problems)
-    if output == Output.JSON:
+    if output in (Output.JSON, Output.YAML) and isinstance(output, Output):
         emit([{"problems": [problem_data(source, problem) for source, problem in problems]}], output)
     raise typer.Exit(1)
 

@@ -8,12 +8,14 @@ without it and the planner assumes the rest and says so.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -36,6 +38,9 @@ TRAINER = "finetune_trainer"
 TIMEOUT_SECONDS = 120
 """Importing torch and reading a config take about 10 s; a config from the Hub over a slow line takes
 longer."""
+
+# The trainer's last line is a log line: time, class and reason of the failure, and then what is to be told.
+_LOG_PREFIX = re.compile(r"^[0-9:]{8} \w+ \(\w+\): ")
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,8 @@ def measure(job: FineTuneJob) -> Measured:
         with err().status(f"Measuring {job.spec.model.uri} ..."):
             facts = _ask_trainer(job)
         if facts is not None:
-            write_atomically(cached, facts.to_json())
+            with contextlib.suppress(OSError):  # a cache that cannot be written only costs the next plan some seconds
+                write_atomically(cached, facts.to_json())
     return Measured(None, own_hardware()) if facts is None else Measured(facts.model, facts.hardware)
 
 
@@ -101,7 +107,7 @@ def _reason(report: Path, log: str) -> str:
         failure = TrainerReport.model_validate_json(report.read_text()).failure
     except (OSError, ValidationError):
         failure = None
-    return failure.message if failure else (log.strip().splitlines() or [""])[-1]
+    return failure.message if failure else _LOG_PREFIX.sub("", (log.strip().splitlines() or [""])[-1])
 
 
 def _source(job: FineTuneJob) -> ModelSource:

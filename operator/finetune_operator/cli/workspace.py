@@ -42,6 +42,10 @@ class BusyError(Exception):
     """Another process works on this job."""
 
 
+class UnusableWorkspaceError(Exception):
+    """Results cannot be written where they should go."""
+
+
 class DifferentJobError(Exception):
     """The folder holds results of something else."""
 
@@ -56,13 +60,21 @@ class DifferentJobError(Exception):
 
 @contextmanager
 def locked(workspace: Path, name: str) -> Iterator[None]:
-    """Keep other runs of this job away; BusyError with the other's process id.
+    """Keep other runs of this job away; BusyError with the other's process id, UnusableWorkspaceError for a folder
+    that cannot be written to.
 
     The kernel holds the lock and gives it up with the process, however that ends, so a lock can not be stale.
     The file stays: a lock on a file that somebody else just removed would keep nobody away.
     """
-    workspace.mkdir(parents=True, exist_ok=True)
-    with (workspace / f".{name}.lock").open("a+", encoding="utf-8") as file:
+    try:
+        workspace.mkdir(parents=True, exist_ok=True)
+        file = (workspace / f".{name}.lock").open("a+", encoding="utf-8")
+    except OSError as error:
+        why = "it is a file" if workspace.is_file() else error.strerror
+        raise UnusableWorkspaceError(
+            f"--workspace {workspace}: cannot write there: {why}. Name a folder that you may write to"
+        ) from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -6,7 +6,8 @@ under its assumptions, so that an estimate is never mistaken for a measurement.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "assumed_hardware",
     "assumed_model",
     "model_facts",
+    "node_words",
     "parse_hardware",
 ]
 
@@ -115,13 +117,20 @@ _BY_NAME: dict[str, dict[str, JsonValue]] = {
 """Shapes of well-known checkpoints by the last part of their name, as their authors published them."""
 
 FALLBACK_NAME = "bert-base-uncased"
+LLAMA_VOCABULARY = 32_000
+"""Of Llama 2."""
+LEAST_SIZE_IN_NAME = 5_000_000
+"""Below that, `1m` in a name is a context length or a number of rows."""
+_SIZE_UNITS = {"b": 1e9, "m": 1e6}
+# Not after x: the 7b of a mixture of experts, `8x7b`, is the size of one of them.
+_SIZE_IN_NAME = re.compile(r"(?<![a-z0-9.])([0-9]+(?:\.[0-9]+)?)([bm])(?![a-z0-9])")
 
 
 def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2) -> tuple[ModelFacts, str]:
     """Facts for a model that could not be read, and the sentence that says what was assumed.
 
-    A well-known name gives that checkpoint's published shape; any other name the shape of BERT base, which may be far
-    off.
+    A well-known name gives that checkpoint's published shape, a name that says its size (`-70B`) a decoder of that
+    size, and any other name the shape of BERT base, which may be far off.
     """
     words = [part.lower() for part in uri.partition("://")[2].split("/") if part]
     name = next((word for word in reversed(words) if word in _BY_NAME), None)
@@ -131,12 +140,40 @@ def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2)
         name = None
         facts = model_facts(_BY_NAME[FALLBACK_NAME], "text-classification", labels)
     size = f"{human_count(facts.parameters)} parameters"
+    if name is None and (said := _size_in_name(words[-1:])) is not None:
+        facts = model_facts(_decoder_of(said), task, labels)
+        return facts, (
+            f"model: {uri} was not read; its name says {human_count(said)} parameters, and a Llama-like model of "
+            f"about that size is taken: {facts.layers} layers, {facts.hidden_size:,} wide"
+        )
     if name is None:
         return facts, (
             f"model: nothing is known about {uri}; the shape of {FALLBACK_NAME} ({size}) is taken, so sizes and "
             "times are right only for a model like it"
         )
     return facts, f"model: {uri} was not read; the published shape of {name} ({size}) is taken"
+
+
+def _size_in_name(words: Sequence[str]) -> int | None:
+    """Parameters as a model's name says them, `llama-3.1-70b` or `opt-350m`; the largest where there are several."""
+    sizes = [round(float(number) * _SIZE_UNITS[unit]) for word in words for number, unit in _SIZE_IN_NAME.findall(word)]
+    return max((size for size in sizes if size >= LEAST_SIZE_IN_NAME), default=None)
+
+
+def _decoder_of(parameters: int) -> dict[str, JsonValue]:
+    """A Llama shape of about that size: 12 h^2 a layer (attention 4, gated feed-forward 8) and a layer for each 128 of
+    the width h, as Llama 2 has it at 7B (32 layers, 4,096 wide).
+    """
+    h = max(1, round((parameters * 128 / 12) ** (1 / 3) / 128)) * 128
+    return {
+        "model_type": "llama",
+        "hidden_size": h,
+        "intermediate_size": 8 * h // 3,
+        "num_hidden_layers": max(1, round((parameters - LLAMA_VOCABULARY * h) / (12 * h * h))),
+        "num_attention_heads": h // 128,
+        "vocab_size": LLAMA_VOCABULARY,
+        "max_position_embeddings": 4096,
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------- hardware
@@ -151,8 +188,8 @@ def _quantity(key: str, text: str) -> int:
         value = parse_quantity(text)
     except ValueError as error:
         raise HardwareError(f"{key}={text}: {error}") from error
-    if value < 1:
-        raise HardwareError(f"{key}={text}: it has to be at least 1")
+    if value < GIB:
+        raise HardwareError(f"{key}={text}: it has to be at least 1Gi; a number without a unit counts bytes")
     return int(value)
 
 
@@ -265,15 +302,19 @@ def assumed_hardware(
     """
     cpu_cores = max(1, int(cores)) if cores is not None else (CORES_PER_GPU * gpus or ASSUMED_CORES)
     node_memory = int(memory) if memory is not None else (HOST_MEMORY_PER_GPU * gpus or ASSUMED_NODE_MEMORY)
-    words = f"{cpu_cores} cores and {node_memory / GIB:.0f} GiB of memory"
-    if not gpus:
-        facts = HardwareFacts(cpu_cores=cpu_cores, memory_bytes=node_memory, assumed=True)
-        return facts, f"hardware: no node was measured; {words} and no bf16 units are taken"
-    device, _ = assumed_device(product)
-    if device_memory is not None:
-        device = device.model_copy(update={"memory_bytes": int(device_memory)})
-    facts = HardwareFacts(cpu_cores=cpu_cores, memory_bytes=node_memory, gpus_per_node=gpus, gpu=device, assumed=True)
-    return facts, (
-        f"hardware: no node was measured; {gpus} x {device.product} with {device.memory_bytes / GIB:.1f} GiB"
-        f"{' and bf16' if device.bf16 else ', without bf16'}, {words} are taken"
-    )
+    facts = HardwareFacts(cpu_cores=cpu_cores, memory_bytes=node_memory, assumed=True)
+    if gpus:
+        device, _ = assumed_device(product)
+        if device_memory is not None:
+            device = device.model_copy(update={"memory_bytes": int(device_memory)})
+        facts = facts.model_copy(update={"gpus_per_node": gpus, "gpu": device})
+    return facts, f"hardware: no node was measured; {node_words(facts)} are taken"
+
+
+def node_words(node: HardwareFacts) -> str:
+    """`8 x H100 with 79.6 GiB and bf16, 64 cores and 512 GiB of memory`."""
+    words = f"{node.cpu_cores} core{'s' * (node.cpu_cores != 1)} and {node.memory_bytes / GIB:.0f} GiB of memory"
+    if node.gpu is None:
+        return f"{words} and {'' if node.cpu_bf16 else 'no '}bf16 units"
+    gpu = f"{node.gpus_per_node} x {node.gpu.product} with {node.gpu.memory_bytes / GIB:.1f} GiB"
+    return f"{gpu}{' and bf16' if node.gpu.bf16 else ', without bf16'}, {words}"

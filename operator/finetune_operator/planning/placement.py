@@ -21,13 +21,10 @@ workers; plain Jobs are always there.
 
 
 def asked_strategy(parallelism: ParallelismSpec) -> StrategyName | None:
-    """The strategy that the spec fixes, by name or by a setting that only DeepSpeed has; None: the plan decides."""
+    """The strategy that the spec fixes, by name or by a ZeRO stage, as only DeepSpeed has them; None: it is free."""
     if parallelism.strategy != "auto":
         return parallelism.strategy
-    only_deepspeed = (
-        parallelism.zero_stage != "auto" or parallelism.offload.optimizer != "none" or parallelism.deepspeed_config
-    )
-    return "deepspeed" if only_deepspeed else None
+    return None if parallelism.zero_stage == "auto" else "deepspeed"
 
 
 def choose_launcher(draft: Draft) -> Draft:
@@ -84,13 +81,21 @@ def choose_world(draft: Draft) -> Draft:
             if gpus
             else "CPU: the node has no GPU"
         )
+    elif gpus == 0 and hardware.gpus_per_node:
+        there = hardware.gpus_per_node
+        draft = draft.because(
+            f"CPU: resources.gpusPerNode is 0, so the node's {there} GPU{'s' if there > 1 else ''} stay"
+            f"{'' if there > 1 else 's'} idle; set it to auto to train on {'them' if there > 1 else 'it'}"
+        )
     if gpus > hardware.gpus_per_node:
-        has = f"{hardware.gpus_per_node}" if hardware.gpus_per_node else "none"
+        has, fewer = "none", "0"
+        if hardware.gpus_per_node:
+            has, fewer = f"{hardware.gpus_per_node}", f"{hardware.gpus_per_node} or less"
         return draft.refusing(
             ("resources", "gpusPerNode"),
             gpus,
             f"a node has to have as many GPUs as asked for, and it has {has}",
-            f"set gpusPerNode to {hardware.gpus_per_node} or less, or plan for other hardware",
+            f"set gpusPerNode to {fewer}, or plan for other hardware",
         )
     draft, processes = _processes(draft, gpus, asked)
     world_size = resources.nodes * processes

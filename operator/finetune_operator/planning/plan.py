@@ -31,7 +31,7 @@ from finetune_operator.api.types import DatasetSpec, FineTuneJob
 from finetune_operator.planning.batch import check_batch
 from finetune_operator.planning.cost import estimate_training
 from finetune_operator.planning.draft import Draft, Lengths, decided
-from finetune_operator.planning.facts import assumed_device, assumed_hardware, assumed_model
+from finetune_operator.planning.facts import assumed_device, assumed_hardware, assumed_model, node_words
 from finetune_operator.planning.placement import choose_launcher, choose_world
 from finetune_operator.planning.quantities import parse_quantity
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
@@ -108,6 +108,8 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings) -> Draft:
             device, sentence = assumed_device(resources.accelerator.product)
             hardware = hardware.model_copy(update={"gpu": device})
             assumptions.append(sentence)
+        if hardware.assumed:
+            assumptions.append(f"hardware: the node is described, not measured; {node_words(hardware)} are taken")
     draft = Draft(
         job=job,
         local=facts.local,
@@ -240,7 +242,7 @@ def choose_precision(draft: Draft) -> Draft:
     match asked:
         case "auto":
             chosen: Precision = "bf16" if has_bf16 else "fp32"
-            why = f"{device} has units for bf16" if has_bf16 else f"{device} has none for bf16"
+            why = f"{device} has {'' if has_bf16 else 'no '}units for bf16"
             if not has_bf16 and on_gpu:
                 why += ", and fp16 would need its loss scaled"
             elif not has_bf16:

@@ -37,9 +37,8 @@ class Fit:
 def check_parallelism(draft: Draft) -> Draft:
     """Refuse settings that contradict each other."""
     asked, training = draft.spec.parallelism, draft.training
-    name = asked_strategy(asked)
-    if name != "deepspeed":
-        if asked.zero_stage != "auto":
+    if asked.strategy != "deepspeed":
+        if asked.zero_stage != "auto" and asked.strategy != "auto":
             draft = draft.refusing(
                 ("parallelism", "zeroStage"),
                 asked.zero_stage,
@@ -57,12 +56,12 @@ def check_parallelism(draft: Draft) -> Draft:
     if asked.offload.optimizer == "none":
         return draft
     path, value = ("parallelism", "offload", "optimizer"), asked.offload.optimizer
-    if name != "deepspeed":
+    if asked.strategy != "deepspeed":
         draft = draft.refusing(
             path,
             value,
             f"only deepspeed offloads, and strategy is {asked.strategy}",
-            "set strategy to deepspeed or auto",
+            "set strategy to deepspeed, or leave offload out",
         )
     if asked.zero_stage == 0:
         draft = draft.refusing(path, value, "ZeRO stage 0 does not offload", "set zeroStage to 1, 2, 3 or auto")
@@ -239,7 +238,7 @@ def _smallest_change(draft: Draft, best: Fit) -> str:
     free = ParallelismSpec()
     found = first_fit(draft, free, micro_batches(draft))
     if found is not None:
-        return f"set parallelism.strategy to auto, which takes {found.strategy.label}"
+        return f"{_set_free(asked)}, and the plan takes {found.strategy.label}"
     bigger = f"devices of at least {human_bytes(best.memory.total_bytes)}"
     if best.memory.total_bytes <= best.memory.capacity_bytes:
         bigger = f"nodes with at least {human_bytes(best.memory.host_bytes)} of memory"
@@ -248,6 +247,19 @@ def _smallest_change(draft: Draft, best: Fit) -> str:
     more = _nodes_that_fit(draft)
     shorter = "or a smaller preparation.maxLength or model"
     return f"use {more}{bigger}, {shorter}"
+
+
+def _set_free(asked: ParallelismSpec) -> str:
+    """What to change so that the plan may choose among all strategies; what only one of them reads goes as well."""
+    fixed = (
+        ("zeroStage", asked.zero_stage != "auto"),
+        ("offload", asked.offload.optimizer != "none"),
+        ("deepspeedConfig", bool(asked.deepspeed_config)),
+        ("activationCheckpointing", asked.activation_checkpointing != "auto"),
+    )
+    names = " and ".join(f"parallelism.{name}" for name, given in fixed if given)
+    steps = ["set parallelism.strategy to auto"] if asked.strategy != "auto" else []
+    return " and ".join([*steps, f"leave {names} out"] if names else steps)
 
 
 def _nodes_that_fit(draft: Draft) -> str:

@@ -142,16 +142,6 @@ def predict_split(source: DataSource, setting: str = "predict.dataset") -> Split
     return split
 
 
-def load(source: DataSource, setting: str = "dataset", *, trains: bool = True) -> dict[str, datasets.Dataset]:
-    """Role -> raw rows with the columns that `source.columns` names."""
-    needs = [
-        ColumnNeed(f"{setting}.columns.{type(source.columns).model_fields[key].alias or key}", name)
-        for key, name in source.columns
-        if name is not None
-    ]
-    return {role: split.read(needs).rows for role, split in splits_by_role(source, setting, trains=trains).items()}
-
-
 def _split_not_found(source: DataSource, setting: str, role: str, name: str | None, names: Sequence[str]) -> StageError:
     there = ", ".join(names) or "no data files"
     asked = (

@@ -49,9 +49,9 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
     merged = merge_metrics(paths, sections)
     if job.training is not None:
         write_model_card(paths, job, prepared.facts, merged)
-    write_samples(paths, _samples(prepared, role, logits, labels))
+    write_samples(paths, _samples(job, prepared, role, logits, labels))
     if job.evaluation and job.evaluation.gate:
-        _check_gate(job.evaluation.gate, {**measured, "loss": sections["evaluate"]["loss"]}, role)
+        _check_gate(job.evaluation.gate, measured, role)
     return sections
 
 
@@ -72,17 +72,17 @@ def _labelled_split(prepared: PreparedData) -> tuple[str, LabelIds]:
 def _wanted(job: TrainerJob, available: Mapping[str, float]) -> list[str]:
     asked = job.evaluation.metrics if job.evaluation and job.evaluation.metrics is not None else tuple(available)
     gate = [job.evaluation.gate.metric] if job.evaluation and job.evaluation.gate else []
-    for path, name in [
-        *(("evaluation.metrics", name) for name in asked),
-        *(("evaluation.gate.metric", name) for name in gate),
-    ]:
-        if name not in available and name != "loss":
-            raise StageError(
-                FailureClass.CONFIG,
-                "UnknownMetric",
-                f"{path} is {name!r}; {job.task} has {', '.join(available)} and loss.",
-                f"Set {path} to one of them.",
-            )
+    # A gate is a minimum, and of the loss a smaller value is better.
+    allowed = {"evaluation.metrics": (asked, [*available, "loss"]), "evaluation.gate.metric": (gate, [*available])}
+    for path, (names, known) in allowed.items():
+        for name in names:
+            if name not in known:
+                raise StageError(
+                    FailureClass.CONFIG,
+                    "UnknownMetric",
+                    f"{path} is {name!r}; {job.task} has {', '.join(known)} there.",
+                    f"Set {path} to one of them.",
+                )
     return [name for name in available if name in asked or name in gate]
 
 
@@ -97,7 +97,9 @@ def _check_gate(gate: Gate, measured: Mapping[str, float], role: str) -> None:
         )
 
 
-def _samples(prepared: PreparedData, role: str, logits: Logits, labels: LabelIds) -> list[dict[str, Any]]:
+def _samples(
+    job: TrainerJob, prepared: PreparedData, role: str, logits: Logits, labels: LabelIds
+) -> list[dict[str, Any]]:
     """Rows for the report: the wrong answers given with most confidence first (at most half), then the first right
     ones.
     """
@@ -110,12 +112,14 @@ def _samples(prepared: PreparedData, role: str, logits: Logits, labels: LabelIds
     chosen = [*wrong.tolist(), *right.tolist()]
     if not chosen:
         return []
-    raw = prepared.raw(role)
-    columns = raw.column_names
+    assert job.dataset is not None
+    # Not all columns of the split: those that predictions copy are there too.
+    texts = list(task_module(prepared.task).texts(job.dataset.columns).values())
+    raw = prepared.raw(role).select_columns(texts)
     return [
         {
             "row": row,
-            "text": [str(raw[row][name]) for name in columns],
+            "text": [str(raw[row][name]) for name in texts],
             "label": names[labels[row]],
             "predicted": predictions[row]["label"],
             "score": predictions[row]["score"],

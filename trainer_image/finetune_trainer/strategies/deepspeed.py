@@ -1,8 +1,8 @@
 """DeepSpeed ZeRO stages 0 to 3, with the optimizer state on the devices or in host memory.
 
-The configuration comes decided, as `deepspeed.json`. The transformers integration compares it with TrainingArguments;
-we compare it with the job before and the engine with the job after, because DeepSpeed itself ignores names that it
-does not know.
+The configuration comes decided, as `deepspeed.json`. What is left undecided and what would replace the job's own
+optimizer or schedule is refused here, the transformers integration compares the rest with TrainingArguments, and after
+set-up the engine is compared with the job.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class DeepSpeed:
         self._world_size = world_size
         self._config = dict(config)
         refuse_auto(config)
+        _refuse_second_owners(config)
 
     def arguments(self) -> Mapping[str, object]:
         """The configuration as it is; bf16 is the engine's, and told to both so that they can be compared."""
@@ -181,6 +182,18 @@ def refuse_auto(config: Mapping[str, Any], path: str = "deepspeed.json") -> None
                 "UndecidedDeepSpeedKey",
                 f"{path}.{key} is 'auto'; the plan must have decided it.",
                 "Plan again.",
+            )
+
+
+def _refuse_second_owners(config: Mapping[str, Any]) -> None:
+    """StageError CONFIG for sections that DeepSpeed would obey instead of the job's own fields."""
+    for section, field in {"optimizer": "training.optimizer", "scheduler": "training.scheduler"}.items():
+        if section in config:
+            raise StageError(
+                FailureClass.CONFIG,
+                "DeepSpeedConfigMismatch",
+                f"deepspeed.json.{section} is set, and {field} decides it.",
+                f"Leave it out of parallelism.deepspeedConfig and set {field}.",
             )
 
 

@@ -70,8 +70,10 @@ class FullySharded(FullState):
             too_few = f"parameter {name} is in {size} shards on {kind}, planned are {self._world_size}"
             placed_right = size == self._world_size and parameter.device_mesh.device_type == self._device
             expect(placed_right, self.name, "WrongMesh", too_few)
-        blocks = [module for module in transformer_blocks(placed.model) if isinstance(module, FSDPModule)]
-        expect(bool(blocks), self.name, "BlocksNotSharded", "no transformer block is a group of its own")
+        blocks = transformer_blocks(placed.model)
+        loose = [block for block in blocks if not isinstance(block, FSDPModule)]
+        found = f"{len(loose)} of {len(blocks)} transformer blocks are no groups of their own"
+        expect(bool(blocks) and not loose, self.name, "BlocksNotSharded", found)
 
 
 def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:

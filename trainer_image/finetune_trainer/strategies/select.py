@@ -28,6 +28,21 @@ def strategy_for(training: Training, deepspeed: Mapping[str, Any] | None) -> Str
         raise _unsupported(
             "parallelism.offload.optimizer", settings.offload_optimizer, "none, and cpu with strategy deepspeed"
         )
+    if settings.name == "single" and world.size != 1:
+        # Each process would train a model of its own.
+        raise StageError(
+            FailureClass.CONFIG,
+            "SingleInSeveralProcesses",
+            f"parallelism.strategy is single, and the plan starts {world.size} processes.",
+            "Plan one process, or choose ddp, fsdp or deepspeed.",
+        )
+    if (settings.zero_stage is not None) != (settings.name == "deepspeed"):
+        raise StageError(
+            FailureClass.CONFIG,
+            "ZeroStage",
+            f"parallelism.strategy is {settings.name} and parallelism.zeroStage is {settings.zero_stage}.",
+            "ZeRO stages belong to strategy deepspeed, which needs one.",
+        )
     if (deepspeed is not None) != (settings.name == "deepspeed"):
         given = "given" if deepspeed is not None else "missing"
         raise StageError(

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 _WHOLE_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
 _UNLABELLED = -1
 """What Hub data sets write where the labels of a test split are kept secret."""
+_COLUMNS = ("text", "text_pair", "label")
 _HEAD = "ForSequenceClassification"
 
 
@@ -45,6 +46,7 @@ class TextClassification:
             raise _not_set(f"{setting}.columns.text", "the column that holds the text")
         if labelled and columns.label is None:
             raise _not_set(f"{setting}.columns.label", "the column that holds the label")
+        _refuse_other_columns(columns, setting)
         needs = [ColumnNeed(f"{setting}.columns.text", columns.text)]
         if columns.text_pair is not None:
             needs.append(ColumnNeed(f"{setting}.columns.textPair", columns.text_pair))
@@ -239,6 +241,19 @@ def _is_text(kind: pa.DataType) -> bool:
 
 def _not_set(path: str, what: str) -> StageError:
     return StageError(FailureClass.CONFIG, "MissingSetting", f"{path} is not set; it names {what}.", f"Set {path}.")
+
+
+def _refuse_other_columns(columns: Columns, setting: str) -> None:
+    """Columns that belong to other tasks: nothing would read them."""
+    for name, value in columns:
+        if value is not None and name not in _COLUMNS:
+            path = f"{setting}.columns.{name}"
+            raise StageError(
+                FailureClass.CONFIG,
+                "ColumnOfAnotherTask",
+                f"{path} is {value!r}; text-classification reads text, textPair and label.",
+                f"Leave {path} out.",
+            )
 
 
 def _row_error(reason: str, split: RawSplit, row: int, path: str, column: str, value: object, rule: str) -> StageError:

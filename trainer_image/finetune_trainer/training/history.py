@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from finetune_trainer.files import write_atomically
 
 
 class History:
@@ -18,9 +19,7 @@ class History:
     def begin(self, step: int) -> None:
         """Keeps the lines up to `step` (0: none) and drops the others, also a last line that was cut off."""
         kept = [line for line in self.read() if line["step"] <= step]
-        partial = self._path.with_suffix(".part")
-        partial.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        os.replace(partial, self._path)
+        write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Appends one step."""
@@ -42,6 +41,16 @@ class History:
     def losses(self) -> list[float]:
         """The training loss of every step, in order."""
         return [line["loss"] for line in self.read() if "loss" in line]
+
+    def samples_per_second(self) -> float:
+        """Over all steps of the run; the steps have equally many samples, so it is the harmonic mean of their rates."""
+        rates = [float(line["samples_per_second"]) for line in self.read() if "loss" in line]
+        return len(rates) / sum(1 / rate for rate in rates)
+
+    def last_validation(self) -> dict[str, float]:
+        """The last evaluation in mid-training, with the names of the history (`eval_loss`); empty without one."""
+        evaluations = [line for line in self.read() if "eval_loss" in line]
+        return {name: value for name, value in evaluations[-1].items() if name != "step"} if evaluations else {}
 
 
 def first_and_last(losses: list[float]) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArgu
 
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
-from finetune_trainer.strategies.base import Placed, Strategy
+from finetune_trainer.strategies.base import Placed, Strategy, expect
 from finetune_trainer.training.interruption import Interruption, preempted
 from finetune_trainer.training.order import Collate, EpochLoader, EpochOrder, TrainRows
 from finetune_trainer.training.validation import Validation
@@ -58,7 +58,7 @@ class Observer(Protocol):
 class Saver(Protocol):
     """Writes and reads checkpoints of a running loop."""
 
-    def wants(self, step: int) -> bool:
+    def wants(self) -> bool:
         """Whether a checkpoint by the clock is due; asked on rank 0."""
 
     def due(self, step: int, *, by_clock: bool) -> bool:
@@ -79,6 +79,10 @@ class Stopper(Protocol):
 
     def should_stop(self, step: int, metrics: Mapping[str, float], loop: TrainingLoop) -> bool:
         """Asked after every evaluation, on every rank, with the same figures."""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it has said so, in this attempt or in the one that is resumed."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,8 @@ class TrainingLoop(Trainer):
         while hasattr(optimizer, "optimizer") and not self.is_deepspeed_enabled:
             optimizer = optimizer.optimizer  # accelerate's wrapper
             assert optimizer is not None
+        # Around everything else when the job asks for torch_compile.
+        wrapped = getattr(wrapped, "_orig_mod", wrapped)
         return Placed(model, wrapped, optimizer, self.args.world_size, self.args.device)
 
     def get_train_dataloader(self) -> EpochLoader:
@@ -155,10 +161,21 @@ class TrainingLoop(Trainer):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)  # type: ignore[no-untyped-call]
-        self.parts.strategy.assert_in_effect(self.placed)
+        placed = self.placed
+        self.parts.strategy.assert_in_effect(placed)
+        asked, found = bool(self.args.activation_checkpointing), placed.model.is_activation_checkpointing
+        state = f"activation checkpointing is {'on' if found else 'off'} in the model"
+        expect(asked == found, self.parts.strategy.name, "WrongActivationCheckpointing", state)
         if resume_from_checkpoint is not None:
             self.parts.saver.resume(self)
         return prepared
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing when the checkpoint is of the last step: the Trainer asks for the end only after a step."""
+        if self.state.global_step >= self.state.max_steps or self.parts.stopper.stopped:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Nothing: `_prepare_for_training` restores everything once it is spread."""
@@ -174,7 +191,7 @@ class TrainingLoop(Trainer):
         """Labelled items of the step over all ranks; on the way these agree on stopping and saving after it."""
         self._step = _Step()
         items = sum(int(labelled_items(batch)) for batch in batch_samples)
-        wanted = self.args.process_index == 0 and self.parts.saver.wants(self.state.global_step + 1)
+        wanted = self.args.process_index == 0 and self.parts.saver.wants()
         told = torch.tensor([items, self.parts.interruption.requested, wanted], dtype=torch.float64, device=device)
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(told)

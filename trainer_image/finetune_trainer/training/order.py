@@ -29,6 +29,7 @@ class EpochOrder(Sampler[list[int]]):
     """Micro-batches of this rank, epoch by epoch."""
 
     def __init__(self, lengths: NDArray[np.int64], batch: Batch, rank: int, seed: int) -> None:
+        _check(batch)
         self._lengths = lengths
         self._batch = batch
         self._rank = rank
@@ -74,6 +75,26 @@ class EpochOrder(Sampler[list[int]]):
     def __len__(self) -> int:
         steps, accumulation, *_ = self._order.shape
         return int(steps) * int(accumulation)
+
+
+def _check(batch: Batch) -> None:
+    """StageError CONFIG when the sizes do not multiply to the global batch, or for batches that are not built yet."""
+    rows = batch.micro_batch_size * batch.gradient_accumulation * batch.data_parallel
+    if rows != batch.global_batch_size:
+        raise StageError(
+            FailureClass.CONFIG,
+            "BatchArithmetic",
+            f"training.batch.globalBatchSize is {batch.global_batch_size}, and micro-batch {batch.micro_batch_size} x "
+            f"accumulation {batch.gradient_accumulation} x {batch.data_parallel} ranks are {rows} rows.",
+            "Plan again.",
+        )
+    if batch.batching != "length-grouped":
+        raise StageError(
+            FailureClass.CONFIG,
+            "NotYetSupported",
+            f"training.batch.batching is {batch.batching}; this trainer supports length-grouped.",
+            "Choose length-grouped: its micro-batches hold rows of like length.",
+        )
 
 
 class TrainRows(Dataset[Any]):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from finetune_contract.job import TrainerJob, Training
 from finetune_contract.layout import FailureClass, JobPaths
@@ -86,7 +87,7 @@ def train(
     training = training_of(job)
     strategy = strategy_for(training, deepspeed)
     task, prepared = task_module(job.task), PreparedData.open(paths)
-    stopper = _stopper(training, paths, world, prepared)
+    stopper = _stopper(training, paths, world, prepared, task)
     saver = _saver(job, training, paths, world, prepared, strategy, stopper)
     history = History(paths.history)
     observer = RunObserver(history, progress, training.max_steps)
@@ -95,9 +96,9 @@ def train(
     resume_from = saver.find()
 
     # The model before the arguments: with a ZeRO-3 configuration alive, transformers would load it in shards and draw
-    # a new
-    # head on rank 0 alone, from another state of the generator than every other strategy.
+    # a new head on rank 0 alone, from another state of the generator than every other strategy.
     model = task.build_model(job, prepared.facts)
+    _refuse_recomputing(training, model)
     arguments = training_arguments(training, paths.checkpoints, strategy.arguments())
     parts = LoopParts(
         strategy=strategy,
@@ -128,18 +129,19 @@ def train(
         "train": {
             "loss_first": first,
             "loss_last": last,
-            "samples_per_second": observer.samples / observer.seconds if observer.seconds else 0.0,
+            "samples_per_second": history.samples_per_second(),
             "peak_memory_bytes": peak,
             "strategy": training.strategy.label,
             "world_size": world.size,
             "seconds": time.monotonic() - started,
             "steps": steps,
-            **observer.validation,
+            **history.last_validation(),
         }
     }
     best = stopper.best_weights()
     _publish(loop, job, paths, torch.load(best, weights_only=True) if best else state)
-    metrics = merge_metrics(paths, section)
+    # What an earlier model was worth is not said of this one.
+    metrics = merge_metrics(paths, section, without=("evaluate", "majority"))
     write_model_card(paths, job, prepared.facts, metrics)
     return Outcome(section, {"model": paths.model.name}, prepared.facts.fingerprint)
 
@@ -156,6 +158,18 @@ def training_of(job: TrainerJob) -> Training:
     return job.training
 
 
+def _refuse_recomputing(training: Training, model: PreTrainedModel) -> None:
+    """StageError CONFIG for activation checkpointing of a model that has not learnt it."""
+    if training.strategy.activation_checkpointing != "none" and not model.supports_gradient_checkpointing:
+        raise StageError(
+            FailureClass.CONFIG,
+            "ActivationCheckpointing",
+            f"parallelism.activationCheckpointing is {training.strategy.activation_checkpointing}, and "
+            f"{type(model).__name__} does not support it.",
+            "Set parallelism.activationCheckpointing to none, and training.microBatchSize lower if memory is short.",
+        )
+
+
 def _run(loop: TrainingLoop, resume_from: Path | None) -> None:
     try:
         loop.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
@@ -166,7 +180,7 @@ def _run(loop: TrainingLoop, resume_from: Path | None) -> None:
 
 
 def _stopper(
-    training: Training, paths: JobPaths, world: ProcessWorld, prepared: PreparedData
+    training: Training, paths: JobPaths, world: ProcessWorld, prepared: PreparedData, task: TaskModule
 ) -> EarlyStopper | NeverStop:
     if training.early_stopping is None:
         return NeverStop()
@@ -177,7 +191,10 @@ def _stopper(
             "training.earlyStopping is set and the data have no validation split.",
             "Name one in dataset.splits.validation, or leave training.earlyStopping out.",
         )
-    return EarlyStopper(training.early_stopping, paths.checkpoints / "best", world)
+    labels = prepared.labels("validation")
+    assert labels is not None
+    measured = task.majority(labels, prepared.facts.labels)
+    return EarlyStopper(training.early_stopping, paths.checkpoints / "best", world, measured)
 
 
 def _saver(

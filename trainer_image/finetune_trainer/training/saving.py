@@ -103,7 +103,7 @@ class RunSaver:
         """Steps that are done already."""
         return self._source.manifest.step if self._source is not None else 0
 
-    def wants(self, step: int) -> bool:
+    def wants(self) -> bool:
         """By the clock, when the schedule is in minutes."""
         minutes = self._schedule.every_minutes
         return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Mapping
+import logging
+import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,14 @@ import torch
 
 from finetune_contract.job import EarlyStopping
 from finetune_contract.layout import FailureClass
+from finetune_trainer.checkpoints import storage_errors_named
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
 
 if TYPE_CHECKING:
     from finetune_trainer.training.loop import TrainingLoop
+
+log = logging.getLogger(__name__)
 
 
 class NeverStop:
@@ -23,6 +27,11 @@ class NeverStop:
 
     def should_stop(self, step: int, metrics: Mapping[str, float], loop: TrainingLoop) -> bool:
         """No."""
+        return False
+
+    @property
+    def stopped(self) -> bool:
+        """Never."""
         return False
 
     def best_weights(self) -> Path | None:
@@ -40,10 +49,18 @@ class NeverStop:
 class EarlyStopper:
     """Stops after `patience` evaluations without improvement and keeps the weights of the best one.
 
-    A smaller `loss` is better, of any other metric a greater value.
+    A smaller `loss` is better, of any other metric a greater value. `measured` are the metrics that there are besides
+    the loss; StageError CONFIG `UnknownMetric` for another one.
     """
 
-    def __init__(self, settings: EarlyStopping, folder: Path, world: ProcessWorld) -> None:
+    def __init__(self, settings: EarlyStopping, folder: Path, world: ProcessWorld, measured: Collection[str]) -> None:
+        if settings.metric not in (known := {*measured, "loss"}):
+            raise StageError(
+                FailureClass.CONFIG,
+                "UnknownMetric",
+                f"training.earlyStopping.metric is {settings.metric!r}, which is not measured.",
+                f"Choose one of {', '.join(sorted(known))}.",
+            )
         self._settings = settings
         self._folder = folder
         self._world = world
@@ -54,41 +71,53 @@ class EarlyStopper:
     def should_stop(self, step: int, metrics: Mapping[str, float], loop: TrainingLoop) -> bool:
         """Every rank decides from the same figures; rank 0 writes the weights."""
         name = self._settings.metric
-        if name not in metrics:
-            raise StageError(
-                FailureClass.CONFIG,
-                "UnknownMetric",
-                f"training.earlyStopping.metric is {name!r}, which is not measured.",
-                f"Choose one of {', '.join(sorted(metrics))}.",
-            )
         better = self._best is None or (metrics[name] < self._best if name == "loss" else metrics[name] > self._best)
         if not better:
             self._without_improvement += 1
-            return self._without_improvement >= self._settings.patience
+            return self.stopped
         self._best, self._best_step, self._without_improvement = metrics[name], step, 0
         state = loop.parts.strategy.model_state(loop.placed)
         if self._world.is_main:
             self._write(state)
         return False
 
+    @property
+    def stopped(self) -> bool:
+        """Whether the patience is over."""
+        return self._without_improvement >= self._settings.patience
+
     def _write(self, state: dict[str, Any]) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._folder.mkdir(parents=True)
-        torch.save(state, self._path(self._best_step))
+        """The new ones first, then away with the others: a run that is killed here has its best weights still."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._path(self._best_step)
+        partial = path.with_suffix(".partial")
+        try:
+            with storage_errors_named(self._folder):
+                torch.save(state, partial)
+                os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+        for other in self._folder.iterdir():
+            if other != path:
+                other.unlink()
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step}.pt"
 
     def best_weights(self) -> Path | None:
-        """The file with the best weights; None when it is gone."""
-        path = self._path(self._best_step)
-        return path if path.exists() else None
+        """The file with the best weights; None when nothing was evaluated."""
+        return None if self._best is None else self._path(self._best_step)
 
     def state(self) -> dict[str, Any]:
         """What a resumed run goes on from."""
         return {"best": self._best, "best_step": self._best_step, "without_improvement": self._without_improvement}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """From `state`."""
+        """From `state`. When the best weights are gone (those of a later step may have replaced them after the
+        checkpoint was written), the next evaluation counts as the best.
+        """
+        if state["best"] is not None and not self._path(state["best_step"]).exists():
+            log.warning("The best weights, of step %d, are gone; early stopping begins anew.", state["best_step"])
+            return
         self._best, self._best_step = state["best"], state["best_step"]
         self._without_improvement = state["without_improvement"]

@@ -33,18 +33,12 @@ class RunObserver:
     history: History
     progress: ProgressSink
     total_steps: int
-    seconds: float = 0.0
-    """In steps of this attempt."""
-    samples: int = 0
-    """Of this attempt."""
     validation: dict[str, float] = field(default_factory=dict)
     """The last evaluation."""
     _logged_at: float = float("-inf")
 
     def on_step(self, report: StepReport) -> None:
         """A history line, an update of the progress, and a log line every ten seconds."""
-        self.seconds += report.seconds
-        self.samples += report.samples
         rate = report.samples / report.seconds
         self.history.add(
             {

@@ -1,0 +1,285 @@
+"""What the settings of a job do to the loop, seen in one process: each is obeyed, or refused before the first step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_contract.job import CheckpointSchedule, EarlyStopping, Strategy
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+from finetune_trainer.reporting import merge_metrics
+
+
+@pytest.fixture
+def here(bench, tmp_path: Path):
+    """The tiny job in a workspace of its own, to be trained in this process."""
+    return bench.at(tmp_path / "w")
+
+
+def checkpoints(run) -> list[str]:
+    return sorted(path.name for path in run.paths.checkpoints.glob("step-*"))
+
+
+def refusal(run) -> StageError:
+    with pytest.raises(StageError) as caught:
+        run.train_here()
+    assert not run.paths.history.exists(), "a step was made before the refusal"
+    assert not run.paths.model.exists()
+    return caught.value
+
+
+# ------------------------------------------------------------------------------------------------ obeyed: checkpoints
+
+
+def test_a_schedule_in_minutes_saves_by_the_clock_and_never_by_steps(here):
+    often = here.with_training(
+        max_steps=3, checkpoints=CheckpointSchedule(every_steps=1000, every_minutes=1e-6, keep=2, resume=False)
+    )
+    often.train_here()
+    assert checkpoints(often) == ["step-2", "step-3"]
+    seldom = here.with_training(
+        name="seldom", max_steps=3, checkpoints=CheckpointSchedule(every_steps=1, every_minutes=60, keep=2)
+    )
+    seldom.paths.root.mkdir()
+    seldom.paths.prepared.symlink_to(here.paths.prepared)
+    seldom.train_here()
+    assert checkpoints(seldom) == []
+
+
+def test_a_run_whose_last_step_was_saved_publishes_the_same_model_again_without_another_step(here):
+    # 10 steps end within an epoch of 12, and the rate stays: an eleventh step would change the weights.
+    schedule = CheckpointSchedule(every_steps=5, keep=1)
+    run = here.with_training(max_steps=10, scheduler="constant", warmup_steps=0, checkpoints=schedule)
+    run.train_here()
+    weights, losses = run.weights(), run.losses()
+    metrics = json.loads(run.paths.metrics.read_text())["train"]
+    assert (len(losses), checkpoints(run)) == (10, ["step-10"])
+    (run.paths.model / "model.safetensors").unlink()
+
+    run.train_here()
+    assert run.losses() == losses
+    assert all((weights[name] - tensor).abs().max().item() == 0 for name, tensor in run.weights().items())
+    again = json.loads(run.paths.metrics.read_text())["train"]
+    assert {**again, "seconds": 0, "peak_memory_bytes": 0} == {**metrics, "seconds": 0, "peak_memory_bytes": 0}
+    assert again["eval_accuracy"] > 0
+
+
+def test_a_checkpoint_of_other_settings_is_refused_and_left_alone_with_resume_off(here):
+    run = here.with_training(max_steps=4, checkpoints=CheckpointSchedule(every_steps=2, keep=2))
+    run.train_here()
+    changed = run.with_training(learning_rate=1e-3)
+    with pytest.raises(StageError) as refused:
+        changed.train_here()
+    assert (refused.value.failure_class, refused.value.reason) == (FailureClass.CHECKPOINT, "CheckpointOfAnotherJob")
+    assert "learning_rate was 0.002, is 0.001" in refused.value.message
+    assert checkpoints(run) == ["step-2", "step-4"]
+
+    anew = changed.with_training(checkpoints=CheckpointSchedule(every_steps=3, keep=2, resume=False))
+    anew.train_here()
+    assert len(anew.losses()) == 4
+    assert checkpoints(run) == ["step-3"]
+
+
+# --------------------------------------------------------------------------------------------- obeyed: early stopping
+
+
+def test_early_stopping_keeps_the_best_weights_and_a_stopped_run_that_goes_on_stays_stopped(here, caplog):
+    # So low a rate that accuracy cannot improve after the first evaluation, at step 12: one more, and it stops.
+    stopping = EarlyStopping(metric="accuracy", patience=1)
+    schedule = CheckpointSchedule(every_steps=12, keep=2)
+    run = here.with_training(early_stopping=stopping, max_steps=120, learning_rate=1e-9, checkpoints=schedule)
+    best = run.paths.checkpoints / "best"
+    run.train_here()
+    assert (len(run.losses()), checkpoints(run)) == (24, ["step-12", "step-24"])
+    assert [path.name for path in best.iterdir()] == ["step-12.pt"]
+
+    run.train_here()
+    assert len(run.losses()) == 24
+
+    # As after a kill between a better evaluation and its checkpoint: the weights that it counts on are gone.
+    (best / "step-12.pt").rename(best / "step-36.pt")
+    run.train_here()
+    assert "The best weights, of step 12, are gone" in caplog.text
+    assert len(run.losses()) == 48
+    assert [path.name for path in best.iterdir()] == ["step-36.pt"]
+
+
+def test_a_metric_that_is_not_measured_cannot_stop_a_run_and_is_refused_before_it(here):
+    error = refusal(here.with_training(early_stopping=EarlyStopping(metric="bleu", patience=1)))
+    assert (error.failure_class, error.reason) == (FailureClass.CONFIG, "UnknownMetric")
+    assert error.hint == "Choose one of accuracy, f1, loss, precision, recall."
+
+
+# -------------------------------------------------------------------------------------------- obeyed: loss, arguments
+
+
+def test_label_smoothing_is_in_the_loss_of_the_whole_global_batch(here, bench):
+    import numpy as np
+    import torch
+
+    from finetune_trainer.data.prepared import PreparedData
+    from finetune_trainer.tasks.base import task_module
+    from finetune_trainer.training.order import EpochOrder
+
+    run = here.spread("single", 1, micro=4).with_training(max_steps=1, label_smoothing=0.3)
+    run.train_here()
+
+    prepared, task, training = PreparedData.open(run.paths), task_module(run.job.task), run.job.training
+    order = EpochOrder(prepared.lengths("train"), training.batch, 0, training.seed)
+    rows = np.concatenate([micro for micro, _ in zip(order, range(4), strict=False)])
+    batch = task.collate(prepared.features("train", rows), pad_token_id=prepared.pad_token_id)
+    labels = batch.pop("labels")
+    with torch.no_grad():
+        logits = task.build_model(run.job, prepared.facts).eval()(**batch).logits
+    expected = torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.3).item()
+    plain = torch.nn.functional.cross_entropy(logits, labels).item()
+    assert run.losses() == [pytest.approx(expected, rel=1e-5)]
+    assert abs(expected - plain) > 1e-4
+
+
+@pytest.mark.parametrize(
+    ("setting", "found"),
+    [
+        ({"optimizer": "adamw"}, {"optim": "adamw_torch"}),
+        ({"optimizer": "adafactor"}, {"optim": "adafactor"}),
+        ({"optimizer": "sgd"}, {"optim": "sgd"}),
+        ({"scheduler": "cosine_with_restarts"}, {"lr_scheduler_type": "cosine_with_restarts"}),
+        ({"warmup_steps": 3}, {"warmup_steps": 3}),
+        ({"weight_decay": 0.25}, {"weight_decay": 0.25}),
+        ({"max_grad_norm": 0.0}, {"max_grad_norm": 0.0}),
+        ({"learning_rate": 0.5}, {"learning_rate": 0.5}),
+        ({"seed": 99}, {"seed": 99}),
+        ({"max_steps": 7}, {"max_steps": 7}),
+        ({"label_smoothing": 0.5}, {"label_smoothing_factor": 0.5}),
+        ({"arguments": {"adam_beta1": 0.5}}, {"adam_beta1": 0.5}),
+        ({"strategy": Strategy(name="single", activation_checkpointing="full")}, {"activation_checkpointing": True}),
+    ],
+    ids=str,
+)
+def test_a_setting_reaches_the_arguments_of_the_trainer(
+    setting: dict[str, Any], found: dict[str, Any], bench, tmp_path: Path
+):
+    from finetune_trainer.training.arguments import training_arguments
+
+    made = training_arguments(bench.with_training(**setting).job.training, tmp_path, {})
+    assert {name: getattr(made, name) for name in found} == found
+
+
+def test_torch_compile_is_around_the_strategy_and_does_not_hide_it(here):
+    # The backend that compiles nothing, so that no compiler is waited for.
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    schedule = CheckpointSchedule(every_steps=1, keep=1)
+    run = here.with_training(max_steps=2, arguments=compiled, checkpoints=schedule)
+    run.train_here()
+    losses = run.losses()
+    plain = here.with_training(max_steps=2, checkpoints=schedule.model_copy(update={"resume": False}))
+    plain.train_here()
+    assert losses == pytest.approx(plain.losses(), rel=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+def test_figures_of_an_earlier_model_are_not_told_of_a_new_one(here):
+    run = here.with_training(max_steps=1)
+    figures = {"accuracy": 0.8125, "loss": 0.5, "rows": 40, "split": "test"}
+    merge_metrics(run.paths, {"evaluate": figures, "majority": {"accuracy": 0.5}, "train": {"steps": 7}})
+    run.train_here()
+    metrics = json.loads(run.paths.metrics.read_text())
+    assert (set(metrics), metrics["train"]["steps"]) == ({"train"}, 1)
+    assert "0.8125" not in (run.paths.model / "README.md").read_text(encoding="utf-8")
+
+
+# ------------------------------------------------------------------------------------------------------------ refused
+
+
+def batch_of(run, **changes: Any) -> Any:
+    return run.job.training.batch.model_copy(update=changes)
+
+
+REFUSED = {
+    "batches by a budget of tokens, which are not built yet": (
+        lambda run: {"batch": batch_of(run, batching="token-budget")},
+        "NotYetSupported",
+        "training.batch.batching is token-budget",
+    ),
+    "sizes that do not multiply to the global batch": (
+        lambda run: {"batch": batch_of(run, micro_batch_size=4)},
+        "BatchArithmetic",
+        "micro-batch 4 x accumulation 1 x 1 ranks are 4 rows",
+    ),
+    "a ZeRO stage without DeepSpeed": (
+        lambda run: {"strategy": Strategy(name="single", zero_stage=2)},
+        "ZeroStage",
+        "parallelism.strategy is single and parallelism.zeroStage is 2",
+    ),
+    "DeepSpeed without a ZeRO stage": (
+        lambda run: {"strategy": Strategy(name="deepspeed")},
+        "ZeroStage",
+        "parallelism.strategy is deepspeed and parallelism.zeroStage is None",
+    ),
+    "strategy single in two processes, each of which would train a model of its own": (
+        lambda run: {"world": run.job.training.world.model_copy(update={"processes_per_node": 2})},
+        "SingleInSeveralProcesses",
+        "the plan starts 2 processes",
+    ),
+    "selective activation checkpointing": (
+        lambda run: {"strategy": Strategy(name="single", activation_checkpointing="selective")},
+        "NotYetSupported",
+        "parallelism.activationCheckpointing is selective",
+    ),
+    "an optimizer in host memory without DeepSpeed": (
+        lambda run: {"strategy": Strategy(name="single", offload_optimizer="cpu")},
+        "NotYetSupported",
+        "parallelism.offload.optimizer is cpu",
+    ),
+    "fp16": (lambda run: {"precision": "fp16"}, "NotYetSupported", "training.precision is fp16"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_obeyed_is_refused(case: str, here):
+    changes, reason, message = REFUSED[case]
+    error = refusal(here.with_training(**changes(here)))
+    assert (error.failure_class, error.reason) == (FailureClass.CONFIG, reason)
+    assert message in error.message
+
+
+def test_activation_checkpointing_that_the_model_cannot_or_does_not_do_is_an_error(here, monkeypatch):
+    from transformers import BertForSequenceClassification
+
+    run = here.with_training(strategy=Strategy(name="single", activation_checkpointing="full"), max_steps=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(BertForSequenceClassification, "supports_gradient_checkpointing", False)
+        error = refusal(run)
+        assert (error.failure_class, error.reason) == (FailureClass.CONFIG, "ActivationCheckpointing")
+    with monkeypatch.context() as patched:
+        # A library that takes the argument and does nothing.
+        patched.setattr(BertForSequenceClassification, "activation_checkpointing_enable", lambda self, **how: None)
+        with pytest.raises(StageError) as caught:
+            run.train_here()
+        assert caught.value.failure_class is FailureClass.STRATEGY_NOT_IN_EFFECT
+        assert caught.value.reason == "WrongActivationCheckpointing"
+    run.train_here()
+    assert len(run.losses()) == 1
+
+
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_a_deepspeed_section_that_would_replace_a_field_of_the_job_is_refused(section: str, bench):
+    from finetune_trainer.strategies.select import strategy_for
+
+    run = bench.spread("deepspeed", 1, zero_stage=2)
+    with pytest.raises(StageError, match=f"deepspeed.json.{section} is set, and training.{section} decides it"):
+        strategy_for(run.job.training, {**run.deepspeed_config(), section: {"type": "SGD"}})
+
+
+def test_a_revision_of_a_model_that_is_not_on_the_hub_is_refused(tiny_model: Path):
+    from finetune_trainer.models import resolve_model
+
+    assert resolve_model(f"file://{tiny_model}")[0] == str(tiny_model)
+    with pytest.raises(StageError, match=r"model.revision is 'v2', but file://.* is not on the Hub"):
+        resolve_model(f"file://{tiny_model}", "v2")

@@ -1,0 +1,26 @@
+"""Files that a reader sees whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+
+
+def write_synced(path: Path, text: str) -> None:
+    """Writes a file and waits until it is on the disk."""
+    with path.open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes beside the place and moves it there; makes the folder, and leaves nothing behind when it fails."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        write_synced(partial, text)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
