@@ -18,7 +18,7 @@ $(VENV)/.installed: constraints.txt pyproject.toml operator/pyproject.toml train
 	@echo "Installing into $(VENV) (torch and its libraries are large: some minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --constraint constraints.txt pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	  --editable trainer_image/contract --editable trainer_image --editable operator --group dev
 	@touch $@
 

@@ -595,6 +595,13 @@ def test_another_predict_data_set_leaves_the_fingerprint_of_the_training_data(da
     assert PreparedData.open(paths).raw("predict").to_dict() == {"text": ["unseen"], "id": ["x"]}
 
 
+def test_of_several_splits_of_the_predict_data_set_the_test_split_is_predicted(data, paths):
+    uri, splits = f"file://{data}", {"train": "train", "validation": "validation", "test": "test"}
+    write_lines(data / "test.jsonl", [{"text": "the one", "label": 1}])
+    prepare(a_job(data, predict={"dataset": {"uri": uri, "splits": splits}, "batch_tokens": 64}), paths, NoProgress())
+    assert PreparedData.open(paths).raw("predict").to_dict() == {"text": ["the one"]}
+
+
 def test_a_refused_change_leaves_the_earlier_result(data, paths):
     first = prepare(a_job(data), paths, NoProgress())
     with_line("broken")(data)

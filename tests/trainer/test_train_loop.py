@@ -237,6 +237,11 @@ REFUSED = {
         "NotYetSupported",
         "parallelism.offload.optimizer is cpu",
     ),
+    "persistent data loader workers where there are none": (
+        lambda run: {"arguments": {"dataloader_persistent_workers": True}},
+        "ArgumentsRefused",
+        "dataloader_persistent_workers needs dataloader_num_workers above 0",
+    ),
     "fp16": (lambda run: {"precision": "fp16"}, "NotYetSupported", "training.precision is fp16"),
 }
 

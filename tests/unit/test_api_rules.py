@@ -76,5 +76,5 @@ def test_the_way_out_of_a_batch_that_does_not_divide_names_the_nearest_that_do()
     rule = next(rule for rule in RULES if rule.name == "global-batch-divides")
     spec = laid_over({"training": {"globalBatchSize": 100}, "resources": {"nodes": 2, "processesPerNode": 8}})
     assert rule.advice is not None
-    assert rule.advice(spec) == "use 96 or 112, multiples of 16 = 16 ranks x 1 rows"
+    assert rule.advice(spec) == "use 96 or 112, multiples of 16 = 16 ranks"
     assert (certain_ranks(spec), nearest_multiples(100, 16), nearest_multiples(3, 16)) == (16, (96, 112), (16,))

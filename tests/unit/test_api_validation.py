@@ -23,7 +23,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.dataset.uri", "Invalid", "must be a URI that begins with hf://, s3://, gs://, az:/"),
     ],
     "batch-not-divisible": [
-        ("spec.training.globalBatchSize", "Invalid", "use 96 or 112, multiples of 16 = 16 ranks x 1 rows"),
+        ("spec.training.globalBatchSize", "Invalid", "use 96 or 112, multiples of 16 = 16 ranks"),
     ],
     "checkpoint-interval-misspelt": [
         ("spec.checkpoints.every.step", "Unknown", "did you mean steps?"),
@@ -63,7 +63,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.dataset.config", "Invalid", "has a meaning on the Hub only, so that spec.dataset.uri"),
     ],
     "micro-batch-not-divisible": [
-        ("spec.training.globalBatchSize", "Invalid", "use 24 or 32, multiples of 8 = 1 ranks x 8 rows"),
+        ("spec.training.globalBatchSize", "Invalid", "use 24 or 32, multiples of 8 = 8 rows of a micro-batch"),
     ],
     "missing-required": [
         ("spec.task", "Required", "is required"),
@@ -315,3 +315,39 @@ def test_remote_code_runs_only_where_the_administrator_allows_the_repository() -
 )
 def test_only_a_whole_object_of_another_project_is_passed_over(value: Any, expected: bool) -> None:
     assert (foreign(value) is not None) is expected
+
+
+def test_the_value_of_a_field_is_shown_also_beside_a_required_field_that_is_wrong() -> None:
+    _, problems = validate_job(job(model={"uri": "org/name", "revison": "main"}), LOCAL_SETTINGS)
+    assert [(problem.path, problem.value) for problem in problems] == [
+        ("spec.model.uri", '"org/name"'),
+        ("spec.model.revison", '"main"'),
+    ]
+
+
+def test_an_object_that_is_written_as_one_value_is_explained() -> None:
+    _, problems = validate_job(job(model="hf://org/name", training=True), LOCAL_SETTINGS)
+    assert [(problem.path, problem.way_out) for problem in problems] == [
+        ("spec.model", "write the URI one level deeper, as uri"),
+        ("spec.training", "write {} to take the defaults"),
+    ]
+
+
+def test_what_is_missing_is_explained_by_what_can_be_written() -> None:
+    value = job()
+    value["spec"] = {"training": {}, "dataset": {"uri": "hf://org/rows"}}
+    _, problems = validate_job(value, LOCAL_SETTINGS)
+    assert [(problem.path, problem.way_out) for problem in problems] == [
+        (
+            "spec.task",
+            "write one of text-classification, token-classification, question-answering, text-generation, "
+            "summarization, translation, masked-lm",
+        ),
+        ("spec.model", "write it with uri below it"),
+    ]
+
+
+def test_kinds_of_training_arguments_are_told_in_the_words_of_a_yaml_file() -> None:
+    value = job(training={"arguments": {"adam_beta2": "high", "dataloader_pin_memory": 3, "optim_args": 1}})
+    _, problems = validate_job(value, LOCAL_SETTINGS)
+    assert [problem.rule for problem in problems] == ["must be a number", "must be true or false", "must be text"]

@@ -205,3 +205,66 @@ def test_the_version_is_that_of_the_distribution(tmp_path: Path) -> None:
 def test_there_are_no_colours_away_from_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(JOB.replace("hf://", "nowhere://"))
     assert "\x1b" not in finetune("validate", "job.yaml", folder=tmp_path).stderr
+
+
+def test_a_problem_and_its_way_out_are_sentences(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB.replace("2e-5", '"2e-5"'))
+    assert finetune("validate", "job.yaml", folder=tmp_path).stderr == (
+        'job.yaml:8: spec.training.learningRate: value "2e-5": must be a number above 0 and at most 10. '
+        "Remove the quotes.\n"
+    )
+
+
+def test_a_wrong_value_of_an_option_is_told_in_one_sentence_about_the_option(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    form = finetune("validate", "job.yaml", "-o", "xml", folder=tmp_path).stderr.splitlines()[-1]
+    stages = finetune("run", "job.yaml", "--resume", "--restart", folder=tmp_path).stderr.splitlines()[-1]
+    assert form == "Error: Invalid value for '--output' / '-o': 'xml' is not one of 'text', 'yaml', 'json'."
+    assert stages == "Error: --resume and --restart exclude each other"
+
+
+def test_settings_that_cannot_be_used_are_described_in_the_words_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "settings.yaml").write_text("prices: [{product: T4, perHour: 1}]\ncolour: blue\n")
+    assert finetune("validate", "job.yaml", "--settings", "settings.yaml", folder=tmp_path).stderr.splitlines()[-1] == (
+        "Error: --settings: settings.yaml: prices[0].gpus: is required; settings.yaml: colour: there is no such setting"
+    )
+
+
+@pytest.mark.parametrize("output", ["json", "yaml"])
+def test_a_refused_plan_is_data_for_programs_and_refused_objects_are_nothing(output: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB.replace("2e-5", "fast"))
+    refused = finetune("plan", "job.yaml", "-o", output, folder=tmp_path)
+    rendered = finetune("render", "job.yaml", "-o", output, folder=tmp_path)
+    problems = yaml.safe_load(refused.stdout)["problems"]
+    assert (refused.returncode, [problem["path"] for problem in problems]) == (1, ["spec.training.learningRate"])
+    assert (rendered.returncode, rendered.stdout) == (1, "")
+
+
+@pytest.mark.parametrize("workspace", ["job.yaml", "job.yaml/below"])
+def test_a_workspace_that_cannot_be_written_to_is_refused(workspace: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    ran = finetune("run", "job.yaml", "--no-measure", "--workspace", workspace, folder=tmp_path)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr.startswith(f"Error: --workspace {tmp_path / workspace}: cannot write there: ")
+    assert ran.stderr.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_measured_is_noted_without_the_trainers_log_format(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB.replace("hf://some-org/some-model", "file://nowhere"))
+    note = finetune("plan", "job.yaml", folder=tmp_path).stderr
+    assert note.startswith("Note: the model could not be measured, so its size is assumed. model.uri is ")
+
+
+def test_a_plan_without_measuring_says_what_it_takes_this_machine_for(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    planned = json.loads(finetune("plan", "job.yaml", "--no-measure", "-o", "json", folder=tmp_path).stdout)
+    assert any(text.startswith("hardware: the node was not measured") for text in planned["assumptions"])
+
+
+def test_a_document_with_a_field_set_twice_is_not_called_valid_and_its_neighbours_are(tmp_path: Path) -> None:
+    twice = JOB.replace("{learningRate: 2e-5}", "{epochs: 1, epochs: 2}")
+    (tmp_path / "job.yaml").write_text(f"{JOB.replace('first', 'good')}---\n{twice}---\n{JOB.replace('first', 'fine')}")
+    ran = finetune("validate", "job.yaml", folder=tmp_path)
+    assert (ran.returncode, ran.stdout) == (1, "job.yaml:1: good is valid\njob.yaml:19: fine is valid\n")
+    assert ran.stderr.startswith("job.yaml:17: spec.training.epochs: a field may be set once; ")

@@ -144,6 +144,27 @@ def test_an_unknown_name_is_taken_as_bert_base_and_says_so():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("meta-llama/Llama-3.1-70B", 70e9),
+        ("org/Some-7b-instruct", 7e9),
+        ("org/model-1.1B-chat-v1.0", 1.1e9),
+        ("facebook/opt-350m", 350e6),
+        ("org/long-8B-1M", 8e9),
+    ],
+)
+def test_a_name_that_says_its_size_gives_a_model_of_that_size(name, parameters):
+    facts, sentence = assumed_model(f"hf://{name}")
+    assert facts.parameters == pytest.approx(parameters, rel=0.1)
+    assert "its name says" in sentence
+
+
+@pytest.mark.parametrize("name", ["org/MiniLM-L12-H384", "org/mixture-8x7b", "org/quantised-4bit", "org/v2b", "70b/x"])
+def test_letters_that_are_no_size_are_not_read_as_one(name):
+    assert "nothing is known about" in assumed_model(f"hf://{name}")[1]
+
+
 # ------------------------------------------------------------------------------------------------------------- hardware
 
 H100 = DeviceFacts(product="H100", memory_bytes=81_559 * MIB, bf16=True)
@@ -218,7 +239,8 @@ def test_a_machine_in_words(text, expected):
         ("gpu=H100,memory=80GB", "memory=80GB: '80GB' is no quantity"),
         ("cpu=4,memory=16Gi", "memory: it describes GPUs, and no gpu is given; the node's own memory is hostMemory"),
         ("cpu=4,cpuBf16=yes", "cpuBf16=yes: it is true or false"),
-        ("cpu=4,hostMemory=0", "hostMemory=0: it has to be at least 1"),
+        ("cpu=4,hostMemory=0", "hostMemory=0: it has to be at least 1Gi"),
+        ("gpu=H100,memory=80", "memory=80: it has to be at least 1Gi; a number without a unit counts bytes"),
     ],
 )
 def test_an_error_names_the_key(text, message):

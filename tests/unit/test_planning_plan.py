@@ -433,6 +433,12 @@ SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
             "deepspeed-zero1+optimizer-offload",
             id="offload as asked: the lowest stage that fits",
         ),
+        pytest.param(
+            {**SEQUENCE, "parallelism": {"strategy": "deepspeed", "zeroStage": 0}, "resources": {"gpusPerNode": 1}},
+            {"model": gpt(1600, 48, 25), "hardware": parse_hardware("gpu=A100-40GB"), "data": None},
+            "deepspeed-zero0",
+            id="stage 0 as asked",
+        ),
     ],
 )
 def test_the_strategy_is_the_cheapest_that_fits_or_the_one_asked_for(spec, facts, strategy):
@@ -473,7 +479,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_its_arithmetic_and_what_would
             "deepspeed-zero3+activation-checkpointing with micro-batch 1 needs 372.5 GiB a GPU (optimizer state "
             "243.9 GiB + "
             "gradients 44.4 GiB + parameters 40.7 GiB + allocator 33.8 GiB + the rest), and there are 40.0 GiB",
-            "use 4 nodes, one GPU for each of 32 processes, or devices of at least 372.5 GiB, or a smaller "
+            "use 4 nodes (32 GPUs in all), or devices of at least 372.5 GiB, or a smaller "
             "preparation.maxLength or model",
         )
     ]
@@ -504,6 +510,31 @@ def test_an_explicit_choice_that_does_not_fit_is_refused_with_the_smallest_chang
     }
     facts = {"model": BERT, "data": rows(8530, 512, 200), "hardware": parse_hardware("gpu=T4,hostMemory=32Gi")}
     assert [problem[3] for problem in refused(whole, **facts)] == [way_out]
+
+
+def test_stage_0_never_moves_the_optimizer_to_the_host_by_itself():
+    spec = {**SEQUENCE, "parallelism": {"strategy": "deepspeed", "zeroStage": 0}, "resources": {"gpusPerNode": 1}}
+    (problem,) = refused(spec, model=gpt(1600, 48, 25), hardware=parse_hardware("gpu=L4"), data=None)
+    assert problem[2].startswith("deepspeed-zero0+activation-checkpointing with micro-batch 1 needs ")
+
+
+def test_a_model_too_big_for_the_cpu_is_pointed_to_gpus_that_stay_idle():
+    hardware = parse_hardware("gpu=H100,gpus=8,hostMemory=64Gi")
+    (problem,) = refused({"task": "text-generation"}, model=gpt(7168, 48, 64), hardware=hardware, data=None)
+    assert problem[3].startswith("use the node's GPUs (set resources.gpusPerNode to auto), ")
+    assert "fewer processes" not in problem[3]
+
+
+def test_a_free_choice_is_advised_together_with_what_would_forbid_it():
+    spec = {
+        "resources": {"gpusPerNode": 1},
+        "parallelism": {"strategy": "deepspeed", "zeroStage": 0, "deepspeedConfig": {"wall_clock_breakdown": True}},
+    }
+    facts = {"model": ROBERTA_LARGE, "data": rows(8530), "hardware": parse_hardware("gpu=T4,memory=5Gi")}
+    assert [problem[3] for problem in refused(spec, **facts)] == [
+        "set parallelism.strategy to auto and leave parallelism.zeroStage and parallelism.deepspeedConfig out, and "
+        "the plan takes deepspeed-zero2+optimizer-offload"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -654,8 +685,8 @@ def test_what_is_not_known_is_assumed_and_said():
 def test_a_machine_in_words_is_an_assumption_with_what_the_words_left_out():
     result = planned({"resources": {"gpusPerNode": "auto"}}, hardware=parse_hardware("gpu=H100,gpus=8"))
     assert result.assumptions == (
-        "hardware: the node is described, not measured; 8 x H100 with 79.6 GiB and bf16, 64 cores and 512 GiB of "
-        "memory are taken",
+        "hardware: the node was not measured, or only in part; 8 x H100 with 79.6 GiB and bf16, 64 cores and 512 GiB "
+        "of memory are taken",
     )
 
 

@@ -83,7 +83,9 @@ def test_zero_2_on_cpu():
 
 
 def test_zero_3_with_offload_on_gpus():
-    result = deepspeed_config(planned({"zeroStage": 3, "offload": {"optimizer": "cpu"}}, GPUS, microBatchSize=8))
+    result = deepspeed_config(
+        planned({"strategy": "deepspeed", "zeroStage": 3, "offload": {"optimizer": "cpu"}}, GPUS, microBatchSize=8)
+    )
     assert result == {
         "train_batch_size": 64,
         "train_micro_batch_size_per_gpu": 8,
@@ -122,7 +124,7 @@ def test_the_users_keys_are_merged_last_and_deep():
         "wall_clock_breakdown": True,
         "flops_profiler": {"enabled": True},
     }
-    config = deepspeed_config(planned({"zeroStage": 2, "deepspeedConfig": overrides}))
+    config = deepspeed_config(planned({"strategy": "deepspeed", "zeroStage": 2, "deepspeedConfig": overrides}))
     assert config is not None
     assert config["zero_optimization"] == {
         "stage": 2,
@@ -201,12 +203,14 @@ FIELD = "spec.parallelism.deepspeedConfig"
 )
 def test_a_key_that_cannot_stand_is_refused(overrides, problem):
     with pytest.raises(PlanRefused) as caught:
-        planned({"zeroStage": 2, "deepspeedConfig": overrides})
+        planned({"strategy": "deepspeed", "zeroStage": 2, "deepspeedConfig": overrides})
     assert [(each.path, each.rule, each.way_out) for each in caught.value.problems] == [problem]
 
 
 def test_every_key_that_a_plan_writes_and_another_field_decides_is_owned():
-    written = deepspeed_config(planned({"zeroStage": 3, "offload": {"optimizer": "cpu"}}, GPUS))
+    written = deepspeed_config(
+        planned({"strategy": "deepspeed", "zeroStage": 3, "offload": {"optimizer": "cpu"}}, GPUS)
+    )
     assert written is not None
     tunable = {"zero_allow_untested_optimizer", "wall_clock_breakdown", "zero_optimization"}
     for key in written.keys() - tunable:
@@ -248,7 +252,12 @@ def test_transformers_finds_no_difference_to_its_own_arguments(tmp_path):
     one_process = HardwareFacts(cpu_cores=1, memory_bytes=16 << 30)
     plans = [
         planned({"zeroStage": 2}, one_process, microBatchSize=8),
-        planned({"zeroStage": 3, "offload": {"optimizer": "cpu"}}, one_process, precision="bf16", weightDecay=0.01),
+        planned(
+            {"strategy": "deepspeed", "zeroStage": 3, "offload": {"optimizer": "cpu"}},
+            one_process,
+            precision="bf16",
+            weightDecay=0.01,
+        ),
     ]
     questions = [[json.loads(text) for text in files(each).values()] for each in plans]
     # In a process of its own: a DeepSpeed configuration is global state that would reach other tests.

@@ -100,8 +100,10 @@ def _global_batch_advice(spec: FineTuneJobSpec) -> str:
     assert spec.training is not None
     unit = _batch_unit(spec)
     near = " or ".join(str(batch) for batch in nearest_multiples(spec.training.global_batch_size, unit))
-    ranks = certain_ranks(spec) or 1
-    return f"use {near}, multiples of {unit} = {ranks} ranks x {unit // ranks} rows"
+    ranks, micro = certain_ranks(spec), spec.training.micro_batch_size
+    parts = [] if ranks is None else [f"{ranks} rank{'s' * (ranks > 1)}"]
+    parts += [] if micro == "auto" else [f"{micro} row{'s' * (micro > 1)} of a micro-batch"]
+    return f"use {near}, multiples of {unit} = {' x '.join(parts)}"
 
 
 def _every_is_one(spec: FineTuneJobSpec) -> bool:

@@ -369,7 +369,8 @@ class ParallelismSpec(SpecModel):
         "strategy deepspeed or auto.",
     )
     offload: OffloadSpec = Field(
-        default=OffloadSpec(), description="Left out: nothing is offloaded unless auto has to."
+        default=OffloadSpec(),
+        description="Needs strategy deepspeed. Left out: nothing is offloaded unless auto has to.",
     )
     tensor: Annotated[int, Field(ge=1, le=4096)] = Field(
         default=1, description="Tensor-parallel degree, a count. Default 1: none."
@@ -390,7 +391,8 @@ class ParallelismSpec(SpecModel):
     )
     deepspeed_config: FreeObject = Field(
         default={},
-        description="Merged last into the DeepSpeed configuration; unknown keys are an error. Left out: nothing.",
+        description="Merged last into the DeepSpeed configuration; needs strategy deepspeed, and unknown keys "
+        "are an error. Left out: nothing.",
     )
 
 

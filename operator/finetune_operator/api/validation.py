@@ -56,6 +56,15 @@ _ARGUMENT_REASONS: Mapping[ArgumentReason, Reason] = {
     "FixedByTrainer": "Forbidden",
     "WrongType": "Invalid",
 }
+_KINDS: Mapping[str, str] = {
+    "float": "a number",
+    "int": "an integer",
+    "bool": "true or false",
+    "str": "text",
+    "list": "a list",
+    "dict": "an object",
+}
+"""Kinds of training arguments in the words of a YAML file."""
 _PLACEHOLDERS: Mapping[str, JsonValue] = {"task": "text-classification", "model": {"uri": "hf://some/model"}}
 """Stand in for required fields that are missing or wrong, only while the rules on other fields are checked."""
 
@@ -149,8 +158,8 @@ def _metadata(metadata: JsonValue) -> Iterator[Problem]:
         return
     name = metadata.get("name")
     if name is None or name == "":
-        hint = "generateName works with kubectl create alone; " if metadata.get("generateName") else ""
-        yield Problem("metadata.name", None, "is required", f"{hint}give the job a name", reason="Required")
+        hint = ", as generateName works with kubectl create alone" if metadata.get("generateName") else ""
+        yield Problem("metadata.name", None, "is required", f"give the job a name{hint}", reason="Required")
     elif not isinstance(name, str):
         yield _quote(("metadata", "name"), name)
     else:
@@ -306,10 +315,7 @@ def _field_problem(path: Path, kind: str, spec: JsonValue) -> Problem:
         names = tuple(above.body.fields) if above and isinstance(above.body, Fields) else ()
         return _unknown(full, value, names)
     if kind == "missing":
-        way_out = shape.description.removesuffix("Required.").strip().removesuffix(".")
-        return Problem(
-            format_path(full), None, "is required", f"set it: {way_out[:1].lower()}{way_out[1:]}", reason="Required"
-        )
+        return Problem(format_path(full), None, "is required", _how_to_set(shape), reason="Required")
     rule, way_out = f"must be {sentence(shape)}", "change it, or leave it out" if not shape.required else "change it"
     match shape.body:
         case Text(pattern) if pattern == URI_PATTERN:
@@ -317,6 +323,10 @@ def _field_problem(path: Path, kind: str, spec: JsonValue) -> Problem:
             way_out = "write hf:// before the name of a Hub repository, file:// before a path"
         case Text(quantity=False) if isinstance(value, int | float):
             rule, way_out = "must be text", "put it in quotes"
+        case Fields(fields) if isinstance(value, str) and "uri" in fields:
+            way_out = "write the URI one level deeper, as uri"
+        case Fields(fields) if value is True and not any(field.required for field in fields.values()):
+            way_out = "write {} to take the defaults"
         case Number() if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value, re.I):
             way_out = "remove the quotes"
         case None if isinstance(value, str):
@@ -324,6 +334,17 @@ def _field_problem(path: Path, kind: str, spec: JsonValue) -> Problem:
             way_out = f"did you mean {near[0]}?" if near else way_out
     reason: Reason = "NotSupported" if shape.body is None and isinstance(value, str) else "Invalid"
     return Problem(format_path(full), describe_value(value, full), rule, way_out, reason=reason)
+
+
+def _how_to_set(shape: Shape) -> str:
+    """The way out for a required field that is missing."""
+    if shape.words:
+        return f"write one of {', '.join(shape.words)}"
+    if isinstance(shape.body, Fields):
+        needed = " and ".join(name for name, field in shape.body.fields.items() if field.required)
+        return f"write it with {needed} below it"
+    meaning = shape.description.removesuffix("Required.").strip().removesuffix(".")
+    return f"set it: {meaning[:1].lower()}{meaning[1:]}"
 
 
 def _unknown(path: Path, value: JsonValue, names: Sequence[str]) -> Problem:
@@ -415,7 +436,8 @@ def _argument_texts(found: ArgumentProblem) -> tuple[str, str]:
         case "FixedByTrainer":
             return "has no effect: the trainer itself takes care of what it is for", "leave it out"
         case "WrongType":
-            return f"must be {' or '.join(known_arguments()[found.name])}", "numbers and truth values take no quotes"
+            kinds = [_KINDS.get(kind, kind) for kind in known_arguments()[found.name] if kind != "null"]
+            return f"must be {' or '.join(kinds)}", "change it; numbers and truth values take no quotes"
 
 
 def _settings(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:

@@ -69,14 +69,16 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
     for source, folder, content in _contents(names):
         documents, unreadable = read_documents(content)
         found = list(unreadable)
-        for document in documents:
+        ends = [*(document.line for document in documents[1:]), None]
+        for document, end in zip(documents, ends, strict=True):
             passed_over = foreign(document.value)
             if passed_over is not None:
                 notes.append(f"{source}:{document.line}: {passed_over}")
                 continue
             job, wrong = validate_job(document.value, settings)
             found.extend(located(document, problem) for problem in wrong)
-            if job is None or wrong:
+            misread = any(document.line <= (p.line or 0) and (end is None or (p.line or 0) < end) for p in unreadable)
+            if job is None or wrong or misread:
                 continue
             entry = JobEntry(source, folder, document, _with_absolute_uris(job, folder))
             earlier = seen.setdefault((job.metadata.namespace, job.name), entry)

@@ -450,7 +450,7 @@ def _refuse(problems: Sequence[tuple[str, Problem]], output: Output | DocumentOu
     In place of Kubernetes objects nothing is written, as what reads those would take the problems for one.
     """
     report(problems)
-    if output in (Output.JSON, Output.YAML) and isinstance(output, Output):
+    if isinstance(output, Output) and output is not Output.TEXT:
         emit([{"problems": [problem_data(source, problem) for source, problem in problems]}], output)
     raise typer.Exit(1)
 

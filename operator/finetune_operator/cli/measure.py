@@ -74,7 +74,7 @@ def measure(job: FineTuneJob) -> Measured:
 
 def own_hardware() -> HardwareFacts:
     """This machine as far as it can be seen without torch: GPUs cannot."""
-    return HardwareFacts(cpu_cores=usable_cores(), memory_bytes=psutil.virtual_memory().total)
+    return HardwareFacts(cpu_cores=usable_cores(), memory_bytes=psutil.virtual_memory().total, assumed=True)
 
 
 def _ask_trainer(job: FineTuneJob) -> TrainerFacts | None:

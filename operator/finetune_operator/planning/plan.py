@@ -109,7 +109,9 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings) -> Draft:
             hardware = hardware.model_copy(update={"gpu": device})
             assumptions.append(sentence)
         if hardware.assumed:
-            assumptions.append(f"hardware: the node is described, not measured; {node_words(hardware)} are taken")
+            assumptions.append(
+                f"hardware: the node was not measured, or only in part; {node_words(hardware)} are taken"
+            )
     draft = Draft(
         job=job,
         local=facts.local,

@@ -79,8 +79,8 @@ def ladder(asked: ParallelismSpec, world: World, offload_allowed: bool = True) -
     """The strategies that the spec leaves open, the cheapest first.
 
     Sharding comes before recomputation (a third more arithmetic), and both before offload (each step waits for the
-    host). ZeRO-0 is not tried by itself: stage 1 sends as much and needs less. Offload is tried on GPUs only, as on CPU
-    it moves nothing.
+    host). ZeRO-0 is not tried by itself: stage 1 sends as much and needs less. Offload needs a ZeRO stage from 1 to 3
+    and is tried on GPUs only, as on CPU it moves nothing.
     """
     modes: tuple[CheckpointingMode, ...] = ("none", "full")
     if asked.activation_checkpointing != "auto":
@@ -94,7 +94,7 @@ def ladder(asked: ParallelismSpec, world: World, offload_allowed: bool = True) -
     for offload in offloads:
         for mode in modes:
             for base in _sharding(asked, world):
-                if offload != "none" and base.name != "deepspeed":
+                if offload != "none" and not base.zero_stage:
                     continue
                 yield base.model_copy(update={"activation_checkpointing": mode, "offload_optimizer": offload})
             if offload != "none" and name is None and world.size == 1:
@@ -243,10 +243,14 @@ def _smallest_change(draft: Draft, best: Fit) -> str:
     if best.memory.total_bytes <= best.memory.capacity_bytes:
         bigger = f"nodes with at least {human_bytes(best.memory.host_bytes)} of memory"
     elif world.device == "cpu":
-        bigger = f"nodes with at least {human_bytes(best.memory.host_bytes)} of memory or fewer processes"
+        bigger = f"nodes with at least {human_bytes(best.memory.host_bytes)} of memory"
+        bigger += " or fewer processes" if world.processes_per_node > 1 else ""
     more = _nodes_that_fit(draft)
     shorter = "or a smaller preparation.maxLength or model"
-    return f"use {more}{bigger}, {shorter}"
+    idle = ""
+    if world.device == "cpu" and draft.hardware.gpus_per_node:
+        idle = "the node's GPUs (set resources.gpusPerNode to auto), "
+    return f"use {idle}{more}{bigger}, {shorter}"
 
 
 def _set_free(asked: ParallelismSpec) -> str:
@@ -263,7 +267,7 @@ def _set_free(asked: ParallelismSpec) -> str:
 
 
 def _nodes_that_fit(draft: Draft) -> str:
-    """`at least 16 nodes of 8 processes, ` when more nodes of this kind would do; empty when they would not."""
+    """`16 nodes (128 GPUs in all), or ` when more nodes of this kind would do; empty when they would not."""
     world = decided(draft.world)
     if draft.local:
         return ""
@@ -275,6 +279,6 @@ def _nodes_that_fit(draft: Draft) -> str:
             multiple = (
                 "" if draft.training.global_batch_size % size == 0 else f" with a globalBatchSize that {size} divides"
             )
-            unit = "GPU" if world.device == "cuda" else "process"
-            return f"{nodes} nodes, one {unit} for each of {size} processes{multiple}, or "
+            unit = "GPUs" if world.device == "cuda" else "processes"
+            return f"{nodes} nodes ({size} {unit} in all){multiple}, or "
     return ""

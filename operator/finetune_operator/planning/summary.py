@@ -89,7 +89,7 @@ def _memory(memory: MemoryEstimate) -> tuple[Row, ...]:
     return (
         *terms,
         Row("total", human_bytes(memory.total_bytes), f"{share:.0%} of {human_bytes(memory.capacity_bytes)}"),
-        Row("host, all processes of a node", human_bytes(memory.host_bytes)),
+        Row("host", human_bytes(memory.host_bytes), "all processes of a node"),
     )
 
 

@@ -126,7 +126,11 @@ def splits_by_role(source: DataSource, setting: str = "dataset", *, trains: bool
 
 
 def predict_split(source: DataSource, setting: str = "predict.dataset") -> SplitSource:
-    """The one split to predict: the named one, else everything, else `test`, else the only split there is."""
+    """The one split to predict: the named one, else everything, else `test`, else the only split there is.
+
+    Of several named ones test counts, then validation: a data set that is written once for the whole job (by a YAML
+    anchor) names all three.
+    """
     found = source_of(source, setting)
     for role in ("test", "validation", "train"):
         name = getattr(source.splits, role)

@@ -83,7 +83,10 @@ def training_arguments(training: Training, output: Path, strategy_arguments: Map
         fields["activation_checkpointing_kwargs"] = {"use_reentrant": False}
     merged: dict[str, Any] = {**fields, **strategy_arguments, **training.arguments}
     try:
-        return TrainingArguments(**merged)
+        arguments = TrainingArguments(**merged)
+        if arguments.dataloader_persistent_workers and not arguments.dataloader_num_workers:
+            raise ValueError("dataloader_persistent_workers needs dataloader_num_workers above 0.")
+        return arguments
     except (ValueError, TypeError) as error:
         raise refused_arguments(error) from error
 

@@ -152,7 +152,7 @@ class TrainingLoop(Trainer):
             collate_fn=self.parts.collate,
             num_workers=workers,
             pin_memory=args.dataloader_pin_memory,
-            persistent_workers=args.dataloader_persistent_workers and workers > 0,
+            persistent_workers=args.dataloader_persistent_workers,
             prefetch_factor=args.dataloader_prefetch_factor if workers else None,
             # A generator of its own: an iterator draws a seed when it starts, and that must not shift the dropout
             # masks.

@@ -98,7 +98,7 @@ class ValueReader:
                     field_path,
                     None,
                     f"a field may be set once; it is already set on line {earlier}",
-                    f"remove line {earlier} or line {key_node.position.line}",
+                    "remove one of the two",
                     "Duplicate",
                 )
             seen.setdefault(key, key_node.position)
