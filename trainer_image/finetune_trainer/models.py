@@ -85,7 +85,7 @@ def _check_folder(path: Path, uri: str) -> None:
             FailureClass.MODEL,
             "ModelNotFound",
             f"{_FIELD} is {uri!r}, but {path.absolute()} does not exist.",
-            "Name a folder with config.json and weights; file://path is relative to the current directory.",
+            "Name a folder with config.json and weights; file://path is relative to the job file's folder.",
         )
     if path.is_dir() and (path / "config.json").is_file():
         return

@@ -421,6 +421,14 @@ RULES: tuple[Rule, ...] = (
         reads=("evaluation",),
     ),
     Rule(
+        "gate-is-no-loss",
+        "evaluation.gate.metric",
+        "!has(self.evaluation) || !has(self.evaluation.gate) || self.evaluation.gate.metric != 'loss'",
+        lambda spec: spec.evaluation is None or spec.evaluation.gate is None or spec.evaluation.gate.metric != "loss",
+        "is better when lower, and a gate has a minimum",
+        "name a metric that grows with quality, e.g. accuracy",
+    ),
+    Rule(
         "predictions-have-a-format",
         "predict.output",
         "!has(self.predict) || !has(self.predict.output) || self.predict.output.endsWith('.jsonl')"

@@ -209,4 +209,4 @@ class TrainerJob(Order):
     evaluation: Evaluation | None = None
     predict: Prediction | None = None
     seed: int = Field(default=42, ge=0)
-    """Seeds the split of train and the shuffles when nothing trains."""
+    """Seeds the rows that are set aside for validation; with training it is the same as `training.seed`."""

@@ -311,7 +311,7 @@ def _file_source(uri: Uri, setting: str) -> FileSource:
             FailureClass.DATA,
             "DataNotFound",
             f"{setting}.uri is {uri.text!r}, but {path} does not exist.",
-            "Name a folder, a file or a glob; file:// without a third slash is relative to the current directory.",
+            "Name a folder, a file or a glob; file:// without a third slash is relative to the job file's folder.",
         )
     files = tuple(FsFile(filesystem, name) for name in sorted(found) if format_of(name))
     folder = bool(filesystem.isdir(path))
