@@ -28,3 +28,13 @@ def keep_freed_memory() -> bool:
         log.info("This C library has no mallopt: steps on the CPU spend more time on fresh memory.")
         return False
     return bool(mallopt(_M_MMAP_MAX, 0)) and bool(mallopt(_M_TRIM_THRESHOLD, _NEVER_TRIM))
+
+
+def give_back_freed_memory() -> None:
+    """Returns to the kernel what was freed and is kept. For moments between two kinds of work (steps, validation, a
+    checkpoint), whose buffers differ in size: fragments of the one do not serve the other, and would only add up.
+    """
+    try:
+        ctypes.CDLL(None).malloc_trim(0)
+    except (OSError, AttributeError):
+        return  # not glibc: nothing was kept on purpose

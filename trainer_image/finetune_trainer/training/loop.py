@@ -23,6 +23,7 @@ import torch
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
 from finetune_contract.layout import FailureClass
+from finetune_trainer.allocator import give_back_freed_memory
 from finetune_trainer.failures import StageError
 from finetune_trainer.strategies.base import Placed, Strategy, expect
 from finetune_trainer.training.interruption import Interruption, preempted
@@ -278,14 +279,18 @@ class TrainingLoop(Trainer):
         done = last or self.control.should_training_stop
         stop = self._step.stop and not done
         if self.parts.saver.due(step, by_clock=self._step.save_by_clock) or (stop and self.parts.save_on_preemption):
+            give_back_freed_memory()
             self.parts.saver.save(self)
+            give_back_freed_memory()
         if stop:
             raise preempted(f"and stopped after step {step} of {self.state.max_steps}")
 
     def _validate(self, step: int) -> None:
         if self.parts.validation is None:
             return
+        give_back_freed_memory()
         metrics = self.parts.validation.metrics(self.model_wrapped, self.args.device)
+        give_back_freed_memory()
         self.parts.observer.on_validation(step, metrics)
         if self.parts.stopper.should_stop(step, metrics, self):
             self.control.should_training_stop = True

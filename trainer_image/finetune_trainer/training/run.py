@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from finetune_contract.job import TrainerJob, Training
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_trainer.allocator import give_back_freed_memory
 from finetune_trainer.checkpoints import CheckpointStore, identity, storage_errors_named
 from finetune_trainer.console import quiet_transformers
 from finetune_trainer.data.prepared import PreparedData
@@ -119,6 +120,7 @@ def train(
     interruption.defer()
     _run(loop, resume_from)
 
+    give_back_freed_memory()
     state = strategy.model_state(loop.placed)
     peak = _peak_memory_bytes(training)
     steps = loop.state.global_step
