@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -96,6 +97,11 @@ def tiny_job(name: str, **training: Any) -> dict[str, Any]:
     }
 
 
+def _hear_ctrl_c() -> None:
+    """A suite that a script starts in the background ignores SIGINT, and all below it would, as is right for them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @dataclass(frozen=True)
 class Started:
     """A `finetune` process that runs."""
@@ -147,6 +153,7 @@ class Command:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
+                preexec_fn=_hear_ctrl_c,
             )
         )
 
