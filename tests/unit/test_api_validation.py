@@ -288,6 +288,14 @@ def test_a_missing_choice_of_stage_is_reported_with_the_other_faults() -> None:
     ]
 
 
+def test_a_faulty_field_does_not_hide_that_its_neighbours_contradict_each_other() -> None:
+    assert found(job(training={"learningRate": "fast", "epochs": 3, "maxSteps": 10}, dataset=...)) == [
+        ("spec.training.learningRate", "Invalid"),
+        ("spec.dataset", "Required"),
+        ("spec.training.maxSteps", "Invalid"),
+    ]
+
+
 def test_local_uris_are_refused_in_a_cluster_and_accepted_without_one() -> None:
     value = job(model={"uri": "pkg://a/b"}, dataset={"uri": "file:///c"})
     assert found(value, LOCAL_SETTINGS) == []

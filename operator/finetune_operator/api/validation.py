@@ -31,7 +31,7 @@ from finetune_contract.arguments import (
 from finetune_operator.api.crd import MAX_NAME, NAME_PATTERN
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.problems import HIDDEN, PathPart, Problem, Reason, describe_value, format_path
-from finetune_operator.api.rules import RULES
+from finetune_operator.api.rules import RULES, Rule
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.shapes import Fields, Items, Map, Number, Shape, Text, find, sentence, spec_shape
 from finetune_operator.api.support import unsupported
@@ -93,10 +93,10 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
             )
         return None, problems
     written = _without_nulls(spec_value, spec_shape())
-    spec, faults, found = _read_spec(written)
+    spec, faults, gone, found = _read_spec(written)
     problems.extend(found)
     if spec is not None:
-        problems.extend(_across_fields(spec, written, faults, settings))
+        problems.extend(_across_fields(spec, written, faults, gone, settings))
     problems = _one_per_field(problems)
     if problems or spec is None:
         return None, problems
@@ -261,17 +261,21 @@ def _without_nulls(value: JsonValue, shape: Shape) -> JsonValue:
             return value
 
 
-def _read_spec(value: JsonValue) -> tuple[FineTuneJobSpec | None, tuple[Path, ...], list[Problem]]:
-    """The spec without its faulty fields, the paths of those, and a problem for each.
+def _read_spec(
+    value: JsonValue,
+) -> tuple[FineTuneJobSpec | None, tuple[Path, ...], frozenset[Path], list[Problem]]:
+    """The spec without its faulty fields, the paths of those, what was taken out for them, and a problem for each.
 
     None only if the remainder cannot be read either, which would be a mistake here and not the user's.
     """
     remainder = copy.deepcopy(value)
     faults: dict[Path, Problem] = {}
+    gone: set[Path] = set()
     for _ in range(8):  # each pass takes at least one level of nesting off; the spec has fewer
         try:
             # JSON text, because pydantic's strict mode takes lists for tuples there only.
-            return FineTuneJobSpec.model_validate_json(json.dumps(remainder)), tuple(faults), list(faults.values())
+            spec = FineTuneJobSpec.model_validate_json(json.dumps(remainder))
+            return spec, tuple(faults), frozenset(gone), list(faults.values())
         except ValidationError as error:
             entries = [(_path_in_spec(entry["loc"]), entry["type"]) for entry in error.errors(include_url=False)]
             for path, kind in entries:
@@ -280,8 +284,8 @@ def _read_spec(value: JsonValue) -> tuple[FineTuneJobSpec | None, tuple[Path, ..
                     continue
                 if not any(path[: len(fault)] == fault for fault in faults):
                     faults[path] = _field_problem(path, kind, value)
-                _take_out(remainder, path)
-    return None, tuple(faults), list(faults.values())
+                gone.add(_take_out(remainder, path))
+    return None, tuple(faults), frozenset(gone), list(faults.values())
 
 
 def _path_in_spec(location: Sequence[PathPart]) -> Path:
@@ -367,8 +371,10 @@ def _at(value: JsonValue, path: Path) -> JsonValue:
     return value
 
 
-def _take_out(spec: JsonValue, path: Path) -> None:
-    """Remove the field at `path`, or what cannot be without it; what is required has a placeholder."""
+def _take_out(spec: JsonValue, path: Path) -> Path:
+    """Remove the field at `path`, or what cannot be without it; what is required has a placeholder. Returns the path of
+    what is gone.
+    """
     assert isinstance(spec, dict)
     shape = find(spec_shape(), path)
     while len(path) > 1 and ((shape is not None and shape.required) or isinstance(path[-1], int)):
@@ -379,18 +385,19 @@ def _take_out(spec: JsonValue, path: Path) -> None:
         above.pop(str(path[-1]), None)
     if path[0] in _PLACEHOLDERS and len(path) == 1:
         spec[str(path[0])] = copy.deepcopy(_PLACEHOLDERS[str(path[0])])
+    return path
 
 
 # ------------------------------------------------------------------------------------------------------- across fields
 
 
 def _across_fields(
-    spec: FineTuneJobSpec, written: JsonValue, faults: tuple[Path, ...], settings: Settings
+    spec: FineTuneJobSpec, written: JsonValue, faults: tuple[Path, ...], gone: frozenset[Path], settings: Settings
 ) -> Iterator[Problem]:
     """Rules, missing support, settings and foreign vocabularies; silent about fields that are faulty by themselves."""
     defaults = spec.model_dump(mode="json", by_alias=True)
     for rule in RULES:
-        if any(_related(tuple(read.split(".")), fault) for read in rule.fields_read for fault in faults):
+        if _reads(rule, gone):
             continue
         if not rule.holds(spec):
             path: Path = tuple(rule.path.split("."))
@@ -409,10 +416,16 @@ def _across_fields(
             yield problem
 
 
-def _related(one: Path, other: Path) -> bool:
-    """Whether one of the paths lies within the other."""
-    shorter = min(len(one), len(other))
-    return one[:shorter] == other[:shorter]
+def _reads(rule: Rule, gone: frozenset[Path]) -> bool:
+    """Whether the rule would judge by something that was taken out.
+
+    CEL names each field that it reads, and a block only to ask whether it is there; a block in `reads` stands for all
+    that is below it.
+    """
+    for read in (tuple(name.split(".")) for name in rule.fields_read):
+        if any(read[: len(path)] == path or (rule.reads and path[: len(read)] == read) for path in gone):
+            return True
+    return False
 
 
 def _arguments(spec: FineTuneJobSpec) -> Iterator[Problem]:
