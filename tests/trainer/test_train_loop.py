@@ -202,11 +202,6 @@ def batch_of(run, **changes: Any) -> Any:
 
 
 REFUSED = {
-    "batches by a budget of tokens, which are not built yet": (
-        lambda run: {"batch": batch_of(run, batching="token-budget")},
-        "NotYetSupported",
-        "training.batch.batching is token-budget",
-    ),
     "sizes that do not multiply to the global batch": (
         lambda run: {"batch": batch_of(run, micro_batch_size=4)},
         "BatchArithmetic",

@@ -24,7 +24,6 @@ SchedulerName: TypeAlias = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
 OptimizerName: TypeAlias = Literal["adamw", "adafactor", "sgd"]
-Batching: TypeAlias = Literal["length-grouped", "token-budget"]
 
 
 class Stage(StrEnum):

@@ -12,7 +12,6 @@ from pydantic import Field, JsonValue
 
 from finetune_contract.base import Order
 from finetune_contract.choices import (
-    Batching,
     CheckpointingMode,
     Device,
     OffloadDevice,
@@ -105,7 +104,6 @@ class Batch(Order):
     micro_batch_size: int = Field(gt=0)
     gradient_accumulation: int = Field(gt=0)
     data_parallel: int = Field(gt=0)
-    batching: Batching = "length-grouped"
 
 
 class World(Order):

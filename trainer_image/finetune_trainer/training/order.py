@@ -78,7 +78,7 @@ class EpochOrder(Sampler[list[int]]):
 
 
 def _check(batch: Batch) -> None:
-    """StageError CONFIG when the sizes do not multiply to the global batch, or for batches that are not built yet."""
+    """StageError CONFIG when the sizes do not multiply to the global batch."""
     rows = batch.micro_batch_size * batch.gradient_accumulation * batch.data_parallel
     if rows != batch.global_batch_size:
         raise StageError(
@@ -87,13 +87,6 @@ def _check(batch: Batch) -> None:
             f"training.batch.globalBatchSize is {batch.global_batch_size}, and micro-batch {batch.micro_batch_size} x "
             f"accumulation {batch.gradient_accumulation} x {batch.data_parallel} ranks are {rows} rows.",
             "Plan again.",
-        )
-    if batch.batching != "length-grouped":
-        raise StageError(
-            FailureClass.CONFIG,
-            "NotYetSupported",
-            f"training.batch.batching is {batch.batching}; this trainer supports length-grouped.",
-            "Choose length-grouped: its micro-batches hold rows of like length.",
         )
 
 
