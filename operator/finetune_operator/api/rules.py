@@ -177,6 +177,15 @@ def _hub_only_rule(path: str, given: str, uri: str, holds: Holds) -> Rule:
 
 
 _WORLD = "self.resources.nodes * int(self.resources.processesPerNode)"
+_WORLD_FIELDS = (
+    "resources.nodes",
+    "resources.processesPerNode",
+    "resources.elastic",
+    "parallelism.tensor",
+    "parallelism.pipeline.degree",
+    "parallelism.sequence",
+)
+"""What the number of data-parallel ranks follows from."""
 _WORLD_UNKNOWN = "has(self.resources.elastic) || type(self.resources.processesPerNode) != int"
 _MODEL = "(self.parallelism.tensor * self.parallelism.pipeline.degree * self.parallelism.sequence)"
 _MICRO = "self.training.microBatchSize"
@@ -234,15 +243,7 @@ RULES: tuple[Rule, ...] = (
         "is kept exactly, so it has to be a multiple of the data-parallel ranks x spec.training.microBatchSize",
         "change it, spec.training.microBatchSize or spec.resources.processesPerNode",
         advice=_global_batch_advice,
-        reads=(
-            "training",
-            "resources.nodes",
-            "resources.processesPerNode",
-            "resources.elastic",
-            "parallelism.tensor",
-            "parallelism.pipeline.degree",
-            "parallelism.sequence",
-        ),
+        reads=("training", *_WORLD_FIELDS),
     ),
     Rule(
         "warmup-needs-scheduler",
@@ -326,14 +327,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "times spec.resources.nodes has to be a multiple of tensor x pipeline x sequence in spec.parallelism",
         "change the degrees, the nodes or the processes",
-        reads=(
-            "resources.nodes",
-            "resources.processesPerNode",
-            "resources.elastic",
-            "parallelism.tensor",
-            "parallelism.pipeline.degree",
-            "parallelism.sequence",
-        ),
+        reads=_WORLD_FIELDS,
     ),
     Rule(
         "one-process-per-gpu",

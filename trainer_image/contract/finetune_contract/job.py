@@ -86,9 +86,14 @@ class Strategy(Order):
     activation_checkpointing: CheckpointingMode = "none"
 
     @property
+    def sharding(self) -> str:
+        """How state is divided among processes, e.g. `ddp` or `deepspeed-zero2`; it decides a checkpoint's form."""
+        return str(self.name) if self.zero_stage is None else f"{self.name}-zero{self.zero_stage}"
+
+    @property
     def label(self) -> str:
         """The strategy in one word, e.g. `ddp` or `deepspeed-zero2+activation-checkpointing+optimizer-offload`."""
-        word = str(self.name) if self.zero_stage is None else f"{self.name}-zero{self.zero_stage}"
+        word = self.sharding
         if self.activation_checkpointing != "none":
             kind = "" if self.activation_checkpointing == "full" else "selective-"
             word += f"+{kind}activation-checkpointing"

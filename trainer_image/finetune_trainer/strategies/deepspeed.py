@@ -141,7 +141,7 @@ class DeepSpeed:
 
     def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:
         """Only the same stage over the same number of processes."""
-        mine = strategy_label(self.name, self._settings.zero_stage)
+        mine = self._settings.sharding
         if manifest_strategy != mine:
             return f"it was written by strategy {manifest_strategy}, and {mine} reads its own shards only"
         if manifest_world_size != world_size:
@@ -195,8 +195,3 @@ def _refuse_second_owners(config: Mapping[str, Any]) -> None:
                 f"deepspeed.json.{section} is set, and {field} decides it.",
                 f"Leave it out of parallelism.deepspeedConfig and set {field}.",
             )
-
-
-def strategy_label(name: str, zero_stage: int | None) -> str:
-    """`deepspeed-zero2` and the like, without what does not change how a checkpoint is cut: offload, recomputation."""
-    return f"{name}-zero{zero_stage}" if name == "deepspeed" else name

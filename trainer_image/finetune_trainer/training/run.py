@@ -28,7 +28,6 @@ from finetune_trainer.models import load_tokenizer
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, write_model_card
 from finetune_trainer.strategies.base import Strategy
-from finetune_trainer.strategies.deepspeed import strategy_label
 from finetune_trainer.strategies.select import strategy_for
 from finetune_trainer.tasks.base import TaskModule, task_module
 from finetune_trainer.training.arguments import refused_arguments, training_arguments
@@ -212,7 +211,7 @@ def _saver(
         CheckpointStore(paths.checkpoints, training.checkpoints.keep),
         training.checkpoints,
         strategy=strategy,
-        label=strategy_label(training.strategy.name, training.strategy.zero_stage),
+        label=training.strategy.sharding,
         world=world,
         job=identity(job, prepared.facts.fingerprint),
         stopper=stopper,
