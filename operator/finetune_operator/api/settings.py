@@ -5,11 +5,14 @@ A cluster's operator reads them from one YAML file; the `finetune` command witho
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import Field
 
-from finetune_operator.api.types import Scheme, SpecModel
+from finetune_operator.api.types import Count, NonNegative, ObjectName, Scheme, SecretSpec, SpecModel
+
+TRAINER_IMAGE = "finetune-trainer:0.1.0"
+"""Name and tag as `images/` builds it; an installation names its registry in the settings."""
 
 CLUSTER_SCHEMES: tuple[Scheme, ...] = ("hf", "s3", "gs", "az", "pvc")
 """`file` and `pkg` name things on the machine that runs the job: in a cluster that is a pod, where they mean
@@ -28,8 +31,78 @@ class Price(SpecModel):
     )
 
 
+class Defaults(SpecModel):
+    """What a job gets that does not say otherwise."""
+
+    image: str = Field(default=TRAINER_IMAGE, description="Trainer image of jobs that name none.")
+    image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
+        default=None, description="When the image is pulled. Left out: Kubernetes' default."
+    )
+    image_pull_secrets: tuple[SecretSpec, ...] = Field(
+        default=(), description="Secrets for pulling images, which have to be in the job's namespace. Left out: none."
+    )
+    storage_class_name: ObjectName | None = Field(
+        default=None, description="Class of claims that are made for jobs. Left out: the cluster's default."
+    )
+    access_modes: tuple[Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"], ...] | None = Field(
+        default=None,
+        description="Access modes of those claims. Left out: ReadWriteMany for jobs of several nodes, else "
+        "ReadWriteOnce.",
+    )
+    priority_class_name: ObjectName | None = Field(
+        default=None, description="Priority class of pods. Left out: the cluster's default."
+    )
+    ttl_seconds_after_finished: NonNegative | None = Field(
+        default=None, description="Seconds after its end until a job is deleted. Left out: it stays."
+    )
+    termination_grace_seconds: Annotated[int, Field(ge=1, le=86_400)] = Field(
+        default=120, description="Seconds that a pod has to save a checkpoint when it is told to stop. Default 120."
+    )
+
+
+class Limits(SpecModel):
+    """How long the operator waits for what may come right by itself."""
+
+    image_pull_seconds: Count = Field(
+        default=600, description="Until a job whose image cannot be pulled has failed. Default 600."
+    )
+    container_config_seconds: Count = Field(
+        default=120, description="Until a job whose container cannot be made (a missing Secret) has failed. Default 120."
+    )
+    unschedulable_seconds: Count | None = Field(
+        default=None, description="Until a job whose pods find no node has failed. Left out: it waits, and says so."
+    )
+    restart_delay_seconds: Annotated[float, Field(ge=0, le=3600)] = Field(
+        default=10, description="Delay before the first restart; it doubles with each failure in a row. Default 10."
+    )
+    restart_delay_most_seconds: Annotated[float, Field(ge=0, le=86_400)] = Field(
+        default=300, description="Longest delay before a restart. Default 300."
+    )
+
+
+class Progress(SpecModel):
+    """How pods report progress to the operator."""
+
+    enabled: bool = Field(default=True, description="Whether they do. Default true.")
+    url: str | None = Field(
+        default=None,
+        description="Address of the progress server as pods see it, https://host:port. Left out: the operator's "
+        "Service finetune-operator-progress in its own namespace.",
+    )
+    status_seconds: Annotated[float, Field(ge=0.1, le=3600)] = Field(
+        default=5, description="Least time between two writes of one job's progress into its status. Default 5."
+    )
+
+
 class Settings(SpecModel):
     """Settings of one installation."""
+
+    namespaces: tuple[ObjectName, ...] = Field(
+        default=(), description="Namespaces whose jobs are run. Left out: all of them."
+    )
+    defaults: Defaults = Field(default=Defaults(), description="What a job gets that does not say otherwise.")
+    limits: Limits = Field(default=Limits(), description="How long the operator waits.")
+    progress: Progress = Field(default=Progress(), description="How pods report progress.")
 
     schemes: tuple[Scheme, ...] = Field(default=CLUSTER_SCHEMES, description="URI schemes that jobs may use.")
     git_hosts: tuple[str, ...] = Field(

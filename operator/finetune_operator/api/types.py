@@ -751,6 +751,15 @@ class StageStatus(StatusModel):
     start_time: str | None = Field(default=None, description="When the current attempt started, RFC 3339.")
     completion_time: str | None = Field(default=None, description="When the stage ended, RFC 3339.")
     child: ChildReference | None = Field(default=None, description="Object of the current attempt.")
+    next_attempt_time: str | None = Field(
+        default=None, description="When the next attempt starts after a failure, RFC 3339."
+    )
+    failures_in_row: int = Field(
+        default=0, ge=0, description="Failed attempts since one ran for long; the delay before the next grows with it."
+    )
+    avoided_nodes: tuple[str, ...] = Field(
+        default=(), max_length=16, description="Nodes on which an attempt broke; later pods prefer others."
+    )
 
 
 class EstimateStatus(StatusModel):
@@ -772,6 +781,25 @@ class PlanStatus(StatusModel):
     memory_per_device: dict[str, int] = Field(default_factory=dict, description="Bytes by term, and their total.")
     estimated: EstimateStatus = Field(default=EstimateStatus(), description="Expected time and cost.")
     reasons: tuple[str, ...] = Field(default=(), max_length=64, description="One sentence for each decision.")
+
+
+class AdaptationStatus(StatusModel):
+    """How the plan was changed after a failure."""
+
+    micro_batch_limit: int | None = Field(
+        default=None, ge=1, description="Largest micro-batch that is tried after memory ran out."
+    )
+    skipped_strategies: tuple[str, ...] = Field(
+        default=(), max_length=16, description="Strategies that ran out of memory at their smallest micro-batch."
+    )
+    reasons: tuple[str, ...] = Field(default=(), max_length=32, description="One sentence for each change.")
+
+
+class MeasuredStatus(StatusModel):
+    """What the prepare stage measured. The plan of the later stages rests on it."""
+
+    model: dict[str, JsonValue] | None = Field(default=None, description="Shape of the model.")
+    data: dict[str, JsonValue] | None = Field(default=None, description="Rows and lengths of the prepared data.")
 
 
 class ProgressStatus(StatusModel):
@@ -840,6 +868,15 @@ class FineTuneJobStatus(StatusModel):
     progress: ProgressStatus | None = Field(default=None, description="Where the running stage is.")
     failure: FailureStatus | None = Field(default=None, description="Why the job failed.")
     restarts: int = Field(default=0, ge=0, description="Restarts so far.")
+    counted_restarts: int = Field(
+        default=0, ge=0, description="Those among them that count against runPolicy.maxRestarts."
+    )
+    start_time: str | None = Field(
+        default=None, description="When the job began to run, anew after each suspension, RFC 3339."
+    )
+    completion_time: str | None = Field(default=None, description="When the job succeeded or failed, RFC 3339.")
+    adaptation: AdaptationStatus | None = Field(default=None, description="How the plan was changed after failures.")
+    measured: MeasuredStatus | None = Field(default=None, description="What the prepare stage measured.")
     cost: CostStatus | None = Field(default=None, description="What the job has used.")
     artifacts: ArtifactsStatus | None = Field(default=None, description="What the job made.")
 

@@ -32,6 +32,16 @@ class Facts:
     """True when the job runs as processes of this machine: the launcher is then `local`."""
 
 
+@dataclass(frozen=True)
+class Adaptation:
+    """What earlier attempts have shown not to fit. The global batch stays as it is."""
+
+    micro_batch_limit: int | None = None
+    """Largest micro-batch to try."""
+    skipped_strategies: tuple[str, ...] = ()
+    """Labels of strategies (`Strategy.label`) that ran out of memory with one row at a time."""
+
+
 class MemoryTerm(Message):
     """One term of the memory estimate."""
 

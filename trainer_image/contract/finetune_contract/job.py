@@ -204,6 +204,10 @@ class TrainerJob(Order):
 
     schema_version: Literal[1] = SCHEMA_VERSION
     name: str
+    run: str | None = None
+    """Identity of the job that this is a part of (its uid in a cluster). Results of another run in the same folder are
+    moved aside by prepare, never reused; None: whoever starts the stages looks after that.
+    """
     task: Task
     model: ModelSource
     dataset: DataSource | None = None

@@ -8,6 +8,7 @@ from pydantic import Field, JsonValue
 
 from finetune_contract.base import Message
 from finetune_contract.choices import Stage
+from finetune_contract.facts import DataFacts, ModelFacts
 from finetune_contract.layout import EXIT_CODES, REPORT_LIMIT_BYTES, FailureClass
 
 
@@ -75,6 +76,13 @@ class FailureReport(Message):
         return EXIT_CODES[self.failure_class]
 
 
+class MeasuredFacts(Message):
+    """What prepare measured, small enough for a report: no label names, no counts of labels."""
+
+    model: ModelFacts | None = None
+    data: DataFacts | None = None
+
+
 class TrainerReport(Message):
     """The last word of one process. It fits into a Kubernetes termination message."""
 
@@ -91,6 +99,8 @@ class TrainerReport(Message):
     """Name (model, predictions, report, prepared) -> path relative to the job's folder, or URI."""
     fingerprint: str | None = None
     """Of the prepared data."""
+    measured: MeasuredFacts | None = None
+    """Only from prepare: what a plan of the later stages rests on."""
     seconds: float = Field(ge=0, default=0.0)
 
     def to_termination_message(self) -> str:

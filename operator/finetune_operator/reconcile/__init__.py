@@ -1,0 +1,1 @@
+"""From what is seen in the cluster to what to do next. Pure: no clock, no network."""

@@ -1,0 +1,65 @@
+"""What rendering needs beside a plan, and what it gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from pydantic import JsonValue
+
+from finetune_contract.choices import Stage
+from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.api.types import FineTuneJobSpec
+
+Manifest: TypeAlias = dict[str, JsonValue]
+"""One Kubernetes object as JSON."""
+
+FIELD_OWNER = "finetune-operator"
+"""Field manager of everything that the operator writes."""
+
+JOB_LABEL = "finetune.dev/job"
+UID_LABEL = "finetune.dev/job-uid"
+STAGE_LABEL = "finetune.dev/stage"
+ATTEMPT_LABEL = "finetune.dev/attempt"
+HASH_ANNOTATION = "finetune.dev/config-sha256"
+PROGRESS_AUDIENCE = "finetune.dev/progress"
+"""Audience of the projected token with which pods report progress."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The FineTuneJob that children belong to."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
+class ProgressEndpoint:
+    """Where the pods of the job report progress."""
+
+    base_url: str
+    """`https://host:port`, without a path."""
+    ca_certificate: str
+    """PEM of the authority that signed the server's certificate."""
+
+
+@dataclass(frozen=True)
+class RenderContext:
+    """The job's surroundings; with `owner` and `progress` left out, what `finetune render` prints without a cluster."""
+
+    namespace: str
+    spec: FineTuneJobSpec
+    settings: Settings = CLUSTER_SETTINGS
+    owner: Owner | None = None
+    progress: ProgressEndpoint | None = None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One try at a stage."""
+
+    stage: Stage
+    number: int = 1
+    avoid_nodes: tuple[str, ...] = field(default=())
+    """Nodes on which an earlier attempt broke; pods prefer others."""
