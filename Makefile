@@ -19,7 +19,7 @@ $(VENV)/.installed: constraints.txt pyproject.toml operator/pyproject.toml train
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --constraint constraints.txt pip
 	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	  --editable trainer_image/contract --editable trainer_image --editable operator --group dev
+	  --editable trainer_image/contract --editable trainer_image --editable 'operator[operator]' --group dev
 	@touch $@
 
 quickstart: install ## Fine-tune, evaluate and predict on this machine (about 2 minutes after installing)

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune_operator.api.crd import crd_yaml
-from finetune_operator.api.docs import api_reference
+from finetune_operator.api.docs import api_reference, settings_reference
 from finetune_trainer.training.arguments import known_arguments_json
 
 ROOT = Path(__file__).parents[1]
 GENERATED: dict[str, Callable[[], str]] = {
     "manifests/crd/finetune.dev_finetunejobs.yaml": crd_yaml,
     "docs/api.md": api_reference,
+    "docs/settings.md": settings_reference,
     "trainer_image/contract/finetune_contract/training_arguments.json": known_arguments_json,
 }
 

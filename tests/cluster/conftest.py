@@ -1,76 +1,96 @@
-"""A real API server for the tests of this folder, or a reason why there is none."""
+"""A real API server for the tests of this folder, or a reason why there is none; and what runs around it."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-CONTROL_PLANE = ROOT.parent / "shared" / "tools" / "control-plane"
+from cluster_support.access import Api, AsyncApi, path_of, wait_until
+from cluster_support.background import Background
+from cluster_support.control_plane import Cluster, needs_controllers, running_cluster
+from cluster_support.gangs import Gangs
+from cluster_support.kubelet import Kubelet
+from cluster_support.operator_process import OperatorProcess, install
+from cluster_support.world import SETTINGS, World, fresh_namespace, install_kinds
 
 
 @dataclass(frozen=True)
-class Cluster:
-    """A cluster and the kubectl to talk to it."""
+class StandIns:
+    """What takes the place of machines and training operators."""
 
-    kubectl_program: str
-    kubeconfig: Path
-
-    def kubectl(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
-        """Run kubectl; the caller looks at the exit code."""
-        command = [self.kubectl_program, "--kubeconfig", str(self.kubeconfig), *arguments]
-        return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
-
-    def must(self, *arguments: str, stdin: str | None = None) -> str:
-        """Run kubectl, which has to succeed, and return its output."""
-        ran = self.kubectl(*arguments, stdin=stdin)
-        assert ran.returncode == 0, ran.stderr
-        return ran.stdout
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    background: Background
+    kubelet: Kubelet
+    gangs: Gangs
+    watching: AsyncApi
 
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The cluster of FINETUNE_TEST_KUBECONFIG, or a control plane started from programs in KUBEBUILDER_ASSETS."""
-    assets = Path(os.environ.get("KUBEBUILDER_ASSETS", Path.home() / ".cache" / "kube-assets"))
-    kubectl = next((str(path) for path in (assets / "kubectl",) if path.is_file()), None) or shutil.which("kubectl")
-    if kubectl is None:
-        pytest.skip("no kubectl in PATH, nor in the folder that KUBEBUILDER_ASSETS names")
-    if given := os.environ.get("FINETUNE_TEST_KUBECONFIG"):
-        yield Cluster(kubectl, Path(given))
-        return
-    if not CONTROL_PLANE.is_file():
-        pytest.skip("FINETUNE_TEST_KUBECONFIG is not set and ../shared/tools/control-plane is not there")
-    if not ((assets / "kube-apiserver").is_file() and ((assets / "etcd").is_file() or shutil.which("etcd"))):
-        pytest.skip("FINETUNE_TEST_KUBECONFIG is not set and KUBEBUILDER_ASSETS has no kube-apiserver and etcd")
-    folder = tmp_path_factory.mktemp("control-plane")
-    environment = {
-        **os.environ,
-        "KUBEBUILDER_ASSETS": str(assets),
-        "PATH": f"{assets}:{os.environ['PATH']}",
-        "PORT": str(free_port()),
-        "EPORT": str(free_port()),
-    }
+    with running_cluster(tmp_path_factory.mktemp("control-plane")) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def stand_ins(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIns]:
+    """Nodes and training operators; skipped where no controllers run."""
+    needs_controllers(cluster)
+    background = Background()
+    api = AsyncApi(cluster.access)
+    background.run(api.open())
+    kubelet = Kubelet(api, background, tmp_path_factory.mktemp("kubelet"))
+    gangs = Gangs(api, background)
+    kubelet.up()
+    gangs.up()
     try:
-        # The servers outlive the call and would hold a pipe open: output goes to a file.
-        with (folder / "start.log").open("w") as log:
-            started = subprocess.run(
-                [str(CONTROL_PLANE), "start", str(folder)], env=environment, stdout=log, stderr=log, timeout=180
-            )
-        assert started.returncode == 0, (folder / "start.log").read_text()
-        yield Cluster(kubectl, folder / "admin.kubeconfig")
+        yield StandIns(background, kubelet, gangs, api)
     finally:
-        subprocess.run([str(CONTROL_PLANE), "stop", str(folder)], env=environment, capture_output=True, timeout=60)
+        kubelet.down()
+        background.close(api.close())
+
+
+@pytest.fixture(scope="module")
+def kinds(cluster: Cluster) -> None:
+    """The kinds that jobs are made of; once a module, because another module may have taken them away."""
+    install_kinds(cluster)
+
+
+@pytest.fixture(scope="module")
+def operator_process(
+    cluster: Cluster, kinds: None, stand_ins: StandIns, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OperatorProcess]:
+    """One operator for all tests of a module, under the rights of the manifests."""
+    install(cluster)
+    process = OperatorProcess(cluster, tmp_path_factory.mktemp("operator"), SETTINGS)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.terminate()
+
+
+@pytest.fixture
+def operator(operator_process: OperatorProcess) -> OperatorProcess:
+    """The same, running, whatever the test before has done to it."""
+    if not operator_process.running:
+        operator_process.start()
+    return operator_process
+
+
+@pytest.fixture
+def world(cluster: Cluster, stand_ins: StandIns, operator: OperatorProcess) -> Iterator[World]:
+    """A new namespace in which PodSecurity admits only what is restricted."""
+    with fresh_namespace(cluster) as name:
+        api = Api(cluster.access)
+        account = path_of("v1", "serviceaccounts", name, "default")
+        wait_until(lambda: api.get(account), "the namespace has the service account that pods run under")
+        yield World(
+            name, cluster, api, stand_ins.kubelet, stand_ins.gangs, operator, stand_ins.background, stand_ins.watching
+        )
+        complaints, stand_ins.kubelet.complaints[:] = list(stand_ins.kubelet.complaints), []
+        stand_ins.kubelet.playbook.clear()
+        stand_ins.background.check()
+        assert complaints == []
+        assert operator.running, operator.logs()[-4000:]

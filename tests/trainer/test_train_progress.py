@@ -30,6 +30,7 @@ class Server:
     posts: list[tuple[str | None, dict[str, object], float]] = field(default_factory=list)
     status: int = 200
     delay_seconds: float = 0.0
+    paths: list[str] = field(default_factory=list)
 
 
 @pytest.fixture
@@ -45,6 +46,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             time.sleep(state.delay_seconds)
+            state.paths.append(self.path)
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             state.posts.append((self.headers["Authorization"], body, time.monotonic()))
             self.send_response(state.status)

@@ -26,9 +26,11 @@ def test_every_listed_path_exists_once() -> None:
     assert len(set(blocks)) == len(blocks)
 
 
-def test_rows_lie_in_supported_blocks_only_to_take_schemes_out() -> None:
+def test_rows_lie_in_supported_blocks_only_to_take_schemes_or_a_field_out() -> None:
     inside = [row.path for row in ROWS if any(within(row.path, block) for block in SUPPORTED)]
-    assert inside == ["dataset.uri", "predict.dataset.uri"]
+    assert inside == [
+        "dataset.uri", "storage.workspace", "storage.cache", "predict.dataset.uri", "runPolicy.queue",
+    ]  # fmt: skip
 
 
 def test_defaults_need_nothing_that_is_missing() -> None:

@@ -12,6 +12,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.types import LauncherName
+from finetune_operator.cli.inputs import read_inputs
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.types import Facts
+from finetune_operator.rendering.manifests import render
+from finetune_operator.rendering.types import RenderContext
+
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 JOB = """\
@@ -24,6 +32,7 @@ spec:
   dataset: {uri: file://rows}
   training: {learningRate: 2e-5}
 """
+CLUSTER_JOB = JOB.replace("file://rows", "hf://some-org/rows")
 FOREIGN = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: other}\n"
 
 
@@ -94,6 +103,12 @@ def test_a_missing_field_points_to_the_object_that_should_hold_it(tmp_path: Path
         ["run", "job.yaml", "--resume", "--restart"],
         ["run", "both.yaml"],
         ["run", "both.yaml", "--name", "third"],
+        ["status", "first", "-A"],
+        ["logs"],
+        ["logs", "first", "--pod", "0", "--rank", "0"],
+        ["logs", "first", "-f", "--previous"],
+        ["watch"],
+        ["render", "job.yaml", "--launcher", "trainjob"],
         ["unknown"],
     ],
     ids=" ".join,
@@ -151,15 +166,135 @@ def test_a_plan_is_a_table_for_people_and_data_for_programs(tmp_path: Path) -> N
 
 
 def test_several_jobs_give_a_list_in_json_and_documents_in_yaml(tmp_path: Path) -> None:
-    (tmp_path / "both.yaml").write_text(f"{JOB}---\n{JOB.replace('first', 'second')}")
-    call = ("render", "both.yaml", "--no-measure", "-n", "team-a")
+    (tmp_path / "both.yaml").write_text(f"{CLUSTER_JOB}---\n{CLUSTER_JOB.replace('first', 'second')}")
+    call = ("plan", "both.yaml", "--cluster")
     as_json = json.loads(finetune(*call, "-o", "json", folder=tmp_path).stdout)
-    rendered = finetune(*call, folder=tmp_path)
-    assert list(yaml.safe_load_all(rendered.stdout)) == as_json
-    assert [item["kind"] for item in as_json] == ["ConfigMap", "ConfigMap"]
-    assert [item["metadata"]["namespace"] for item in as_json] == ["team-a", "team-a"]
-    assert [json.loads(item["data"]["job.json"])["name"] for item in as_json] == ["first", "second"]
-    assert "later version" in rendered.stderr
+    assert list(yaml.safe_load_all(finetune(*call, "-o", "yaml", folder=tmp_path).stdout)) == as_json
+    assert [planned["name"] for planned in as_json] == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "kind"), [(None, "Job"), ("job", "Job"), ("pytorchjob", "PyTorchJob"), ("mpijob", "MPIJob")]
+)
+def test_render_writes_what_the_operator_would_create(launcher: str | None, kind: str, tmp_path: Path) -> None:
+    """The same plan, rendered by the function that the operator calls, and nothing on standard error."""
+    (tmp_path / "job.yaml").write_text(CLUSTER_JOB)
+    job = read_inputs([str(tmp_path / "job.yaml")], CLUSTER_SETTINGS).entries[0].job
+    served: tuple[LauncherName, ...] = ("job", "pytorchjob", "mpijob")
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"launcher": launcher or "job"})})
+    made = plan(job, Facts(served=served), CLUSTER_SETTINGS)
+    expected = render(made, RenderContext("team-a", job.spec, CLUSTER_SETTINGS))
+
+    options = () if launcher is None else ("--launcher", launcher)
+    as_json = finetune("render", "job.yaml", "-n", "team-a", "-o", "json", *options, folder=tmp_path)
+    as_yaml = finetune("render", "job.yaml", "-n", "team-a", *options, folder=tmp_path)
+    assert (as_json.returncode, as_json.stderr) == (0, "")
+    assert json.loads(as_json.stdout) == list(expected) == list(yaml.safe_load_all(as_yaml.stdout))
+    trains = next(
+        each for each in expected if each["metadata"]["name"] == "first-train-1" and each["kind"] != "ConfigMap"
+    )
+    assert trains["kind"] == kind
+
+
+def test_a_launcher_that_the_job_names_is_taken_as_installed_without_a_cluster(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(f"{CLUSTER_JOB}  launcher: mpijob\n")
+    rendered = finetune("render", "job.yaml", "-o", "json", folder=tmp_path)
+    assert "MPIJob" in [item["kind"] for item in json.loads(rendered.stdout)]
+
+
+def test_facts_that_the_operator_does_not_have_are_taken_into_account_and_noted(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(CLUSTER_JOB)
+    described = finetune("plan", "job.yaml", "--cluster", "--hardware", "cpu=4,hostMemory=16Gi", folder=tmp_path)
+    assert described.stderr == (
+        "Note: first is planned with facts about its hardware that the operator does not have before the job has run, "
+        "so what it makes may differ; it plans again when prepare has measured.\n"
+    )
+    assert "4 cores" in described.stdout
+
+
+@pytest.mark.parametrize("command", [["render"], ["plan", "--cluster"], ["validate", "--cluster"]], ids=" ".join)
+def test_what_only_this_machine_has_is_refused_for_a_cluster(command: list[str], tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    ran = finetune(*command, "job.yaml", folder=tmp_path)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr.startswith('job.yaml:7: spec.dataset.uri: value "file://rows": ')
+    assert ran.stderr.count("\n") == 1
+
+
+def test_a_job_that_needs_a_cluster_is_not_run_here(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(JOB.replace("file://rows", "pvc://rows/reviews"))
+    ran = finetune("run", "job.yaml", folder=tmp_path)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr.startswith('job.yaml:7: spec.dataset.uri: value "pvc://rows/reviews": ')
+
+
+def test_a_namespace_beside_another_one_in_the_file_is_refused_as_kubectl_does(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(CLUSTER_JOB.replace("{name: first}", "{name: first, namespace: team-b}"))
+    both = finetune("render", "job.yaml", "-n", "team-a", folder=tmp_path)
+    alone = finetune("render", "job.yaml", "-o", "json", folder=tmp_path)
+    assert (both.returncode, both.stdout) == (2, "")
+    assert "--namespace team-a: first has metadata.namespace team-b" in both.stderr
+    assert {item["metadata"]["namespace"] for item in json.loads(alone.stdout)} == {"team-b"}
+
+
+# Without a cluster: what `status`, `logs` and `watch` say then. With one: tests/cluster/test_cli_cluster.py.
+
+
+@pytest.mark.parametrize(
+    "command", [["status"], ["status", "first"], ["logs", "first"], ["watch", "first"]], ids=" ".join
+)
+def test_without_a_cluster_the_way_to_one_is_told(command: list[str], tmp_path: Path) -> None:
+    none = finetune(*command, folder=tmp_path, HOME=str(tmp_path), KUBECONFIG="")
+    assert (none.returncode, none.stdout) == (1, "")
+    assert none.stderr == (
+        f"Error: no cluster is known here: {tmp_path}/.kube/config is not there. Set KUBECONFIG, or give "
+        "--kubeconfig FILE.\n"
+    )
+
+
+KUBECONFIG = """\
+apiVersion: v1
+kind: Config
+current-context: here
+contexts:
+- {name: here, context: {cluster: c, user: u}}
+clusters:
+- {name: c, cluster: {server: "http://127.0.0.1:9"}}
+users:
+- {name: u, user: {}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (KUBECONFIG, "Error: the API server at http://127.0.0.1:9 cannot be reached: "),
+        (
+            KUBECONFIG.replace("current-context: here", ""),
+            "has no current context; name one with --context (it has here).",
+        ),
+        (KUBECONFIG.replace("current-context: here", "current-context: old"), "has no context old; it has here."),
+        (KUBECONFIG.replace("cluster: c,", "cluster: other,"), "cannot be used: "),
+        ("contexts: {", "cannot be read: "),
+        ("- a list", "cannot be read: "),
+    ],
+    ids=["no answer", "no current context", "context gone", "cluster gone", "no YAML", "no kubeconfig"],
+)
+def test_a_kubeconfig_that_leads_nowhere_is_told_in_one_line(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "config").write_text(text)
+    ran = finetune("status", "first", "--kubeconfig", "config", folder=tmp_path)
+    assert (ran.returncode, ran.stdout, ran.stderr.count("\n")) == (1, "", 1)
+    assert told in ran.stderr
+
+
+def test_without_the_packages_for_a_cluster_the_extra_is_named(tmp_path: Path) -> None:
+    (tmp_path / "kubernetes.py").write_text("raise ModuleNotFoundError('no kubernetes here', name='kubernetes')\n")
+    ran = finetune("status", folder=tmp_path, PYTHONPATH=str(tmp_path))
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert ran.stderr == (
+        "Error: talking to a cluster needs packages that are not installed here (kubernetes); install "
+        "finetune-operator[operator].\n"
+    )
 
 
 def test_a_plan_that_is_refused_names_the_line_of_the_field(tmp_path: Path) -> None:
@@ -186,7 +321,7 @@ def test_the_crd_and_the_schema_are_written_in_both_forms(tmp_path: Path) -> Non
     assert yaml.safe_load(finetune("schema", "-o", "yaml", folder=tmp_path).stdout) == json.loads(schema)
 
 
-@pytest.mark.parametrize("command", ["validate", "plan", "render", "run", "crd", "schema"])
+@pytest.mark.parametrize("command", ["validate", "plan", "render", "run", "status", "logs", "watch", "crd", "schema"])
 def test_every_command_explains_itself_with_examples_under_the_name_that_was_typed(
     command: str, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune_operator.api.problems import Problem, describe_value, format_path
-from finetune_operator.cli.documents import (
+from finetune_operator.documents import (
     MAX_BYTES,
     MAX_DOCUMENTS,
     Document,
@@ -22,7 +22,7 @@ from finetune_operator.cli.documents import (
     position_of,
     read_documents,
 )
-from finetune_operator.cli.documents.nodes import MAX_DEPTH, MAX_NODES
+from finetune_operator.documents.nodes import MAX_DEPTH, MAX_NODES
 
 SCALARS: dict[str, JsonValue] = {
     "2e-5": 2e-05,

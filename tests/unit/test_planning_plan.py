@@ -142,21 +142,32 @@ def test_without_training_the_plan_has_no_training_numbers():
     [
         (("job",), "job"),
         (("job", "mpijob", "jobset", "trainjob", "pytorchjob"), "pytorchjob"),
-        (("job", "jobset", "trainjob"), "trainjob"),
+        (("job", "jobset", "trainjob"), "job"),
         (("job", "mpijob"), "mpijob"),
     ],
 )
 def test_auto_takes_the_first_launcher_that_is_served(served, launcher):
-    assert planned({}, Settings(servedLaunchers=served)).launcher == launcher
+    assert planned({}, served=served).launcher == launcher
 
 
 def test_a_launcher_that_is_not_served_is_refused():
-    assert refused({"launcher": "trainjob"}) == [
+    assert refused({"launcher": "mpijob"}) == [
+        (
+            "spec.launcher",
+            '"mpijob"',
+            "the cluster has to serve it; it serves job",
+            "install its operator, or set launcher to auto or job",
+        )
+    ]
+
+
+def test_a_launcher_that_cannot_be_rendered_is_refused_though_it_is_served():
+    assert refused({"launcher": "trainjob"}, served=("job", "trainjob")) == [
         (
             "spec.launcher",
             '"trainjob"',
-            "the cluster has to serve it; it serves job",
-            "install its operator, or set launcher to auto or job",
+            "it cannot be rendered yet",
+            "set launcher to auto or pytorchjob, mpijob, job",
         )
     ]
 
@@ -708,7 +719,7 @@ def test_what_is_known_is_not_assumed():
 def test_every_decision_leaves_its_sentence():
     assert planned({"parallelism": {"strategy": "deepspeed", "zeroStage": 2}, "predict": {}}).reasons == (
         "stages prepare -> train -> evaluate -> predict: what the job asks for and what that needs",
-        "launcher job: the first of pytorchjob, trainjob, jobset, mpijob, job that is served",
+        "launcher job: the first of pytorchjob, mpijob, job that is served",
         "2 processes a node: deepspeed spreads over processes, and there are 2 cores",
         "1 thread a process: 2 cores / 2 processes",
         "precision fp32: the CPU has no units for bf16, and emulated it is 2 to 4 times slower",

@@ -18,8 +18,9 @@ from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
-from finetune_operator.rendering.contract import config_map, files, fingerprint
-from finetune_operator.rendering.deepspeed import deepspeed_config, merge
+from finetune_operator.rendering.contract import files, fingerprint
+from finetune_operator.rendering.deepspeed import deepspeed_config
+from finetune_operator.rendering.merging import merge
 
 MODEL = model_facts(
     {
@@ -290,20 +291,6 @@ def test_the_trainer_reads_back_what_was_planned():
 
     result = planned({"zeroStage": 2}, arguments={"note": "ü {{ x }} $(Y)\n"})
     assert TrainerJob.model_validate_json(files(result)["job.json"]) == result.trainer
-
-
-def test_the_config_map_holds_both_files():
-    result = planned({"zeroStage": 2})
-    assert config_map(result, "team-a") == {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {
-            "name": "reviews-config",
-            "namespace": "team-a",
-            "labels": {"app.kubernetes.io/managed-by": "finetune-operator", "finetune.dev/job": "reviews"},
-        },
-        "data": files(result),
-    }
 
 
 def test_a_key_that_a_library_replaces_is_refused_with_the_reason() -> None:

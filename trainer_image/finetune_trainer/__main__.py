@@ -1,13 +1,13 @@
 """`python -m finetune_trainer STAGE --job job.json --workspace DIR`: runs one stage, reports, and exits with the
-contract's code.
+contract's code. In a pod `launch STAGE ...` starts the stage's processes, and `sshd` waits for those of mpirun.
 
-A table of contents: what a stage does is in `stages.py`, what its end means in `failures.py` and `outcome.py`.
+A table of contents: what a stage does is in `stages.py`, whose results a folder holds in `runs.py`, what the end of a
+stage means in `failures.py` and `outcome.py`, how pods are started in `launching/`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import sys
@@ -17,16 +17,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from pydantic import ValidationError
-
 from finetune_contract.choices import Stage
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import EXIT_OK, FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
+from finetune_trainer import runs
 from finetune_trainer.console import settle_console
 from finetune_trainer.distributed import ProcessWorld, current, disconnect
 from finetune_trainer.failures import StageError, chain, classify
-from finetune_trainer.files import write_atomically
+from finetune_trainer.jobs import read_job
 from finetune_trainer.outcome import report_path, write_report
 from finetune_trainer.progress import progress_for
 from finetune_trainer.stages import STAGES, StageInput, StageResult
@@ -49,6 +48,14 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def run(argv: Sequence[str]) -> int:
     """Runs what `argv` says and returns the exit code."""
+    if argv[:1] == ["launch"]:
+        from finetune_trainer.launching.launch import launch
+
+        return launch(argv[1:])
+    if argv[:1] == ["sshd"]:
+        from finetune_trainer.launching.sshd import serve
+
+        return serve(argv[1:])
     arguments = _parse(argv)
     try:
         world = current()
@@ -85,42 +92,39 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
         job = read_job(arguments.job)
         name = job.name
         paths = JobPaths.of(arguments.workspace, job.name)
+        given = runs.Given.of(job, arguments.deepspeed)
+        runs.claim(paths, stage, job)
+        done = runs.finished(paths, stage, given)
+        if done is not None:
+            progress.close()
+            return _report_again(done, world)
         paths.root.mkdir(parents=True, exist_ok=True)
         result = STAGES[stage](StageInput(job, paths, progress, world, arguments.deepspeed, interruption))
         interruption.defer()
         progress.close()
         report = _success(result, job, stage, world, started)
         if world.is_main:
-            _mark_complete(paths, stage, report)
+            if stage is runs.last_stage(job):
+                _leave_pages(job, paths)
+            runs.mark_complete(paths, stage, given, report)
         if stage is Stage.TRAIN:
             disconnect()
     except BaseException as error:
         progress.close()
+        if isinstance(error, StageError) and error.failure_class is FailureClass.GATE_NOT_MET:
+            _leave_pages(job, paths)  # the last stage after all: what was measured is what people want to see
         return _fail(error, arguments, world, name, started)
     write_report(report, report_path(world.rank, os.environ))
     log.info("%s done in %.1f s.", stage, report.seconds)
     return EXIT_OK
 
 
-def read_job(path: Path) -> TrainerJob:
-    """The job in `path`; StageError CONFIG for a file, a field or a schema version that this trainer does not know."""
-    try:
-        return TrainerJob.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise StageError(
-            FailureClass.CONFIG, "JobNotReadable", f"{path} cannot be read: {error}", "Check --job."
-        ) from error
-    except ValidationError as error:
-        found = error.errors(include_url=False, include_context=False)
-        where = [(".".join(map(str, each["loc"])) or "job.json", each) for each in found]
-        version = any(each["loc"] in (("schemaVersion",), ("schema_version",)) for each in found)
-        raise StageError(
-            FailureClass.CONFIG,
-            "UnknownSchemaVersion" if version else "JobNotUnderstood",
-            f"{path}: "
-            + "; ".join(f"{field}: {each['msg']} (found {str(each['input'])[:60]})" for field, each in where[:5]),
-            "Operator and trainer image must be of versions that fit each other.",
-        ) from error
+def _report_again(done: TrainerReport, world: ProcessWorld) -> int:
+    """An attempt at what is done: whoever asked has missed the report of the one before."""
+    report = done.model_copy(update={"rank": world.rank, "world_size": world.size})
+    write_report(report, report_path(world.rank, os.environ))
+    log.info("%s was done before, with the same settings.", done.stage)
+    return EXIT_OK
 
 
 def _success(result: StageResult, job: TrainerJob, stage: Stage, world: ProcessWorld, started: float) -> TrainerReport:
@@ -133,13 +137,9 @@ def _success(result: StageResult, job: TrainerJob, stage: Stage, world: ProcessW
         metrics=dict(result.metrics),
         artifacts=dict(result.artifacts),
         fingerprint=result.fingerprint,
+        measured=result.measured,
         seconds=time.monotonic() - started,
     )
-
-
-def _mark_complete(paths: JobPaths, stage: Stage, report: TrainerReport) -> None:
-    """The completion marker, last of all that the stage writes."""
-    write_atomically(paths.state / f"{stage}.json", report.to_json())
 
 
 def _fail(error: BaseException, arguments: argparse.Namespace, world: ProcessWorld, job: str, started: float) -> int:
@@ -187,13 +187,22 @@ def _write_html(arguments: argparse.Namespace, world: ProcessWorld) -> int:
         from finetune_trainer import reporting
 
         job = read_job(arguments.job)
-        paths = JobPaths.of(arguments.workspace, job.name)
-        plan = json.loads(paths.plan.read_text(encoding="utf-8")) if paths.plan.exists() else None
-        reporting.write_environment(paths)
-        reporting.write_report(job, plan, paths)
+        reporting.write_pages(job, JobPaths.of(arguments.workspace, job.name))
     except BaseException as error:
         return _fail(error, arguments, world, arguments.job.stem, started)
     return EXIT_OK
+
+
+def _leave_pages(job: TrainerJob, paths: JobPaths) -> None:
+    """In a cluster nobody comes after the last stage; on a laptop the finetune command asks for the report."""
+    if job.run is None:
+        return
+    try:
+        from finetune_trainer import reporting
+
+        reporting.write_pages(job, paths)
+    except Exception as error:  # the results stand without it
+        log.warning("report.html could not be written: %s", error)
 
 
 if __name__ == "__main__":

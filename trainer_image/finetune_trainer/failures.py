@@ -43,6 +43,8 @@ _COLLECTIVE_MARKS = (
     "gloo",
     "timed out waiting",
 )
+_COLLECTIVE_ERRORS = ("DistNetworkError", "DistStoreError", "DistBackendError")
+"""Of torch.distributed, which is not imported for their sake."""
 _MEMORY_MARKS = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory")
 
 
@@ -88,7 +90,9 @@ def _known(error: BaseException) -> FailureReport | None:
         return _report(
             FailureClass.STORAGE_LOST, "StorageUnavailable", f"The storage did not answer: {error}", "Try again."
         )
-    if isinstance(error, RuntimeError) and any(mark in text for mark in _COLLECTIVE_MARKS):
+    if isinstance(error, RuntimeError) and (
+        type(error).__name__ in _COLLECTIVE_ERRORS or any(mark in text for mark in _COLLECTIVE_MARKS)
+    ):
         return _report(
             FailureClass.COLLECTIVE,
             "CollectiveFailed",

@@ -192,6 +192,12 @@ def _training_settings(job: TrainerJob) -> dict[str, str]:
 # ----------------------------------------------------------------------------------------------------------- report
 
 
+def write_pages(job: TrainerJob, paths: JobPaths) -> None:
+    """report.html and environment.json; in a cluster there is no plan.json, for the plan is in the job's status."""
+    write_environment(paths)
+    write_report(job, _read_json(paths.plan), paths)
+
+
 def write_report(job: TrainerJob, plan_json: Mapping[str, Any] | None, paths: JobPaths) -> None:
     """Writes report.html from what the stages left in the job's folder; what no stage has written is left out."""
     metrics = _read_json(paths.metrics) or {}
@@ -227,6 +233,8 @@ def _command(plan: Mapping[str, Any], job: TrainerJob, paths: JobPaths) -> str:
         return command
     if isinstance(command, Sequence):
         return shlex.join(str(word) for word in command)
+    if job.run is not None:
+        return shlex.join(["kubectl", "apply", "-f", f"{job.name}.yaml"])
     return shlex.join(["finetune", "run", f"{job.name}.yaml", "--workspace", str(paths.root.parent), "--restart"])
 
 

@@ -32,6 +32,7 @@ from finetune_operator.api.shapes import (
 from finetune_operator.api.types import (
     API_VERSION,
     CATEGORY,
+    DNS_LABEL_PATTERN,
     GROUP,
     KIND,
     PLURAL,
@@ -42,7 +43,7 @@ from finetune_operator.api.types import (
 
 Schema: TypeAlias = dict[str, Any]
 
-NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+NAME_PATTERN = DNS_LABEL_PATTERN
 """RFC 1123 label: children, pods and host names are made from the job's name."""
 MAX_NAME = 63
 

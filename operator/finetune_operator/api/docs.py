@@ -1,4 +1,4 @@
-"""The API reference as Markdown, made from the models: one table for each block of fields.
+"""The API reference and the settings as Markdown, made from the models: one table for each block of fields.
 
 Only what the models say is here; how to use the fields is told elsewhere.
 """
@@ -9,7 +9,8 @@ import json
 from collections.abc import Iterator
 
 from finetune_operator.api.rules import RULES
-from finetune_operator.api.shapes import Fields, Items, Shape, sentence, spec_shape, status_shape
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.shapes import Fields, Items, Shape, sentence, shape_of, spec_shape, status_shape
 from finetune_operator.api.support import ROWS
 from finetune_operator.api.types import API_VERSION, KIND
 
@@ -35,6 +36,47 @@ def api_reference() -> str:
         *(f"| `spec.{row.path}` | {row.works if row.values or row.schemes else 'the default only'} |" for row in ROWS),
         "",
         *_sections("status", status_shape()),
+    ]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+SETTINGS_EXAMPLE = """\
+namespaces: [ml-team, research]
+defaults:
+  image: registry.example.com/finetune-trainer:0.1.0
+  imagePullSecrets: [{name: registry}]
+  storageClassName: fast
+  ttlSecondsAfterFinished: 604800
+limits:
+  imagePullSeconds: 1200
+  unschedulableSeconds: 86400
+schemes: [hf, pvc]
+images: [registry.example.com/*]
+trustRemoteCode: [our-organisation/*]
+currency: EUR
+prices:
+  - {product: NVIDIA-H100-80GB-HBM3, gpus: 8, perHour: 90.0, spotPerHour: 35.0}
+  - {product: cpu, gpus: 0, perHour: 1.2}
+"""
+"""An installation that narrows what jobs may do; a test reads it."""
+
+
+def settings_reference() -> str:
+    """The settings of an installation as Markdown, ending in a newline."""
+    shape = shape_of(Settings, "What the administrator decides for all jobs.")
+    lines = [
+        "# Settings",
+        "",
+        "Generated from the models by `make generate`; do not edit.",
+        "",
+        "One YAML file, whole or in part: what is left out has the default below. An unknown or wrong setting is told",
+        "with its path, and nothing starts.",
+        "",
+        "```yaml",
+        *SETTINGS_EXAMPLE.splitlines(),
+        "```",
+        "",
+        *_sections("settings", shape),
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
 

@@ -61,6 +61,11 @@ class Problem:
     reason: Reason = "Invalid"
 
 
+def holds_secret(text: str) -> bool:
+    """Whether a part of `text` has the form of a credential."""
+    return _SECRET_TEXT.search(text) is not None
+
+
 def format_path(path: Sequence[PathPart]) -> str:
     """Write a path as `spec.dataset.columns["my col"][0]`: quoted where a dot would not read back."""
     written = ""

@@ -11,11 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pydantic import JsonValue
 
 from finetune_contract.choices import Task
-from finetune_operator.api.types import CheckpointEverySpec, FineTuneJobSpec
+from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, CheckpointEverySpec, FineTuneJobSpec
 
 Holds = Callable[[FineTuneJobSpec], bool]
 
@@ -34,6 +35,8 @@ COLUMN_TASKS: Mapping[str, tuple[Task, ...]] = {
 }
 """Column role -> tasks that read it. A column that no stage reads would be accepted and ignored."""
 
+RESERVED_PREFIXES = ("finetune.dev/", "training.kubeflow.org/", "batch.kubernetes.io/")
+"""Of labels and annotations by which operators find their pods."""
 MUTABLE = {"runPolicy": ("suspend", "ttlSecondsAfterFinished"), "endpoint": ()}
 """What may change after the first stage has started: named fields of a block, or (empty) the whole block."""
 
@@ -174,6 +177,49 @@ def _hub_only_rule(path: str, given: str, uri: str, holds: Holds) -> Rule:
         text=f"has a meaning on the Hub only, so that spec.{uri} has to be hf://",
         way_out="leave it out, or name a Hub repository",
     )
+
+
+def _reserved_rule(block: Literal["labels", "annotations"]) -> Rule:
+    """Keys by which operators find their pods."""
+    begins = " || ".join(f"key.startsWith('{prefix}')" for prefix in RESERVED_PREFIXES)
+
+    def holds(spec: FineTuneJobSpec) -> bool:
+        keys = spec.template.labels if block == "labels" else spec.template.annotations
+        return not any(key.startswith(RESERVED_PREFIXES) for key in keys)
+
+    return Rule(
+        name=f"template-{block}-are-the-users",
+        path=f"template.{block}",
+        cel=f"!has(self.template.{block}) || !self.template.{block}.exists(key, {begins})",
+        holds=holds,
+        text=f"cannot have keys that begin with {', '.join(RESERVED_PREFIXES)}: operators find their pods by them",
+        way_out="choose another prefix",
+    )
+
+
+def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | None]) -> Rule:
+    """A `pvc://` URI names a claim of the job's namespace and a place in it."""
+    return Rule(
+        name=f"{path}-names-a-claim",
+        path=path,
+        cel=f"!({given}) || !self.{path}.startsWith('pvc://') || "
+        f"(self.{path}.matches('{_CLAIM_PATTERN}') && !self.{path}.matches('{_LEADS_OUT}'))",
+        holds=lambda spec: _names_a_claim(read(spec)),
+        text="has to be pvc://claim or pvc://claim/path: a claim of the job's namespace, and a path without ..",
+        way_out="write the claim's name after pvc://",
+    )
+
+
+_CLAIM_PATTERN = rf"^pvc://{DNS_SUBDOMAIN_PATTERN.strip('^$')}(/.*)?$".replace("\\", "\\\\")
+"""As it stands in a CEL text, where a backslash is written twice."""
+_LEADS_OUT = "/[.][.](/|$)"
+
+
+def _names_a_claim(uri: str | None) -> bool:
+    if uri is None or not uri.startswith("pvc://"):
+        return True
+    claim, _, path = uri.removeprefix("pvc://").partition("/")
+    return re.fullmatch(DNS_SUBDOMAIN_PATTERN, claim) is not None and ".." not in path.split("/") and "\n" not in path
 
 
 _WORLD = "self.resources.nodes * int(self.resources.processesPerNode)"
@@ -468,6 +514,30 @@ RULES: tuple[Rule, ...] = (
             or spec.predict.dataset.uri.startswith("hf://")
         ),
     ),
+    _claim_rule("model.uri", "true", lambda spec: spec.model.uri),
+    _claim_rule("dataset.uri", "has(self.dataset)", lambda spec: spec.dataset.uri if spec.dataset else None),
+    _claim_rule(
+        "predict.dataset.uri",
+        "has(self.predict) && has(self.predict.dataset)",
+        lambda spec: spec.predict.dataset.uri if spec.predict and spec.predict.dataset else None,
+    ),
+    _claim_rule(
+        "predict.output",
+        "has(self.predict) && has(self.predict.output)",
+        lambda spec: spec.predict.output if spec.predict else None,
+    ),
+    _claim_rule("storage.workspace", "has(self.storage.workspace)", lambda spec: spec.storage.workspace),
+    _claim_rule("storage.cache", "has(self.storage.cache)", lambda spec: spec.storage.cache),
+    Rule(
+        "storage-size-is-not-zero",
+        "storage.size",
+        None,
+        lambda spec: re.search("[1-9]", spec.storage.size) is not None,
+        "has to be more than nothing",
+        "write a size such as 100Gi",
+        reads=("storage.size",),
+    ),
+    *(_reserved_rule(block) for block in ("labels", "annotations")),
     *(
         _column_rule(column, tasks, block)
         for block in ("dataset", "predict.dataset")

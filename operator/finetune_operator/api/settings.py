@@ -1,15 +1,28 @@
 """What the administrator decides for all jobs: allow-lists and prices.
 
-A cluster's operator reads them from one YAML file; the `finetune` command without a cluster uses `LOCAL_SETTINGS`.
+A cluster's operator reads them from one YAML file, which `settings_check` checks; the `finetune` command without a
+cluster uses `LOCAL_SETTINGS`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
-from finetune_operator.api.types import Count, NonNegative, ObjectName, Scheme, SecretSpec, SpecModel
+from finetune_operator.api.types import (
+    CURRENCY_PATTERN,
+    HTTPS_PATTERN,
+    Count,
+    DnsLabel,
+    Image,
+    NonNegative,
+    ObjectName,
+    Scheme,
+    SecretSpec,
+    SpecModel,
+    Text,
+)
 
 TRAINER_IMAGE = "finetune-trainer:0.1.0"
 """Name and tag as `images/` builds it; an installation names its registry in the settings."""
@@ -23,7 +36,7 @@ nothing.
 class Price(SpecModel):
     """What one hour of one node costs."""
 
-    product: str = Field(description="GPU product as in accelerator.product; cpu for a node without GPUs.")
+    product: Text = Field(description="GPU product as in accelerator.product; cpu for a node without GPUs.")
     gpus: int = Field(ge=0, description="GPUs on the node, a count.")
     per_hour: float = Field(ge=0, description="Price of the node for one hour, in `currency`.")
     spot_per_hour: float | None = Field(
@@ -34,7 +47,7 @@ class Price(SpecModel):
 class Defaults(SpecModel):
     """What a job gets that does not say otherwise."""
 
-    image: str = Field(default=TRAINER_IMAGE, description="Trainer image of jobs that name none.")
+    image: Image = Field(default=TRAINER_IMAGE, description="Trainer image of jobs that name none.")
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
         default=None, description="When the image is pulled. Left out: Kubernetes' default."
     )
@@ -58,6 +71,14 @@ class Defaults(SpecModel):
     termination_grace_seconds: Annotated[int, Field(ge=1, le=86_400)] = Field(
         default=120, description="Seconds that a pod has to save a checkpoint when it is told to stop. Default 120."
     )
+    rdma_resource: Annotated[str, StringConstraints(pattern=r"^[-a-z0-9.]+/[-A-Za-z0-9_.]+$", max_length=253)] = Field(
+        default="rdma/ib",
+        description="Device that pods of jobs with resources.network rdma ask for, as the nodes' device plugin names "
+        "it. Default rdma/ib.",
+    )
+    efa_interfaces: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1, description="EFA interfaces of a pod of jobs with resources.network efa, a count. Default 1."
+    )
 
 
 class Limits(SpecModel):
@@ -67,7 +88,8 @@ class Limits(SpecModel):
         default=600, description="Until a job whose image cannot be pulled has failed. Default 600."
     )
     container_config_seconds: Count = Field(
-        default=120, description="Until a job whose container cannot be made (a missing Secret) has failed. Default 120."
+        default=120,
+        description="Until a job whose container cannot be made (a missing Secret) has failed. Default 120.",
     )
     unschedulable_seconds: Count | None = Field(
         default=None, description="Until a job whose pods find no node has failed. Left out: it waits, and says so."
@@ -84,7 +106,7 @@ class Progress(SpecModel):
     """How pods report progress to the operator."""
 
     enabled: bool = Field(default=True, description="Whether they do. Default true.")
-    url: str | None = Field(
+    url: Annotated[str, StringConstraints(pattern=HTTPS_PATTERN, max_length=1024)] | None = Field(
         default=None,
         description="Address of the progress server as pods see it, https://host:port. Left out: the operator's "
         "Service finetune-operator-progress in its own namespace.",
@@ -97,7 +119,7 @@ class Progress(SpecModel):
 class Settings(SpecModel):
     """Settings of one installation."""
 
-    namespaces: tuple[ObjectName, ...] = Field(
+    namespaces: tuple[DnsLabel, ...] = Field(
         default=(), description="Namespaces whose jobs are run. Left out: all of them."
     )
     defaults: Defaults = Field(default=Defaults(), description="What a job gets that does not say otherwise.")
@@ -113,11 +135,10 @@ class Settings(SpecModel):
     trust_remote_code: tuple[str, ...] = Field(
         default=(), description="Globs of Hub repositories whose code may run (model.trustRemoteCode). Default: none."
     )
-    currency: str = Field(default="USD", description="ISO 4217 code of the prices.")
-    prices: tuple[Price, ...] = Field(default=(), description="Price table. Left out: costs are not estimated.")
-    served_launchers: tuple[str, ...] = Field(
-        default=("job",), description="Launchers whose kinds the API server serves; filled from discovery in a cluster."
+    currency: Annotated[str, StringConstraints(pattern=CURRENCY_PATTERN)] = Field(
+        default="USD", description="ISO 4217 code of the prices."
     )
+    prices: tuple[Price, ...] = Field(default=(), description="Price table. Left out: costs are not estimated.")
 
 
 CLUSTER_SETTINGS = Settings()

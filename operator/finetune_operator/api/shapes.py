@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeAlias
 
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue
 
 from finetune_operator.api.problems import PathPart
-from finetune_operator.api.types import MAX_INT, QUANTITY_MARK, FineTuneJobSpec, FineTuneJobStatus
+from finetune_operator.api.types import MAX_INT, PATTERN_WORDS, QUANTITY_MARK, FineTuneJobSpec, FineTuneJobStatus
 
 
 @dataclass(frozen=True)
@@ -101,13 +101,13 @@ class Shape:
 @cache
 def spec_shape() -> Shape:
     """The shape of `spec`."""
-    return _shape_of_model(FineTuneJobSpec, "What the user wants. Required.")
+    return shape_of(FineTuneJobSpec, "What the user wants. Required.")
 
 
 @cache
 def status_shape() -> Shape:
     """The shape of `status`."""
-    return _shape_of_model(FineTuneJobStatus, "What the operator knows; nobody else writes it.")
+    return shape_of(FineTuneJobStatus, "What the operator knows; nobody else writes it.")
 
 
 def find(shape: Shape, path: Sequence[PathPart]) -> Shape | None:
@@ -152,6 +152,8 @@ def _body_sentence(body: Body) -> str:
             return f"{'an integer' if integer else 'a number'}{_range(minimum, maximum, above, below)}"
         case Text(quantity=True):
             return "a quantity such as 8, 500m or 64Gi"
+        case Text(pattern) if pattern in PATTERN_WORDS:
+            return PATTERN_WORDS[pattern] + (f", at most {body.maximum} characters" if body.maximum else "")
         case Text(pattern, minimum, maximum):
             length = ""
             if maximum is not None:
@@ -189,7 +191,8 @@ def _plain(number: float) -> str:
     return f"{number:.0f}" if float(number).is_integer() else str(number)
 
 
-def _shape_of_model(model: type[FineTuneJobSpec] | type[FineTuneJobStatus], description: str) -> Shape:
+def shape_of(model: type[BaseModel], description: str = "") -> Shape:
+    """The shape of an object that `model` reads."""
     schema = model.model_json_schema(by_alias=True)
     shape = _shape(schema, schema.get("$defs", {}), required=True)
     return Shape(body=shape.body, description=description, required=True, group=shape.group)

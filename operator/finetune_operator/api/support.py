@@ -45,7 +45,8 @@ SUPPORTED: tuple[str, ...] = (
     "resources.memory",
     "resources.sharedMemory",
     "resources.accelerator",
-    "launcher",
+    "resources.network",
+    "storage",
     "checkpoints.every",
     "checkpoints.keep",
     "checkpoints.onPreemption",
@@ -53,6 +54,11 @@ SUPPORTED: tuple[str, ...] = (
     "evaluation",
     "predict.dataset",
     "predict.columns",
+    "secrets",
+    "template",
+    "image",
+    "imagePullPolicy",
+    "runPolicy",
 )
 """Fields, or blocks of fields, all of whose values have behaviour; rows below may take single fields out of a block."""
 
@@ -74,15 +80,16 @@ class Row:
         if self.schemes:
             return f"use {', '.join(f'{scheme}://' for scheme in self.schemes)}"
         if self.values:
-            return f"use {' or '.join(str(value) for value in self.values)}"
+            words = [str(value) for value in self.values]
+            return f"use {' or '.join([', '.join(words[:-1]), words[-1]] if words[1:] else words)}"
         return "leave it out"
 
 
 ROWS: tuple[Row, ...] = (
     Row("task", values=("text-classification",)),
-    Row("model.uri", schemes=("hf", "file", "pkg")),
+    Row("model.uri", schemes=("hf", "file", "pkg", "pvc")),
     Row("model.adapter"),
-    Row("dataset.uri", schemes=("hf", "file", "pkg")),
+    Row("dataset.uri", schemes=("hf", "file", "pkg", "pvc")),
     Row("preparation.engine", values=("auto",)),
     Row("preparation.packing", values=("auto", "never")),
     Row("preparation.stride"),
@@ -97,21 +104,18 @@ ROWS: tuple[Row, ...] = (
     Row("parallelism.sequence"),
     Row("parallelism.activationCheckpointing", values=("auto", "none", "full")),
     Row("parallelism.placement"),
-    Row("resources.network", values=("auto", "tcp")),
     Row("resources.elastic"),
-    Row("storage"),
+    Row("launcher", values=("auto", "pytorchjob", "mpijob", "job")),
+    Row("storage.workspace", schemes=("pvc",)),
+    Row("storage.cache", schemes=("pvc",)),
     Row("checkpoints.uri"),
     Row("spot"),
-    Row("predict.dataset.uri", schemes=("hf", "file", "pkg")),
-    Row("predict.output", schemes=("file",)),
+    Row("predict.dataset.uri", schemes=("hf", "file", "pkg", "pvc")),
+    Row("predict.output", schemes=("file", "pvc")),
     Row("predict.workers"),
     Row("predict.optimization", values=("auto", "none")),
     Row("endpoint"),
-    Row("secrets"),
-    Row("template"),
-    Row("image"),
-    Row("imagePullPolicy"),
-    Row("runPolicy"),
+    Row("runPolicy.queue"),
 )
 
 

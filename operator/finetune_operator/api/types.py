@@ -34,9 +34,36 @@ LauncherName: TypeAlias = Literal["pytorchjob", "mpijob", "trainjob", "jobset", 
 StrategyChoice: TypeAlias = Literal["auto", "single", "ddp", "fsdp", "deepspeed"]
 
 # Kubernetes' own rules, from apimachinery's validation: RFC 1123 labels and subdomains, resource quantities.
-DNS_SUBDOMAIN_PATTERN = r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"
+DNS_SUBDOMAIN_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
 QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"
+# The grammar of distribution/reference: perhaps a host, then a path in small letters, a tag and a digest.
+IMAGE_PATTERN = (
+    r"^([A-Za-z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
+    r"(:[A-Za-z0-9_][A-Za-z0-9_.-]*)?(@sha256:[a-f0-9]{64})?$"
+)
+MANAGED_BY_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9/._~-]+$"
+DNS_LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+DATA_KEY_PATTERN = r"^[-._a-zA-Z0-9]+$"
+ENV_PATTERN = r"^[-._a-zA-Z][-._a-zA-Z0-9]*$"
+FOLDER_PATTERN = r"^/[^:]+$"
+RELATIVE_PATTERN = r"^[^/:][^:]*$"
+HTTPS_PATTERN = r"^https://[A-Za-z0-9.-]+(:[0-9]{1,5})?$"
+CURRENCY_PATTERN = r"^[A-Z]{3}$"
 URI_PATTERN = r"^(hf|s3|gs|az|pvc|file|pkg)://.+$"
+
+PATTERN_WORDS = {
+    DNS_SUBDOMAIN_PATTERN: "a name of small letters, digits, - and ., with a letter or digit at its ends",
+    DNS_LABEL_PATTERN: "a name of small letters, digits and -, with a letter or digit at its ends",
+    DATA_KEY_PATTERN: "a key of letters, digits, -, _ and .",
+    IMAGE_PATTERN: "an image such as registry.example.com/team/trainer:1.0, its path in small letters",
+    MANAGED_BY_PATTERN: "a name with a domain, such as kueue.x-k8s.io/multikueue",
+    ENV_PATTERN: "a name of letters, digits, -, _ and . that does not begin with a digit",
+    FOLDER_PATTERN: "a folder below /, such as /mnt/data, without :",
+    HTTPS_PATTERN: "https://host or https://host:port, without a path",
+    CURRENCY_PATTERN: "a currency's ISO 4217 code, such as USD",
+    RELATIVE_PATTERN: "a path without / in front and without :",
+}
+"""Patterns of the API in words, for messages and documentation."""
 
 Text: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 """A name that the user chose: any text."""
@@ -59,7 +86,9 @@ Quantity: TypeAlias = Annotated[
     BeforeValidator(_quantity_text),
     Field(json_schema_extra={QUANTITY_MARK: True}),
 ]
+Image: TypeAlias = Annotated[str, StringConstraints(pattern=IMAGE_PATTERN, min_length=1, max_length=512)]
 ObjectName: TypeAlias = Annotated[str, StringConstraints(pattern=DNS_SUBDOMAIN_PATTERN, min_length=1, max_length=253)]
+DnsLabel: TypeAlias = Annotated[str, StringConstraints(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]
 Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT)]
 NonNegative: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
 
@@ -560,7 +589,7 @@ class SecretKeySpec(SpecModel):
     """One key of a Secret in the job's namespace."""
 
     name: ObjectName = Field(description="Name of the Secret. Required.")
-    key: Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$", max_length=253)] = Field(
+    key: Annotated[str, StringConstraints(pattern=DATA_KEY_PATTERN, max_length=253)] = Field(
         default="token", description="Key in it. Default token."
     )
 
@@ -637,8 +666,10 @@ class RunPolicySpec(SpecModel):
         default="adapt",
         description="adapt (the default) halves the micro-batch and keeps the global batch; fail ends the job.",
     )
-    managed_by: Annotated[str, StringConstraints(max_length=63)] | None = Field(
-        default=None, description="Controller in charge of the job. Left out: this operator."
+    managed_by: Annotated[str, StringConstraints(pattern=MANAGED_BY_PATTERN, max_length=63)] | None = Field(
+        default=None,
+        description="Controller in charge of the job, domain/name, e.g. kueue.x-k8s.io/multikueue. Left out: this "
+        "operator.",
     )
     queue: ObjectName | None = Field(default=None, description="Kueue's local queue. Left out: no queue.")
     priority_class_name: ObjectName | None = Field(
@@ -689,9 +720,7 @@ class FineTuneJobSpec(SpecModel):
     )
     secrets: SecretsSpec = Field(default=SecretsSpec(), description="References to Secrets. Left out: none.")
     template: TemplateSpec = Field(default=TemplateSpec(), description="Pod-level settings. Left out: none of yours.")
-    image: Annotated[str, StringConstraints(min_length=1, max_length=512)] | None = Field(
-        default=None, description="Trainer image. Left out: the operator's own."
-    )
+    image: Image | None = Field(default=None, description="Trainer image. Left out: the operator's own.")
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = Field(
         default=None, description="When the image is pulled. Left out: Kubernetes' default."
     )

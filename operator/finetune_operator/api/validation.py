@@ -11,15 +11,12 @@ cannot use it and a run needs a name for its folder before it starts.
 
 from __future__ import annotations
 
-import copy
-import difflib
 import fnmatch
 import ipaddress
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
 from finetune_contract.arguments import (
     OWNED_BY_PLAN,
@@ -28,28 +25,23 @@ from finetune_contract.arguments import (
     check_arguments,
     known_arguments,
 )
-from finetune_operator.api.crd import MAX_NAME, NAME_PATTERN
+from finetune_operator.api.crd import MAX_NAME
 from finetune_operator.api.deepspeed_overrides import override_problems
-from finetune_operator.api.problems import HIDDEN, PathPart, Problem, Reason, describe_value, format_path
+from finetune_operator.api.fields import Path, read_fields, unknown_field, value_at, without_nulls
+from finetune_operator.api.problems import HIDDEN, Problem, Reason, describe_value, format_path
 from finetune_operator.api.rules import RULES, Rule
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
-from finetune_operator.api.shapes import Fields, Items, Map, Number, Shape, Text, find, sentence, spec_shape
+from finetune_operator.api.shapes import spec_shape
 from finetune_operator.api.support import unsupported
-from finetune_operator.api.types import API_VERSION, GROUP, KIND, URI_PATTERN, FineTuneJob, FineTuneJobSpec, ObjectMeta
-
-Path = tuple[PathPart, ...]
-
-_OTHER_NAMES = {"batchSize": "globalBatchSize", "lr": "learningRate", "gpus": "gpusPerNode", "steps": "maxSteps"}
-"""What people write for fields whose names are too far from it for a comparison of letters."""
+from finetune_operator.api.syntax import DNS_LABEL_RULE, is_dns_label, label_problems, quote
+from finetune_operator.api.template import template_problems
+from finetune_operator.api.types import API_VERSION, GROUP, KIND, FineTuneJob, FineTuneJobSpec, ObjectMeta
 
 # User access tokens have 34 letters after hf_ today; half of that is still no word.
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
 # Strict, because git and other readers disagree on unusual URLs: what is checked has to be what is fetched from.
 _GIT_URL = re.compile(r"https://(?P<host>[A-Za-z0-9.-]+)(:443)?/[A-Za-z0-9._~/%+-]+")
 _METADATA_HOSTS = frozenset({"metadata", "metadata.google.internal", "instance-data", "metadata.azure.com"})
-_LABEL_NAME = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)")
-_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?")
-_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _ARGUMENT_REASONS: Mapping[ArgumentReason, Reason] = {
     "UnknownArgument": "Unknown",
     "OwnedByPlan": "Forbidden",
@@ -92,16 +84,19 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
                 Problem("spec", describe_value(spec_value), "must be an object", "write its fields below it")
             )
         return None, problems
-    written = _without_nulls(spec_value, spec_shape())
-    spec, faults, gone, found = _read_spec(written)
-    problems.extend(found)
+    written = without_nulls(spec_value, spec_shape())
+    read = read_fields(FineTuneJobSpec, spec_shape(), written, ("spec",), _PLACEHOLDERS)
+    spec = read.value
+    problems.extend(read.problems)
     if spec is not None:
-        problems.extend(_across_fields(spec, written, faults, gone, settings))
+        problems.extend(_across_fields(spec, written, read.faults, read.gone, settings))
     problems = _one_per_field(problems)
     if problems or spec is None:
         return None, problems
-    metadata = ObjectMeta.model_validate(_without_null_fields(value["metadata"]))
-    frame = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata, "spec": spec}
+    metadata = value["metadata"]
+    assert isinstance(metadata, dict), "what has no problem has metadata"
+    known = ObjectMeta.model_validate({name: given for name, given in metadata.items() if given is not None})
+    frame = {"apiVersion": API_VERSION, "kind": KIND, "metadata": known, "spec": spec}
     return FineTuneJob.model_validate(frame), []
 
 
@@ -149,7 +144,7 @@ def _frame(value: Mapping[str, JsonValue]) -> Iterator[Problem]:
     names = ("apiVersion", "kind", "metadata", "spec", "status")
     for name in value:
         if name not in names:
-            yield _unknown((name,), value[name], names)
+            yield unknown_field((name,), value[name], names)
 
 
 def _metadata(metadata: JsonValue) -> Iterator[Problem]:
@@ -161,33 +156,29 @@ def _metadata(metadata: JsonValue) -> Iterator[Problem]:
         hint = ", as generateName works with kubectl create alone" if metadata.get("generateName") else ""
         yield Problem("metadata.name", None, "is required", f"give the job a name{hint}", reason="Required")
     elif not isinstance(name, str):
-        yield _quote(("metadata", "name"), name)
+        yield quote(("metadata", "name"), name)
     else:
         yield from _name(name)
     namespace = metadata.get("namespace")
-    if namespace is not None and not (isinstance(namespace, str) and _is_label(namespace)):
+    if namespace is not None and not (isinstance(namespace, str) and is_dns_label(namespace)):
         yield Problem(
-            "metadata.namespace", describe_value(namespace), _DNS_LABEL, "name an existing namespace, or leave it out"
+            "metadata.namespace",
+            describe_value(namespace),
+            DNS_LABEL_RULE,
+            "name an existing namespace, or leave it out",
         )
     yield from _labels(metadata.get("labels"))
     annotations = metadata.get("annotations")
     for key, text in annotations.items() if isinstance(annotations, dict) else ():
         if not isinstance(text, str):
-            yield _quote(("metadata", "annotations", key), text)
-
-
-_DNS_LABEL = f"must have at most {MAX_NAME} characters: a-z, 0-9 and -, with no - at its ends"
-
-
-def _is_label(text: str) -> bool:
-    return len(text) <= MAX_NAME and re.fullmatch(NAME_PATTERN.strip("^$"), text) is not None
+            yield quote(("metadata", "annotations", key), text)
 
 
 def _name(name: str) -> Iterator[Problem]:
-    if not _is_label(name):
+    if not is_dns_label(name):
         near = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:MAX_NAME].strip("-")
         yield Problem(
-            "metadata.name", describe_value(name), _DNS_LABEL, f"write {near}" if near else "choose another name"
+            "metadata.name", describe_value(name), DNS_LABEL_RULE, f"write {near}" if near else "choose another name"
         )
 
 
@@ -197,26 +188,7 @@ def _labels(labels: JsonValue) -> Iterator[Problem]:
     if not isinstance(labels, dict):
         yield Problem("metadata.labels", describe_value(labels), "must be an object", "write key: value below it")
         return
-    for key, text in labels.items():
-        path = ("metadata", "labels", key)
-        prefix, slash, name = key.rpartition("/")
-        prefix_fits = not slash or (len(prefix) <= 253 and _PREFIX.fullmatch(prefix) is not None)
-        if not prefix_fits or _LABEL_NAME.fullmatch(name) is None:
-            yield Problem(
-                format_path(path), None, "a label's key is a name of at most 63 letters, digits, -, _ and ., with a "
-                "letter or digit at its ends, and perhaps a DNS name and / before it", "change the key",
-            )  # fmt: skip
-        if not isinstance(text, str):
-            yield _quote(path, text)
-        elif _LABEL_VALUE.fullmatch(text) is None:
-            yield Problem(
-                format_path(path), describe_value(text, path), "a label's value has at most 63 letters, digits, -, _ "
-                "and ., with a letter or digit at its ends", "move longer text to metadata.annotations",
-            )  # fmt: skip
-
-
-def _quote(path: Path, value: JsonValue) -> Problem:
-    return Problem(format_path(path), describe_value(value, path), "must be text", "put the value in quotes")
+    yield from label_problems(labels, ("metadata", "labels"), "move longer text to metadata.annotations")
 
 
 def _tokens(value: JsonValue, path: Path) -> Iterator[Problem]:
@@ -237,157 +209,6 @@ def _tokens(value: JsonValue, path: Path) -> Iterator[Problem]:
                 yield from _tokens(inner, (*path, index))
 
 
-# ---------------------------------------------------------------------------------------------------- field by field
-
-
-def _without_null_fields(value: JsonValue) -> JsonValue:
-    return {name: inner for name, inner in value.items() if inner is not None} if isinstance(value, dict) else value
-
-
-def _without_nulls(value: JsonValue, shape: Shape) -> JsonValue:
-    """The value as the API server stores it: a null field of the API is a field left out. Free objects keep theirs."""
-    match shape.body:
-        case Fields(fields) if isinstance(value, dict):
-            return {
-                name: _without_nulls(inner, fields[name]) if name in fields else inner
-                for name, inner in value.items()
-                if inner is not None or name not in fields
-            }
-        case Map(Shape(body=Text())) if isinstance(value, dict):
-            return {name: inner for name, inner in value.items() if inner is not None}
-        case Items(item) if isinstance(value, list):
-            return [_without_nulls(inner, item) for inner in value]
-        case _:
-            return value
-
-
-def _read_spec(
-    value: JsonValue,
-) -> tuple[FineTuneJobSpec | None, tuple[Path, ...], frozenset[Path], list[Problem]]:
-    """The spec without its faulty fields, the paths of those, what was taken out for them, and a problem for each.
-
-    None only if the remainder cannot be read either, which would be a mistake here and not the user's.
-    """
-    remainder = copy.deepcopy(value)
-    faults: dict[Path, Problem] = {}
-    gone: set[Path] = set()
-    for _ in range(8):  # each pass takes at least one level of nesting off; the spec has fewer
-        try:
-            # JSON text, because pydantic's strict mode takes lists for tuples there only.
-            spec = FineTuneJobSpec.model_validate_json(json.dumps(remainder))
-            return spec, tuple(faults), frozenset(gone), list(faults.values())
-        except ValidationError as error:
-            entries = [(_path_in_spec(entry["loc"]), entry["type"]) for entry in error.errors(include_url=False)]
-            for path, kind in entries:
-                # `auto` or an object: where a field of the object is wrong, that the whole is not `auto` says nothing.
-                if any(other != path and other[: len(path)] == path for other, _ in entries):
-                    continue
-                if not any(path[: len(fault)] == fault for fault in faults):
-                    faults[path] = _field_problem(path, kind, value)
-                gone.add(_take_out(remainder, path))
-    return None, tuple(faults), frozenset(gone), list(faults.values())
-
-
-def _path_in_spec(location: Sequence[PathPart]) -> Path:
-    """pydantic's location without the names of union branches: only steps that a document has."""
-    path: Path = ()
-    shape = spec_shape()
-    branches = 0
-    for part in location:
-        if shape.words and shape.body is not None and not branches:
-            branches = 1
-            continue
-        match shape.body:
-            case Fields(fields):
-                shape = fields.get(str(part), Shape())
-            case Items(item):
-                shape = item
-            case Map(value):
-                shape = value
-            case _:
-                break  # what follows names the branch of a union of scalars
-        path, branches = (*path, part), 0
-    return path
-
-
-def _field_problem(path: Path, kind: str, spec: JsonValue) -> Problem:
-    full = ("spec", *path)
-    value = _at(spec, path)
-    shape = find(spec_shape(), path)
-    if kind == "extra_forbidden" or shape is None:
-        above = find(spec_shape(), path[:-1])
-        names = tuple(above.body.fields) if above and isinstance(above.body, Fields) else ()
-        return _unknown(full, value, names)
-    if kind == "missing":
-        return Problem(format_path(full), None, "is required", _how_to_set(shape), reason="Required")
-    rule, way_out = f"must be {sentence(shape)}", "change it, or leave it out" if not shape.required else "change it"
-    match shape.body:
-        case Text(pattern) if pattern == URI_PATTERN:
-            rule = "must be a URI that begins with hf://, s3://, gs://, az://, pvc://, file:// or pkg://"
-            way_out = "write hf:// before the name of a Hub repository, file:// before a path"
-        case Text(quantity=False) if isinstance(value, int | float):
-            rule, way_out = "must be text", "put it in quotes"
-        case Fields(fields) if isinstance(value, str) and "uri" in fields:
-            way_out = "write the URI one level deeper, as uri"
-        case Fields(fields) if value is True and not any(field.required for field in fields.values()):
-            way_out = "write {} to take the defaults"
-        case Number() if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value, re.I):
-            way_out = "remove the quotes"
-        case None if isinstance(value, str):
-            near = difflib.get_close_matches(value, shape.words, n=1)
-            way_out = f"did you mean {near[0]}?" if near else way_out
-    reason: Reason = "NotSupported" if shape.body is None and isinstance(value, str) else "Invalid"
-    return Problem(format_path(full), describe_value(value, full), rule, way_out, reason=reason)
-
-
-def _how_to_set(shape: Shape) -> str:
-    """The way out for a required field that is missing."""
-    if shape.words:
-        return f"write one of {', '.join(shape.words)}"
-    if isinstance(shape.body, Fields):
-        needed = " and ".join(name for name, field in shape.body.fields.items() if field.required)
-        return f"write it with {needed} below it"
-    meaning = shape.description.removesuffix("Required.").strip().removesuffix(".")
-    return f"set it: {meaning[:1].lower()}{meaning[1:]}"
-
-
-def _unknown(path: Path, value: JsonValue, names: Sequence[str]) -> Problem:
-    name = str(path[-1])
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    lowered = {known.lower(): known for known in names}
-    guess = _OTHER_NAMES.get(name) or lowered.get(name.replace("_", "").lower()) or (near[0] if near else None)
-    way_out = f"did you mean {guess}?" if guess in names else f"the fields here are {', '.join(names)}"
-    return Problem(format_path(path), describe_value(value, path), "there is no such field", way_out, reason="Unknown")
-
-
-def _at(value: JsonValue, path: Path) -> JsonValue:
-    for part in path:
-        if isinstance(value, dict):
-            value = value.get(str(part))
-        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
-            value = value[part]
-        else:
-            return None
-    return value
-
-
-def _take_out(spec: JsonValue, path: Path) -> Path:
-    """Remove the field at `path`, or what cannot be without it; what is required has a placeholder. Returns the path of
-    what is gone.
-    """
-    assert isinstance(spec, dict)
-    shape = find(spec_shape(), path)
-    while len(path) > 1 and ((shape is not None and shape.required) or isinstance(path[-1], int)):
-        path = path[:-1]
-        shape = find(spec_shape(), path)
-    above = _at(spec, path[:-1])
-    if isinstance(above, dict):
-        above.pop(str(path[-1]), None)
-    if path[0] in _PLACEHOLDERS and len(path) == 1:
-        spec[str(path[0])] = copy.deepcopy(_PLACEHOLDERS[str(path[0])])
-    return path
-
-
 # ------------------------------------------------------------------------------------------------------- across fields
 
 
@@ -401,15 +222,15 @@ def _across_fields(
             continue
         if not rule.holds(spec):
             path: Path = tuple(rule.path.split("."))
-            given = _at(written, path)
+            given = value_at(written, path)
             if given is None:
-                given = _at(defaults, path)
+                given = value_at(defaults, path)
             shown = None if given is None else describe_value(given, path)
             advice = rule.advice(spec) if rule.advice else rule.way_out
             reason: Reason = "Required" if given is None else "Invalid"
             yield Problem(f"spec.{rule.path}", shown, rule.text, advice, reason=reason)
     keys = override_problems(spec.parallelism.deepspeed_config)
-    others = (*unsupported(spec), *_settings(spec, settings), *_arguments(spec), *keys)
+    others = (*unsupported(spec), *_settings(spec, settings), *_arguments(spec), *keys, *template_problems(spec))
     faulty = [format_path(("spec", *fault)) for fault in faults]
     for problem in others:
         if not any(path == problem.path or problem.path.startswith((f"{path}.", f"{path}[")) for path in faulty):

@@ -17,7 +17,7 @@ import yaml
 from rich.console import Console
 
 from finetune_operator.api.problems import Problem
-from finetune_operator.cli.documents.scalars import NotResolvableError, resolve
+from finetune_operator.documents.scalars import NotResolvableError, resolve
 
 
 class Output(StrEnum):

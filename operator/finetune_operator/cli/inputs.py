@@ -8,21 +8,19 @@ anything is planned.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from finetune_operator.api.problems import PathPart, Problem, format_path
 from finetune_operator.api.settings import LOCAL_SETTINGS, Settings
 from finetune_operator.api.types import KIND, FineTuneJob
 from finetune_operator.api.validation import foreign, validate_job
 from finetune_operator.cli.console import UsageError
-from finetune_operator.cli.documents import Document, Position, position_of, read_documents
+from finetune_operator.documents import Document, Position, position_of, read_documents
+from finetune_operator.settings_file import SettingsError, read_settings_file
 
 STDIN = "-"
 SUFFIXES = (".yaml", ".yml", ".json")
@@ -175,28 +173,6 @@ def read_settings(file: Path) -> Settings:
     """An administrator's settings file. Raises UsageError, with every problem, for one that cannot be
     used."""
     try:
-        documents, problems = read_documents(file.read_bytes())
-    except OSError as error:
-        raise UsageError(f"--settings: cannot read {file}: {error.strerror}") from error
-    wrong = [f"{file}:{problem.line}: {problem.rule}" for problem in problems]
-    if not wrong and len(documents) != 1:
-        wrong = [f"{file}: one document is expected, and there are {len(documents)}"]
-    if not wrong:
-        try:
-            # Through JSON: strict models take a list for a tuple only there.
-            return Settings.model_validate_json(json.dumps(documents[0].value))
-        except ValidationError as error:
-            wrong = [
-                f"{file}: {format_path(each['loc'])}: {_in_words(each['type'], each['msg'])}" for each in error.errors()
-            ]
-    raise UsageError("--settings: " + "; ".join(wrong))
-
-
-def _in_words(kind: str, message: str) -> str:
-    match kind:
-        case "missing":
-            return "is required"
-        case "extra_forbidden":
-            return "there is no such setting"
-        case _:
-            return message[:1].lower() + message[1:]
+        return read_settings_file(file)
+    except SettingsError as error:
+        raise UsageError(f"--settings: {error}") from error

@@ -53,15 +53,35 @@ def cpu_row_limit(lengths: Lengths) -> int:
 
 
 def micro_batches(draft: Draft) -> tuple[int, ...]:
-    """Micro-batches to try, the best first; the one that the user fixed is the only one."""
-    training, world = draft.training, decided(draft.world)
-    if training.micro_batch_size != "auto":
-        return (training.micro_batch_size,)
-    sizes = divisors(training.global_batch_size // world.size)
-    if world.device == "cpu":
+    """Micro-batches to try, the best first.
+
+    The one that the user fixed is the only one until it has run out of memory: the global batch is what is promised,
+    and the micro-batch is how it is reached.
+    """
+    asked, world, most = draft.training.micro_batch_size, decided(draft.world), draft.adaptation.micro_batch_limit
+    if asked != "auto" and (most is None or asked <= most):
+        return (asked,)
+    sizes = divisors(_share(draft))
+    if asked == "auto" and world.device == "cpu":
         limit = cpu_row_limit(draft.lengths)
         sizes = tuple(size for size in sizes if size <= limit)
-    return sizes
+    return sizes if most is None else tuple(size for size in sizes if size <= most)
+
+
+def _share(draft: Draft) -> int:
+    """Rows of one rank in one optimizer step."""
+    return draft.training.global_batch_size // decided(draft.world).size
+
+
+def _ran_out(draft: Draft, limit: int) -> str:
+    """Which micro-batch ran out of memory, when `limit` is half of it: the only divisor with that half, if there is but
+    one.
+    """
+    asked, sizes = draft.training.micro_batch_size, divisors(_share(draft))
+    halved = [size for size in sizes if size // 2 == limit]
+    if asked != "auto" and asked in halved:
+        return f"{asked}"
+    return f"{halved[0]}" if len(halved) == 1 else f"more than {limit}"
 
 
 def batch_of(draft: Draft, micro: int) -> Batch:
@@ -86,8 +106,11 @@ def explain_batch(draft: Draft, batch: Batch) -> str:
     """Why this micro-batch."""
     micro, arithmetic = batch.micro_batch_size, batch_arithmetic(batch)
     share = batch.global_batch_size // batch.data_parallel
-    if draft.training.micro_batch_size != "auto":
+    if micro == draft.training.micro_batch_size:
         return f"micro-batch {micro}: as asked; {arithmetic}"
+    limit = draft.adaptation.micro_batch_limit
+    if limit is not None and limit < share and micro == max(size for size in divisors(share) if size <= limit):
+        return f"micro-batch {micro}: {_ran_out(draft, limit)} ran out of memory; {arithmetic}"
     if micro == share:
         return f"micro-batch {micro}: each rank's whole share fits at once; {arithmetic}"
     on_cpu = decided(draft.world).device == "cpu"

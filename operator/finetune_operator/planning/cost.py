@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from finetune_contract.choices import Precision
 from finetune_contract.facts import HardwareFacts, ModelFacts
+from finetune_operator.api.settings import Price, Settings
 from finetune_operator.planning.devices import find_gpu
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.types import Estimate
@@ -88,10 +89,9 @@ def _with_cost(draft: Draft, seconds: float, basis: str) -> Estimate:
     world, settings = decided(draft.world), draft.settings
     gpus = draft.hardware.gpus_per_node if world.device == "cuda" else 0
     product = decided(draft.hardware.gpu).product if gpus else "cpu"
-    matching = [price for price in settings.prices if _same(price.product, product) and price.gpus == gpus]
-    if draft.local or not matching:
+    price, spot = find_price(settings, product, gpus), draft.spec.spot.enabled
+    if draft.local or price is None:
         return Estimate(seconds=seconds, basis=basis)
-    price, spot = matching[0], draft.spec.spot.enabled
     per_hour = price.spot_per_hour if spot else price.per_hour
     if per_hour is None:
         return Estimate(seconds=seconds, basis=f"{basis}; no spot price for {price.product}")
@@ -102,6 +102,12 @@ def _with_cost(draft: Draft, seconds: float, basis: str) -> Estimate:
         currency=settings.currency,
         basis=f"{basis}; {nodes} at {per_hour:g} {settings.currency} {kind}an hour",
     )
+
+
+def find_price(settings: Settings, product: str, gpus: int) -> Price | None:
+    """The price of a node with `gpus` GPUs of `product` (`cpu` for a node without); None: it is not in the table."""
+    rows = (price for price in settings.prices if _same(price.product, product) and price.gpus == gpus)
+    return next(rows, None)
 
 
 def _same(one: str, other: str) -> bool:

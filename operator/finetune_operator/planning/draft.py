@@ -16,8 +16,8 @@ from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitF
 from finetune_contract.job import Batch, CheckpointSchedule, Strategy, World
 from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.settings import Settings
-from finetune_operator.api.types import FineTuneJob, FineTuneJobSpec, TrainingSpec
-from finetune_operator.planning.types import MemoryEstimate, PlanLauncher
+from finetune_operator.api.types import FineTuneJob, FineTuneJobSpec, LauncherName, TrainingSpec
+from finetune_operator.planning.types import Adaptation, MemoryEstimate, PlanLauncher
 
 Value = TypeVar("Value")
 
@@ -51,8 +51,12 @@ class Draft:
 
     job: FineTuneJob
     local: bool
+    served: tuple[LauncherName, ...]
     settings: Settings
+    adaptation: Adaptation
     hardware: HardwareFacts
+    hardware_known: bool
+    """False: `hardware` follows from what the job asks for, and says nothing about any node."""
     model: ModelFacts
     data: DataFacts | None
     lengths: Lengths

@@ -1,22 +1,29 @@
 """Where a job runs: the launcher, and the processes of the training.
 
-Refuses more processes than GPUs, hardware that the node does not have, and a `single` strategy over several processes:
-none of them could take effect as written.
+Refuses more processes than GPUs, hardware that the node does not have, a `single` strategy over several processes, and
+without a cluster what only a cluster has: none of them could take effect as written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from finetune_contract.choices import StrategyName
 from finetune_contract.job import World
-from finetune_operator.api.types import LauncherName, ParallelismSpec
+from finetune_operator.api.types import (
+    FineTuneJobSpec,
+    LauncherName,
+    ParallelismSpec,
+    RunPolicySpec,
+    StorageSpec,
+    TemplateSpec,
+)
 from finetune_operator.planning.draft import Draft
 
-LAUNCHER_ORDER: tuple[LauncherName, ...] = ("pytorchjob", "trainjob", "jobset", "mpijob", "job")
-"""What `auto` prefers: PyTorchJob is the most widely installed and restarts a gang by itself; TrainJob is its
-successor; JobSet starts a gang without knowing of training; MPIJob needs an ssh server and a launcher pod beside the
-workers; plain Jobs are always there.
+LAUNCHER_ORDER: tuple[LauncherName, ...] = ("pytorchjob", "mpijob", "job")
+"""What `auto` prefers, among those that can be rendered: PyTorchJob is the most widely installed and brings its own
+rendezvous; MPIJob needs an ssh server and a launcher pod beside the workers; plain Jobs are always there.
 """
 
 
@@ -27,15 +34,87 @@ def asked_strategy(parallelism: ParallelismSpec) -> StrategyName | None:
     return None if parallelism.zero_stage == "auto" else "deepspeed"
 
 
+def check_place(draft: Draft) -> Draft:
+    """What cannot be had where the job runs, and without a cluster what has no effect."""
+    resources = draft.spec.resources
+    if not draft.local:
+        if resources.gpus_per_node == "auto" and not draft.hardware_known:
+            draft = draft.refusing(
+                ("resources", "gpusPerNode"),
+                "auto",
+                "the GPUs of the node that the job will get are not known in a cluster",
+                "set gpusPerNode to a number",
+                "NotSupported",
+            )
+        return draft
+    for path, uri in _claims(draft.spec):
+        draft = draft.refusing(
+            path,
+            uri,
+            "a claim needs a cluster",
+            "name a folder or file with file://, or apply the job to a cluster",
+            "NotSupported",
+        )
+    if draft.spec.run_policy.suspend:
+        draft = draft.refusing(
+            ("runPolicy", "suspend"),
+            True,
+            "a suspended job does not run, and without a cluster nothing would resume it",
+            "leave it out",
+            "NotSupported",
+        )
+    if ignored := _without_effect(draft.spec):
+        draft = draft.because(f"without a cluster these have no effect: {', '.join(ignored)}")
+    if draft.spec.secrets.hub_token is not None:
+        draft = draft.because("secrets.hubToken: without a cluster, HF_TOKEN of the environment is used in its place")
+    return draft
+
+
+def _claims(spec: FineTuneJobSpec) -> Iterator[tuple[tuple[str, ...], str]]:
+    """What is read from or written to a claim, other than the workspace, for which a local run has its own."""
+    predict = spec.predict
+    uris = (
+        (("model", "uri"), spec.model.uri),
+        (("dataset", "uri"), spec.dataset.uri if spec.dataset else None),
+        (("predict", "dataset", "uri"), predict.dataset.uri if predict and predict.dataset else None),
+        (("predict", "output"), predict.output if predict else None),
+    )
+    return ((path, uri) for path, uri in uris if uri is not None and uri.startswith("pvc://"))
+
+
+def _without_effect(spec: FineTuneJobSpec) -> list[str]:
+    """Fields that differ from their defaults and speak of pods, claims or the operator."""
+    blocks = {
+        "resources.network": spec.resources.network not in ("auto", "tcp"),
+        "resources.sharedMemory": spec.resources.shared_memory != "auto",
+        "storage": spec.storage != StorageSpec(),
+        "secrets.storage": spec.secrets.storage is not None,
+        "template": spec.template != TemplateSpec(),
+        "image": spec.image is not None,
+        "imagePullPolicy": spec.image_pull_policy is not None,
+    }
+    given, defaults = spec.run_policy.model_dump(by_alias=True), RunPolicySpec().model_dump(by_alias=True)
+    policies = [f"runPolicy.{name}" for name in given if name != "suspend" and given[name] != defaults[name]]
+    return [*(name for name, is_set in blocks.items() if is_set), *policies]
+
+
 def choose_launcher(draft: Draft) -> Draft:
     """`local` without a cluster, the named one if it is served, else the first served one of `LAUNCHER_ORDER`."""
-    asked, served = draft.spec.launcher, draft.settings.served_launchers
+    asked, served = draft.spec.launcher, draft.served
     if draft.local:
         draft = replace(draft, launcher="local")
         if asked == "auto":
             return draft.because("launcher local: the stages run as processes of this machine")
         return draft.because(f"launcher local: there is no cluster here; in one, {asked} would run the training")
     if asked != "auto":
+        if asked not in LAUNCHER_ORDER:
+            return draft.refusing(
+                ("launcher",),
+                asked,
+                "it cannot be rendered yet",
+                f"set launcher to auto or {', '.join(LAUNCHER_ORDER)}",
+                "NotYetSupported",
+            )
         if asked not in served:
             return draft.refusing(
                 ("launcher",),
@@ -50,7 +129,7 @@ def choose_launcher(draft: Draft) -> Draft:
         return draft.refusing(
             ("launcher",),
             asked,
-            "the cluster has to serve at least one launcher",
+            f"the cluster has to serve {', '.join(LAUNCHER_ORDER[:-1])} or {LAUNCHER_ORDER[-1]}",
             "let the operator create Jobs",
             "NotSupported",
         )

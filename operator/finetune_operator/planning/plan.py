@@ -32,11 +32,11 @@ from finetune_operator.planning.batch import check_batch
 from finetune_operator.planning.cost import estimate_training
 from finetune_operator.planning.draft import Draft, Lengths, decided
 from finetune_operator.planning.facts import assumed_device, assumed_hardware, assumed_model, node_words
-from finetune_operator.planning.placement import choose_launcher, choose_world
+from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
 from finetune_operator.planning.quantities import parse_quantity
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
 from finetune_operator.planning.strategy import check_parallelism, choose_strategy
-from finetune_operator.planning.types import Estimate, Facts, JobPlan, PlanRefused
+from finetune_operator.planning.types import Adaptation, Estimate, Facts, JobPlan, PlanRefused
 
 Phase: TypeAlias = Callable[[Draft], Draft]
 
@@ -50,12 +50,17 @@ GPU_BATCH_TOKENS_WIDE = 4_096
 """The same for models wider than that."""
 CPU_BATCH_TOKENS = 2_048
 """On CPU larger batches gain nothing and leave the caches; see `batch.CPU_TOKENS`."""
+NOT_ADAPTED = Adaptation()
+"""Of a first attempt."""
 
 
-def plan(job: FineTuneJob, facts: Facts, settings: Settings) -> JobPlan:
-    """The plan for `job`; PlanRefused with all problems of the first group of phases that found any."""
-    draft = _begin(job, facts, settings)
-    draft = _walk(draft, choose_stages, check_expressible, check_lengths, choose_launcher)
+def plan(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptation = NOT_ADAPTED) -> JobPlan:
+    """The plan for `job`, adapted to what earlier attempts have shown not to fit.
+
+    Raises PlanRefused with all problems of the first group of phases that found any.
+    """
+    draft = _begin(job, facts, settings, adaptation)
+    draft = _walk(draft, choose_stages, check_expressible, check_place, check_lengths, choose_launcher)
     if job.spec.training is not None:
         draft = _walk(draft, choose_world, choose_precision, check_parallelism, choose_steps)
         draft = _walk(draft, check_batch, choose_checkpoints)
@@ -74,7 +79,7 @@ def _walk(draft: Draft, *phases: Phase) -> Draft:
 # ---------------------------------------------------------------------------------------------------------------- facts
 
 
-def _begin(job: FineTuneJob, facts: Facts, settings: Settings) -> Draft:
+def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptation) -> Draft:
     """A draft in which every missing fact is replaced by an assumption."""
     assumptions: list[str] = []
     model = facts.model
@@ -115,8 +120,11 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings) -> Draft:
     draft = Draft(
         job=job,
         local=facts.local,
+        served=facts.served,
         settings=settings,
+        adaptation=adaptation,
         hardware=hardware,
+        hardware_known=facts.hardware is not None,
         model=model,
         data=facts.data,
         lengths=Lengths(longest=1, typical=1.0),

@@ -7,7 +7,7 @@ the arithmetic and the smallest change that would fit.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from finetune_contract.choices import CheckpointingMode, OffloadDevice
@@ -135,10 +135,16 @@ def fits(draft: Draft, estimated: MemoryEstimate) -> bool:
     return estimated.total_bytes <= estimated.capacity_bytes and estimated.host_bytes <= draft.hardware.memory_bytes
 
 
+def rungs(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
+    """The ladder of this draft, without what has run out of memory with one row at a time."""
+    adamw = draft.training.optimizer == "adamw"
+    found = ladder(asked, decided(draft.world), offload_allowed=adamw)
+    return tuple(rung for rung in found if rung.label not in draft.adaptation.skipped_strategies)
+
+
 def first_fit(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) -> Fit | None:
     """The first rung on which one of `micros` (largest first) fits."""
-    adamw = draft.training.optimizer == "adamw"
-    for strategy in ladder(asked, decided(draft.world), offload_allowed=adamw):
+    for strategy in rungs(draft, asked):
         for micro in micros:
             estimated = estimate(draft, strategy, micro)
             if fits(draft, estimated):
@@ -149,6 +155,8 @@ def first_fit(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) -> 
 def choose_strategy(draft: Draft) -> Draft:
     """Strategy, checkpointing, offload and micro-batch together: each depends on the others through the memory."""
     asked = draft.spec.parallelism
+    if not rungs(draft, asked):
+        return _refuse_more(draft)
     found = first_fit(draft, asked, micro_batches(draft))
     if found is None:
         return _refuse(draft)
@@ -162,11 +170,13 @@ def _explain_strategy(draft: Draft, found: Fit) -> str:
     asked, world = draft.spec.parallelism, decided(draft.world)
     words = found.strategy.label
     need = f"{human_bytes(found.memory.total_bytes)} of {human_bytes(found.memory.capacity_bytes)}"
+    if left_out := [rung.label for rung in ladder(asked, world) if rung.label in draft.adaptation.skipped_strategies]:
+        return f"strategy {words}: {_ran_out_at_one(left_out)}; one process needs {need}"
     if asked.zero_stage != "auto" or asked.strategy not in ("auto", "deepspeed"):
         alone = "; with one process nothing is divided" if world.size == 1 and asked.strategy != "single" else ""
         return f"strategy {words}: as asked; one process needs {need}{alone}"
-    rungs = [rung.label for rung in ladder(asked, world)]
-    skipped = rungs[: rungs.index(words)]
+    labels = [rung.label for rung in ladder(asked, world)]
+    skipped = labels[: labels.index(words)]
     if not skipped:
         kind = "the cheapest one" if asked_strategy(asked) is None else "the lowest stage"
         return f"strategy {words}: {kind} fits; one process needs {need}"
@@ -188,6 +198,21 @@ def _explain_extras(draft: Draft, strategy: Strategy) -> Draft:
 
 
 # -------------------------------------------------------------------------------------------------------------- refusal
+
+
+def _ran_out_at_one(labels: Sequence[str]) -> str:
+    return f"{' and '.join(labels)} ran out of memory with one row at a time"
+
+
+def _refuse_more(draft: Draft) -> Draft:
+    """The problem of a job whose strategies have all been tried."""
+    asked = draft.spec.parallelism
+    tried = [rung.label for rung in ladder(asked, decided(draft.world))]
+    way_out = "use devices or nodes with more memory, or a smaller preparation.maxLength or model"
+    if free := _set_free(asked):
+        way_out = f"{free}; or {way_out}"
+    shown = asked_strategy(asked) or "auto"
+    return draft.refusing(("parallelism", "strategy"), shown, f"{_ran_out_at_one(tried)}, and none is left", way_out)
 
 
 def _refuse(draft: Draft) -> Draft:
@@ -215,10 +240,8 @@ def _refuse(draft: Draft) -> Draft:
 
 def _most_frugal(draft: Draft) -> Fit:
     """The rung that needs the least on the device, at the smallest micro-batch that the spec allows."""
-    adamw = draft.training.optimizer == "adamw"
     micro = micro_batches(draft)[-1]
-    rungs = ladder(draft.spec.parallelism, decided(draft.world), offload_allowed=adamw)
-    tried = [Fit(rung, micro, estimate(draft, rung, micro)) for rung in rungs]
+    tried = [Fit(rung, micro, estimate(draft, rung, micro)) for rung in rungs(draft, draft.spec.parallelism)]
     on_host = [fit for fit in tried if fit.memory.host_bytes <= draft.hardware.memory_bytes]
     return min(on_host or tried, key=lambda fit: fit.memory.total_bytes)
 

@@ -30,6 +30,8 @@ class Facts:
     hardware: HardwareFacts | None = None
     local: bool = False
     """True when the job runs as processes of this machine: the launcher is then `local`."""
+    served: tuple[LauncherName, ...] = ("job",)
+    """Launchers whose kinds the cluster serves; Jobs are there in every one."""
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ class PodView:
     index: int | None = None
     """Node rank; None for the launcher pod of an MPIJob."""
     node: str | None = None
+    scheduled: datetime | None = None
+    """When it got its node."""
     unschedulable: str | None = None
     """The scheduler's message."""
     waiting: Waiting | None = None
@@ -141,7 +143,7 @@ class Observed:
     had.
     """
     served: tuple[LauncherName, ...] = ("job",)
-    """Launchers whose kinds the API server serves."""
+    """Launchers whose kinds the API server serves, as `planning.types.Facts.served` takes them."""
     refusals: tuple[Refusal, ...] = ()
     """What went wrong when the decision before this one was carried out."""
 

@@ -1,4 +1,4 @@
-"""What a plan hands to the trainer: the texts of job.json and deepspeed.json, as files or as a ConfigMap.
+"""What a plan hands to the trainer: the texts of job.json and deepspeed.json.
 
 Equal plans give equal bytes, so that the hash of the texts tells whether a running attempt still obeys the current
 plan.
@@ -9,22 +9,34 @@ from __future__ import annotations
 import hashlib
 import json
 
-from pydantic import JsonValue
-
-from finetune_operator.planning.names import JobNames
+from finetune_contract.choices import Stage
 from finetune_operator.planning.types import JobPlan
+from finetune_operator.rendering.claims import in_the_pod
 from finetune_operator.rendering.deepspeed import deepspeed_config
+from finetune_operator.rendering.types import RenderContext
 
 JOB_FILE = "job.json"
 DEEPSPEED_FILE = "deepspeed.json"
 
 
 def files(plan: JobPlan) -> dict[str, str]:
-    """File name -> text; `deepspeed.json` only when the plan trains with DeepSpeed."""
+    """File name -> text, for a run on this machine; `deepspeed.json` only when the plan trains with DeepSpeed."""
     texts = {JOB_FILE: plan.trainer.to_json()}
     config = deepspeed_config(plan)
     if config is not None:
         texts[DEEPSPEED_FILE] = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    return texts
+
+
+def stage_files(plan: JobPlan, context: RenderContext, stage: Stage) -> dict[str, str]:
+    """The same for the pods of one stage: claims are paths there, the job has an identity, and only the training reads
+    `deepspeed.json`.
+    """
+    run = None if context.owner is None else context.owner.uid
+    trainer = in_the_pod(plan.trainer).model_copy(update={"run": run})
+    texts = files(plan.model_copy(update={"trainer": trainer}))
+    if stage is not Stage.TRAIN:
+        texts.pop(DEEPSPEED_FILE, None)
     return texts
 
 
@@ -34,18 +46,3 @@ def fingerprint(texts: dict[str, str]) -> str:
     for name in sorted(texts):
         digest.update(f"{name}\0{len(texts[name].encode())}\0{texts[name]}".encode())
     return digest.hexdigest()
-
-
-def config_map(plan: JobPlan, namespace: str) -> dict[str, JsonValue]:
-    """The ConfigMap that the training's pods mount."""
-    data: dict[str, JsonValue] = {**files(plan)}
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": {
-            "name": JobNames.of(plan.name).config_map,
-            "namespace": namespace,
-            "labels": {"app.kubernetes.io/managed-by": "finetune-operator", "finetune.dev/job": plan.name},
-        },
-        "data": data,
-    }

@@ -11,7 +11,6 @@ while an optimizer made by DeepSpeed would decay biases and norms as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue
@@ -25,6 +24,7 @@ from finetune_operator.planning.memory import (
     reduce_bucket_elements,
 )
 from finetune_operator.planning.types import JobPlan
+from finetune_operator.rendering.merging import merge
 
 
 class _Section(BaseModel):
@@ -130,12 +130,3 @@ def _zero(plan: JobPlan) -> ZeroOptimization:
             "stage3_gather_16bit_weights_on_model_save": True,
         }
     )
-
-
-def merge(base: dict[str, JsonValue], added: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
-    """`added` laid over `base`, objects merged key by key; neither is changed."""
-    merged = dict(base)
-    for key, value in added.items():
-        below = merged.get(key)
-        merged[key] = merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
-    return merged

@@ -22,6 +22,8 @@ UID_LABEL = "finetune.dev/job-uid"
 STAGE_LABEL = "finetune.dev/stage"
 ATTEMPT_LABEL = "finetune.dev/attempt"
 HASH_ANNOTATION = "finetune.dev/config-sha256"
+MANAGED_BY = {"app.kubernetes.io/managed-by": "finetune-operator"}
+"""Label of every object that the operator makes."""
 PROGRESS_AUDIENCE = "finetune.dev/progress"
 """Audience of the projected token with which pods report progress."""
 

@@ -47,6 +47,19 @@ class SplitFacts(Message):
     longest: int = Field(ge=0, default=0)
     """Tokens of the longest row after truncation."""
 
+    def coarsened(self, buckets: int) -> SplitFacts:
+        """With at most `buckets` (at least 1) buckets: neighbours are joined under the upper edge, so no length is
+        taken for less than it is.
+        """
+        edges = sorted(self.length_histogram)
+        if len(edges) <= buckets:
+            return self
+        joined = {
+            edges[last - 1]: sum(self.length_histogram[edge] for edge in edges[first:last])
+            for first, last in ((i * len(edges) // buckets, (i + 1) * len(edges) // buckets) for i in range(buckets))
+        }
+        return self.model_copy(update={"length_histogram": joined})
+
 
 class DataFacts(Message):
     """What `prepare` found. `fingerprint` names the prepared data: equal fingerprint, equal shards."""
@@ -62,6 +75,11 @@ class DataFacts(Message):
     """True when no validation split was there and a seeded 5 % of train was set aside."""
     max_length: int = Field(gt=0)
     """The truncation length in effect, in tokens."""
+
+    def for_planning(self, buckets: int) -> DataFacts:
+        """What a plan rests on: without labels, and with at most `buckets` buckets in each histogram."""
+        splits = {role: split.coarsened(buckets) for role, split in self.splits.items()}
+        return self.model_copy(update={"labels": (), "label_counts": {}, "splits": splits})
 
 
 class DeviceFacts(Message):

@@ -17,6 +17,17 @@ ENV_KUBEFLOW_CA = "KUBEFLOW_TRAINER_SERVER_CA_CERT"
 ENV_KUBEFLOW_TOKEN = "KUBEFLOW_TRAINER_SERVER_TOKEN"
 """Path of a file with the bearer token, read anew for each request because the kubelet rotates it."""
 
+ENV_GRACE_SECONDS = "FINETUNE_GRACE_SECONDS"
+"""What a pod has between SIGTERM and SIGKILL (`terminationGracePeriodSeconds`); the launcher in it ends everything
+before.
+"""
+DEFAULT_GRACE_SECONDS = 60
+ENV_FORWARD = "FINETUNE_FORWARD_ENV"
+"""Names of further variables that mpirun takes to the ranks in other pods, separated by commas: the user's own."""
+MPI_HOSTFILE = "/etc/mpi/hostfile"
+SSH_PORT = 2222
+"""Where the MPI workers' sshd listens: a process that is not root cannot have 22."""
+
 DEFAULT_REPORT_PATH = "/dev/termination-log"
 REPORT_LIMIT_BYTES = 4096
 """The kubelet keeps this much of a termination message; a report stays below it."""
@@ -96,6 +107,11 @@ class JobPaths:
     @property
     def plan(self) -> Path:
         return self.root / "plan.json"
+
+    @property
+    def run(self) -> Path:
+        """Which run the folder belongs to (`TrainerJob.run`); absent when the stages were started without one."""
+        return self.root / "run.json"
 
     @property
     def prepared(self) -> Path:

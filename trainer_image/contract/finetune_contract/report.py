@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, TypeAlias
 
 from pydantic import Field, JsonValue
 
@@ -104,23 +105,74 @@ class TrainerReport(Message):
     seconds: float = Field(ge=0, default=0.0)
 
     def to_termination_message(self) -> str:
-        """One line of JSON below `REPORT_LIMIT_BYTES`; the middle of a long failure message is cut, its ends
-        are kept.
+        """One line of JSON below `REPORT_LIMIT_BYTES`, whatever the fields hold.
+
+        What is needed least goes first: buckets of histograms, then of a long failure message the middle, then the
+        metrics, the measured facts, and at last the hint and the paths.
         """
-        text = self.model_dump_json(by_alias=True, exclude_none=True)
-        excess = len(text.encode()) - (REPORT_LIMIT_BYTES - 1)
-        if excess <= 0:
-            return text
-        if self.failure is None:
-            return self.model_copy(update={"metrics": {}}).to_termination_message() if self.metrics else text
-        message = self.failure.message
-        if len(message) < 64:
-            smaller = self.failure.model_copy(update={"hint": self.failure.hint[:200]})
-            return self.model_copy(update={"failure": smaller, "metrics": {}, "artifacts": {}}).model_dump_json(
-                by_alias=True, exclude_none=True
-            )
-        # A character can take 12 bytes once JSON has escaped it; cutting a quarter at a time ends quickly and loses
-        # little.
-        half = max(len(message) * 3 // 8, 16)
-        shorter = self.failure.model_copy(update={"message": f"{message[:half]} ... {message[-half:]}"})
-        return self.model_copy(update={"failure": shorter}).to_termination_message()
+        smaller = self
+        for shrink in _SHRINKINGS:
+            text = smaller._line()
+            if len(text.encode()) < REPORT_LIMIT_BYTES:
+                return text
+            smaller = shrink(smaller)
+        return smaller._line()
+
+    def _line(self) -> str:
+        return self.model_dump_json(by_alias=True, exclude_none=True)
+
+
+_Shrinking: TypeAlias = Callable[[TrainerReport], TrainerReport]
+
+
+def _with_buckets(count: int) -> _Shrinking:
+    def shrink(report: TrainerReport) -> TrainerReport:
+        if report.measured is None or report.measured.data is None:
+            return report
+        data = report.measured.data.for_planning(count)
+        return report.model_copy(update={"measured": report.measured.model_copy(update={"data": data})})
+
+    return shrink
+
+
+def _with_message_of(characters: int) -> _Shrinking:
+    def shrink(report: TrainerReport) -> TrainerReport:
+        failure = report.failure
+        if failure is None or len(failure.message) <= characters:
+            return report
+        half = characters // 2
+        cut = f"{failure.message[:half]} ... {failure.message[-half:]}"
+        return report.model_copy(update={"failure": failure.model_copy(update={"message": cut})})
+
+    return shrink
+
+
+def _without(**fields: object) -> _Shrinking:
+    return lambda report: report.model_copy(update=fields)
+
+
+def _bare(report: TrainerReport) -> TrainerReport:
+    """Only what tells job, stage and outcome. A character can take 12 bytes once JSON has escaped it."""
+    failure = report.failure
+    if failure is not None:
+        failure = failure.model_copy(update={"message": failure.message[:64], "hint": ""})
+    return TrainerReport(
+        job=report.job[:63],
+        stage=report.stage,
+        rank=report.rank,
+        world_size=report.world_size,
+        outcome=report.outcome,
+        failure=failure,
+        fingerprint=report.fingerprint[:64] if report.fingerprint else None,
+        seconds=report.seconds,
+    )
+
+
+_SHRINKINGS: tuple[_Shrinking, ...] = (
+    *(_with_buckets(count) for count in (32, 16, 8, 4, 1)),
+    *(_with_message_of(characters) for characters in (3000, 2000, 1500, 1000, 600, 300)),
+    _without(metrics={}),
+    _without(measured=None),
+    _with_message_of(128),
+    _bare,
+)

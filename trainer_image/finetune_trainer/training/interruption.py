@@ -1,4 +1,6 @@
-"""SIGTERM and SIGINT: at once where nothing can be saved, after the step where training can save."""
+"""SIGTERM, SIGINT and, below mpirun, which passes no other on, SIGUSR1: at once where nothing can be saved, after the
+step where training can save.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,10 @@ class Interruption:
         self.requested = False
 
     def install(self) -> None:
-        """Takes over SIGTERM and SIGINT; only the main thread can, elsewhere (in a test) nothing happens."""
+        """Takes over the three signals; only the main thread can, elsewhere (in a test) nothing happens."""
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._on_signal)
-            signal.signal(signal.SIGINT, self._on_signal)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+                signal.signal(number, self._on_signal)
 
     def defer(self) -> None:
         """From now on signals are noted in `requested`, for the loop to act upon between two steps."""

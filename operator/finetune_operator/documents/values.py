@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
-from finetune_operator.cli.documents.nodes import (
+from finetune_operator.documents.nodes import (
     Alias,
     Fields,
     Items,
@@ -21,7 +21,7 @@ from finetune_operator.cli.documents.nodes import (
     check_depth,
     check_size,
 )
-from finetune_operator.cli.documents.scalars import JsonScalar, NotResolvableError, as_key, as_stored, resolve
+from finetune_operator.documents.scalars import JsonScalar, NotResolvableError, as_key, as_stored, resolve
 
 JsonValue = JsonScalar | list["JsonValue"] | dict[str, "JsonValue"]
 Path = tuple[PathPart, ...]

@@ -17,7 +17,7 @@ from typing import Protocol
 import yaml
 
 from finetune_operator.api.problems import Problem, Reason
-from finetune_operator.cli.documents.scalars import STANDARD_TAG, tag_shown
+from finetune_operator.documents.scalars import STANDARD_TAG, tag_shown
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 

@@ -1,0 +1,193 @@
+"""One object against its model, field by field, in the words of the fields.
+
+pydantic finds what is wrong; the messages come from the shape of the model. Faulty fields are taken out until the rest
+can be read, so that what concerns several fields can still be judged, by everything but those.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeAlias, TypeVar
+
+from pydantic import BaseModel, JsonValue, ValidationError
+
+from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
+from finetune_operator.api.shapes import Fields, Items, Map, Number, Shape, Text, find, sentence
+from finetune_operator.api.types import URI_PATTERN
+
+Path: TypeAlias = tuple[PathPart, ...]
+Model = TypeVar("Model", bound=BaseModel)
+
+_OTHER_NAMES = {"batchSize": "globalBatchSize", "lr": "learningRate", "gpus": "gpusPerNode", "steps": "maxSteps"}
+"""What people write for fields whose names are too far from it for a comparison of letters."""
+_DEEPEST = 16
+"""Passes over one object; each takes at least one level of nesting off, and no model has that many."""
+
+
+@dataclass(frozen=True)
+class Read(Generic[Model]):
+    """What could be read of an object."""
+
+    value: Model | None
+    """The object without its faulty fields; None if the remainder cannot be read either."""
+    problems: tuple[Problem, ...]
+    """One for each faulty field."""
+    faults: tuple[Path, ...] = ()
+    """Paths of the faulty fields, from the object."""
+    gone: frozenset[Path] = frozenset()
+    """Paths of what was taken out for them."""
+
+
+def read_fields(
+    model: type[Model],
+    shape: Shape,
+    value: JsonValue,
+    prefix: Path = (),
+    placeholders: Mapping[str, JsonValue] | None = None,
+) -> Read[Model]:
+    """Read `value`, which stands at `prefix` in its document, as `model`, whose shape is `shape`.
+
+    `placeholders` stand in for required fields of the object that are missing or wrong.
+    """
+    remainder = copy.deepcopy(value)
+    faults: dict[Path, Problem] = {}
+    gone: set[Path] = set()
+    for _ in range(_DEEPEST):
+        try:
+            # JSON text, because pydantic's strict mode takes lists for tuples there only.
+            read = model.model_validate_json(json.dumps(remainder))
+            return Read(read, tuple(faults.values()), tuple(faults), frozenset(gone))
+        except ValidationError as error:
+            entries = [
+                (_document_path(shape, entry["loc"]), entry["type"]) for entry in error.errors(include_url=False)
+            ]
+            for path, kind in entries:
+                # `auto` or an object: where a field of the object is wrong, that the whole is not `auto` says nothing.
+                if any(other != path and other[: len(path)] == path for other, _ in entries):
+                    continue
+                if not any(path[: len(fault)] == fault for fault in faults):
+                    faults[path] = _field_problem(shape, path, kind, value, prefix)
+                if not path or not isinstance(remainder, dict):
+                    return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone))
+                gone.add(_take_out(shape, remainder, path, placeholders or {}))
+    return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone))
+
+
+def without_nulls(value: JsonValue, shape: Shape) -> JsonValue:
+    """The value as the API server stores it: a null field of the API is a field left out. Free objects keep theirs."""
+    match shape.body:
+        case Fields(fields) if isinstance(value, dict):
+            return {
+                name: without_nulls(inner, fields[name]) if name in fields else inner
+                for name, inner in value.items()
+                if inner is not None or name not in fields
+            }
+        case Map(Shape(body=Text())) if isinstance(value, dict):
+            return {name: inner for name, inner in value.items() if inner is not None}
+        case Items(item) if isinstance(value, list):
+            return [without_nulls(inner, item) for inner in value]
+        case _:
+            return value
+
+
+def _document_path(shape: Shape, location: Sequence[PathPart]) -> Path:
+    """pydantic's location without the names of union branches: only steps that a document has."""
+    path: Path = ()
+    branches = 0
+    for part in location:
+        if shape.words and shape.body is not None and not branches:
+            branches = 1
+            continue
+        match shape.body:
+            case Fields(fields):
+                shape = fields.get(str(part), Shape())
+            case Items(item):
+                shape = item
+            case Map(value):
+                shape = value
+            case _:
+                break  # what follows names the branch of a union of scalars
+        path, branches = (*path, part), 0
+    return path
+
+
+def _field_problem(root: Shape, path: Path, kind: str, document: JsonValue, prefix: Path) -> Problem:
+    full = (*prefix, *path)
+    value = value_at(document, path)
+    shape = find(root, path)
+    if kind == "extra_forbidden" or shape is None:
+        above = find(root, path[:-1])
+        names = tuple(above.body.fields) if above and isinstance(above.body, Fields) else ()
+        return unknown_field(full, value, names)
+    if kind == "missing":
+        return Problem(format_path(full), None, "is required", _how_to_set(shape), reason="Required")
+    rule, way_out = f"must be {sentence(shape)}", "change it, or leave it out" if not shape.required else "change it"
+    match shape.body:
+        case Text(pattern) if pattern == URI_PATTERN:
+            rule = "must be a URI that begins with hf://, s3://, gs://, az://, pvc://, file:// or pkg://"
+            way_out = "write hf:// before the name of a Hub repository, file:// before a path"
+        case Text(quantity=False) if isinstance(value, int | float):
+            rule, way_out = "must be text", "put it in quotes"
+        case Fields(fields) if isinstance(value, str) and "uri" in fields:
+            way_out = "write the URI one level deeper, as uri"
+        case Fields(fields) if value is True and not any(field.required for field in fields.values()):
+            way_out = "write {} to take the defaults"
+        case Number() if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value, re.I):
+            way_out = "remove the quotes"
+        case None if isinstance(value, str):
+            near = difflib.get_close_matches(value, shape.words, n=1)
+            way_out = f"did you mean {near[0]}?" if near else way_out
+    reason: Reason = "NotSupported" if shape.body is None and isinstance(value, str) else "Invalid"
+    return Problem(format_path(full), describe_value(value, full), rule, way_out, reason=reason)
+
+
+def _how_to_set(shape: Shape) -> str:
+    """The way out for a required field that is missing."""
+    if shape.words:
+        return f"write one of {', '.join(shape.words)}"
+    if isinstance(shape.body, Fields):
+        needed = " and ".join(name for name, field in shape.body.fields.items() if field.required)
+        return f"write it with {needed} below it"
+    meaning = shape.description.removesuffix("Required.").strip().removesuffix(".")
+    return f"set it: {meaning[:1].lower()}{meaning[1:]}" if meaning else f"set it to {sentence(shape)}"
+
+
+def unknown_field(path: Path, value: JsonValue, names: Sequence[str]) -> Problem:
+    name = str(path[-1])
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    lowered = {known.lower(): known for known in names}
+    guess = _OTHER_NAMES.get(name) or lowered.get(name.replace("_", "").lower()) or (near[0] if near else None)
+    way_out = f"did you mean {guess}?" if guess in names else f"the fields here are {', '.join(names)}"
+    return Problem(format_path(path), describe_value(value, path), "there is no such field", way_out, reason="Unknown")
+
+
+def value_at(value: JsonValue, path: Path) -> JsonValue:
+    for part in path:
+        if isinstance(value, dict):
+            value = value.get(str(part))
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            return None
+    return value
+
+
+def _take_out(root: Shape, value: JsonValue, path: Path, placeholders: Mapping[str, JsonValue]) -> Path:
+    """Remove the field at `path`, or what cannot be without it; what is required has a placeholder. Returns the path of
+    what is gone.
+    """
+    shape = find(root, path)
+    while len(path) > 1 and ((shape is not None and shape.required) or isinstance(path[-1], int)):
+        path = path[:-1]
+        shape = find(root, path)
+    above = value_at(value, path[:-1])
+    if isinstance(above, dict):
+        above.pop(str(path[-1]), None)
+        if len(path) == 1 and path[0] in placeholders:
+            above[str(path[0])] = copy.deepcopy(placeholders[str(path[0])])
+    return path

@@ -1,0 +1,70 @@
+"""Everything that is wrong with an administrator's settings, at once: fields first, then what they say together.
+
+What is read here decides what every job of a cluster may do, so that nothing is guessed: an unknown setting, a list
+that does not allow what the defaults need, or a price that is there twice is refused, and the operator does not start.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+
+from pydantic import JsonValue
+
+from finetune_operator.api.fields import Path, Read, read_fields, without_nulls
+from finetune_operator.api.problems import Problem, describe_value, format_path
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.shapes import shape_of
+
+
+def check_settings(value: JsonValue) -> tuple[Settings | None, list[Problem]]:
+    """The settings, and everything that is wrong with them; None when there is a problem.
+
+    Nothing (an empty file) is the defaults.
+    """
+    shape = shape_of(Settings)
+    read = read_fields(Settings, shape, without_nulls({} if value is None else value, shape))
+    problems = list(read.problems)
+    if read.value is not None:
+        problems.extend(_together(read, read.value))
+    return (None, problems) if problems else (read.value, [])
+
+
+def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
+    """What fields say together, unless one of them was taken out for a fault of its own."""
+
+    def whole(*paths: Path) -> bool:
+        return not any(gone[: len(path)] == path or path[: len(gone)] == gone for gone in read.gone for path in paths)
+
+    image = settings.defaults.image
+    allowed = any(fnmatch.fnmatchcase(image, glob) for glob in settings.images)
+    if whole(("images",), ("defaults", "image")) and not allowed:
+        globs = ", ".join(settings.images) or "none"
+        yield Problem(
+            "defaults.image", describe_value(image), f"is not allowed by images, {globs}",
+            "set it to an image that is, or add it to images", reason="Forbidden",
+        )  # fmt: skip
+    first, most = settings.limits.restart_delay_seconds, settings.limits.restart_delay_most_seconds
+    if whole(("limits", "restartDelaySeconds"), ("limits", "restartDelayMostSeconds")) and first > most:
+        yield Problem(
+            "limits.restartDelaySeconds", describe_value(first),
+            f"cannot be above limits.restartDelayMostSeconds, {most:g}", "exchange the two, or raise the other",
+        )  # fmt: skip
+    for name, keys, what in (
+        ("namespaces", settings.namespaces, "a namespace"),
+        ("schemes", settings.schemes, "a scheme"),
+        ("prices", tuple((price.product, price.gpus) for price in settings.prices), "the price of such a node"),
+        ("defaults.imagePullSecrets", tuple(s.name for s in settings.defaults.image_pull_secrets), "a Secret"),
+    ):
+        if whole(tuple(name.split("."))):
+            yield from _twice(tuple(name.split(".")), keys, what)
+
+
+def _twice(path: Path, keys: tuple[object, ...], what: str) -> Iterator[Problem]:
+    for index, key in enumerate(keys):
+        if key in keys[:index]:
+            shown = " with ".join(map(str, key)) + " GPUs" if isinstance(key, tuple) else str(key)
+            yield Problem(
+                format_path((*path, index)), describe_value(shown), f"{what} is given once", "remove one of the two",
+                reason="Duplicate",
+            )  # fmt: skip

@@ -1,0 +1,55 @@
+"""Kubernetes' own rules for names and labels, from apimachinery's validation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from pydantic import JsonValue
+
+from finetune_operator.api.crd import MAX_NAME, NAME_PATTERN
+from finetune_operator.api.fields import Path
+from finetune_operator.api.problems import Problem, describe_value, format_path
+
+DNS_LABEL_RULE = f"must have at most {MAX_NAME} characters: a-z, 0-9 and -, with no - at its ends"
+LABEL_KEY_RULE = (
+    "a label's key is a name of at most 63 letters, digits, -, _ and ., with a letter or digit at its ends, and "
+    "perhaps a DNS name and / before it"
+)
+LABEL_VALUE_RULE = "a label's value has at most 63 letters, digits, -, _ and ., with a letter or digit at its ends"
+_NAME = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)")
+_PREFIX = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+
+
+def is_dns_label(text: str) -> bool:
+    """RFC 1123, at most 63 characters."""
+    return len(text) <= MAX_NAME and re.fullmatch(NAME_PATTERN.strip("^$"), text) is not None
+
+
+def is_label_key(text: str) -> bool:
+    """A qualified name: `app`, `example.com/app`."""
+    prefix, slash, name = text.rpartition("/")
+    prefix_fits = not slash or (len(prefix) <= 253 and _PREFIX.fullmatch(prefix) is not None)
+    return prefix_fits and _NAME.fullmatch(name) is not None
+
+
+def is_label_value(text: str) -> bool:
+    """As a label's name, or nothing."""
+    return not text or _NAME.fullmatch(text) is not None
+
+
+def quote(path: Path, value: JsonValue) -> Problem:
+    """The problem of a number or a truth value where text is needed."""
+    return Problem(format_path(path), describe_value(value, path), "must be text", "put the value in quotes")
+
+
+def label_problems(labels: Mapping[str, JsonValue], path: Path, way_out: str) -> Iterator[Problem]:
+    """What is wrong with a map of labels at `path`; `way_out` is what to do with other text."""
+    for key, text in labels.items():
+        full = (*path, key)
+        if not is_label_key(key):
+            yield Problem(format_path(full), None, LABEL_KEY_RULE, "change the key")
+        if not isinstance(text, str):
+            yield quote(full, text)
+        elif not is_label_value(text):
+            yield Problem(format_path(full), describe_value(text, full), LABEL_VALUE_RULE, way_out)

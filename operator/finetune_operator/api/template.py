@@ -1,0 +1,364 @@
+"""What `spec.template` may not hold: what Kubernetes would not take, what would break out, and what would break ours.
+
+Kubernetes' own objects are read by the models of `pod_types`, so that a misspelt key is told here and not by a pod that
+never comes. Beyond that are refused: names, folders and variables that the trainer's pods have already, whatever
+PodSecurity `restricted` refuses, tokens for the operator's own audience, and secrets in plain text.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import TypeVar
+
+from pydantic import BaseModel, JsonValue
+
+from finetune_operator.api.fields import Path, read_fields, without_nulls
+from finetune_operator.api.pod_types import Affinity, EnvVar, PodSecurityContext, Toleration, Volume, VolumeMount
+from finetune_operator.api.problems import HIDDEN, Problem, Reason, describe_value, format_path, holds_secret
+from finetune_operator.api.shapes import Shape, shape_of
+from finetune_operator.api.syntax import LABEL_KEY_RULE, LABEL_VALUE_RULE, is_label_key, is_label_value, label_problems
+from finetune_operator.api.types import FineTuneJobSpec, SecretKeySpec, TemplateSpec
+
+Model = TypeVar("Model", bound=BaseModel)
+
+PROGRESS_AUDIENCE = "finetune.dev/progress"
+"""Audience of the tokens with which pods report progress; a job asks for none of them by itself."""
+RESERVED_ENV = frozenset(
+    {
+        *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+        *("PYTHONUNBUFFERED", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "K_MPI_JOB_ROLE"),
+        *("JOB_COMPLETION_INDEX", "HOME", "HF_HOME"),
+    }
+)
+RESERVED_ENV_PREFIXES = ("MASTER_", "PET_", "TORCHELASTIC_", "OMPI_", "PRTE_", "KUBEFLOW_TRAINER_", "FINETUNE_")
+TOKEN_ENV = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+RESERVED_VOLUMES = frozenset(
+    {
+        *("config", "workspace", "cache", "shm", "shared-memory", "tmp", "progress-token"),
+        *("ssh-auth", "mpi-job-config", "ssh-home"),
+    }
+)
+RESERVED_VOLUME_PREFIX = "claim-"
+RESERVED_FOLDERS = (
+    *("/etc/finetune", "/workspace", "/cache", "/claims", "/tmp", "/home/mpiuser", "/etc/mpi"),
+    *("/dev", "/proc", "/sys", "/run/secrets", "/var/run/secrets"),
+)
+REFUSED_SOURCES = frozenset(
+    {
+        *("hostPath", "gcePersistentDisk", "awsElasticBlockStore", "gitRepo", "nfs", "iscsi", "glusterfs", "rbd"),
+        *("flexVolume", "cinder", "cephfs", "flocker", "fc", "azureFile", "vsphereVolume", "quobyte", "azureDisk"),
+        *("portworxVolume", "photonPersistentDisk", "scaleIO", "storageos", "image"),
+    }
+)
+"""Sources of volumes that core/v1 has and PodSecurity `restricted` does not allow."""
+ALLOWED_SOURCES = (
+    *("configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"),
+)
+PROJECTED_SOURCES = ("configMap", "secret", "downwardAPI", "serviceAccountToken")
+VALUE_SOURCES = ("fieldRef", "resourceFieldRef", "configMapKeyRef", "secretKeyRef")
+REFUSED_CONTEXT: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("privileged", "allowPrivilegeEscalation", "capabilities", "procMount"),
+        "is a setting of the container, which is the operator's",
+    ),
+    "readOnlyRootFilesystem": "is a setting of the container, which is the operator's",
+    "sysctls": "would change the node's kernel",
+    "windowsOptions": "is for Windows, and trainers run on Linux",
+}
+
+
+def template_problems(spec: FineTuneJobSpec) -> Iterator[Problem]:
+    """Everything that is wrong with `spec.template`."""
+    template, path = spec.template, ("spec", "template")
+    yield from _labels(template, path)
+    yield from label_problems(template.node_selector, (*path, "nodeSelector"), "a node's labels have no other values")
+    for index, toleration in enumerate(template.tolerations):
+        yield from _toleration(toleration, (*path, "tolerations", index))
+    if template.affinity:
+        yield from _affinity(dict(template.affinity), (*path, "affinity"))
+    yield from _env(template.env, spec.secrets.hub_token, (*path, "env"))
+    yield from _volumes(template, path)
+    if template.security_context:
+        yield from _security_context(dict(template.security_context), (*path, "securityContext"))
+    names = [secret.name for secret in template.image_pull_secrets]
+    yield from _duplicates(names, (*path, "imagePullSecrets"))
+
+
+def _read(model: type[Model], value: JsonValue, path: Path) -> tuple[Model | None, tuple[Problem, ...]]:
+    """The object without its faults, and those."""
+    shape = _shape(model)
+    read = read_fields(model, shape, without_nulls(value, shape), path)
+    return read.value, read.problems
+
+
+@cache
+def _shape(model: type[BaseModel]) -> Shape:
+    return shape_of(model)
+
+
+def _forbidden(path: Path, value: object, rule: str, way_out: str, reason: Reason = "Forbidden") -> Problem:
+    return Problem(
+        format_path(path), None if value is None else describe_value(value, path), rule, way_out, reason=reason
+    )
+
+
+def _duplicates(names: Sequence[str | None], path: Path, field: str = "name") -> Iterator[Problem]:
+    for index, name in enumerate(names):
+        if name is not None and name in names[:index]:
+            yield _forbidden(
+                (*path, index, field), name, "is given twice", "give each of them once, or another name", "Duplicate"
+            )
+
+
+def _exactly_one(value: BaseModel | None, path: Path, names: Sequence[str]) -> Iterator[Problem]:
+    """Of the fields of a union as Kubernetes writes it."""
+    if value is None:
+        return
+    given = [name for name in value.model_dump(by_alias=True, exclude_none=True) if name in names]
+    if len(given) != 1:
+        said = f", and there are {' and '.join(given)}" if given else ""
+        rule = f"takes exactly one of {', '.join(names)}{said}"
+        yield Problem(format_path(path), None, rule, "leave one of them" if given else "add one of them")
+
+
+# ------------------------------------------------------------------------------------------------ labels and scheduling
+
+
+def _labels(template: TemplateSpec, path: Path) -> Iterator[Problem]:
+    yield from label_problems(template.labels, (*path, "labels"), "move longer text to spec.template.annotations")
+    for key in template.annotations:
+        # An annotation's key has a label's form, but that capital letters do not matter.
+        if not is_label_key(key.lower()):
+            yield Problem(format_path((*path, "annotations", key)), None, LABEL_KEY_RULE, "change the key")
+
+
+def _toleration(value: JsonValue, path: Path) -> Iterator[Problem]:
+    toleration, problems = _read(Toleration, value, path)
+    yield from problems
+    if toleration is None or problems:
+        return
+    if toleration.key and not is_label_key(toleration.key):
+        yield Problem(format_path((*path, "key")), describe_value(toleration.key), LABEL_KEY_RULE, "change the key")
+    if not toleration.key and toleration.operator != "Exists":
+        yield Problem(
+            format_path((*path, "operator")), describe_value(toleration.operator), "must be Exists without a key",
+            "add the taint's key, or set operator to Exists",
+        )  # fmt: skip
+    if toleration.operator == "Exists" and toleration.value:
+        yield Problem(
+            format_path((*path, "value")), describe_value(toleration.value), "has no place beside operator Exists",
+            "leave it out, or set operator to Equal",
+        )  # fmt: skip
+    if toleration.value and not is_label_value(toleration.value):
+        yield Problem(format_path((*path, "value")), describe_value(toleration.value), LABEL_VALUE_RULE, "change it")
+    if toleration.toleration_seconds is not None and toleration.effect != "NoExecute":
+        yield Problem(
+            format_path((*path, "tolerationSeconds")), describe_value(toleration.toleration_seconds),
+            "needs effect NoExecute", "set effect to NoExecute, or leave it out",
+        )  # fmt: skip
+
+
+def _affinity(value: JsonValue, path: Path) -> Iterator[Problem]:
+    affinity, problems = _read(Affinity, value, path)
+    yield from problems
+    if affinity is not None and not problems:
+        yield from _requirements(affinity.model_dump(by_alias=True, exclude_none=True), path)
+
+
+def _requirements(value: object, path: Path) -> Iterator[Problem]:
+    """Keys, operators and values that do not go together, wherever in the affinity they stand."""
+    match value:
+        case {"key": str(key), "operator": str(operator), **rest}:
+            values = rest.get("values", ())
+            assert isinstance(values, list | tuple), "the model has read a list of texts"
+            yield from _requirement(key, operator, values, path)
+        case dict():
+            for name, inner in value.items():
+                if name == "matchLabels":
+                    yield from label_problems(inner, (*path, name), "labels have no other values")
+                elif name == "topologyKey" and not is_label_key(inner):
+                    yield Problem(format_path((*path, name)), describe_value(inner), LABEL_KEY_RULE, "change the key")
+                else:
+                    yield from _requirements(inner, (*path, name))
+        case list() | tuple():
+            for index, inner in enumerate(value):
+                yield from _requirements(inner, (*path, index))
+
+
+def _requirement(key: str, operator: str, values: Sequence[str], path: Path) -> Iterator[Problem]:
+    where = format_path((*path, "values"))
+    on_field = "matchFields" in path
+    if not on_field and not is_label_key(key):
+        yield Problem(format_path((*path, "key")), describe_value(key), LABEL_KEY_RULE, "change the key")
+    if on_field and (key != "metadata.name" or operator not in ("In", "NotIn") or len(values) != 1):
+        yield Problem(
+            format_path(path), None, "matchFields takes metadata.name, In or NotIn, and one value", "change it, or use "
+            "matchExpressions",
+        )  # fmt: skip
+    elif operator in ("Exists", "DoesNotExist") and values:
+        yield Problem(where, describe_value(values), f"has no place beside operator {operator}", "leave it out")
+    elif operator in ("In", "NotIn") and not values:
+        yield Problem(where, None, f"is needed by operator {operator}", "add at least one value", reason="Required")
+    elif operator in ("Gt", "Lt") and not (len(values) == 1 and values[0].lstrip("+-").isdecimal()):
+        yield Problem(
+            where, describe_value(values), f"must be one integer in quotes for {operator}", "write one number"
+        )
+    elif operator in ("In", "NotIn") and not on_field:
+        for index, text in enumerate(values):
+            if not is_label_value(text):
+                full = (*path, "values", index)
+                yield Problem(format_path(full), describe_value(text), LABEL_VALUE_RULE, "change it")
+
+
+# ---------------------------------------------------------------------------------------------------------- environment
+
+
+def _env(given: Sequence[JsonValue], hub_token: SecretKeySpec | None, path: Path) -> Iterator[Problem]:
+    names: list[str | None] = []
+    for index, value in enumerate(given):
+        full = (*path, index)
+        variable, problems = _read(EnvVar, value, full)
+        yield from problems
+        names.append(None if variable is None or problems else variable.name)
+        if variable is not None and not problems:
+            yield from _env_name(variable, hub_token, (*full, "name"))
+            yield from _env_value(variable, full)
+    yield from _duplicates(names, path)
+
+
+def _env_name(variable: EnvVar, hub_token: SecretKeySpec | None, path: Path) -> Iterator[Problem]:
+    name = variable.name
+    if name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIXES):
+        yield _forbidden(path, name, "is set by the operator or the launcher", "leave it out, or use another name")
+    elif name in TOKEN_ENV and hub_token is not None:
+        yield _forbidden(path, name, "is set from spec.secrets.hubToken", "leave one of the two out")
+    elif name in TOKEN_ENV and variable.value:
+        yield Problem(
+            format_path((*path[:-1], "value")), HIDDEN, "a job must not hold a token in plain text",
+            "put it into a Secret, and name that in spec.secrets.hubToken", reason="Forbidden",
+        )  # fmt: skip
+
+
+def _env_value(variable: EnvVar, path: Path) -> Iterator[Problem]:
+    if variable.value and variable.value_from is not None:
+        yield Problem(
+            format_path((*path, "valueFrom")), None, "has no place beside a value", "leave one of the two out"
+        )
+    if variable.value and holds_secret(variable.value):
+        yield Problem(
+            format_path((*path, "value")), HIDDEN, "looks like a credential, and a job must not hold one",
+            "put it into a Secret, and name that with valueFrom.secretKeyRef", reason="Forbidden",
+        )  # fmt: skip
+    yield from _exactly_one(variable.value_from, (*path, "valueFrom"), VALUE_SOURCES)
+
+
+# -------------------------------------------------------------------------------------------------------------- volumes
+
+
+def _volumes(template: TemplateSpec, path: Path) -> Iterator[Problem]:
+    names: list[str | None] = []
+    for index, given in enumerate(template.volumes):
+        full = (*path, "volumes", index)
+        name = given.get("name")
+        names.append(name if isinstance(name, str) else None)
+        yield from _volume(dict(given), full)
+    yield from _duplicates(names, (*path, "volumes"))
+    folders: list[str | None] = []
+    for index, given in enumerate(template.volume_mounts):
+        full = (*path, "volumeMounts", index)
+        mount, problems = _read(VolumeMount, dict(given), full)
+        yield from problems
+        folders.append(None if mount is None or problems else posixpath.normpath(mount.mount_path))
+        if mount is not None and not problems:
+            yield from _mount(mount, names, full)
+    yield from _duplicates(folders, (*path, "volumeMounts"), "mountPath")
+
+
+def _volume(given: dict[str, JsonValue], path: Path) -> Iterator[Problem]:
+    allowed = ", ".join(ALLOWED_SOURCES)
+    refused = sorted(REFUSED_SOURCES & given.keys())
+    for source in refused:
+        yield _forbidden(
+            (*path, source),
+            given.pop(source),
+            "is a volume that PodSecurity restricted does not allow",
+            f"use {allowed}",
+        )
+    volume, problems = _read(Volume, given, path)
+    yield from problems
+    if volume is None or problems:
+        return
+    if volume.name in RESERVED_VOLUMES or volume.name.startswith(RESERVED_VOLUME_PREFIX):
+        yield _forbidden(
+            (*path, "name"), volume.name, "is the name of a volume of the operator's", "choose another name"
+        )
+    if not refused:
+        yield from _exactly_one(volume, path, ALLOWED_SOURCES)
+    for index, projected in enumerate(volume.projected.sources if volume.projected else ()):
+        full = (*path, "projected", "sources", index)
+        yield from _exactly_one(projected, full, PROJECTED_SOURCES)
+        token = projected.service_account_token
+        if token is not None and token.audience == PROGRESS_AUDIENCE:
+            yield _forbidden(
+                (*full, "serviceAccountToken", "audience"), PROGRESS_AUDIENCE, "is for the operator's own tokens",
+                "name the audience of your own service",
+            )  # fmt: skip
+
+
+def _mount(mount: VolumeMount, volumes: Sequence[str | None], path: Path) -> Iterator[Problem]:
+    if mount.name not in volumes:
+        named = ", ".join(name for name in volumes if name) or "none"
+        yield Problem(
+            format_path((*path, "name")), describe_value(mount.name), "has to be one of spec.template.volumes",
+            f"add that volume, or name one of those there: {named}",
+        )  # fmt: skip
+    folder = posixpath.normpath(mount.mount_path)
+    where = (*path, "mountPath")
+    if ".." in mount.mount_path.split("/"):
+        yield Problem(
+            format_path(where), describe_value(mount.mount_path), "must not hold ..", "write the folder itself"
+        )
+    elif taken := [own for own in RESERVED_FOLDERS if _overlap(folder, own)]:
+        yield _forbidden(
+            where,
+            mount.mount_path,
+            f"lies over {taken[0]}, which the trainer needs",
+            "choose another folder, e.g. /mnt",
+        )
+    for field, text in (("subPath", mount.sub_path), ("subPathExpr", mount.sub_path_expr)):
+        if text is not None and ".." in text.split("/"):
+            yield Problem(
+                format_path((*path, field)), describe_value(text), "must not hold ..", "write the folder itself"
+            )
+    if mount.sub_path is not None and mount.sub_path_expr is not None:
+        yield Problem(format_path((*path, "subPathExpr")), None, "has no place beside subPath", "leave one of them out")
+
+
+def _overlap(folder: str, own: str) -> bool:
+    """One of them is the other or lies in it; what is mounted above a folder of ours would hide it."""
+    return folder == "/" or folder == own or folder.startswith(f"{own}/") or own.startswith(f"{folder}/")
+
+
+# ------------------------------------------------------------------------------------------------------------- security
+
+
+def _security_context(given: dict[str, JsonValue], path: Path) -> Iterator[Problem]:
+    for name in [name for name in given if name in REFUSED_CONTEXT]:
+        yield _forbidden((*path, name), given.pop(name), REFUSED_CONTEXT[name], "leave it out")
+    for name, never in (("runAsUser", 0), ("runAsNonRoot", False)):
+        if given.get(name) == never and isinstance(given[name], bool) == isinstance(never, bool):
+            yield _forbidden(
+                (*path, name), given.pop(name), "would run the trainer as root", "leave it out: the image has a user"
+            )
+    context, problems = _read(PodSecurityContext, given, path)
+    yield from problems
+    if context is None:
+        return
+    for name, profile in (("seccompProfile", context.seccomp_profile), ("appArmorProfile", context.app_armor_profile)):
+        if profile is not None and (profile.type == "Localhost") != (profile.localhost_profile is not None):
+            yield Problem(
+                format_path((*path, name)), None, "type Localhost and localhostProfile go together",
+                "give both, or set type to RuntimeDefault",
+            )  # fmt: skip

@@ -1,0 +1,209 @@
+"""`finetune validate`, `plan` and `render`: what is wrong with a file, what would run, and what would be created."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from finetune_operator.api.settings import Settings
+from finetune_operator.cli.commands.options import (
+    ClusterSettings,
+    DocumentForm,
+    EarlierWorkspace,
+    Filenames,
+    Files,
+    ForCluster,
+    Form,
+    Hardware,
+    LocalSettings,
+    Measure,
+)
+from finetune_operator.cli.commands.steps import (
+    checked_jobs,
+    cluster_facts,
+    hardware_of,
+    local_facts,
+    planned,
+    refuse_plan,
+    settings_of,
+    tell_notes,
+)
+from finetune_operator.cli.console import DocumentOutput, Output, UsageError, emit, out, problem_data, report
+from finetune_operator.cli.inputs import Inputs, JobEntry, read_inputs
+from finetune_operator.planning.types import JobPlan, PlanRefused
+
+DEFAULT_NAMESPACE = "default"
+
+
+class Launcher(StrEnum):
+    """Launchers that can be rendered."""
+
+    PYTORCHJOB = "pytorchjob"
+    MPIJOB = "mpijob"
+    JOB = "job"
+
+
+# ------------------------------------------------------------------------------------------------------------- validate
+
+
+def validate(
+    files: Files = None,
+    filename: Filenames = None,
+    cluster: ForCluster = False,
+    settings: LocalSettings = None,
+    output: Form = Output.TEXT,
+) -> None:
+    """Check job files; needs no network, no model and no data.
+
+    All problems are reported at once, each with its line, field, value, rule and way out. With --cluster, what
+    only a run on this machine can have (file:// and pkg://) is a problem too.
+
+    \b
+    Examples:
+      finetune validate job.yaml
+      finetune validate -f jobs/ -f extra.json
+      finetune validate job.yaml --cluster
+      finetune validate job.yaml -o json
+      cat job.yaml | finetune validate -
+    """
+    inputs = read_inputs([*(files or []), *(filename or [])], settings_of(settings, cluster=cluster))
+    if output is Output.TEXT:
+        tell_notes(inputs)
+        report(inputs.problems)
+        for entry in inputs.entries:
+            out().print(f"{entry.source}:{entry.document.line}: {entry.job.name} is valid", soft_wrap=True)
+    else:
+        emit([_validation(inputs)], output)
+    raise typer.Exit(1 if inputs.problems else 0)
+
+
+def _validation(inputs: Inputs) -> dict[str, Any]:
+    return {
+        "valid": not inputs.problems,
+        "jobs": [{"file": e.source, "line": e.document.line, "name": e.job.name} for e in inputs.entries],
+        "problems": [problem_data(source, problem) for source, problem in inputs.problems],
+        "notes": list(inputs.notes),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+
+def plan(
+    files: Files = None,
+    filename: Filenames = None,
+    cluster: ForCluster = False,
+    hardware: Hardware = None,
+    settings: LocalSettings = None,
+    workspace: EarlierWorkspace = None,
+    measure: Annotated[
+        bool | None,
+        typer.Option(
+            "--measure/--no-measure",
+            help="Ask the trainer for the model's size, or assume it. Left out: ask, but not with --cluster.",
+        ),
+    ] = None,
+    output: Form = Output.TEXT,
+) -> None:
+    """Show what would run, and why.
+
+    Strategy, processes, batch, memory, time, and a reason for each decision. Plans for this machine, or for
+    the one that --hardware describes; data that an earlier run prepared in --workspace (runs) are taken into
+    account. With --cluster it is the operator's first plan: it knows nothing but the job until prepare has
+    measured the model and the data, and says what it assumes.
+
+    \b
+    Examples:
+      finetune plan job.yaml
+      finetune plan job.yaml --cluster
+      finetune plan job.yaml --hardware gpu=H100,memory=80Gi,gpus=8
+      finetune plan job.yaml --hardware cpu=32,hostMemory=128Gi -o yaml
+      finetune plan job.yaml --no-measure -o json
+    """
+    limits, node = settings_of(settings, cluster=cluster), hardware_of(hardware)
+    plans = []
+    for entry in checked_jobs([*(files or []), *(filename or [])], limits, output):
+        if cluster:
+            facts = cluster_facts(entry, node, workspace, measure is True)
+        else:
+            facts = local_facts(entry, node, workspace or Path("runs"), measure is not False)
+        plans.append(planned(entry, facts, limits, output))
+    if output is not Output.TEXT:
+        emit([json.loads(made.to_json()) for made in plans], output)
+        return
+    from finetune_operator.cli.results import print_plan
+
+    for made in plans:
+        print_plan(out(), made)
+
+
+# --------------------------------------------------------------------------------------------------------------- render
+
+
+def render(
+    files: Files = None,
+    filename: Filenames = None,
+    launcher: Annotated[
+        Launcher | None,
+        typer.Option("--launcher", help="What runs the training, instead of spec.launcher; taken as installed."),
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option("--namespace", "-n", help="Namespace of the objects. Left out: the file's, else default."),
+    ] = None,
+    hardware: Hardware = None,
+    settings: ClusterSettings = None,
+    workspace: EarlierWorkspace = None,
+    measure: Measure = False,
+    output: DocumentForm = DocumentOutput.YAML,
+) -> None:
+    """Write the Kubernetes objects that the operator would create for a job.
+
+    The claim for the workspace, and for the first attempt of each stage its ConfigMap and the object that runs
+    it, in the order of creation. Not in them, as only a cluster has it: the owner reference and the address for
+    progress. After prepare the operator plans again with what that measured, so the later stages' objects may
+    change; --measure, --workspace and --hardware plan with more facts from the beginning.
+
+    \b
+    Examples:
+      finetune render job.yaml
+      finetune render job.yaml --launcher pytorchjob -n team-a
+      finetune render job.yaml --settings settings.yaml -o json
+      finetune render job.yaml | kubectl apply --dry-run=server -f -
+    """
+    limits, node = settings_of(settings, cluster=True), hardware_of(hardware)
+    manifests: list[Any] = []
+    for entry in checked_jobs([*(files or []), *(filename or [])], limits, output):
+        if launcher is not None:
+            entry = _with_launcher(entry, launcher)
+        made = planned(entry, cluster_facts(entry, node, workspace, measure), limits, output)
+        manifests.extend(_rendered(entry, made, namespace, limits, output))
+    emit(manifests, output)
+
+
+def _with_launcher(entry: JobEntry, launcher: Launcher) -> JobEntry:
+    spec = entry.job.spec.model_copy(update={"launcher": launcher.value})
+    return replace(entry, job=entry.job.model_copy(update={"spec": spec}))
+
+
+def _rendered(
+    entry: JobEntry, made: JobPlan, namespace: str | None, settings: Settings, output: DocumentOutput
+) -> tuple[Any, ...]:
+    from finetune_operator.rendering.manifests import render as render_plan
+    from finetune_operator.rendering.types import RenderContext
+
+    written = entry.job.metadata.namespace
+    if namespace is not None and written is not None and namespace != written:
+        raise UsageError(
+            f"--namespace {namespace}: {entry.job.name} has metadata.namespace {written}; change one of them"
+        )
+    context = RenderContext(namespace or written or DEFAULT_NAMESPACE, entry.job.spec, settings)
+    try:
+        return render_plan(made, context)
+    except PlanRefused as refused:
+        refuse_plan(entry, refused, output)

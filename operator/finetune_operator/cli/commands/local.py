@@ -1,0 +1,147 @@
+"""`finetune run`: a job on this machine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from finetune_contract.choices import Stage
+from finetune_operator.cli.commands.options import Filenames, Files, Form, LocalSettings, Measure, Workspace
+from finetune_operator.cli.commands.steps import checked_jobs, refuse_plan, settings_of
+from finetune_operator.cli.console import Output, UsageError, complain, emit, err, note, out, program_name
+from finetune_operator.cli.inputs import JobEntry
+from finetune_operator.planning.types import JobPlan, PlanRefused
+
+
+def run(
+    files: Files = None,
+    filename: Filenames = None,
+    workspace: Workspace = Path("runs"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where an earlier run stopped. The default, spelled out.")
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew; earlier results are moved to <job>.previous-<n>.")
+    ] = False,
+    stage: Annotated[
+        list[Stage] | None,
+        typer.Option(
+            "--stage",
+            metavar="STAGE",
+            help="Run only prepare, train, evaluate or predict; repeatable. Its inputs must be there.",
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Which job, when the files hold several.")] = None,
+    settings: LocalSettings = None,
+    measure: Measure = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan and the stages, and start nothing.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the stages' own log too.")] = False,
+    output: Form = Output.TEXT,
+) -> None:
+    """Run a job on this machine: prepare, train, evaluate, predict.
+
+    Results go to DIR/<job name>/. Finished stages of the same job are kept and an unfinished training goes on
+    from its last checkpoint; results of a different job under the same name are refused unless --restart is
+    given. Ctrl-C saves a checkpoint first.
+
+    \b
+    Examples:
+      finetune run job.yaml
+      finetune run job.yaml --workspace results --restart
+      finetune run job.yaml --stage evaluate --stage predict
+      finetune run jobs.yaml --name reviews -v
+    """
+    if resume and restart:
+        raise UsageError("--resume and --restart exclude each other")
+    if stage and Stage.SERVE in stage:
+        raise UsageError("--stage serve: serving comes in a later version")
+    names = [*(files or []), *(filename or [])]
+    limits = settings_of(settings, cluster=False)
+    entry = _one(checked_jobs(names, limits, output), name)
+
+    from finetune_operator.cli.local import CannotRunError, RunRequest, planned_run, result_data
+    from finetune_operator.cli.local import run as run_locally
+    from finetune_operator.cli.workspace import BusyError, DifferentJobError, UnusableWorkspaceError
+
+    request = RunRequest(
+        job=entry.job,
+        workspace=workspace.resolve(),
+        settings=limits,
+        stages=tuple(stage or ()),
+        restart=restart,
+        measure=measure,
+        verbose=verbose,
+    )
+    try:
+        if dry_run:
+            _show_dry_run(*planned_run(request), output)
+            return
+        result = run_locally(request)
+    except PlanRefused as refused:
+        refuse_plan(entry, refused, output)
+    except DifferentJobError as different:
+        complain(
+            f"{request.paths.root} holds results of a different job named {entry.job.name} (stage {different.stage}): "
+            f"{'; '.join(different.differences)}. Give the job another name or another --workspace, or begin anew "
+            "with --restart, which moves the earlier results aside."
+        )
+        raise typer.Exit(1) from None
+    except BusyError as busy:
+        complain(f"{busy}. Wait for it, or stop it.")
+        raise typer.Exit(1) from None
+    except (CannotRunError, UnusableWorkspaceError) as cannot:
+        complain(f"{cannot}.")
+        raise typer.Exit(1) from None
+    data = result_data(request, result)
+    if output is not Output.TEXT:
+        emit([data], output)
+    elif result.exit_code == 0:
+        from finetune_operator.cli.results import print_result
+
+        print_result(out(), data)
+    if result.failure is not None:
+        from finetune_operator.cli.results import print_failure
+
+        print_failure(err(), result.failure, str(request.paths.logs / f"{result.failure.stage}.log"))
+    elif result.interrupted is not None:
+        note(f"stopped in {result.interrupted}. Go on with: {_resume_command(names, workspace, entry, name)}")
+    raise typer.Exit(result.exit_code)
+
+
+def _one(entries: Sequence[JobEntry], name: str | None) -> JobEntry:
+    chosen = [entry for entry in entries if name is None or entry.job.name == name]
+    if len(chosen) == 1:
+        return chosen[0]
+    names = ", ".join(entry.job.name for entry in entries)
+    if name is None:
+        raise UsageError(f"there are {len(entries)} jobs ({names}); choose one with --name")
+    raise UsageError(f"--name {name}: no such job; there are {names}")
+
+
+def _show_dry_run(planned: JobPlan, stages: dict[Stage, str], output: Output) -> None:
+    if output is not Output.TEXT:
+        emit(
+            [{"stages": {stage.value: word for stage, word in stages.items()}, "plan": json.loads(planned.to_json())}],
+            output,
+        )
+        return
+    from finetune_operator.cli.results import print_plan
+
+    print_plan(out(), planned)
+    for does, word in (("keep", "kept"), ("run", "run")):
+        named = ", ".join(stage for stage, state in stages.items() if state == word)
+        if named:
+            out().print(f"Would {does}: {named}", soft_wrap=True)
+
+
+def _resume_command(names: Sequence[str], workspace: Path, entry: JobEntry, name: str | None) -> str:
+    words = [*program_name().split(), "run", *names, "--workspace", str(workspace)]
+    words += ["--name", entry.job.name] if name is not None else []
+    return shlex.join([*words, "--resume"])

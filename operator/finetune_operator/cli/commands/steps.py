@@ -1,0 +1,120 @@
+"""Steps that several commands take: settings, checked jobs, facts, a plan, and how a refusal ends a command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from finetune_contract.facts import DataFacts, HardwareFacts
+from finetune_contract.layout import JobPaths
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
+from finetune_operator.cli.console import DocumentOutput, Output, UsageError, emit, note, problem_data, report
+from finetune_operator.cli.inputs import Inputs, JobEntry, located, read_inputs, read_settings
+from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
+
+
+def settings_of(file: Path | None, *, cluster: bool) -> Settings:
+    """The administrator's settings, or those that hold without a file: of the operator, or of a local run."""
+    if file is not None:
+        return read_settings(file)
+    return CLUSTER_SETTINGS if cluster else LOCAL_SETTINGS
+
+
+def hardware_of(text: str | None) -> HardwareFacts | None:
+    """The node that --hardware describes."""
+    if text is None:
+        return None
+    from finetune_operator.planning.facts import HardwareError, parse_hardware
+
+    try:
+        return parse_hardware(text)
+    except HardwareError as error:
+        raise UsageError(f"--hardware: {error}") from error
+
+
+def tell_notes(inputs: Inputs) -> None:
+    """What was passed over."""
+    for text in inputs.notes:
+        note(text)
+
+
+def checked_jobs(names: Sequence[str], settings: Settings, output: Output | DocumentOutput) -> tuple[JobEntry, ...]:
+    """The checked jobs; ends the command with 1 when anything in the files is refused."""
+    inputs = read_inputs(names, settings)
+    tell_notes(inputs)
+    if inputs.problems:
+        refuse(inputs.problems, output)
+    return inputs.entries
+
+
+def refuse(problems: Sequence[tuple[str, Problem]], output: Output | DocumentOutput) -> NoReturn:
+    """End with 1: the problems for a person, and as data where the result would have been data for a program.
+
+    In place of Kubernetes objects nothing is written, as what reads those would take the problems for one.
+    """
+    report(problems)
+    if isinstance(output, Output) and output is not Output.TEXT:
+        emit([{"problems": [problem_data(source, problem) for source, problem in problems]}], output)
+    raise typer.Exit(1)
+
+
+def refuse_plan(entry: JobEntry, refused: PlanRefused, output: Output | DocumentOutput) -> NoReturn:
+    """End with 1: the plan's problems, with the lines of their fields."""
+    refuse([(entry.source, located(entry.document, problem)) for problem in refused.problems], output)
+
+
+def local_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path, ask_trainer: bool) -> Facts:
+    """What is known for a plan without a cluster: measured here, prepared earlier, or given with --hardware."""
+    from finetune_operator.cli.measure import Measured, measure, own_hardware
+
+    measured = measure(entry.job) if ask_trainer else Measured(None, own_hardware())
+    return Facts(
+        model=measured.model,
+        data=_earlier_data(entry, workspace),
+        hardware=measured.hardware if node is None else node,
+        local=node is None and entry.job.spec.resources.nodes == 1,
+    )
+
+
+def cluster_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path | None, ask_trainer: bool) -> Facts:
+    """What the operator knows before the first stage, which is nothing but the job, and what the options add.
+
+    Which launchers a cluster has is not known here: the one that the job names is taken as installed.
+    """
+    from finetune_operator.cli.measure import measure
+
+    asked = entry.job.spec.launcher
+    served = Facts().served
+    facts = Facts(
+        model=measure(entry.job).model if ask_trainer else None,
+        data=None if workspace is None else _earlier_data(entry, workspace),
+        hardware=node,
+        served=served if asked == "auto" or asked in served else (*served, asked),
+    )
+    given = [name for name in ("model", "data", "hardware") if getattr(facts, name) is not None]
+    if given:
+        note(
+            f"{entry.job.name} is planned with facts about its {' and '.join(given)} that the operator does not have "
+            "before the job has run, so what it makes may differ; it plans again when prepare has measured."
+        )
+    return facts
+
+
+def _earlier_data(entry: JobEntry, workspace: Path) -> DataFacts | None:
+    from finetune_operator.cli.workspace import prepared_facts
+
+    return prepared_facts(JobPaths.of(workspace.resolve(), entry.job.name), entry.job)
+
+
+def planned(entry: JobEntry, facts: Facts, settings: Settings, output: Output | DocumentOutput) -> JobPlan:
+    """The job's plan; ends the command with 1 when it is refused."""
+    from finetune_operator.planning.plan import plan
+
+    try:
+        return plan(entry.job, facts, settings)
+    except PlanRefused as refused:
+        refuse_plan(entry, refused, output)

@@ -1,0 +1,331 @@
+"""A job of a cluster as text for people: the page of `finetune status`, the table of several jobs, one line of
+`finetune watch`. Values in, rows out; what the job's status does not say has no row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from finetune_operator.api.types import Condition, FailureStatus, PlanStatus, ProgressStatus, StageStatus
+from finetune_operator.cli.cluster import ClusterJob, Happening
+from finetune_operator.cli.display import duration
+from finetune_operator.planning.quantities import human_bytes, human_seconds
+
+EVENTS = 5
+LOG_LINES = 12
+BAR_WIDTH = 24
+PHASE_STYLES = {"Succeeded": "bold green", "Failed": "bold red", "Suspended": "yellow", "Queued": "yellow"}
+STATE_STYLES = {"Succeeded": "green", "Failed": "red", "Running": "bold", "Suspended": "yellow"}
+GOOD = {"Accepted": "True", "Planned": "True", "Admitted": "True", "Stalled": "False"}
+"""What these conditions are as long as nothing stands in the way; then there is nothing to say about them."""
+
+
+def time_of(text: str | None) -> datetime | None:
+    """A time of the status; None for one that is not there or none."""
+    try:
+        return None if text is None else datetime.fromisoformat(text)
+    except ValueError:
+        return None
+
+
+def ago(then: datetime, now: datetime) -> str:
+    """How long ago that was."""
+    return human_seconds(max(0.0, (now - then).total_seconds()))
+
+
+def phase_of(job: ClusterJob) -> str:
+    """The phase, or what is the case before the operator has looked at the job and after its deletion has begun."""
+    if job.metadata.deletion_timestamp is not None:
+        return "Deleting"
+    return job.status.phase or "New"
+
+
+# ------------------------------------------------------------------------------------------------------------- one page
+
+
+@dataclass(frozen=True)
+class Page:
+    """What `finetune status` shows of one job."""
+
+    job: ClusterJob
+    now: datetime
+    events: tuple[Happening, ...] | None = ()
+    """None: they may not be read."""
+    commands: tuple[str, ...] = ()
+
+    def parts(self) -> list[RenderableType]:
+        """From the headline to the next commands."""
+        status = self.job.status
+        parts: list[RenderableType] = [self._headline()]
+        facts = _table()
+        if status.progress is not None and self.job.outcome is None:
+            facts.add_row("progress", _bar(status.progress), figures(status.progress, self.now))
+        _lines(facts, "plan", () if status.plan is None else plan_lines(status.plan))
+        for label, text in self._results():
+            facts.add_row(label, Text(text))
+        if facts.row_count:
+            parts.append(Padding(_flat(facts), (0, 0, 0, 2)))
+        if status.stages:
+            parts.append(self._titled("Stages", self._stages()))
+        conditions = notable(status.conditions, failure_is_shown=status.failure is not None)
+        if conditions:
+            parts.append(self._titled("Conditions", self._conditions(conditions)))
+        if status.failure is not None:
+            parts.append(self._titled("Failure", _failure(status.failure)))
+        if self.events is None:
+            parts.append(Text("Events may not be read in this namespace.", style="dim"))
+        elif self.events:
+            parts.append(self._titled("Events", self._events(self.events[-EVENTS:])))
+        if self.commands:
+            parts.append(self._titled("Next", Group(*(Text(command) for command in self.commands))))
+        return parts
+
+    def _headline(self) -> Text:
+        job, phase = self.job, phase_of(self.job)
+        line = Text.assemble((job.name, "bold"), "  ", (phase, PHASE_STYLES.get(phase, "bold cyan")))
+        line.append(f"  namespace {job.metadata.namespace}, made {ago(job.metadata.creation_timestamp, self.now)} ago")
+        started, ended = time_of(job.status.start_time), time_of(job.status.completion_time)
+        if started is not None and ended is not None:
+            line.append(f", ran {human_seconds((ended - started).total_seconds())}")
+        if job.status.restarts:
+            line.append(f", {_many(job.status.restarts, 'restart')}")
+        if (job.status.observed_generation or 0) < job.metadata.generation:
+            line.append("  (the operator has not seen the newest spec yet)", style="yellow")
+        return line
+
+    def _results(self) -> list[tuple[str, str]]:
+        artifacts, cost = self.job.status.artifacts, self.job.status.cost
+        rows: list[tuple[str, str]] = []
+        if artifacts is not None:
+            if artifacts.metrics:
+                rows.append(("metrics", "  ".join(f"{name} {value:.4g}" for name, value in artifacts.metrics.items())))
+            named = {"model": artifacts.model, "predictions": artifacts.predictions, "report": artifacts.report}
+            rows.extend((name, uri) for name, uri in named.items() if uri is not None)
+            if artifacts.endpoint_url is not None:
+                rows.append(("endpoint", artifacts.endpoint_url))
+        if cost is not None and cost.amount is not None:
+            rows.append(("cost", f"{cost.amount:,.2f} {cost.currency or ''}".rstrip()))
+        return rows
+
+    def _stages(self) -> Table:
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        for stage in self.job.status.stages:
+            child = "" if stage.child is None else f"{stage.child.kind} {stage.child.name}"
+            table.add_row(
+                stage.name,
+                Text(stage.state, style=STATE_STYLES.get(stage.state, "dim")),
+                f"attempt {stage.attempt}" if stage.attempt else "",
+                self._time(stage),
+                Text(child, style="dim"),
+            )
+        return table
+
+    def _time(self, stage: StageStatus) -> str:
+        started, ended = time_of(stage.start_time), time_of(stage.completion_time)
+        following = time_of(stage.next_attempt_time)
+        if following is not None and following > self.now and ended is None:
+            return f"again in {human_seconds((following - self.now).total_seconds())}"
+        if started is None or (ended is None and stage.state != "Running"):
+            return ""
+        return duration(max(0.0, ((ended or self.now) - started).total_seconds()))
+
+    def _conditions(self, conditions: Sequence[Condition]) -> Table:
+        table = _table()
+        for condition in conditions:
+            told = condition.message or condition.reason
+            table.add_row(f"{condition.type}={condition.status}", Text(f"{condition.reason}: {told}"))
+        return table
+
+    def _events(self, events: Sequence[Happening]) -> Table:
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+        for event in events:
+            times = f" (x{event.count})" if event.count > 1 else ""
+            style = "yellow" if event.type == "Warning" else ""
+            table.add_row(f"{ago(event.time, self.now)} ago", Text(event.reason, style), f"{event.message}{times}")
+        return table
+
+    @staticmethod
+    def _titled(title: str, body: RenderableType) -> Group:
+        return Group(Text(title, style="bold cyan"), Padding(body, (0, 0, 0, 2)))
+
+
+def print_page(console: Console, page: Page) -> None:
+    """The page, with no spaces at the ends of lines: text that is copied or compared has none."""
+    with console.capture() as capture:
+        console.print(Group(*page.parts()))
+    console.file.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+
+
+def _table() -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    return table
+
+
+def _flat(table: Table) -> Table:
+    table.columns[-1].overflow = "fold"
+    return table
+
+
+def _lines(table: Table, label: str, lines: Sequence[str]) -> None:
+    for number, line in enumerate(lines):
+        table.add_row("" if number else label, Text(line))
+
+
+def _bar(progress: ProgressStatus) -> Text:
+    """A bar of signs, so that it is there in a file too."""
+    done = round((progress.percent or 0) * BAR_WIDTH / 100)
+    return Text.assemble(("━" * done, "green"), ("─" * (BAR_WIDTH - done), "dim"))
+
+
+def figures(progress: ProgressStatus, now: datetime) -> str:
+    """Percent, step, loss, speed and time left, as far as they are known, and how old they are when that is long."""
+    parts = [] if progress.percent is None else [f"{progress.percent} %"]
+    if progress.step is not None:
+        of = "" if progress.total_steps is None else f"/{progress.total_steps:,}"
+        parts.append(f"step {progress.step:,}{of}")
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.3f}")
+    if progress.samples_per_second:
+        parts.append(f"{progress.samples_per_second:,.0f} samples/s")
+    if progress.remaining_seconds is not None and (progress.percent or 0) < 100:
+        parts.append(f"{human_seconds(progress.remaining_seconds)} left")
+    told = time_of(progress.last_update_time)
+    if told is not None and (now - told).total_seconds() > STALE_SECONDS:
+        parts.append(f"(told {ago(told, now)} ago)")
+    return "  ".join(parts)
+
+
+STALE_SECONDS = 60
+"""Progress that is older is shown with its age: pods report every few seconds."""
+
+
+def plan_lines(plan: PlanStatus) -> tuple[str, str]:
+    """The plan in two lines."""
+    processes = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
+    rows = plan.micro_batch_size * plan.gradient_accumulation * plan.world_size
+    batch = f"batch {rows} = {plan.micro_batch_size} x {plan.gradient_accumulation} x {plan.world_size}"
+    first = f"{plan.strategy} by {plan.launcher}, {processes}, {batch}"
+    known = []
+    if "total" in plan.memory_per_device:
+        known.append(f"{human_bytes(plan.memory_per_device['total'])} a process")
+    if plan.estimated.duration_seconds is not None:
+        known.append(f"training expected to take {human_seconds(plan.estimated.duration_seconds)}")
+    if plan.estimated.cost is not None:
+        known.append(f"{plan.estimated.cost:,.2f} {plan.estimated.currency or ''}".rstrip())
+    return first, ", ".join(known) or "memory and time are not known yet"
+
+
+def notable(conditions: Sequence[Condition], failure_is_shown: bool) -> tuple[Condition, ...]:
+    """Conditions that say something: what stands in the way, and what is being waited for; each message once."""
+    chosen: list[Condition] = []
+    over = any(one.type in ("Succeeded", "Failed") and one.status == "True" for one in conditions)
+    for one in conditions:
+        if one.type in GOOD:
+            says = one.status != GOOD[one.type] and not (one.type == "Stalled" and failure_is_shown)
+        elif one.type == "Failed":
+            says = one.status == "True" and not failure_is_shown
+        else:
+            says = one.type in ("Running", "Ready") and one.status != "True" and not over and bool(one.message)
+        if says and one.message not in [other.message for other in chosen]:
+            chosen.append(one)
+    return tuple(chosen)
+
+
+def _failure(failure: FailureStatus) -> Group:
+    where = [failure.stage or "the job"]
+    for label, value in (("attempt", failure.attempt), ("pod", failure.pod), ("node", failure.node)):
+        where += [] if value is None else [f"{label} {value}"]
+    where += [] if failure.rank is None else [f"rank {failure.rank}"]
+    where += [] if failure.exit_code is None else [f"exit code {failure.exit_code}"]
+    lines = [
+        Text(f"{failure.failure_class} ({failure.reason}) in {', '.join(where)}", style="bold red"),
+        Text(failure.message),
+    ]
+    if failure.hint:
+        lines.append(Text(failure.hint, style="yellow"))
+    tail = (failure.log_tail or "").splitlines()
+    lines += [Text(f"  {line}", style="dim") for line in tail[-LOG_LINES:]]
+    return Group(*lines)
+
+
+def next_commands(job: ClusterJob, program: str, flags: str) -> tuple[str, ...]:
+    """What one would type now."""
+    name, phase, namespace = job.name, job.status.phase, job.metadata.namespace
+    kubectl = f"kubectl -n {namespace}"
+    if job.outcome == "Failed":
+        return (
+            f"{program} logs {name}{flags}",
+            f"{kubectl} delete ftj {name}   # then mend the file and apply it again; artefacts stay",
+        )
+    if job.outcome == "Succeeded":
+        return (f"{program} logs {name}{flags} --stage {job.status.stages[-1].name}",) if job.status.stages else ()
+    if phase == "Suspended" or job.spec.run_policy.suspend:
+        resume = """-p '{"spec":{"runPolicy":{"suspend":false}}}'"""
+        return (f"{kubectl} patch ftj {name} --type merge {resume}",)
+    if any(one.type == "Stalled" and one.status == "True" for one in job.status.conditions):
+        return (f"{kubectl} edit ftj {name}   # or mend the file and apply it again",)
+    if phase is None:
+        return (f"{program} watch {name}{flags}", "kubectl -n finetune-system get pods   # is the operator running?")
+    return (f"{program} watch {name}{flags}", f"{program} logs {name}{flags} -f")
+
+
+# ------------------------------------------------------------------------------------------------------- several, lines
+
+
+def print_table(console: Console, jobs: Sequence[ClusterJob], now: datetime, with_namespace: bool) -> None:
+    """One row a job, with the columns that `kubectl get ftj` has."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
+    columns = ["NAME", "PHASE", "STAGE", "PROGRESS", "LOSS", "ETA", "RESTARTS", "AGE"]
+    for column in ["NAMESPACE", *columns] if with_namespace else columns:
+        table.add_column(column, no_wrap=True)
+    for job in jobs:
+        status, progress, phase = job.status, job.status.progress or ProgressStatus(), phase_of(job)
+        running = job.outcome is None
+        row = [
+            Text(job.name),
+            Text(phase, style=PHASE_STYLES.get(phase, "")),
+            status.stage.value if status.stage else "",
+            f"{progress.percent} %" if progress.percent is not None and running else "",
+            f"{progress.loss:.3f}" if progress.loss is not None else "",
+            human_seconds(progress.remaining_seconds) if progress.remaining_seconds is not None and running else "",
+            str(status.restarts),
+            ago(job.metadata.creation_timestamp, now),
+        ]
+        table.add_row(*([job.metadata.namespace, *row] if with_namespace else row))
+    with console.capture() as capture:
+        console.print(table)
+    console.file.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+
+
+def one_line(job: ClusterJob, now: datetime) -> str:
+    """Where the job is, in one line."""
+    status = job.status
+    parts = [phase_of(job)]
+    running = next((stage for stage in status.stages if stage.state in ("Running", "Failed")), None)
+    if running is not None:
+        parts.append(f"{running.name} {running.state.lower()}, attempt {running.attempt}")
+    if status.progress is not None and running is not None and running.state == "Running" and job.outcome is None:
+        parts.append(figures(status.progress, now))
+    told = notable(status.conditions, failure_is_shown=status.failure is not None)
+    parts += [f"{one.reason}: {one.message}" if one.message else one.reason for one in told]
+    if status.failure is not None:
+        hint = f" {status.failure.hint}" if status.failure.hint else ""
+        parts.append(f"{status.failure.failure_class} ({status.failure.reason}): {status.failure.message}{hint}")
+    return "  ".join(part for part in parts if part)
+
+
+def utc_now() -> datetime:
+    """The clock."""
+    return datetime.now(UTC)
+
+
+def _many(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"

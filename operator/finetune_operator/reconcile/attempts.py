@@ -1,0 +1,181 @@
+"""What has become of the attempts: each stage's newest child is looked at, and the status follows.
+
+A child whose attempt is higher than the status says was made before the status could be written: it is taken up as the
+current one, so that nothing is made twice. A child that the status names and that is not there was deleted by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from finetune_contract.report import TrainerReport
+from finetune_operator.api.types import StageStatus
+from finetune_operator.reconcile.course import Course, reference
+from finetune_operator.reconcile.endings import attempt_failed, stage_succeeded
+from finetune_operator.reconcile.failures import (
+    ECHOES,
+    Cause,
+    OperatorCause,
+    first_cause,
+    on_node_lost,
+    without_report,
+)
+from finetune_operator.reconcile.times import earliest, stamp
+from finetune_operator.reconcile.types import ChildView, PodView
+from finetune_operator.reconcile.waiting import waits
+
+GONE_SECONDS = 30
+"""A pod that is to be deleted and is still there that long after its grace period has a node that does not answer."""
+LAST_WORD_SECONDS = 30
+"""How long word of a pod may be behind word of its child."""
+CAUSE_SECONDS = 10
+"""The same when there is a cause already, and a better one may come."""
+HALF_DEAD_SECONDS = 60
+"""How long a child may run on after one of its pods has failed: its own controller usually ends it at once."""
+
+
+def settle(course: Course) -> Course:
+    """Follow the stages as far as they have come."""
+    while course.end is None and (current := course.current) is not None:
+        course = _look(course, current)
+        after = course.current
+        if after is not None and after.name == current.name:
+            break
+    return course
+
+
+def _look(course: Course, stage: StageStatus) -> Course:
+    newest = next(iter(course.children(stage.name)[-1:]), None)
+    if newest is not None and newest.attempt > stage.attempt:
+        course, stage = _taken_up(course, stage, newest)
+    if stage.state != "Running":
+        return course
+    if newest is None or newest.attempt < stage.attempt:
+        return course if course.spec.run_policy.suspend else attempt_failed(course, stage, _deleted(stage))
+    pods = course.pods(stage.name, stage.attempt)
+    match newest.state:
+        case "Succeeded":
+            return _succeeded(course, stage, newest, pods)
+        case "Failed":
+            return _failed(course, stage, newest, pods)
+        case "Pending" | "Running" | "Suspended":
+            return _underway(course, stage, newest, pods)
+
+
+def _taken_up(course: Course, stage: StageStatus, child: ChildView) -> tuple[Course, StageStatus]:
+    started = child.started or child.created
+    current = stage.model_copy(
+        update={
+            "state": "Running",
+            "attempt": child.attempt,
+            "start_time": stamp(started),
+            "completion_time": None,
+            "next_attempt_time": None,
+            "child": reference(child.ref),
+        }
+    )
+    first = course.status.start_time or stamp(started)
+    return (
+        course.with_stage(current)
+        .with_status(start_time=first)
+        .tell("StageStarted", f"Stage {stage.name} runs as {child.ref.kind} {child.ref.name}, attempt {child.attempt}.")
+    ), current
+
+
+def _deleted(stage: StageStatus) -> Cause:
+    what = "The object that ran the attempt" if stage.child is None else f"{stage.child.kind} {stage.child.name}"
+    return Cause(
+        OperatorCause.CHILD_DELETED,
+        "ChildDeleted",
+        f"{what} is not there any more, and the operator did not delete it.",
+        "To stop a job for a while set runPolicy.suspend; to end it delete the FineTuneJob.",
+    )
+
+
+def success_report(course: Course, pods: Sequence[PodView], stage: StageStatus) -> TrainerReport | None:
+    """The word of rank 0 that the stage of this very job ended well."""
+    reports = (pod.ended.report for pod in pods if pod.ended is not None)
+    return next(
+        (
+            report
+            for report in reports
+            if report is not None
+            and report.outcome == "succeeded"
+            and report.rank == 0
+            and report.stage.value == stage.name
+            and report.job == course.job.name
+        ),
+        None,
+    )
+
+
+def _succeeded(course: Course, stage: StageStatus, child: ChildView, pods: Sequence[PodView]) -> Course:
+    ended = child.finished or course.now
+    report = success_report(course, pods, stage)
+    if report is not None:
+        return stage_succeeded(course, stage, report, ended)
+    patience = ended + timedelta(seconds=LAST_WORD_SECONDS)
+    if course.now < patience and not (pods and all(pod.over for pod in pods)):
+        return replace(course.wake(patience), waiting=f"{child.ref.name} is done; its last word is on its way.")
+    return attempt_failed(course, stage, without_report(pods), ended)
+
+
+def _failed(course: Course, stage: StageStatus, child: ChildView, pods: Sequence[PodView]) -> Course:
+    ended = child.finished or course.now
+    cause = first_cause(child.stage, child, pods)
+    patience = ended + timedelta(seconds=CAUSE_SECONDS)
+    vague = cause.cause in ECHOES or cause.cause in (OperatorCause.CHILD_FAILED, OperatorCause.DEADLINE_EXCEEDED)
+    if vague and course.now < patience and not (pods and all(pod.over for pod in pods)):
+        return replace(course.wake(patience), waiting=f"{child.ref.name} has failed; its pods are still ending.")
+    return attempt_failed(course, stage, cause, ended)
+
+
+def _underway(course: Course, stage: StageStatus, child: ChildView, pods: Sequence[PodView]) -> Course:
+    if child.deleting:
+        return replace(course, waiting=f"{child.ref.kind} {child.ref.name} is being deleted.")
+    if (broken := _broken(course, child, pods)) is not None:
+        return attempt_failed(course, stage, broken)
+    course = course.wake(_next_look(pods))
+    held = waits(child, pods, course.now, course.settings.limits)
+    if held is not None and held.cause is not None:
+        return attempt_failed(course, stage, held.cause)
+    if held is not None:
+        return replace(course.wake(held.until), waiting=held.message)
+    if child.state == "Suspended":
+        said = f" {child.message}" if child.message else ""
+        return replace(course, waiting=f"{child.ref.kind} {child.ref.name} is suspended.{said}")
+    progress = course.observed.progress
+    return course if progress is None else course.with_status(progress=progress)
+
+
+def _broken(course: Course, child: ChildView, pods: Sequence[PodView]) -> Cause | None:
+    """The cause when a pod is lost for good and the child does not know: it would wait for ever."""
+    lost = next((pod for pod in pods if not pod.over and _passed(gone_after(pod), course.now)), None)
+    if lost is not None:
+        return on_node_lost(lost)
+    if any(_passed(_dead_after(pod), course.now) for pod in pods):
+        return first_cause(child.stage, child, pods)
+    return None
+
+
+def _next_look(pods: Sequence[PodView]) -> datetime | None:
+    """When the first pod will count as lost."""
+    return earliest(*(_dead_after(pod) if pod.over else gone_after(pod) for pod in pods))
+
+
+def _passed(time: datetime | None, now: datetime) -> bool:
+    return time is not None and time <= now
+
+
+def gone_after(pod: PodView) -> datetime | None:
+    """When a pod that is to be deleted counts as gone, whatever its node says; None: it is to stay."""
+    return None if pod.deleting_until is None else pod.deleting_until + timedelta(seconds=GONE_SECONDS)
+
+
+def _dead_after(pod: PodView) -> datetime | None:
+    """When a failed pod is a failure of the attempt, whatever its child says."""
+    if pod.phase != "Failed" or pod.ended is None or pod.ended.finished is None:
+        return None
+    return pod.ended.finished + timedelta(seconds=HALF_DEAD_SECONDS)

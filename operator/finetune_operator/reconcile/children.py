@@ -1,0 +1,115 @@
+"""What runs an attempt, seen the same way whatever its kind: a Job, a PyTorchJob, an MPIJob.
+
+Each kind has its own way to say that it is over, and each way its trap: a PyTorchJob's `Failed` stays for ever beside
+later conditions, an MPIJob says `Failed` before it is over when a pod is evicted, a Job says `FailureTarget` while its
+pods still end. The traps are taken here, so that nobody above has to know the kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from pydantic import JsonValue, ValidationError
+
+from finetune_contract.choices import Stage
+from finetune_operator.reconcile.raw import Meta, RawChild, RawCondition
+from finetune_operator.reconcile.types import ChildState, ChildView, ObjectRef
+from finetune_operator.rendering.types import ATTEMPT_LABEL, STAGE_LABEL
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far a child is, in the words of its own controller."""
+
+    state: ChildState
+    said: RawCondition | None = None
+    """The condition that says so."""
+    finished: datetime | None = None
+
+
+def child_view(value: Mapping[str, JsonValue]) -> ChildView | None:
+    """The child, or None for what is none of ours: another kind, or without the labels of an attempt."""
+    try:
+        raw = RawChild.model_validate(value)
+    except ValidationError:
+        return None
+    read = _READERS.get((raw.api_version, raw.kind))
+    attempt = attempt_of(raw.metadata)
+    if read is None or attempt is None:
+        return None
+    verdict = read(raw)
+    said = verdict.said
+    return ChildView(
+        ref=ObjectRef(raw.api_version, raw.kind, raw.metadata.name, raw.metadata.uid or None),
+        stage=attempt[0],
+        attempt=attempt[1],
+        created=raw.metadata.creation_timestamp,
+        state=verdict.state,
+        reason=said.reason if said else "",
+        message=said.message if said else "",
+        started=raw.status.start_time,
+        finished=verdict.finished,
+        deleting=raw.metadata.deletion_timestamp is not None,
+    )
+
+
+def attempt_of(metadata: Meta) -> tuple[Stage, int] | None:
+    """Stage and attempt from our labels; None when they are missing or no words of ours."""
+    stage, attempt = metadata.labels.get(STAGE_LABEL, ""), metadata.labels.get(ATTEMPT_LABEL, "")
+    if stage not in list(Stage) or not (attempt.isascii() and attempt.isdecimal()):
+        return None
+    return Stage(stage), int(attempt)
+
+
+def _job(raw: RawChild) -> Verdict:
+    """batch/v1. `FailureTarget` comes before `Failed`, and `SuccessCriteriaMet` before `Complete`: pods still end then.
+
+    A Job counts pods that only wait as active, so it is running when one of them is ready.
+    """
+    if done := raw.condition("Complete"):
+        return Verdict("Succeeded", done, raw.status.completion_time or done.last_transition_time)
+    if failed := raw.condition("Failed"):
+        return Verdict("Failed", failed, failed.last_transition_time)
+    if raw.spec.suspend:
+        return Verdict("Suspended", raw.condition("Suspended"))
+    target = raw.condition("FailureTarget")
+    return Verdict("Running" if raw.status.ready else "Pending", target)
+
+
+def _pytorch_job(raw: RawChild) -> Verdict:
+    """kubeflow.org/v1. `Failed` is sticky and may come without a completion time; the first word of an end counts."""
+    if failed := raw.condition("Failed"):
+        return Verdict("Failed", failed, raw.status.completion_time or failed.last_transition_time)
+    if done := raw.condition("Succeeded"):
+        return Verdict("Succeeded", done, raw.status.completion_time or done.last_transition_time)
+    return _kubeflow_underway(raw)
+
+
+def _mpi_job(raw: RawChild) -> Verdict:
+    """kubeflow.org/v2beta1. It is over when it says so and has a completion time: an eviction sets `Failed` alone, and
+    the launcher may still be tried again.
+    """
+    over = raw.status.completion_time
+    if over is not None and (done := raw.condition("Succeeded")):
+        return Verdict("Succeeded", done, over)
+    if over is not None and (failed := raw.condition("Failed")):
+        return Verdict("Failed", failed, over)
+    return _kubeflow_underway(raw)
+
+
+def _kubeflow_underway(raw: RawChild) -> Verdict:
+    if raw.spec.run_policy.suspend:
+        return Verdict("Suspended", raw.condition("Suspended"))
+    running = raw.condition("Running")
+    return Verdict("Running" if running else "Pending", running)
+
+
+_READERS: Mapping[tuple[str, str], Callable[[RawChild], Verdict]] = {
+    ("batch/v1", "Job"): _job,
+    ("kubeflow.org/v1", "PyTorchJob"): _pytorch_job,
+    ("kubeflow.org/v2beta1", "MPIJob"): _mpi_job,
+}
+CHILD_KINDS: tuple[tuple[str, str], ...] = tuple(_READERS)
+"""apiVersion and kind of everything that can run an attempt."""

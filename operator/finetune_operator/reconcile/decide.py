@@ -1,0 +1,363 @@
+"""One decision: from what the job, its children and its pods are, to what is done next.
+
+`decide` is level-based: it looks at the whole world each time and remembers nothing. What has to survive is in the
+status. In one pass deletions come first, then creations, then the status, then events; so the status may lag behind the
+world, and never the other way round. Read `decide` for the order of the phases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from finetune_contract.choices import Stage
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.types import Condition, ConditionType, FineTuneJobStatus, StageStatus
+from finetune_operator.planning.types import JobPlan, PlanRefused
+from finetune_operator.reconcile.attempts import gone_after, settle
+from finetune_operator.reconcile.course import Course, Stalled, reference
+from finetune_operator.reconcile.endings import delay_seconds, give_up, refused
+from finetune_operator.reconcile.failures import Cause, OperatorCause
+from finetune_operator.reconcile.planned import plan_now, plan_sentence, plan_status, problems_text
+from finetune_operator.reconcile.results import cost_after
+from finetune_operator.reconcile.status import complete, condition, ended
+from finetune_operator.reconcile.times import moment, stamp
+from finetune_operator.reconcile.types import ChildView, Decision, EventNote, JobView, ObjectRef, Observed, Refusal
+from finetune_operator.rendering.manifests import render, shared, stage
+from finetune_operator.rendering.types import Attempt, Manifest, Owner, ProgressEndpoint, RenderContext
+
+MANAGER = "finetune.dev/operator"
+"""`runPolicy.managedBy` of jobs that are ours; left out, they are ours too."""
+
+LEAST_REFUSED_SECONDS = 1.0
+"""Delay before an object that was refused is tried again, also where restarts have none: a refusal comes back at once.
+"""
+
+
+def decide(
+    job: JobView, observed: Observed, now: datetime, settings: Settings, progress: ProgressEndpoint | None = None
+) -> Decision:
+    """What to do about `job` now. Equal values give an equal decision; on the world that it made it changes nothing."""
+    if job.deleting or job.managed_by not in (None, "", MANAGER):
+        return Decision(status=job.status)
+    course = Course(job, observed, now, settings, progress, job.status, end=ended(job.status))
+    if course.end is not None:
+        return after_the_end(course).decision()
+    for phase in (accept, plan_ahead, meet_refusals, settle, keep_deadline, hold, finish, proceed):
+        course = phase(course)
+        if course.over or course.end is not None:
+            break
+    return conclude(course).decision()
+
+
+# ------------------------------------------------------------------------------------------------------------ the end
+
+
+def after_the_end(course: Course) -> Course:
+    """A job that has ended creates nothing, ever. What still runs of it goes; what is finished stays for its logs."""
+    left = [child for child in course.observed.children if child.state not in ("Succeeded", "Failed")]
+    course = course.deleting(*left)
+    if course.status.observed_generation != course.job.generation:
+        seen = course.job.generation
+        conditions = tuple(one.model_copy(update={"observed_generation": seen}) for one in course.status.conditions)
+        course = course.with_status(observed_generation=seen, conditions=conditions)
+    finished, job = moment(course.status.completion_time), course.job.job
+    if finished is None or job is None:
+        return course
+    own = job.spec.run_policy.ttl_seconds_after_finished
+    seconds = course.settings.defaults.ttl_seconds_after_finished if own is None else own
+    if seconds is None:
+        return course
+    until = finished + timedelta(seconds=seconds)
+    return replace(course, delete_job=True) if until <= course.now else course.wake(until)
+
+
+def conclude(course: Course) -> Course:
+    """The whole status, and events for what became true or false of the spec and the plan."""
+    after = complete(course)
+    accepted, refusal = _turned(course, after, "Accepted"), _turned(course, after, "Planned")
+    if accepted is not None and accepted.status == "False":
+        course = course.tell("InvalidSpec", accepted.message, warning=True)
+    elif accepted is not None:
+        course = replace(course, events=(EventNote("Normal", "JobAccepted", accepted.message), *course.events))
+    if refusal is not None and refusal.status == "False":
+        course = course.tell("PlanRefused", refusal.message, warning=True)
+    return replace(course, status=after)
+
+
+def _turned(course: Course, after: FineTuneJobStatus, kind: ConditionType) -> Condition | None:
+    """The condition, when it says something else than before."""
+    was, now = condition(course.job.status, kind), condition(after, kind)
+    if was is not None and now is not None and (was.status, was.message) == (now.status, now.message):
+        return None
+    return now
+
+
+# -------------------------------------------------------------------------------------------------------- before stages
+
+
+def accept(course: Course) -> Course:
+    """Stop at a spec that cannot be run. What runs already is left alone: settings may have become stricter."""
+    if course.job.job is not None:
+        return course
+    if not course.started:
+        course = course.with_status(plan=None, stages=())
+    return replace(course, over=True, suspended=course.job.status.phase == "Suspended")
+
+
+def context(course: Course) -> RenderContext:
+    """What rendering needs to know of the surroundings."""
+    owner = Owner(course.job.name, course.job.uid)
+    return RenderContext(course.job.namespace, course.spec, course.settings, owner, course.endpoint)
+
+
+def plan_ahead(course: Course) -> Course:
+    """The plan of a job of which nothing has started, anew in each pass: the spec or the cluster may have changed."""
+    if course.started and course.status.plan is not None:
+        return course
+    try:
+        made = plan_now(course)
+        render(made, context(course))
+    except PlanRefused as problems:
+        # Not kept: the plan of an earlier spec is not this one's.
+        plan = course.status.plan if course.started else None
+        return replace(course.with_status(plan=plan), refused=problems.problems, over=True)
+    after = plan_status(made)
+    if after != course.status.plan:
+        course = course.tell("Planned", f"Planned {plan_sentence(made)}")
+    stages = course.status.stages if course.started else tuple(_unbegun(course, name) for name in made.stages)
+    return course.with_status(plan=after, stages=stages)
+
+
+def _unbegun(course: Course, name: Stage) -> StageStatus:
+    """A stage before its first attempt; a refusal of the API server that it waits out is kept."""
+    return course.stored(name.value) or StageStatus(name=name.value, state="Pending", attempt=0)
+
+
+def meet_refusals(course: Course) -> Course:
+    """What the API server did not take the last time: final, or to be tried again."""
+    current = course.current
+    if current is None or not course.observed.refusals:
+        return course
+    refusal = course.observed.refusals[0]
+    what = f"{refusal.ref.kind} {refusal.ref.name}"
+    cause: Cause | None = None
+    if refusal.code == 409:
+        cause = refused(OperatorCause.NAME_TAKEN, what, refusal.message)
+    elif refusal.code in (400, 405, 406, 413, 415, 422):
+        cause = refused(OperatorCause.REFUSED, what, refusal.message)
+    if cause is not None:
+        return give_up(course, current, cause.told(Stage(current.name), _next_number(current)))
+    return _tried_again(course, current, refusal, what)
+
+
+def _next_number(current: StageStatus) -> int:
+    """The attempt that was to be made."""
+    return current.attempt if current.state == "Running" else current.attempt + 1
+
+
+def _tried_again(course: Course, current: StageStatus, refusal: Refusal, what: str) -> Course:
+    """Quota, rights, a kind that is not served: others can mend it, so it is tried again with growing delay."""
+    in_row = current.failures_in_row + 1
+    seconds = max(LEAST_REFUSED_SECONDS, delay_seconds(course.settings.limits, in_row))
+    held = current.model_copy(
+        update={
+            "state": "Pending" if current.state == "Running" else current.state,
+            "child": None if current.state == "Running" else current.child,
+            "next_attempt_time": stamp(course.now + timedelta(seconds=seconds)),
+            "failures_in_row": in_row,
+        }
+    )
+    message = f"The API server refuses {what} for now: {refusal.message}"
+    course = replace(course.with_stage(held), stalled=Stalled("Refused", message))
+    before = condition(course.job.status, "Stalled")
+    if before is None or before.reason != "Refused":
+        course = course.tell("Refused", f"{message} It is tried again.", warning=True)
+    return replace(course, delete=(*course.delete, *_made_before(course, current, refusal.ref)))
+
+
+def _made_before(course: Course, current: StageStatus, ref: ObjectRef) -> tuple[ObjectRef, ...]:
+    """What the refused attempt did get: it is made anew, as the spec may change until then."""
+    try:
+        manifests = _attempt(course, plan_now(course), current, _next_number(current))
+    except PlanRefused:
+        return ()
+    refs = [_ref(manifest) for manifest in manifests]
+    names = [(one.kind, one.name) for one in refs]
+    return tuple(refs[: names.index((ref.kind, ref.name))]) if (ref.kind, ref.name) in names else ()
+
+
+# --------------------------------------------------------------------------------------------------------- between them
+
+
+def keep_deadline(course: Course) -> Course:
+    """End a job that has lived longer than it may, counted as batch/v1 Job does: anew after each suspension."""
+    seconds, began = course.spec.run_policy.active_deadline_seconds, moment(course.status.start_time)
+    current = course.current
+    if seconds is None or began is None or current is None:
+        return course
+    until = began + timedelta(seconds=seconds)
+    if course.now < until:
+        return course.wake(until)
+    cause = Cause(
+        OperatorCause.DEADLINE_EXCEEDED,
+        "DeadlineExceeded",
+        f"The job has run for {seconds} s, which is all that runPolicy.activeDeadlineSeconds allows.",
+        "Create a new job with a longer deadline; results in the workspace are kept.",
+    )
+    if current.state == "Running":
+        cost = cost_after(course.status, course.spec, course.settings, current, course.now)
+        course = course.with_status(cost=cost)
+    return give_up(course, current, cause.told(Stage(current.name), current.attempt))
+
+
+def hold(course: Course) -> Course:
+    """Stop for as long as `runPolicy.suspend` holds; the running attempt saves a checkpoint when it is deleted."""
+    was = course.job.status.phase == "Suspended"
+    current = course.current
+    if not course.spec.run_policy.suspend:
+        return course.tell("Resumed", "The job goes on.") if was else course
+    if current is None:
+        return course
+    course = replace(course.with_status(start_time=None), suspended=True)
+    if current.state == "Running":
+        cost = cost_after(course.status, course.spec, course.settings, current, course.now)
+        stopped = current.model_copy(update={"state": "Suspended", "completion_time": stamp(course.now)})
+        course = course.with_status(cost=cost).with_stage(stopped).deleting(*course.children(current.name))
+        message = f"Stage {current.name}, attempt {current.attempt}, is stopped: runPolicy.suspend is true."
+    else:
+        message = "Nothing is started: runPolicy.suspend is true."
+    return course if was else course.tell("Suspended", message)
+
+
+def finish(course: Course) -> Course:
+    """All stages have succeeded."""
+    if course.current is not None:
+        return course
+    metrics = course.status.artifacts.metrics if course.status.artifacts is not None else {}
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in list(metrics.items())[:4])
+    where = course.status.artifacts.model if course.status.artifacts is not None else None
+    parts = [f"model at {where}"] if where is not None else []
+    parts += [figures] if figures else []
+    course = course.with_status(completion_time=stamp(course.now), failure=None)
+    return replace(
+        course.tell("Succeeded", f"All stages have succeeded{': ' if parts else ''}{'; '.join(parts)}."),
+        end="Succeeded",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- attempts
+
+
+def proceed(course: Course) -> Course:
+    """Start the next attempt, once nothing of the one before it runs any more and its delay is over."""
+    current = course.current
+    assert current is not None, "finish comes first"
+    course = course.deleting(*_leftovers(course, current))
+    if current.state == "Running":
+        return course
+    course = _deleting_told(course, current)
+    if course.suspended:
+        return course
+    if (waiting := _still_running(course, current)) is not None:
+        return replace(waiting, stalled=course.stalled)
+    at = moment(current.next_attempt_time)
+    if at is not None and course.now < at:
+        return _delayed(course, current, at)
+    return _started(course, current)
+
+
+def _leftovers(course: Course, current: StageStatus) -> Sequence[ChildView]:
+    """Children that should not run: of other stages, or older than the current attempt."""
+    return [
+        child
+        for child in course.observed.children
+        if child.state not in ("Succeeded", "Failed")
+        and (child.stage.value != current.name or child.attempt < current.attempt)
+    ]
+
+
+def _deleting_told(course: Course, current: StageStatus) -> Course:
+    """Delete the children of an attempt whose end the stored status tells; before that their pods' word is needed."""
+    stored = course.stored(current.name)
+    if stored is None or (stored.state, stored.attempt) != (current.state, current.attempt):
+        return course
+    return course.deleting(*(child for child in course.children(current.name) if child.attempt <= current.attempt))
+
+
+def _still_running(course: Course, current: StageStatus) -> Course | None:
+    """The course of a job that has to wait for the end of an earlier attempt: two would write to one place."""
+    pods = [
+        pod
+        for pod in course.observed.pods
+        if pod.stage.value == current.name and not pod.over and ((gone := gone_after(pod)) is None or course.now < gone)
+    ]
+    children = [
+        child
+        for child in course.children(current.name)
+        if child.state not in ("Succeeded", "Failed") and not child.deleting
+    ]
+    if not pods and not children:
+        return None
+    for pod in pods:
+        course = course.wake(gone_after(pod))
+    names = ", ".join(pod.name for pod in pods[:3]) or ", ".join(child.ref.name for child in children)
+    return replace(course, waiting=f"Waiting for the end of attempt {current.attempt}: {names} still runs.")
+
+
+def _delayed(course: Course, current: StageStatus, at: datetime) -> Course:
+    number = current.attempt + 1
+    words = f"Attempt {number} of stage {current.name} starts at {stamp(at)}"
+    failure = course.status.failure
+    because = f", after {failure.failure_class}: {failure.message}" if failure is not None else "."
+    before = condition(course.job.status, "Stalled")
+    if course.stalled is None and before is not None and before.reason == "Refused":
+        course = replace(course, stalled=Stalled(before.reason, before.message))
+    return replace(course.wake(at), waiting=f"{words}{because}")
+
+
+def _attempt(course: Course, made: JobPlan, current: StageStatus, number: int) -> tuple[Manifest, ...]:
+    attempt = Attempt(Stage(current.name), number, current.avoided_nodes)
+    return stage(made, context(course), attempt)
+
+
+def _ref(manifest: Manifest) -> ObjectRef:
+    metadata = manifest["metadata"]
+    assert isinstance(metadata, dict), "a manifest without metadata was rendered"
+    return ObjectRef(str(manifest["apiVersion"]), str(manifest["kind"]), str(metadata["name"]))
+
+
+def _started(course: Course, current: StageStatus) -> Course:
+    """Create the next attempt. The claim is made once: it holds the results, and a new one would hide their loss."""
+    number = current.attempt + 1
+    try:
+        made = plan_now(course)
+        own = _attempt(course, made, current, number)
+    except PlanRefused as problems:
+        cause = Cause(
+            OperatorCause.PLAN_REFUSED,
+            "PlanRefused",
+            f"Attempt {number} cannot be planned: {problems_text(problems.problems)}",
+            "Create a new job with the change that the message names.",
+        )
+        return give_up(course, current, cause.told(Stage(current.name), number))
+    child = _ref(own[-1])
+    now = stamp(course.now)
+    running = current.model_copy(
+        update={
+            "state": "Running",
+            "attempt": number,
+            "start_time": now,
+            "completion_time": None,
+            "next_attempt_time": None,
+            "child": reference(child),
+        }
+    )
+    first = () if course.started else shared(made, context(course))
+    course = course.with_stage(running).with_status(start_time=course.status.start_time or now, progress=None)
+    return replace(
+        course.tell("StageStarted", f"Stage {current.name} runs as {child.kind} {child.name}, attempt {number}."),
+        create=(*course.create, *first, *own),
+        waiting=f"Waiting for the pods of {child.name} to be created.",
+    )

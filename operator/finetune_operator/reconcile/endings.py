@@ -1,0 +1,200 @@
+"""What follows from the end of an attempt: the next stage, another attempt after a delay, or the end of the job.
+
+The status tells a failure before anything of the attempt is deleted: its pods hold the only word of the cause. Here
+things are only written down; `proceed` acts on them in a later pass.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from finetune_contract.choices import Stage
+from finetune_contract.report import TrainerReport
+from finetune_operator.api.settings import Limits
+from finetune_operator.api.types import FailureStatus, StageStatus
+from finetune_operator.planning.quantities import human_seconds
+from finetune_operator.planning.types import PlanRefused
+from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.failures import Cause, CauseClass, OperatorCause, Remedy
+from finetune_operator.reconcile.planned import (
+    NothingLeftToAdapt,
+    adapt,
+    measured_status,
+    plan_now,
+    plan_sentence,
+    plan_status,
+    problems_text,
+)
+from finetune_operator.reconcile.results import artifacts, cost_after, finished_progress, headline, numbers
+from finetune_operator.reconcile.times import moment, stamp
+
+STEADY_SECONDS = 600
+"""An attempt that ran for that long was no quick failure: the delay before the next one begins anew."""
+MOST_AVOIDED = 16
+
+
+def stage_succeeded(course: Course, stage: StageStatus, report: TrainerReport, at: datetime) -> Course:
+    """The stage is done; after prepare the plan is made anew on what it measured."""
+    kind = Stage(stage.name)
+    done = stage.model_copy(update={"state": "Succeeded", "completion_time": stamp(at), "next_attempt_time": None})
+    failure = course.status.failure
+    before = course.status.progress
+    course = course.with_stage(done).with_status(
+        artifacts=artifacts(course.status, course.spec, course.job.name, kind, report),
+        cost=cost_after(course.status, course.spec, course.settings, stage, at),
+        progress=finished_progress(before),
+        failure=None if failure is not None and failure.stage == stage.name else failure,
+    )
+    figure = headline(numbers(report.metrics))
+    took = f" in {human_seconds(_ran(stage, at))}"
+    course = course.tell("StageSucceeded", f"Stage {stage.name} succeeded{took}{f': {figure}' if figure else ''}.")
+    if report.measured is None:
+        return course
+    return _replanned(course.with_status(measured=measured_status(report.measured)), done)
+
+
+def _replanned(course: Course, stage: StageStatus) -> Course:
+    try:
+        made = plan_now(course)
+    except PlanRefused as refused:
+        # The spec can no longer change, and what was measured stays as it is.
+        cause = Cause(
+            OperatorCause.PLAN_REFUSED,
+            "DoesNotFit",
+            f"What prepare measured cannot be planned as asked: {problems_text(refused.problems)}",
+            "Create a new job with the change that the message names.",
+        )
+        return give_up(course, stage, cause.told(Stage(stage.name), stage.attempt))
+    after = plan_status(made)
+    if after == course.status.plan:
+        return course
+    return course.with_status(plan=after).tell("Planned", f"Planned anew on measured facts: {plan_sentence(made)}")
+
+
+def _ran(stage: StageStatus, until: datetime) -> float:
+    started = moment(stage.start_time)
+    return 0.0 if started is None else max(0.0, (until - started).total_seconds())
+
+
+def attempt_failed(course: Course, stage: StageStatus, cause: Cause, at: datetime | None = None) -> Course:
+    """Write down the failure of the stage's attempt and what follows from it."""
+    ended = at or course.now
+    failure = cause.told(Stage(stage.name), stage.attempt, course.observed.logs)
+    course = course.with_status(
+        failure=failure, cost=cost_after(course.status, course.spec, course.settings, stage, ended)
+    )
+    on = "" if failure.node is None else f" on {failure.node}"
+    where = "" if failure.pod is None else f" (pod {failure.pod}{on})"
+    course = course.tell(
+        "StageFailed",
+        f"Stage {stage.name}, attempt {stage.attempt}, failed{where}: {failure.message}",
+        warning=True,
+    )
+    match _remedy(course, stage, cause):
+        case Remedy.FAIL:
+            return give_up(course, stage, failure)
+        case Remedy.FREE:
+            return _again(course, stage, cause, "free of charge")
+        case Remedy.COUNTED:
+            return _counted(course, stage, cause, failure)
+        case Remedy.ADAPT:
+            return _adapted(course, stage, cause, failure)
+
+
+def _remedy(course: Course, stage: StageStatus, cause: Cause) -> Remedy:
+    """The table's, but that memory can be adapted in train only, and only when the job wants it."""
+    if cause.remedy is not Remedy.ADAPT:
+        return cause.remedy
+    if course.spec.run_policy.on_out_of_memory == "fail":
+        return Remedy.FAIL
+    return Remedy.ADAPT if stage.name == "train" else Remedy.COUNTED
+
+
+def _counted(course: Course, stage: StageStatus, cause: Cause, failure: FailureStatus) -> Course:
+    used, most = course.status.counted_restarts, course.spec.run_policy.max_restarts
+    if used >= most:
+        return give_up(course, stage, failure, f"runPolicy.maxRestarts ({most}) restarts are used up.")
+    course = course.with_status(counted_restarts=used + 1)
+    return _again(course, stage, cause, f"{used + 1} of {most} restarts that runPolicy.maxRestarts allows")
+
+
+def _adapted(course: Course, stage: StageStatus, cause: Cause, failure: FailureStatus) -> Course:
+    try:
+        course, reason = adapt(course, stage.attempt)
+    except (NothingLeftToAdapt, PlanRefused) as nothing:
+        why = problems_text(nothing.problems) if isinstance(nothing, PlanRefused) else str(nothing)
+        return give_up(course, stage, failure, f"No plan that needs less memory is left: {why}")
+    return _again(course.tell("MemoryAdapted", reason), stage, cause, "with less memory a process")
+
+
+def _again(course: Course, stage: StageStatus, cause: Cause, how: str) -> Course:
+    """Another attempt after a delay that doubles with each failure in a row."""
+    steady = _ran(stage, course.now) >= STEADY_SECONDS
+    in_row = 1 if steady else stage.failures_in_row + 1
+    seconds = delay_seconds(course.settings.limits, in_row)
+    avoided = stage.avoided_nodes
+    if cause.bad_node is not None and cause.bad_node not in avoided:
+        avoided = (*avoided, cause.bad_node)[-MOST_AVOIDED:]
+    waiting = stage.model_copy(
+        update={
+            "state": "Failed",
+            "completion_time": stamp(course.now),
+            "next_attempt_time": stamp(course.now + timedelta(seconds=seconds)),
+            "failures_in_row": in_row,
+            "avoided_nodes": avoided,
+        }
+    )
+    keep_away = f" It keeps away from node {cause.bad_node}." if cause.bad_node is not None else ""
+    return (
+        course.with_stage(waiting)
+        .with_status(restarts=course.status.restarts + 1)
+        .tell(
+            "Restarting",
+            f"Stage {stage.name} starts again as attempt {stage.attempt + 1} in {human_seconds(seconds)}, {how}."
+            f"{keep_away}",
+        )
+    )
+
+
+def delay_seconds(limits: Limits, in_row: int) -> float:
+    """Delay before the attempt that follows `in_row` failures in a row."""
+    # 2^30 s are 34 years; the bound keeps the power a number.
+    doubled: float = limits.restart_delay_seconds * 2 ** min(max(0, in_row - 1), 30)
+    return min(limits.restart_delay_most_seconds, doubled)
+
+
+def give_up(course: Course, stage: StageStatus | None, failure: FailureStatus, why: str = "") -> Course:
+    """The job has failed for good."""
+    if why:
+        hint = f"{why} {failure.hint}" if failure.hint else why
+        failure = failure.model_copy(update={"hint": hint})
+    now = stamp(course.now)
+    if stage is not None and stage.state != "Succeeded":
+        course = course.with_stage(
+            stage.model_copy(update={"state": "Failed", "completion_time": now, "next_attempt_time": None})
+        )
+    hint = f" {failure.hint}" if failure.hint else ""
+    return replace(
+        course.with_status(failure=failure, completion_time=now).tell(
+            "Failed", f"The job has failed ({failure.failure_class}): {failure.message}{hint}", warning=True
+        ),
+        end="Failed",
+    )
+
+
+def refused(kind: CauseClass, what: str, message: str) -> Cause:
+    """The API server did not take an object."""
+    if kind is OperatorCause.NAME_TAKEN:
+        return Cause(
+            kind,
+            "NameTaken",
+            f"{what} belongs to somebody else, and the job needs that name: {message}",
+            "Delete or rename that object, or create the job under another name.",
+        )
+    return Cause(
+        kind,
+        "Refused",
+        f"The API server refuses {what}: {message}",
+        "Change what the message names (often something under template) in a new job.",
+    )

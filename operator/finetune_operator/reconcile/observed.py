@@ -1,0 +1,172 @@
+"""Raw JSON of the API server -> the values that decisions are made of.
+
+Parsed once, at the door. What cannot be read is never guessed: a status of ours that cannot be read counts as empty, as
+everything in it is found again from the children; an object without our labels is none of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import JsonValue, ValidationError
+
+from finetune_contract.choices import Stage
+from finetune_contract.report import TrainerReport
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.types import FineTuneJobStatus
+from finetune_operator.api.validation import validate_job
+from finetune_operator.reconcile.children import attempt_of
+from finetune_operator.reconcile.raw import Meta, RawPod
+from finetune_operator.reconcile.types import Ended, JobView, Observed, PodView, Waiting
+from finetune_operator.rendering.pods import CONTAINER_NAME
+
+LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
+"""kubectl's copy of the whole object: what is wrong in it is told once, for the object itself."""
+MOST_LOGS = 3
+"""Pods whose logs are asked for: the first to fail are the ones that know why."""
+_INDEX_LABELS = ("batch.kubernetes.io/job-completion-index", "training.kubeflow.org/replica-index")
+_ROLE_LABEL = "training.kubeflow.org/job-role"
+_LAUNCHER_ROLE = "launcher"
+_NOT_WAITING = frozenset({"", "ContainerCreating", "PodInitializing"})
+"""What the kubelet calls waiting and is a start that goes on."""
+
+
+def job_view(value: Mapping[str, JsonValue], settings: Settings) -> JobView:
+    """The FineTuneJob as it was read. ValidationError when it has no metadata, which no API server sends."""
+    meta = Meta.model_validate(value["metadata"])
+    annotations: dict[str, JsonValue] = {key: text for key, text in meta.annotations.items() if key != LAST_APPLIED}
+    labels: dict[str, JsonValue] = {**meta.labels}
+    metadata: dict[str, JsonValue] = {
+        "name": meta.name,
+        "namespace": meta.namespace,
+        "uid": meta.uid,
+        "generation": meta.generation,
+        "labels": labels,
+        "annotations": annotations,
+    }
+    document: dict[str, JsonValue] = {
+        "apiVersion": value.get("apiVersion"),
+        "kind": value.get("kind"),
+        "metadata": metadata,
+        "spec": value.get("spec"),
+    }
+    job, problems = validate_job(document, settings)
+    return JobView(
+        name=meta.name,
+        namespace=meta.namespace,
+        uid=meta.uid,
+        generation=meta.generation,
+        created=meta.creation_timestamp,
+        deleting=meta.deletion_timestamp is not None,
+        managed_by=_managed_by(value.get("spec")),
+        job=job,
+        problems=tuple(problems),
+        status=_status(value.get("status")),
+    )
+
+
+def _managed_by(spec: JsonValue) -> str | None:
+    policy = spec.get("runPolicy") if isinstance(spec, dict) else None
+    manager = policy.get("managedBy") if isinstance(policy, dict) else None
+    return manager if isinstance(manager, str) else None
+
+
+def _status(value: JsonValue) -> FineTuneJobStatus:
+    try:
+        return FineTuneJobStatus.model_validate(value or {})
+    except ValidationError:
+        return FineTuneJobStatus()
+
+
+def pod_view(value: Mapping[str, JsonValue]) -> PodView | None:
+    """The pod, or None when it belongs to no attempt of ours."""
+    try:
+        raw = RawPod.model_validate(value)
+    except ValidationError:
+        return None
+    attempt = attempt_of(raw.metadata)
+    if attempt is None:
+        return None
+    scheduled = raw.condition("PodScheduled")
+    unschedulable = scheduled is not None and scheduled.status == "False" and scheduled.reason == "Unschedulable"
+    disrupted = raw.condition("DisruptionTarget")
+    status = raw.status
+    return PodView(
+        name=raw.metadata.name,
+        uid=raw.metadata.uid,
+        stage=attempt[0],
+        attempt=attempt[1],
+        created=raw.metadata.creation_timestamp,
+        phase=status.phase,
+        index=_index(raw.metadata.labels),
+        node=raw.spec.node_name,
+        scheduled=scheduled.last_transition_time if scheduled is not None and scheduled.holds else None,
+        unschedulable=scheduled.message if scheduled is not None and unschedulable else None,
+        waiting=_waiting(raw),
+        ended=_ended(raw),
+        disruption=disrupted.reason if disrupted is not None and disrupted.holds else None,
+        status_reason=status.reason or None,
+        status_message=status.message or None,
+        deleting_until=raw.metadata.deletion_timestamp,
+    )
+
+
+def _index(labels: Mapping[str, str]) -> int | None:
+    """Node rank. The launcher of an MPIJob has a replica index too, and is no node."""
+    if labels.get(_ROLE_LABEL) == _LAUNCHER_ROLE:
+        return None
+    found = next((labels[label] for label in _INDEX_LABELS if label in labels), "")
+    return int(found) if found.isascii() and found.isdecimal() else None
+
+
+def _waiting(raw: RawPod) -> Waiting | None:
+    """Why a container does not start, its init containers first: those come before."""
+    for container in (*raw.status.init_container_statuses, *raw.status.container_statuses):
+        state = container.state.waiting
+        if state is not None and state.reason not in _NOT_WAITING:
+            return Waiting(state.reason, state.message)
+    return None
+
+
+def _ended(raw: RawPod) -> Ended | None:
+    """How the trainer's container ended. It never starts again in its pod, so there is no earlier end to look for."""
+    for container in raw.status.container_statuses:
+        ended = container.state.terminated
+        if container.name == CONTAINER_NAME and ended is not None:
+            return Ended(ended.exit_code, ended.reason, ended.finished_at, _report(ended.message))
+    return None
+
+
+def _report(message: str) -> TrainerReport | None:
+    try:
+        return TrainerReport.model_validate_json(message)
+    except ValidationError:
+        return None
+
+
+def wanted_logs(job: JobView, observed: Observed) -> tuple[str, ...]:
+    """Pods of the current attempt that failed and whose log end is not known yet, the first to fail first, at most 3.
+
+    The shell reads them before it decides, and hands over an empty text where there is none to be had. An attempt whose
+    failure the status tells already needs no log any more.
+    """
+    if not observed.children:
+        return ()
+    newest = max(observed.children, key=lambda child: (list(Stage).index(child.stage), child.attempt))
+    for stage in job.status.stages:
+        told = stage.attempt >= newest.attempt and stage.state not in ("Pending", "Running")
+        if stage.name == newest.stage.value and told:
+            return ()
+    failed = [
+        pod
+        for pod in observed.pods
+        if pod.phase == "Failed" and (pod.stage, pod.attempt) == (newest.stage, newest.attempt)
+    ]
+    first = sorted(failed, key=lambda pod: (_ended_at(pod), pod.name))[:MOST_LOGS]
+    known = {name for name, _ in observed.logs}
+    return tuple(pod.name for pod in first if pod.name not in known)
+
+
+def _ended_at(pod: PodView) -> float:
+    """For sorting; a pod that the kubelet says nothing of comes last."""
+    return pod.ended.finished.timestamp() if pod.ended and pod.ended.finished else float("inf")

@@ -1,0 +1,146 @@
+"""The job's plan: made when it is needed, from values that are all in the job and its status.
+
+So a plan never has to be stored whole: after a restart of the operator the same values give the same plan. It is made
+anew when the spec changes before anything has started, after prepare has measured, and after memory ran out. The
+launcher stays what it was when the job started, whatever is installed later.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from pydantic import BaseModel, JsonValue, ValidationError
+
+from finetune_contract.facts import DataFacts, ModelFacts
+from finetune_contract.report import MeasuredFacts
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.types import AdaptationStatus, EstimateStatus, LauncherName, MeasuredStatus, PlanStatus
+from finetune_operator.planning.adapt import next_adaptation
+from finetune_operator.planning.batch import batch_arithmetic
+from finetune_operator.planning.placement import LAUNCHER_ORDER
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.types import Adaptation, Facts, JobPlan, PlanRefused
+from finetune_operator.reconcile.course import Course
+
+MOST_REASONS = 64
+MOST_ADAPTATIONS = 32
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def plan_now(course: Course) -> JobPlan:
+    """The plan in force; PlanRefused as `plan` does."""
+    return plan(course.accepted, _facts(course), course.settings, _adaptation(course))
+
+
+def _facts(course: Course) -> Facts:
+    measured = course.status.measured or MeasuredStatus()
+    return Facts(
+        model=_read(ModelFacts, measured.model),
+        data=_read(DataFacts, measured.data),
+        served=_launchers(course),
+    )
+
+
+def _launchers(course: Course) -> tuple[LauncherName, ...]:
+    chosen = course.status.plan.launcher if course.status.plan is not None and course.started else None
+    kept = tuple(name for name in LAUNCHER_ORDER if name == chosen)
+    return kept or course.observed.served
+
+
+def _read(model: type[Model], value: dict[str, JsonValue] | None) -> Model | None:
+    """What was measured; what an older operator wrote in another form counts as not measured, and the plan says so."""
+    if value is None:
+        return None
+    try:
+        return model.model_validate(value)
+    except ValidationError:
+        return None
+
+
+def _adaptation(course: Course) -> Adaptation:
+    told = course.status.adaptation
+    return Adaptation() if told is None else Adaptation(told.micro_batch_limit, told.skipped_strategies)
+
+
+def measured_status(measured: MeasuredFacts) -> MeasuredStatus:
+    """As the status keeps it."""
+
+    def dumped(facts: BaseModel | None) -> dict[str, JsonValue] | None:
+        return None if facts is None else facts.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+    return MeasuredStatus(model=dumped(measured.model), data=dumped(measured.data))
+
+
+def plan_status(made: JobPlan) -> PlanStatus:
+    """The part of a plan that people look at."""
+    training, memory = made.trainer.training, made.memory
+    terms = {} if memory is None else {term.name: term.bytes for term in memory.terms} | {"total": memory.total_bytes}
+    return PlanStatus(
+        strategy=made.strategy,
+        launcher=made.launcher,
+        world_size=1 if training is None else training.world.size,
+        micro_batch_size=1 if training is None else training.batch.micro_batch_size,
+        gradient_accumulation=1 if training is None else training.batch.gradient_accumulation,
+        memory_per_device=terms,
+        estimated=EstimateStatus(
+            duration_seconds=made.estimate.seconds, cost=made.estimate.cost, currency=made.estimate.currency
+        ),
+        reasons=(*made.reasons, *made.assumptions)[:MOST_REASONS],
+    )
+
+
+def plan_sentence(made: JobPlan) -> str:
+    """The plan in one sentence."""
+    stages = " -> ".join(stage.value for stage in made.stages)
+    training = made.trainer.training
+    if training is None:
+        return f"{stages}: nothing is trained."
+    world = training.world
+    nodes = f"{world.nodes} node{'s' * (world.nodes > 1)} x {world.processes_per_node} process"
+    return (
+        f"{stages}: trains with {made.strategy} by {made.launcher} on {nodes}{'es' * (world.processes_per_node > 1)}; "
+        f"batch {batch_arithmetic(training.batch)}."
+    )
+
+
+def problems_text(problems: tuple[Problem, ...]) -> str:
+    """All problems in sentences: field, value, rule, way out."""
+    return " ".join(_sentence(problem) for problem in problems)
+
+
+def _sentence(problem: Problem) -> str:
+    value = "" if problem.value is None else f" (value {problem.value})"
+    rule, way = problem.rule.rstrip("."), problem.way_out.rstrip(".")
+    return f"{problem.path}{value}: {rule}; {way}." if problem.path else f"{rule}{value}; {way}."
+
+
+class NothingLeftToAdapt(Exception):  # noqa: N818 - an answer, not a defect
+    """Why no plan needs less memory."""
+
+
+def adapt(course: Course, attempt: int) -> tuple[Course, str]:
+    """The course with a plan that needs less memory, and the sentence why; raises NothingLeftToAdapt."""
+    before = plan_now(course)
+    was = _adaptation(course)
+    if before.trainer.training is None:
+        raise NothingLeftToAdapt("nothing is trained, so there is no micro-batch to halve")
+    step = next_adaptation(before, was)
+    told = course.status.adaptation or AdaptationStatus()
+    changed = told.model_copy(
+        update={"micro_batch_limit": step.micro_batch_limit, "skipped_strategies": step.skipped_strategies}
+    )
+    tried = course.with_status(adaptation=changed)
+    try:
+        after = plan_now(tried)
+    except PlanRefused as refused:
+        raise NothingLeftToAdapt(problems_text(refused.problems)) from refused
+    if after.trainer.training is None or after.trainer.training == before.trainer.training:
+        raise NothingLeftToAdapt("the plan leaves nothing to make smaller")
+    batch = after.trainer.training.batch
+    reason = (
+        f"Attempt {attempt} of train ran out of memory with {before.strategy} and a micro-batch of "
+        f"{before.trainer.training.batch.micro_batch_size}: the next one takes {after.strategy}, batch "
+        f"{batch_arithmetic(batch)}."
+    )
+    final = changed.model_copy(update={"reasons": (*told.reasons, reason)[-MOST_ADAPTATIONS:]})
+    return tried.with_status(adaptation=final, plan=plan_status(after)), reason

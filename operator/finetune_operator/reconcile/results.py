@@ -1,0 +1,120 @@
+"""What the stages leave in the status: artefacts and metrics, what was used, how far the last one came."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+
+from pydantic import JsonValue
+
+from finetune_contract.choices import Stage
+from finetune_contract.report import TrainerReport
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.types import (
+    ArtifactsStatus,
+    CostStatus,
+    FineTuneJobSpec,
+    FineTuneJobStatus,
+    ProgressStatus,
+    StageStatus,
+)
+from finetune_operator.planning.cost import find_price
+from finetune_operator.planning.names import JobNames
+from finetune_operator.reconcile.times import moment
+
+HEADLINES = ("accuracy", "f1", "loss", "train_loss")
+"""The metric that stands for a stage's result, the first that there is."""
+_SECONDS_PER_HOUR = 3600
+
+
+def finished_progress(progress: ProgressStatus | None) -> ProgressStatus:
+    """A stage that is done is done whole, whatever was reported last: reports may get lost."""
+    last = progress or ProgressStatus()
+    step = last.step if last.total_steps is None else last.total_steps
+    return last.model_copy(update={"percent": 100, "step": step, "remaining_seconds": 0.0})
+
+
+def numbers(metrics: Mapping[str, JsonValue]) -> dict[str, float]:
+    """The metrics that are numbers; words and truth values are in metrics.json."""
+    return {
+        name: float(value)
+        for name, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def headline(metrics: Mapping[str, float]) -> str:
+    """`accuracy 0.854`, or nothing."""
+    name = next((one for one in HEADLINES if one in metrics), None)
+    return "" if name is None else f"{name} {metrics[name]:.4g}"
+
+
+def artifacts(
+    status: FineTuneJobStatus, spec: FineTuneJobSpec, job: str, stage: Stage, report: TrainerReport
+) -> ArtifactsStatus:
+    """The artefacts after `stage` ended well with `report` of rank 0."""
+    folder = f"{(spec.storage.workspace or f'pvc://{JobNames.of(job).claim}').rstrip('/')}/{job}"
+    changes: dict[str, object] = {
+        name: path if "://" in path else f"{folder}/{path}"
+        for name, path in report.artifacts.items()
+        if name in ("model", "report", "predictions")
+    }
+    if stage is Stage.PREDICT and "predictions" not in changes:
+        output = None if spec.predict is None else spec.predict.output
+        changes["predictions"] = output or f"{folder}/predictions.jsonl"
+    if report.fingerprint is not None:
+        changes["dataset_fingerprint"] = report.fingerprint
+    before = status.artifacts or ArtifactsStatus()
+    if stage in (Stage.TRAIN, Stage.EVALUATE):
+        changes["metrics"] = {**before.metrics, **numbers(report.metrics)}
+    return before.model_copy(update=changes)
+
+
+def nodes(spec: FineTuneJobSpec, stage: Stage) -> int:
+    """Nodes that an attempt at `stage` takes."""
+    return spec.resources.nodes if stage is Stage.TRAIN else 1
+
+
+def cost_after(
+    status: FineTuneJobStatus, spec: FineTuneJobSpec, settings: Settings, stage: StageStatus, ended: datetime
+) -> CostStatus:
+    """What was used once the attempt that `stage` tells of is over.
+
+    Counted at ends of attempts only: a figure that grows with the clock would be written for ever. The amount is left
+    out as soon as any part of it has no price.
+    """
+    before = status.cost or CostStatus(currency=settings.currency if settings.prices else None)
+    started = moment(stage.start_time)
+    if started is None:
+        return before
+    kind = Stage(stage.name)
+    used = max(0.0, (ended - started).total_seconds()) * nodes(spec, kind)
+    per_hour = _per_hour(spec, settings, kind)
+    counted = before.amount if before.node_seconds else 0.0
+    amount = None if per_hour is None or counted is None else counted + used / _SECONDS_PER_HOUR * per_hour
+    return before.model_copy(
+        update={
+            "node_seconds": before.node_seconds + used,
+            "billable_seconds": before.billable_seconds + used,
+            "amount": None if amount is None else round(amount, 6),
+        }
+    )
+
+
+def _per_hour(spec: FineTuneJobSpec, settings: Settings, stage: Stage) -> float | None:
+    """Price of what one pod takes: a node, or the share of it that goes with one of its GPUs in inference."""
+    asked = spec.resources.gpus_per_node
+    if asked == "auto":
+        return None
+    if stage is Stage.PREPARE or asked == 0:
+        node = find_price(settings, "cpu", 0)
+        return None if node is None else node.per_hour
+    product = spec.resources.accelerator.product
+    if product is None:
+        return None
+    taken = asked if stage is Stage.TRAIN else 1
+    node = find_price(settings, product, taken)
+    if node is not None:
+        return node.per_hour
+    whole = find_price(settings, product, asked)
+    return None if whole is None else whole.per_hour * taken / asked

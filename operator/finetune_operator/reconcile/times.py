@@ -1,0 +1,26 @@
+"""Times as the status has them: RFC 3339 in whole seconds, UTC."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+
+def stamp(time: datetime) -> str:
+    """`2026-01-31T12:00:00Z`, rounded down, so that what waits for it never waits longer than it was told."""
+    return time.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def moment(text: str | None) -> datetime | None:
+    """The time; None also for what is no time, as an old status may hold anything."""
+    if text is None:
+        return None
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    return time.replace(tzinfo=UTC) if time.tzinfo is None else time
+
+
+def earliest(*times: datetime | None) -> datetime | None:
+    """The first of those that there are."""
+    return min((time for time in times if time is not None), default=None)

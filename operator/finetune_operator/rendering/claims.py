@@ -1,0 +1,137 @@
+"""Which claims a stage mounts, where, and what a `pvc://` URI of the job is called inside the pod.
+
+The workspace and the cache are written to by every stage. Claims that hold models and data are mounted read-only, and
+only in the stages that read them, so that a claim which one node at a time may attach does not hold up a training of
+many; the claim that predictions go to is writable in that stage.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from finetune_contract.choices import Stage
+from finetune_contract.job import DataSource, TrainerJob
+from finetune_operator.api.problems import Problem, describe_value
+from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, FineTuneJobSpec
+from finetune_operator.planning.names import JobNames
+from finetune_operator.planning.types import PlanRefused
+from finetune_operator.rendering.pods import Mount, Volume, claim_volume
+
+WORKSPACE = "/workspace"
+CACHE = "/cache"
+CLAIMS = "/claims"
+_SCHEME = "pvc://"
+_CLAIM_NAME = re.compile(DNS_SUBDOMAIN_PATTERN)
+
+
+@dataclass(frozen=True)
+class ClaimPath:
+    """A place in a claim."""
+
+    claim: str
+    path: str
+    """Below the claim's root, as written; empty for the root itself."""
+
+    @classmethod
+    def parse(cls, uri: str, field: str) -> ClaimPath:
+        """The place that `uri`, the value of `field`, names; PlanRefused when it names none or leads out of it."""
+        claim, _, path = uri.removeprefix(_SCHEME).partition("/")
+        if not uri.startswith(_SCHEME) or not _CLAIM_NAME.fullmatch(claim):
+            raise _refused(uri, field, "it has to name a claim of the job's namespace")
+        if ".." in PurePosixPath(path).parts:
+            raise _refused(uri, field, "the path may not lead out of the claim")
+        return cls(claim, path.strip("/"))
+
+    def below(self, folder: str) -> str:
+        """The place when the claim's root is mounted at `folder`."""
+        return f"{folder}/{self.path}" if self.path else folder
+
+
+def _refused(uri: str, field: str, rule: str) -> PlanRefused:
+    problem = Problem(field, describe_value(uri, field.split(".")), rule, "write pvc://claim or pvc://claim/path")
+    return PlanRefused((problem,))
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The folders of one stage's pods."""
+
+    workspace: str
+    """Folder that holds the job's folder."""
+    hub_cache: str
+    """HF_HOME: what was fetched from the Hub."""
+    volumes: tuple[Volume, ...]
+    mounts: tuple[Mount, ...]
+
+
+def storage(spec: FineTuneJobSpec, names: JobNames, stage: Stage) -> Storage:
+    """Where the pods of `stage` find the workspace, the cache and what they read."""
+    workspace = ClaimPath(names.claim, "")
+    if spec.storage.workspace is not None:
+        workspace = ClaimPath.parse(spec.storage.workspace, "spec.storage.workspace")
+    volumes = {workspace.claim: "workspace"}
+    mounts = [Mount("workspace", WORKSPACE)]
+    hub_cache = f"{workspace.below(WORKSPACE)}/.cache/huggingface"
+    if spec.storage.cache is not None:
+        cache = ClaimPath.parse(spec.storage.cache, "spec.storage.cache")
+        mounts.append(Mount(volumes.setdefault(cache.claim, "cache"), CACHE))
+        hub_cache = cache.below(CACHE)
+    for claim, writable in sorted(_claims_of(spec, stage).items()):
+        name = volumes.setdefault(claim, f"claim-{len(volumes)}")
+        mounts.append(Mount(name, f"{CLAIMS}/{claim}", read_only=not writable))
+    return Storage(
+        workspace=workspace.below(WORKSPACE),
+        hub_cache=hub_cache,
+        volumes=tuple(claim_volume(name, claim) for claim, name in volumes.items()),
+        mounts=tuple(mounts),
+    )
+
+
+def _claims_of(spec: FineTuneJobSpec, stage: Stage) -> dict[str, bool]:
+    """Claim -> whether `stage` writes to it."""
+    claims = {ClaimPath.parse(uri, field).claim: False for field, uri in _read_by(spec, stage) if _in_claim(uri)}
+    output = None if spec.predict is None else spec.predict.output
+    if stage is Stage.PREDICT and output is not None and _in_claim(output):
+        claims[ClaimPath.parse(output, "spec.predict.output").claim] = True
+    return claims
+
+
+def _read_by(spec: FineTuneJobSpec, stage: Stage) -> Iterator[tuple[str, str]]:
+    """Field and URI of what `stage` reads. Rows are read once, by prepare; after it they lie in the workspace."""
+    yield "spec.model.uri", spec.model.uri
+    if stage is not Stage.PREPARE:
+        return
+    if spec.dataset is not None:
+        yield "spec.dataset.uri", spec.dataset.uri
+    if spec.predict is not None and spec.predict.dataset is not None:
+        yield "spec.predict.dataset.uri", spec.predict.dataset.uri
+
+
+def _in_claim(uri: str) -> bool:
+    return uri.startswith(_SCHEME)
+
+
+def in_the_pod(job: TrainerJob) -> TrainerJob:
+    """`job` with every `pvc://` URI as the path at which its claim is mounted."""
+    predict = job.predict
+    if predict is not None:
+        output = None if predict.output is None else _mounted(predict.output, "spec.predict.output")
+        dataset = _mounted_rows(predict.dataset, "spec.predict.dataset.uri")
+        predict = predict.model_copy(update={"output": output, "dataset": dataset})
+    model = job.model.model_copy(update={"uri": _mounted(job.model.uri, "spec.model.uri")})
+    dataset = _mounted_rows(job.dataset, "spec.dataset.uri")
+    return job.model_copy(update={"model": model, "dataset": dataset, "predict": predict})
+
+
+def _mounted_rows(source: DataSource | None, field: str) -> DataSource | None:
+    return None if source is None else source.model_copy(update={"uri": _mounted(source.uri, field)})
+
+
+def _mounted(uri: str, field: str) -> str:
+    if not _in_claim(uri):
+        return uri
+    place = ClaimPath.parse(uri, field)
+    return f"file://{place.below(f'{CLAIMS}/{place.claim}')}"

@@ -1,0 +1,30 @@
+"""Laying what a user wrote over or beside what we made; neither value is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import JsonValue
+
+
+def merge(base: dict[str, JsonValue], added: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """`added` laid over `base`, objects merged key by key."""
+    merged = dict(base)
+    for key, value in added.items():
+        below = merged.get(key)
+        merged[key] = merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def join(base: Mapping[str, JsonValue], added: Mapping[str, JsonValue]) -> dict[str, JsonValue]:
+    """As `merge`, but lists become longer instead of being replaced: an affinity keeps our terms beside the user's."""
+    joined = dict(base)
+    for key, value in added.items():
+        below = joined.get(key)
+        if isinstance(below, dict) and isinstance(value, dict):
+            joined[key] = join(below, value)
+        elif isinstance(below, list) and isinstance(value, list):
+            joined[key] = [*below, *value]
+        else:
+            joined[key] = value
+    return joined

@@ -1,0 +1,140 @@
+"""What the container of a stage takes: CPU, memory, GPUs, /dev/shm and network devices.
+
+`resources.cpu` and `resources.memory` speak of one node's pod of the training. A stage that takes as many GPUs as that
+(on CPU: every stage) gets them as requests and limits. Another one, such as the inference on one GPU of eight, asks for
+the memory that it is expected to need and has no limit: a whole node's share would keep it from nodes that it fits.
+"""
+
+from __future__ import annotations
+
+from finetune_contract.choices import Device, Stage
+from finetune_operator.api.settings import Defaults
+from finetune_operator.api.types import FineTuneJobSpec
+from finetune_operator.planning.memory import CPU_PROCESS_BYTES
+from finetune_operator.planning.types import JobPlan
+from finetune_operator.rendering.pods import Resources
+
+MIB = 1 << 20
+MEMORY_STEP = 128 * MIB
+"""Requests are rounded up to whole steps, so that they stay readable and a small change of a plan does not show."""
+INFERENCE_BATCH_BYTES = 512 * MIB
+"""Activations of one inference batch on CPU: 2,048 tokens are 50 to 400 MiB for BERT base to XLM-R large."""
+SHARED_MEMORY_BYTES: dict[Device, int] = {"cuda": 1024 * MIB, "cpu": 256 * MIB}
+"""Of one process in /dev/shm. NCCL takes up to some 10 MiB for each channel and peer where GPUs have no direct link,
+DeepSpeed's collectives on CPU two buffers of 32 MiB a process; the rest is for batches that data loaders hand over. It
+is a bound: only what is written takes memory.
+"""
+GPU = "nvidia.com/gpu"
+EFA = "vpc.amazonaws.com/efa"
+EFA_HUGE_PAGES = "5120Mi"
+"""In 2 MiB pages, for the provider's bounce buffers: what AWS documents for one interface of EKS pods."""
+LAUNCHER = Resources(requests={"cpu": "100m", "memory": "512Mi"})
+"""The launcher of an MPIJob starts the ranks and waits."""
+
+
+def node_gpus(plan: JobPlan, spec: FineTuneJobSpec) -> int:
+    """GPUs that the job takes on each node."""
+    asked = spec.resources.gpus_per_node
+    if asked != "auto":
+        return asked
+    training = plan.trainer.training
+    if training is None:
+        return plan.hardware.gpus_per_node
+    return training.world.processes_per_node if training.world.device == "cuda" else 0
+
+
+def stage_gpus(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> int:
+    """GPUs of one pod of `stage`: none to prepare, and inference is one process."""
+    match stage:
+        case Stage.PREPARE:
+            return 0
+        case Stage.TRAIN:
+            return node_gpus(plan, spec)
+        case _:
+            return min(1, node_gpus(plan, spec))
+
+
+def stage_device(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> Device:
+    """Where `stage` computes."""
+    return "cuda" if stage_gpus(plan, spec, stage) else "cpu"
+
+
+def stage_threads(plan: JobPlan, stage: Stage) -> int:
+    """CPU threads of one process of `stage`."""
+    training = plan.trainer.training
+    if stage is Stage.TRAIN and training is not None:
+        return training.world.threads_per_process
+    return max(1, plan.hardware.cpu_cores // max(1, plan.hardware.gpus_per_node))
+
+
+def stage_resources(plan: JobPlan, spec: FineTuneJobSpec, defaults: Defaults, stage: Stage) -> Resources:
+    """Of one pod of `stage` (of one worker, for an MPIJob)."""
+    gpus, asked = stage_gpus(plan, spec, stage), spec.resources
+    limits: dict[str, str] = {}
+    if gpus == node_gpus(plan, spec):
+        limits = {name: text for name, text in (("cpu", asked.cpu), ("memory", asked.memory)) if text is not None}
+    requests = {} if "memory" in limits else {"memory": _rounded(_expected_bytes(plan, stage))}
+    if gpus:
+        limits[GPU] = str(gpus)
+    if stage is Stage.TRAIN:
+        limits |= network_devices(spec, defaults)
+    return Resources(requests, limits)
+
+
+def _expected_bytes(plan: JobPlan, stage: Stage) -> int:
+    """Host memory of one pod."""
+    if stage is Stage.TRAIN:
+        assert plan.memory is not None, "a plan that trains has an estimate of its memory"
+        return plan.memory.host_bytes
+    if stage is Stage.PREPARE:
+        return (1 + plan.trainer.preparation.workers) * CPU_PROCESS_BYTES
+    # The weights in fp32, and once more while they are read.
+    return CPU_PROCESS_BYTES + 2 * 4 * plan.model.parameters + INFERENCE_BATCH_BYTES
+
+
+def _rounded(count: int) -> str:
+    return f"{-(-count // MEMORY_STEP) * MEMORY_STEP // MIB}Mi"
+
+
+def shared_memory(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> str:
+    """Size of /dev/shm: as asked, or `SHARED_MEMORY_BYTES` for each process."""
+    if spec.resources.shared_memory != "auto":
+        return spec.resources.shared_memory
+    training = plan.trainer.training
+    processes = training.world.processes_per_node if stage is Stage.TRAIN and training is not None else 1
+    return f"{processes * SHARED_MEMORY_BYTES[stage_device(plan, spec, stage)] // MIB}Mi"
+
+
+# -------------------------------------------------------------------------------------------------------------- network
+
+
+def network_devices(spec: FineTuneJobSpec, defaults: Defaults) -> dict[str, str]:
+    """Devices for the network between nodes; none for a single node, which has nobody to talk to.
+
+    RDMA needs memory that cannot be swapped out. The capability IPC_LOCK, which lifts the limit on it, is refused by
+    PodSecurity `restricted`: the container runtime's limit on locked memory has to be high enough.
+    """
+    if spec.resources.nodes == 1:
+        return {}
+    match spec.resources.network:
+        case "rdma":
+            return {defaults.rdma_resource: "1"}
+        case "efa":
+            return {EFA: str(defaults.efa_interfaces), "hugepages-2Mi": EFA_HUGE_PAGES}
+        case "auto" | "tcp":
+            return {}
+
+
+def network_environment(spec: FineTuneJobSpec) -> dict[str, str]:
+    """Variables that hold NCCL to the network that was asked for; with `auto` it looks for itself."""
+    if spec.resources.nodes == 1:
+        return {}
+    match spec.resources.network:
+        case "tcp":
+            return {"NCCL_NET": "Socket"}
+        case "rdma":
+            return {"NCCL_NET": "IB"}
+        case "efa":
+            return {"FI_PROVIDER": "efa", "FI_EFA_USE_DEVICE_RDMA": "1"}
+        case "auto":
+            return {}

@@ -1,0 +1,312 @@
+"""The pods of a stage: what runs in them, with which environment, where.
+
+One function makes the environment, one the mounts, one the pod; launchers differ only in the command, in a port and in
+who brings the rendezvous.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from finetune_contract.choices import Stage
+from finetune_contract.layout import (
+    ENV_FORWARD,
+    ENV_GRACE_SECONDS,
+    ENV_KUBEFLOW_CA,
+    ENV_KUBEFLOW_TOKEN,
+    ENV_KUBEFLOW_URL,
+    MPI_HOSTFILE,
+    SSH_PORT,
+)
+from finetune_operator.planning.names import JobNames
+from finetune_operator.planning.types import JobPlan
+from finetune_operator.rendering.claims import Storage, storage
+from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, fingerprint, stage_files
+from finetune_operator.rendering.pods import (
+    Container,
+    EnvVar,
+    Mount,
+    Pod,
+    Volume,
+    avoiding,
+    config_volume,
+    memory_volume,
+    scratch_volume,
+    token_volume,
+)
+from finetune_operator.rendering.sizes import (
+    GPU,
+    LAUNCHER,
+    network_environment,
+    shared_memory,
+    stage_device,
+    stage_gpus,
+    stage_resources,
+    stage_threads,
+)
+from finetune_operator.rendering.types import (
+    ATTEMPT_LABEL,
+    HASH_ANNOTATION,
+    JOB_LABEL,
+    MANAGED_BY,
+    PROGRESS_AUDIENCE,
+    STAGE_LABEL,
+    UID_LABEL,
+    Attempt,
+    RenderContext,
+)
+
+Role: TypeAlias = Literal["trainer", "mpi-launcher", "mpi-worker"]
+"""`trainer` in all launchers but MPIJob, where one pod starts the ranks and the others run them."""
+
+CONFIG = "/etc/finetune"
+CA_FILE = "ca.crt"
+TOKEN_FOLDER = "/var/run/secrets/finetune.dev/progress"
+TOKEN_FILE = "token"
+HOME = "/tmp/home"
+"""Libraries write caches below the home, and the root file system is read-only."""
+RENDEZVOUS_PORT = 29400
+PYTORCHJOB_PORT = {"pytorchjob-port": 23456}
+"""Name and default that the Training Operator looks for; the rendezvous listens there."""
+SSH_KEYS = "/home/mpiuser/.ssh"
+"""ssh looks for keys in the home that passwd names for the user, whatever HOME says."""
+PRODUCT_LABEL = "nvidia.com/gpu.product"
+
+
+@dataclass(frozen=True)
+class StagePods:
+    """One attempt of a stage, as its pods are made from it."""
+
+    plan: JobPlan
+    context: RenderContext
+    attempt: Attempt
+
+    @property
+    def stage(self) -> Stage:
+        return self.attempt.stage
+
+    @property
+    def names(self) -> JobNames:
+        return JobNames.of(self.plan.name)
+
+    @property
+    def name(self) -> str:
+        """Of the child, and of its ConfigMap."""
+        return self.names.stage(self.attempt.stage, self.attempt.number)
+
+    @property
+    def nodes(self) -> int:
+        """Pods that compute; only the training has several."""
+        training = self.plan.trainer.training
+        return training.world.nodes if self.stage is Stage.TRAIN and training is not None else 1
+
+    @property
+    def service(self) -> str | None:
+        """Headless Service of an Indexed Job whose pods have to find each other."""
+        return self.names.service(self.attempt.number) if self.nodes > 1 else None
+
+    @property
+    def files(self) -> dict[str, str]:
+        return stage_files(self.plan, self.context, self.stage)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Labels that no pod of another attempt has."""
+        uid = {} if self.context.owner is None else {UID_LABEL: self.context.owner.uid}
+        return {
+            JOB_LABEL: self.plan.name,
+            **uid,
+            STAGE_LABEL: self.stage.value,
+            ATTEMPT_LABEL: str(self.attempt.number),
+        }
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of every object of the attempt, and of its pods."""
+        return {**MANAGED_BY, **self.identity}
+
+    @property
+    def processes_per_node(self) -> int:
+        """Ranks on each node of the training."""
+        training = self.plan.trainer.training
+        assert training is not None, "only a training has ranks"
+        return training.world.processes_per_node
+
+    @property
+    def starter(self) -> Literal["process", "torchrun", "mpirun"]:
+        """What starts the ranks."""
+        training = self.plan.trainer.training
+        if self.stage is not Stage.TRAIN or training is None:
+            return "process"
+        if self.plan.launcher == "mpijob":
+            return "mpirun"
+        return "process" if training.world.size == 1 else "torchrun"
+
+
+def stage_pod(pods: StagePods, role: Role = "trainer") -> Pod:
+    """The pod template of one role, the user's own settings beside ours."""
+    spec, defaults = pods.context.spec, pods.context.settings.defaults
+    folders = storage(spec, pods.names, pods.stage)
+    gpus = 0 if role == "mpi-launcher" else stage_gpus(pods.plan, spec, pods.stage)
+    product = spec.resources.accelerator.product
+    template = spec.template
+    return Pod(
+        labels=pods.labels,
+        annotations={HASH_ANNOTATION: fingerprint(pods.files)},
+        container=_container(pods, role, folders),
+        volumes=_volumes(pods, folders),
+        termination_grace_seconds=defaults.termination_grace_seconds,
+        node_selector={PRODUCT_LABEL: product} if gpus and product is not None else {},
+        tolerations=(*(({"key": GPU, "operator": "Exists"},) if gpus else ()), *template.tolerations),
+        affinity=avoiding(pods.attempt.avoid_nodes),
+        image_pull_secrets=(*defaults.image_pull_secrets, *template.image_pull_secrets),
+        service_account=template.service_account_name,
+        priority_class=spec.run_policy.priority_class_name or defaults.priority_class_name,
+        user_labels=template.labels,
+        user_annotations=template.annotations,
+        user_node_selector=template.node_selector,
+        user_affinity=template.affinity,
+        user_volumes=template.volumes,
+        user_security_context=template.security_context,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ container
+
+
+def _container(pods: StagePods, role: Role, folders: Storage) -> Container:
+    spec, defaults = pods.context.spec, pods.context.settings.defaults
+    container = Container(
+        image=spec.image or defaults.image,
+        image_pull_policy=spec.image_pull_policy or defaults.image_pull_policy,
+        command=_launch(pods, folders),
+        env=(*_environment(pods, role, folders), *_secrets(pods)),
+        env_from_secret=None if spec.secrets.storage is None else spec.secrets.storage.name,
+        mounts=_mounts(pods, folders),
+        resources=stage_resources(pods.plan, spec, defaults, pods.stage),
+        user_env=spec.template.env,
+        user_mounts=spec.template.volume_mounts,
+    )
+    match role:
+        case "trainer":
+            return container
+        case "mpi-launcher":
+            return replace(container, resources=LAUNCHER)
+        case "mpi-worker":
+            command = ("python", "-m", "finetune_trainer", "sshd")
+            return replace(container, command=command, ports={"ssh": SSH_PORT}, ready_port=SSH_PORT)
+
+
+def _launch(pods: StagePods, folders: Storage) -> tuple[str, ...]:
+    deepspeed = ("--deepspeed", f"{CONFIG}/{DEEPSPEED_FILE}") if DEEPSPEED_FILE in pods.files else ()
+    return (
+        *("python", "-m", "finetune_trainer", "launch", pods.stage.value),
+        *("--job", f"{CONFIG}/{JOB_FILE}", "--workspace", folders.workspace),
+        *deepspeed,
+        *("--with", pods.starter),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- environment
+
+
+def _environment(pods: StagePods, role: Role, folders: Storage) -> tuple[EnvVar, ...]:
+    plan, spec = pods.plan, pods.context.spec
+    variables = {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(stage_threads(plan, pods.stage)),
+        "TOKENIZERS_PARALLELISM": "true",
+        "HF_HOME": folders.hub_cache,
+        ENV_GRACE_SECONDS: str(pods.context.settings.defaults.termination_grace_seconds),
+        **_home(role),
+    }
+    if stage_device(plan, spec, pods.stage) == "cpu":
+        # DeepSpeed looks for accelerators by itself; on a node with GPUs the plan may still say CPU.
+        variables |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    if pods.stage is Stage.TRAIN:
+        variables |= network_environment(spec)
+    variables |= _rendezvous(pods) | _progress(pods)
+    if role == "mpi-launcher":
+        variables |= _mpi(pods, role)
+    return tuple(EnvVar(name, value) for name, value in variables.items())
+
+
+def _home(role: Role) -> dict[str, str]:
+    """Ranks that sshd starts get their home from passwd, which is read-only: each cache is moved by its own name."""
+    if role == "trainer":
+        return {"HOME": HOME}
+    return {"XDG_CACHE_HOME": f"{HOME}/.cache", "TRITON_CACHE_DIR": f"{HOME}/.triton"}
+
+
+def _rendezvous(pods: StagePods) -> dict[str, str]:
+    """Where torchrun's agents meet. The Training Operator brings its own; a plain Job has nobody else to tell."""
+    if pods.starter != "torchrun" or pods.plan.launcher != "job":
+        return {}
+    host = "127.0.0.1" if pods.service is None else f"{pods.name}-0.{pods.service}"
+    return {
+        "PET_RDZV_BACKEND": "c10d",
+        "PET_RDZV_ENDPOINT": f"{host}:{RENDEZVOUS_PORT}",
+        "PET_RDZV_ID": pods.name,
+    }
+
+
+def _progress(pods: StagePods) -> dict[str, str]:
+    """Kubeflow's progress protocol, which our trainer and transformers' own callback speak."""
+    context = pods.context
+    if context.progress is None:
+        return {}
+    path = (
+        f"/v1alpha1/namespaces/{context.namespace}/finetunejobs/{pods.plan.name}"
+        f"/stages/{pods.stage.value}/attempts/{pods.attempt.number}"
+    )
+    return {
+        ENV_KUBEFLOW_URL: context.progress.base_url.rstrip("/") + path,
+        ENV_KUBEFLOW_CA: f"{CONFIG}/{CA_FILE}",
+        ENV_KUBEFLOW_TOKEN: f"{TOKEN_FOLDER}/{TOKEN_FILE}",
+    }
+
+
+def _mpi(pods: StagePods, role: Role) -> dict[str, str]:
+    """Open MPI 5 (PRRTE) reads other names than Open MPI 4; the MPI Operator sets OMPI_MCA_* and not these.
+
+    A session of ssh has none of the pod's variables: `launch` passes those of the contract on, and those named here.
+    """
+    forwarded = [*_home(role), *(str(variable["name"]) for variable in pods.context.spec.template.env)]
+    return {
+        "PRTE_MCA_prte_default_hostfile": MPI_HOSTFILE,
+        "PRTE_MCA_prte_set_default_slots": str(pods.processes_per_node),
+        "PRTE_MCA_prte_keep_fqdn_hostnames": "false",
+        ENV_FORWARD: ",".join(dict.fromkeys(forwarded)),
+    }
+
+
+def _secrets(pods: StagePods) -> tuple[EnvVar, ...]:
+    token = pods.context.spec.secrets.hub_token
+    return () if token is None else (EnvVar("HF_TOKEN", token),)
+
+
+# -------------------------------------------------------------------------------------------------------------- volumes
+
+
+def _volumes(pods: StagePods, folders: Storage) -> tuple[Volume, ...]:
+    plan, spec = pods.plan, pods.context.spec
+    token = () if pods.context.progress is None else (token_volume("progress-token", PROGRESS_AUDIENCE, TOKEN_FILE),)
+    return (
+        config_volume("config", pods.name),
+        *folders.volumes,
+        memory_volume("shared-memory", shared_memory(plan, spec, pods.stage)),
+        scratch_volume("tmp"),
+        *token,
+    )
+
+
+def _mounts(pods: StagePods, folders: Storage) -> tuple[Mount, ...]:
+    token = () if pods.context.progress is None else (Mount("progress-token", TOKEN_FOLDER, read_only=True),)
+    return (
+        Mount("config", CONFIG, read_only=True),
+        *folders.mounts,
+        Mount("shared-memory", "/dev/shm"),
+        Mount("tmp", "/tmp"),
+        *token,
+    )

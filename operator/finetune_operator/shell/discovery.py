@@ -1,0 +1,51 @@
+"""Which launchers the API server serves.
+
+Asked again when a job has to be planned, but not more often than every few seconds, so that a training operator which
+is installed later is used without a restart. An operator for given namespaces asks once: it has no right to learn of
+new kinds, could not follow their objects, and so must not plan with them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from finetune_operator.api.types import LauncherName
+from finetune_operator.shell.kube import LAUNCHER_RESOURCES, Kube, Resource
+
+log = logging.getLogger(__name__)
+
+FRESH_SECONDS = 10.0
+
+
+class Discovery:
+    """The answer that was given last."""
+
+    def __init__(self, kube: Kube, *, once: bool) -> None:
+        self._kube = kube
+        self._once = once
+        self._asked = float("-inf")
+        self._asking = asyncio.Lock()
+        self.served: tuple[LauncherName, ...] = ("job",)
+
+    @property
+    def resources(self) -> tuple[Resource, ...]:
+        """The kinds that attempts can be of."""
+        return tuple(LAUNCHER_RESOURCES[launcher] for launcher in self.served)
+
+    async def refresh(self) -> None:
+        """Ask, unless the answer is fresh."""
+        async with self._asking:
+            if time.monotonic() < self._asked + FRESH_SECONDS or (self._once and self._asked > float("-inf")):
+                return
+            served = await self._kube.served_launchers()
+            if served != self.served:
+                log.info("the API server serves the launchers %s", ", ".join(served))
+            self.served = served
+            self._asked = time.monotonic()
+
+    def outdated(self) -> None:
+        """An object of such a kind was refused: ask again at the next occasion."""
+        if not self._once:
+            self._asked = float("-inf")

@@ -1,0 +1,517 @@
+"""The only module that calls the API server: raw JSON in and out, and errors by what they mean.
+
+Retries are here and nowhere else: 429 (after what `Retry-After` asks for), 5xx and broken connections, with a growing,
+jittered delay. Repeating is harmless for all that is sent: objects have names, so a second create finds the first one;
+a delete names the uid, and a status names the version that it was computed from. Never retried is an answer that says
+no.
+
+What is used, and so what the Roles in manifests/operator grant:
+
+| group | resource | verbs | where | for |
+|---|---|---|---|---|
+| finetune.dev | finetunejobs | get list watch delete | jobs' namespaces | jobs; get after a conflict; delete for their time to live |
+| finetune.dev | finetunejobs/status | patch | jobs' namespaces | status, by server-side apply |
+| batch | jobs | get list watch create delete | jobs' namespaces | attempts |
+| kubeflow.org | pytorchjobs mpijobs | get list watch create delete | jobs' namespaces | attempts |
+| "" | configmaps services persistentvolumeclaims | get create | jobs' namespaces | beside attempts; get when the name is taken |
+| "" | pods | list watch | jobs' namespaces | reports, causes |
+| "" | pods/log | get | jobs' namespaces | end of a failed pod's log |
+| "" | events | create | jobs' namespaces | the story |
+| apiextensions.k8s.io | customresourcedefinitions | list watch | cluster-wide operator only | kinds that appear later (by kopf) |
+| authentication.k8s.io | tokenreviews | create | cluster | tokens of progress posts |
+| coordination.k8s.io | leases | get create update | the operator's namespace | leadership (leader.py) |
+| "" | secrets | get create update | the operator's namespace | the progress server's certificate |
+
+Discovery (/api, /apis, /version) is open to every authenticated client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias
+from urllib.parse import quote
+
+import aiohttp
+from kubernetes.aio import client, config
+from pydantic import JsonValue
+
+from finetune_operator.api.types import LauncherName
+from finetune_operator.rendering.types import FIELD_OWNER, Manifest
+
+log = logging.getLogger(__name__)
+
+Verb: TypeAlias = Literal["get", "list", "create", "update", "patch", "delete"]
+Query: TypeAlias = Mapping[str, str]
+
+TRIES = 5
+FIRST_DELAY_SECONDS = 0.25
+LONGEST_DELAY_SECONDS = 5.0
+LONGEST_RETRY_AFTER_SECONDS = 30.0
+"""What we wait for at most within one request; after that the pass is repeated instead."""
+REQUEST_SECONDS = 30.0
+LIST_SECONDS = 60.0
+LOG_SECONDS = 10.0
+PAGE = 500
+LOG_LINES = 60
+LOG_BYTES = 256 * 1024
+"""Of those lines. The kubelet cuts them at their end, so that this has to hold them all."""
+LOG_CHARACTERS = 4096
+EVENT_MESSAGE = 1024
+"""Longest message of a core/v1 Event that the API server takes, in bytes."""
+_METHODS: Mapping[Verb, str] = {
+    "get": "GET",
+    "list": "GET",
+    "create": "POST",
+    "update": "PUT",
+    "patch": "PATCH",
+    "delete": "DELETE",
+}
+
+
+@dataclass(frozen=True)
+class Resource:
+    """One kind of object, and where it is served."""
+
+    api_version: str
+    kind: str
+    plural: str
+    namespaced: bool = True
+
+    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+        """The path of one object, or of the collection."""
+        parts = ["/apis" if "/" in self.api_version else "/api", self.api_version]
+        if self.namespaced and namespace is not None:
+            parts += ["namespaces", quote(namespace, safe="")]
+        parts.append(self.plural)
+        parts += [quote(part, safe="") for part in (name, subresource) if part is not None]
+        return "/".join(parts)
+
+
+FINETUNE_JOB = Resource("finetune.dev/v1alpha1", "FineTuneJob", "finetunejobs")
+JOB = Resource("batch/v1", "Job", "jobs")
+PYTORCH_JOB = Resource("kubeflow.org/v1", "PyTorchJob", "pytorchjobs")
+MPI_JOB = Resource("kubeflow.org/v2beta1", "MPIJob", "mpijobs")
+POD = Resource("v1", "Pod", "pods")
+CONFIG_MAP = Resource("v1", "ConfigMap", "configmaps")
+SERVICE = Resource("v1", "Service", "services")
+CLAIM = Resource("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
+EVENT = Resource("v1", "Event", "events")
+SECRET = Resource("v1", "Secret", "secrets")
+TOKEN_REVIEW = Resource("authentication.k8s.io/v1", "TokenReview", "tokenreviews", namespaced=False)
+
+RESOURCES: tuple[Resource, ...] = (
+    FINETUNE_JOB,
+    JOB,
+    PYTORCH_JOB,
+    MPI_JOB,
+    POD,
+    CONFIG_MAP,
+    SERVICE,
+    CLAIM,
+    EVENT,
+    SECRET,
+    TOKEN_REVIEW,
+)
+_BY_KIND = {(each.api_version, each.kind): each for each in RESOURCES}
+LAUNCHER_RESOURCES: Mapping[LauncherName, Resource] = {"pytorchjob": PYTORCH_JOB, "mpijob": MPI_JOB, "job": JOB}
+
+
+def resource_of(api_version: str, kind: str) -> Resource:
+    """The resource of a kind that this operator makes. ValueError for any other: it has no rights on it."""
+    try:
+        return _BY_KIND[api_version, kind]
+    except KeyError:
+        raise ValueError(f"{kind} of {api_version} is no kind that this operator reads or writes") from None
+
+
+# --------------------------------------------------------------------------------------------------------------- errors
+
+
+class ApiError(Exception):
+    """The API server did not do what was asked for."""
+
+    def __init__(self, what: str, code: int, reason: str, message: str, retry_after: float | None = None) -> None:
+        super().__init__(f"{what}: {code} {reason}: {message}" if code else f"{what}: {message}")
+        self.code = code
+        """HTTP status; 0 when there was no answer."""
+        self.reason = reason
+        """The Status object's word: NotFound, AlreadyExists, Forbidden, ..."""
+        self.message = message
+        """The Status object's sentence."""
+        self.retry_after = retry_after
+
+
+class NotFoundError(ApiError):
+    """404."""
+
+
+class AlreadyExistsError(ApiError):
+    """409 at a create: the name is taken."""
+
+
+class ConflictError(ApiError):
+    """409: what we know is older than what is there."""
+
+
+class InvalidError(ApiError):
+    """400, 413 or 422: the object is refused for what it says."""
+
+
+class ForbiddenError(ApiError):
+    """403: no rights, a quota, or an admission rule."""
+
+
+class UnauthorizedError(ApiError):
+    """401: the credentials are not taken."""
+
+
+class GoneError(ApiError):
+    """410: the version that was asked from is no longer there."""
+
+
+class TooManyRequestsError(ApiError):
+    """429, after all retries."""
+
+
+class UnavailableError(ApiError):
+    """5xx or no answer, after all retries."""
+
+
+_ERRORS: Mapping[int, type[ApiError]] = {
+    400: InvalidError,
+    401: UnauthorizedError,
+    403: ForbiddenError,
+    404: NotFoundError,
+    409: ConflictError,
+    410: GoneError,
+    413: InvalidError,
+    422: InvalidError,
+    429: TooManyRequestsError,
+}
+
+
+def error_of(what: str, code: int, body: bytes, retry_after: str | None = None) -> ApiError:
+    """The error that an answer means. Proxies answer in HTML, so the body may be anything."""
+    reason, message = "", ""
+    try:
+        status = json.loads(body)
+    except ValueError:
+        status = None
+    if isinstance(status, dict):
+        reason, message = str(status.get("reason") or ""), str(status.get("message") or "")
+    kind = UnavailableError if code >= 500 else _ERRORS.get(code, ApiError)
+    if code == 409 and reason == "AlreadyExists":
+        kind = AlreadyExistsError
+    return kind(what, code, reason, message or body[:200].decode("utf-8", "replace"), _seconds(retry_after))
+
+
+def _seconds(written: str | None) -> float | None:
+    """`Retry-After` as the API server writes it; a date, which it never sends, counts as nothing."""
+    return float(written) if written is not None and written.isascii() and written.isdecimal() else None
+
+
+# ----------------------------------------------------------------------------------------------------------- connection
+
+
+@dataclass
+class Outage:
+    """Whether the API server was away, so that everything has to be read again once it is back."""
+
+    down: bool = False
+    on_end: Callable[[], None] | None = None
+
+    def failed(self) -> None:
+        """A request had no answer."""
+        if not self.down:
+            log.warning("the API server does not answer")
+        self.down = True
+
+    def answered(self) -> None:
+        """A request had an answer."""
+        if self.down:
+            self.down = False
+            log.info("the API server answers again")
+            if self.on_end is not None:
+                self.on_end()
+
+
+class RequestCounter(Protocol):
+    """What is told of every request."""
+
+    def request_done(self, verb: str, resource: str, code: int, seconds: float) -> None:
+        """See `state.Measurements`."""
+
+
+async def connect(kubeconfig: Path | None = None, context: str | None = None, pool: int = 32) -> client.ApiClient:
+    """A client for the cluster that is meant: the kubeconfig named, else KUBECONFIG, else the one around this pod,
+    else ~/.kube/config. ConfigException when there is none.
+
+    `pool` connections at most are open at once.
+    """
+    configuration = client.Configuration(connection_pool_maxsize=pool)
+    in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
+    if in_cluster and kubeconfig is None and context is None and "KUBECONFIG" not in os.environ:
+        config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
+    else:
+        await config.load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=None if kubeconfig is None else str(kubeconfig),
+            context=context,
+            client_configuration=configuration,
+            persist_config=False,
+        )
+    return client.ApiClient(configuration=configuration)
+
+
+@dataclass
+class Kube:
+    """The API server, as the operator uses it."""
+
+    api: client.ApiClient
+    outage: Outage = field(default_factory=Outage)
+    counter: RequestCounter | None = None
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Manifest:
+        """One object. NotFoundError."""
+        return await self._json("get", resource, resource.path(namespace, name))
+
+    async def list_objects(
+        self, resource: Resource, namespace: str | None = None, labels: str | None = None
+    ) -> tuple[list[Manifest], int]:
+        """All objects, of one namespace or of all, and the version at which they were read. Read in pages; begun anew
+        when the server has forgotten the version of the first page.
+        """
+        for _ in range(TRIES - 1):
+            try:
+                return await self._pages(resource, namespace, labels)
+            except GoneError:
+                continue
+        return await self._pages(resource, namespace, labels)
+
+    async def _pages(self, resource: Resource, namespace: str | None, labels: str | None) -> tuple[list[Manifest], int]:
+        items: list[Manifest] = []
+        query = {"limit": str(PAGE), **({} if labels is None else {"labelSelector": labels})}
+        while True:
+            page = await self._json("list", resource, resource.path(namespace), query=query, seconds=LIST_SECONDS)
+            metadata = page["metadata"]
+            found = page["items"] or []
+            assert isinstance(metadata, dict) and isinstance(found, list)
+            # Items of built-in lists come without their kind.
+            named = {"apiVersion": resource.api_version, "kind": resource.kind}
+            items.extend({**named, **item} for item in found if isinstance(item, dict))
+            query["continue"] = str(metadata.get("continue") or "")
+            if not query["continue"]:
+                return items, int(str(metadata["resourceVersion"]))
+
+    async def pod_log(self, namespace: str, name: str, container: str) -> str:
+        """The end of a container's log, at most 4096 characters; empty when there is none to be had: the node may be
+        the very thing that broke.
+        """
+        query = {"container": container, "tailLines": str(LOG_LINES), "limitBytes": str(LOG_BYTES)}
+        path = POD.path(namespace, name, "log")
+        try:
+            body = await self._request("get", POD, path, query=query, seconds=LOG_SECONDS, tries=1, subresource="log")
+        except ApiError as error:
+            log.info("%s/%s: no log of pod %s: %s", namespace, name, name, error)
+            return ""
+        return body.decode("utf-8", "replace")[-LOG_CHARACTERS:]
+
+    async def served_launchers(self) -> tuple[LauncherName, ...]:
+        """Launchers whose kinds the API server serves. Plain Jobs always are."""
+        served: list[LauncherName] = []
+        for launcher, resource in LAUNCHER_RESOURCES.items():
+            if resource is JOB or await self._serves(resource):
+                served.append(launcher)
+        return tuple(served)
+
+    async def _serves(self, resource: Resource) -> bool:
+        try:
+            found = await self._json("get", resource, f"/apis/{resource.api_version}", subresource="discovery")
+        except NotFoundError:
+            return False
+        kinds = found.get("resources")
+        return isinstance(kinds, list) and any(
+            isinstance(each, dict) and each.get("name") == resource.plural for each in kinds
+        )
+
+    # ------------------------------------------------------------------------------------------------------- writing
+
+    async def create(self, manifest: Manifest, namespace: str | None = None) -> Manifest:
+        """Make an object; gives it as it is stored. AlreadyExistsError when its name is taken."""
+        resource = resource_of(str(manifest["apiVersion"]), str(manifest["kind"]))
+        query = {"fieldManager": FIELD_OWNER}
+        return await self._json("create", resource, resource.path(namespace), query=query, body=manifest)
+
+    async def replace(self, manifest: Manifest, namespace: str, name: str) -> Manifest:
+        """Write an object again. With a resourceVersion in it, ConflictError when it has changed since."""
+        resource = resource_of(str(manifest["apiVersion"]), str(manifest["kind"]))
+        query = {"fieldManager": FIELD_OWNER}
+        return await self._json("update", resource, resource.path(namespace, name), query=query, body=manifest)
+
+    async def delete(self, resource: Resource, namespace: str, name: str, uid: str | None) -> Manifest | None:
+        """Delete an object and, in the background, what it owns. Gives it as it is while it still ends, None when it
+        is gone. ConflictError when the name belongs to an object with another uid.
+        """
+        body: Manifest = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        if uid is not None:
+            body["preconditions"] = {"uid": uid}
+        try:
+            left = await self._json("delete", resource, resource.path(namespace, name), body=body)
+        except NotFoundError:
+            return None
+        return left if left.get("kind") == resource.kind else None
+
+    async def apply_status(
+        self, namespace: str, name: str, uid: str, version: str, status: Mapping[str, JsonValue]
+    ) -> Manifest:
+        """Make this the whole of what we say in the job's status; gives the job as it is stored. ConflictError when the
+        job is no longer at `version`, NotFoundError when it is gone.
+        """
+        body: Manifest = {
+            "apiVersion": FINETUNE_JOB.api_version,
+            "kind": FINETUNE_JOB.kind,
+            "metadata": {"name": name, "namespace": namespace, "uid": uid, "resourceVersion": version},
+            "status": dict(status),
+        }
+        return await self._json(
+            "patch",
+            FINETUNE_JOB,
+            FINETUNE_JOB.path(namespace, name, "status"),
+            query={"fieldManager": FIELD_OWNER, "force": "true"},
+            body=body,
+            content_type="application/apply-patch+yaml",
+            subresource="status",
+        )
+
+    async def create_event(
+        self, involved: Mapping[str, JsonValue], kind: str, reason: str, message: str, salt: str = ""
+    ) -> None:
+        """One event about an object; the same event with the same `salt` is told once only."""
+        namespace, name = str(involved["namespace"]), str(involved["name"])
+        digest = hashlib.sha256("\0".join((str(involved.get("uid")), kind, reason, message, salt)).encode())
+        now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        event: Manifest = {
+            "apiVersion": EVENT.api_version,
+            "kind": EVENT.kind,
+            "metadata": {"name": f"{name}.{digest.hexdigest()[:16]}", "namespace": namespace},
+            "involvedObject": dict(involved),
+            "type": kind,
+            "reason": reason,
+            "message": message.encode()[:EVENT_MESSAGE].decode("utf-8", "ignore"),
+            "source": {"component": FIELD_OWNER},
+            "firstTimestamp": now,
+            "lastTimestamp": now,
+            "count": 1,
+        }
+        try:
+            await self.create(event, namespace)
+        except AlreadyExistsError:
+            log.debug("%s/%s: event %s was told already", namespace, name, reason)
+
+    # ------------------------------------------------------------------------------------------------------ requests
+
+    async def _json(
+        self,
+        verb: Verb,
+        resource: Resource,
+        path: str,
+        *,
+        query: Query | None = None,
+        body: Manifest | None = None,
+        content_type: str = "application/json",
+        seconds: float = REQUEST_SECONDS,
+        subresource: str | None = None,
+    ) -> Manifest:
+        answer = await self._request(
+            verb,
+            resource,
+            path,
+            query=query,
+            body=body,
+            content_type=content_type,
+            seconds=seconds,
+            subresource=subresource,
+        )
+        try:
+            value = json.loads(answer)
+        except ValueError as error:
+            raise UnavailableError(f"{verb} {path}", 0, "", "the answer is no JSON") from error
+        if not isinstance(value, dict):
+            raise UnavailableError(f"{verb} {path}", 0, "", "the answer is no object")
+        return value
+
+    async def _request(
+        self,
+        verb: Verb,
+        resource: Resource,
+        path: str,
+        *,
+        query: Query | None = None,
+        body: Manifest | None = None,
+        content_type: str = "application/json",
+        seconds: float = REQUEST_SECONDS,
+        tries: int = TRIES,
+        subresource: str | None = None,
+    ) -> bytes:
+        counted = resource.plural if subresource is None else f"{resource.plural}/{subresource}"
+        for attempt in range(1, tries + 1):
+            began = time.monotonic()
+            try:
+                answer = await self._once(verb, path, query, body, content_type, seconds)
+            except ApiError as error:
+                self._count(verb, counted, error.code, began)
+                if attempt == tries or not isinstance(error, TooManyRequestsError | UnavailableError):
+                    raise
+                await self.sleep(_delay(attempt, error.retry_after))
+            else:
+                self._count(verb, counted, 200, began)
+                return answer
+        raise AssertionError("a loop of at least one try")
+
+    async def _once(
+        self, verb: Verb, path: str, query: Query | None, body: Manifest | None, content_type: str, seconds: float
+    ) -> bytes:
+        what = f"{verb} {path}"
+        try:
+            method, url, headers, sent, _ = await self.api.param_serialize(
+                _METHODS[verb],
+                path,
+                query_params=list((query or {}).items()),
+                header_params={"Accept": "application/json, */*", "Content-Type": content_type},
+                body=body,
+                auth_settings=["BearerToken"],
+            )
+            response = await self.api.call_api(
+                method, url, headers, body=sent, _request_timeout=aiohttp.ClientTimeout(total=seconds)
+            )
+            answer: bytes = await response.read()  # type: ignore[no-untyped-call]
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self.outage.failed()
+            raise UnavailableError(what, 0, "", f"no answer: {error or type(error).__name__}") from error
+        if response.status >= 300:
+            raise error_of(what, response.status, answer, response.headers.get("Retry-After"))
+        self.outage.answered()
+        return answer
+
+    def _count(self, verb: Verb, resource: str, code: int, began: float) -> None:
+        if self.counter is not None:
+            self.counter.request_done(verb, resource, code, time.monotonic() - began)
+
+
+def _delay(attempt: int, retry_after: float | None) -> float:
+    """Seconds before the next try: doubled each time, and half of it by chance, so that many do not come back at once."""
+    doubled: float = min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2 ** (attempt - 1))
+    jittered = doubled * (0.5 + random.random() / 2)
+    return max(jittered, min(retry_after or 0.0, LONGEST_RETRY_AFTER_SECONDS))

@@ -1,0 +1,115 @@
+"""The progress protocol as values: the path of an attempt, and what a body says in terms of the status.
+
+Bodies come from users' programs: whatever does not fit is left out or refused by the name of its field, and no value
+of theirs is repeated in an error. The time of an update is the time of its arrival, since clocks of nodes differ.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+
+from pydantic import ValidationError
+
+from finetune_contract.choices import Stage
+from finetune_contract.report import KubeflowStatus, KubeflowUpdate
+from finetune_operator.api.types import ProgressStatus
+
+BODY_LIMIT_BYTES = 64 * 1024
+_NAME = r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
+_PATH = re.compile(
+    rf"/v1alpha1/namespaces/({_NAME})/finetunejobs/({_NAME})/stages/({'|'.join(Stage)})/attempts/([1-9][0-9]{{0,4}})"
+)
+_MOST_STEPS = 2**53
+"""Beyond it a JSON number is not exact."""
+
+# Field -> names under which it is sent, best first: ours, then those of transformers' KubeflowCallback and Trainer.
+_STEP = ("step", "current_step", "global_step")
+_TOTAL = ("total_steps", "max_steps")
+_EPOCH = ("epoch", "current_epoch")
+_LOSS = ("loss", "train_loss")
+_SAMPLES = ("samples_per_second", "train_samples_per_second")
+_TOKENS = ("tokens_per_second", "train_tokens_per_second")
+
+
+class BadBodyError(ValueError):
+    """The body is not what the protocol says."""
+
+
+@dataclass(frozen=True)
+class AttemptKey:
+    """One attempt at a stage of one job."""
+
+    namespace: str
+    job: str
+    stage: Stage
+    attempt: int
+
+
+def attempt_of(path: str) -> AttemptKey | None:
+    """The attempt that a path means; None: it means none."""
+    found = _PATH.fullmatch(path)
+    return AttemptKey(found[1], found[2], Stage(found[3]), int(found[4])) if found else None
+
+
+def progress_of(body: bytes, now: datetime) -> ProgressStatus:
+    """What `body`, which arrived at `now` (UTC), says. Raises BadBodyError."""
+    try:
+        update = KubeflowUpdate.model_validate_json(body)
+    except ValidationError as error:
+        # Only places and rules: values are the sender's, and may be anything.
+        problems = [f"{_place(item['loc'])}: {item['msg']}" for item in error.errors(include_input=False)[:5]]
+        raise BadBodyError("the body is no progress update: " + "; ".join(problems)) from error
+    return _status(update.trainer_status, now)
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in location) or "body"
+
+
+def _status(told: KubeflowStatus, now: datetime) -> ProgressStatus:
+    values = {metric.name: metric.value for metric in told.metrics}
+    step, total = _steps(values, _STEP), _steps(values, _TOTAL)
+    percent = told.progress_percentage
+    if percent is None and step is not None and total:
+        percent = min(100, 100 * step // total)
+    remaining = told.estimated_remaining_seconds
+    return ProgressStatus(
+        step=step,
+        total_steps=total,
+        epoch=_number(values, _EPOCH, least=0.0),
+        percent=percent,
+        loss=_number(values, _LOSS),
+        samples_per_second=_number(values, _SAMPLES, least=0.0),
+        tokens_per_second=_number(values, _TOKENS, least=0.0),
+        remaining_seconds=None if remaining is None else float(min(remaining, _MOST_STEPS)),
+        last_update_time=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    )
+
+
+def _number(values: Mapping[str, str], names: tuple[str, ...], least: float = -math.inf) -> float | None:
+    """The first of `names` that has a finite number of at least `least`."""
+    for name in names:
+        try:
+            number = float(values.get(name, ""))
+        except ValueError:
+            continue
+        if math.isfinite(number) and number >= least:
+            return number
+    return None
+
+
+def _steps(values: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    number = _number(values, names, least=0.0)
+    return None if number is None or number > _MOST_STEPS else int(number)
+
+
+def later(before: ProgressStatus | None, now: ProgressStatus) -> ProgressStatus:
+    """`now`, with what it leaves out as it was `before` in the same attempt.
+
+    The last update of transformers' callback says 100 percent and no step.
+    """
+    return now if before is None else before.model_copy(update=now.model_dump(exclude_none=True))

@@ -1,0 +1,410 @@
+"""Where pods report their progress: HTTPS, in the protocol of Kubeflow Trainer.
+
+It takes only what is cheap to take: a body of 64 KiB, one update a second from a pod, a connection of half a minute,
+so many connections from one address, so many unknown tokens from one address. Who sends is known from the token alone,
+and the pod it is bound to has to be one of the attempt in the path. Losing an update disturbs nothing, so whatever is
+in doubt is refused. Answers and logs hold our own words only: never a token, never a part of a body.
+
+A replica that stands by relays to the one that leads. It shows the servers' certificate as its own, so that the other
+one can believe the address it names; what was relayed once is not relayed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from http import HTTPStatus
+from typing import Any, Protocol
+
+import aiohttp
+from aiohttp import web
+
+from finetune_operator.api.types import ProgressStatus
+from finetune_operator.shell.certificates import SERVICE_NAME, TlsContexts
+from finetune_operator.shell.progress_protocol import (
+    BODY_LIMIT_BYTES,
+    AttemptKey,
+    BadBodyError,
+    attempt_of,
+    progress_of,
+)
+from finetune_operator.shell.rates import Rate
+from finetune_operator.shell.tokens import (
+    PodIdentity,
+    RefusedToken,
+    ReviewUnavailableError,
+    TokenChecker,
+    TokenReviewer,
+)
+
+log = logging.getLogger(__name__)
+
+PORT = 8443
+RELAYED_FOR = "X-Finetune-Relayed-For"
+"""Address of the pod whose report a replica relays."""
+TOKEN_LIMIT_BYTES = 8190
+"""Longest header line that is read at all; tokens of an API server are 1 to 2 KiB."""
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """How much the server takes. The defaults serve a thousand pods on one processor."""
+
+    connections: int = 1024
+    connections_of_address: int = 64
+    """Of one address; pods behind one that masquerades share it."""
+    connection_seconds: float = 30.0
+    """Life of a connection. Each carries one update."""
+    body_seconds: float = 10.0
+    """For reading a body."""
+    handshake_seconds: float = 10.0
+    pod_burst: int = 3
+    pod_per_second: float = 1.0
+    unknown_burst: int = 20
+    """Tokens of one address that turned out to be of no use; those that are good are not counted."""
+    unknown_per_second: float = 1.0
+    reviews_burst: int = 100
+    """TokenReviews that all addresses together cause."""
+    reviews_per_second: float = 50.0
+    relays: int = 64
+    """Requests that a stand-by relays at the same time."""
+    relay_seconds: float = 10.0
+    stop_seconds: float = 5.0
+    """For requests in hand when the server stops."""
+
+
+@dataclass(frozen=True)
+class KnownPod:
+    """A pod as the operator's store knows it."""
+
+    uid: str
+    job_uid: str
+    attempt: AttemptKey
+
+
+class World(Protocol):
+    """What the server has to know of the operator, and where reports go."""
+
+    def leading(self) -> bool:
+        """Whether reports are taken here."""
+        ...
+
+    def synced(self) -> bool:
+        """Whether all pods are known."""
+        ...
+
+    def leader(self) -> tuple[str, int] | None:
+        """Host and port of the progress server of the replica that leads; None: there is none, or it is not known."""
+        ...
+
+    def pod(self, namespace: str, name: str) -> KnownPod | None:
+        """The pod, if it belongs to an attempt of a job."""
+        ...
+
+    def report(self, pod: KnownPod, progress: ProgressStatus) -> None:
+        """Take what the pod says."""
+        ...
+
+
+class RefusedError(Exception):
+    """A request that is not carried out: its status and, in our own words, why."""
+
+    def __init__(self, status: HTTPStatus, why: str, **headers: str) -> None:
+        super().__init__(why)
+        self.status = status
+        self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
+
+
+class ProgressServer:
+    """See the module."""
+
+    def __init__(
+        self,
+        world: World,
+        reviewer: TokenReviewer,
+        tls: TlsContexts,
+        *,
+        counted: Callable[[int], None] = lambda status: None,
+        limits: ServerLimits | None = None,
+        clock: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        """`counted` is told the status of each answer."""
+        self._world = world
+        self._tokens = TokenChecker(reviewer)
+        self._tls = tls
+        self._counted = counted
+        self._clock = clock
+        self._limits = limits = limits or ServerLimits()
+        self._pods = Rate(burst=limits.pod_burst, per_second=limits.pod_per_second)
+        self._unknown = Rate(burst=limits.unknown_burst, per_second=limits.unknown_per_second)
+        self._reviews = Rate(burst=limits.reviews_burst, per_second=limits.reviews_per_second, keys=1)
+        self._relays = asyncio.Semaphore(limits.relays)
+        self._relay: aiohttp.ClientSession | None = None
+        self._listener: _Listener | None = None
+        self._server: asyncio.Server | None = None
+
+    async def start(self, host: str | None = None, port: int = PORT) -> int:
+        """Listen on `host` (None: all addresses); gives the port, which is chosen when `port` is 0."""
+        self._listener = _Listener(self._handle, self._limits)
+        self._relay = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=self._tls.relay, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=self._limits.relay_seconds),
+            auto_decompress=False,
+            trust_env=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        self._server = await asyncio.get_running_loop().create_server(
+            self._listener,
+            host,
+            port,
+            ssl=self._tls.server,
+            ssl_handshake_timeout=self._limits.handshake_seconds,
+            ssl_shutdown_timeout=2.0,
+            backlog=256,
+        )
+        chosen: int = self._server.sockets[0].getsockname()[1]
+        return chosen
+
+    async def stop(self) -> None:
+        """Take no more, finish what is in hand, close the rest; also after a start that failed."""
+        if self._server is not None:
+            self._server.close()
+        if self._listener is not None:
+            self._listener.pre_shutdown()
+            await self._listener.shutdown(self._limits.stop_seconds)
+        if self._relay is not None:
+            await self._relay.close()
+        self._server = self._listener = self._relay = None
+
+    # -------------------------------------------------------------------------------------------------- one request
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            answer = await self._answer(request)
+        except RefusedError as refused:
+            answer = _error(refused.status, str(refused), refused.headers)
+        except ConnectionError:
+            raise  # the sender went away
+        except Exception as error:
+            # Its text might hold what was sent.
+            log.error("A progress report could not be handled: %s.", type(error).__name__)
+            answer = _error(HTTPStatus.INTERNAL_SERVER_ERROR, "the operator could not handle this report")
+        answer.force_close()
+        self._counted(answer.status)
+        return answer
+
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
+        """The checks, the cheap ones first."""
+        key = _attempt(request)
+        if request.content_length is not None and request.content_length > BODY_LIMIT_BYTES:
+            raise _too_large()
+        token = _bearer(request)
+        body = await self._body(request)
+        if not self._world.leading():
+            return await self._relayed(request, token, body)
+        if not self._world.synced():
+            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "the operator is starting", Retry_After="5")
+        pod = self._pod_of(key, await self._sender(request, token))
+        try:
+            progress = progress_of(body, self._clock())
+        except BadBodyError as error:
+            raise RefusedError(HTTPStatus.BAD_REQUEST, str(error)) from error
+        self._world.report(pod, progress)
+        return web.json_response({})
+
+    async def _body(self, request: web.BaseRequest) -> bytes:
+        """The whole body, also of unknown length."""
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                async for chunk in request.content.iter_any():
+                    body += chunk
+                    if len(body) > BODY_LIMIT_BYTES:
+                        raise _too_large()
+        except TimeoutError:
+            seconds = f"{self._limits.body_seconds:g}"
+            raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {seconds} s") from None
+        except (aiohttp.ClientPayloadError, aiohttp.http_exceptions.HttpProcessingError, web.RequestPayloadError):
+            raise RefusedError(HTTPStatus.BAD_REQUEST, "the body is not what its headers say") from None
+        return bytes(body)
+
+    async def _sender(self, request: web.BaseRequest, token: str) -> PodIdentity:
+        """The pod that sends, which is known by its token alone."""
+        found = self._tokens.remembered(token)
+        if found is None:
+            address = _address(request)
+            if not (self._unknown.take(address) and self._reviews.take("all")):
+                raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, "too many unknown tokens", Retry_After="5")
+            try:
+                found = await self._tokens.check(token)
+            except ReviewUnavailableError:
+                raise RefusedError(
+                    HTTPStatus.SERVICE_UNAVAILABLE, "the token could not be checked now", Retry_After="5"
+                ) from None
+            if isinstance(found, PodIdentity):
+                self._unknown.give_back(address)
+        if isinstance(found, RefusedToken):
+            raise _unauthorized(found.why)
+        if not self._pods.take(found.uid):
+            rate = f"{self._limits.pod_per_second:g} update(s) a second, {self._limits.pod_burst} at once"
+            raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, f"too fast: a pod may send {rate}", Retry_After="1")
+        return found
+
+    def _pod_of(self, key: AttemptKey, sender: PodIdentity) -> KnownPod:
+        """What is known about the sender, which has to be a pod of the attempt."""
+        known = self._world.pod(sender.namespace, sender.name)
+        if known is None or known.uid != sender.uid or known.attempt != key:
+            raise RefusedError(HTTPStatus.FORBIDDEN, "the token is not of a pod of this attempt")
+        return known
+
+    async def _relayed(self, request: web.BaseRequest, token: str, body: bytes) -> web.Response:
+        """The answer of the replica that leads."""
+        leader = self._world.leader()
+        if leader is None or self._relay is None or RELAYED_FOR in request.headers or self._relays.locked():
+            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "no replica takes reports now", Retry_After="5")
+        host, port = leader
+        headers = {
+            "Authorization": f"Bearer {token}",
+            "Content-Type": "application/json",
+            RELAYED_FOR: request.remote or "",
+        }
+        url = f"https://{f'[{host}]' if ':' in host else host}:{port}{request.path}"
+        try:
+            async with (
+                self._relays,
+                self._relay.post(
+                    url, data=body, headers=headers, server_hostname=SERVICE_NAME, allow_redirects=False
+                ) as response,
+            ):
+                text = await response.content.read(4096)
+                retry = response.headers.get("Retry-After")
+                return web.Response(
+                    status=response.status,
+                    body=text,
+                    content_type="application/json",
+                    headers={"Retry-After": retry} if retry else None,
+                )
+        except (aiohttp.ClientError, OSError) as error:
+            log.warning("A progress report could not be relayed to %s port %d: %s.", host, port, type(error).__name__)
+            raise RefusedError(
+                HTTPStatus.SERVICE_UNAVAILABLE, "the replica that takes reports cannot be reached", Retry_After="5"
+            ) from None
+
+
+def _attempt(request: web.BaseRequest) -> AttemptKey:
+    key = attempt_of(request.rel_url.raw_path)
+    if key is None or request.query_string:
+        raise RefusedError(HTTPStatus.NOT_FOUND, "no such path; progress goes to the URL in the pod's environment")
+    if request.method != "POST":
+        raise RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, "progress is sent by POST", Allow="POST")
+    return key
+
+
+def _bearer(request: web.BaseRequest) -> str:
+    """The token; nothing is known about it yet but that it is there."""
+    given = request.headers.getall("Authorization", [])
+    scheme, _, token = (given[0] if len(given) == 1 else "").partition(" ")
+    token = token.strip()
+    if scheme.lower() != "bearer" or not token.isascii() or not token.isprintable() or not token or " " in token:
+        raise _unauthorized("a bearer token is needed")
+    return token
+
+
+def _address(request: web.BaseRequest) -> str:
+    """Where the report comes from; a replica is believed when it names the pod's address."""
+    transport = request.transport
+    by_replica = transport is not None and bool(transport.get_extra_info("peercert"))
+    return (request.headers.get(RELAYED_FOR) if by_replica else None) or request.remote or ""
+
+
+def _too_large() -> RefusedError:
+    return RefusedError(
+        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body is larger than {BODY_LIMIT_BYTES} bytes"
+    )
+
+
+def _unauthorized(why: str) -> RefusedError:
+    return RefusedError(HTTPStatus.UNAUTHORIZED, why, WWW_Authenticate="Bearer")
+
+
+def _error(status: int, why: str, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.json_response({"error": why}, status=status, headers=headers)
+
+
+# -------------------------------------------------------------------------------------------------------- connections
+
+
+class _Listener(web.Server):
+    """aiohttp's server with bounds on connections."""
+
+    def __init__(self, handle: Callable[[web.BaseRequest], Any], limits: ServerLimits) -> None:
+        super().__init__(
+            handle,
+            access_log=None,
+            # A compressed body could be of any size; it is not JSON then, and refused as that.
+            auto_decompress=False,
+            keepalive_timeout=limits.connection_seconds,
+            lingering_time=2.0,
+        )
+        self.limits = limits
+        self.of_address: Counter[str] = Counter()
+
+    def __call__(self) -> web.RequestHandler:
+        return _Connection(self, loop=self._loop, **self._kwargs)
+
+
+class _Connection(web.RequestHandler):
+    """One connection: one request, and a bounded life."""
+
+    def __init__(self, listener: _Listener, **kwargs: Any) -> None:
+        super().__init__(listener, **kwargs)
+        self._listener = listener
+        self._peer: str | None = None
+        self._end: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        assert isinstance(transport, asyncio.Transport)
+        limits, of_address = self._listener.limits, self._listener.of_address
+        # Replicas carry the reports of many pods.
+        peer = "" if transport.get_extra_info("peercert") else str((transport.get_extra_info("peername") or [""])[0])
+        if of_address.total() >= limits.connections or (peer and of_address[peer] >= limits.connections_of_address):
+            transport.abort()
+            return
+        self._peer = peer
+        of_address[peer] += 1
+        loop = asyncio.get_running_loop()
+        self._end = loop.call_later(limits.connection_seconds, transport.abort)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        if self._end is not None:
+            self._end.cancel()
+        if self._peer is not None:
+            of_address = self._listener.of_address
+            of_address[self._peer] -= 1
+            if not of_address[self._peer]:
+                del of_address[self._peer]
+            self._peer = None
+        super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What is not HTTP is answered, and logged, without what was sent; aiohttp's own answer would repeat it."""
+        log.debug("A request that could not be read (status %d).", status)
+        answer = _error(status, "this is no HTTP request" if status == HTTPStatus.BAD_REQUEST else "not handled")
+        answer.force_close()
+        return answer
+
+    def log_exception(self, *args: Any, **kw: Any) -> None:
+        """aiohttp tells about broken connections here, with the error's text, which might hold what was sent."""
+        error = kw.get("exc_info")
+        log.warning("A connection of the progress server broke: %s.", type(error).__name__)

@@ -1,0 +1,99 @@
+"""Which jobs have to be looked at: each once however often it was asked for, never twice at a time.
+
+A key that is added while it is being worked on is worked on once more afterwards. Keys come out in the order in which
+they went in, so that a job with many events does not hold up the others. One event loop; not for threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+
+class JobKey(NamedTuple):
+    """One FineTuneJob by name."""
+
+    namespace: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+class WorkQueue:
+    """Keys to be worked on now, and keys to be worked on later."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[JobKey] = deque()
+        self._wanted: set[JobKey] = set()
+        self._in_hand: set[JobKey] = set()
+        self._timers: dict[JobKey, asyncio.TimerHandle] = {}
+        self._filled = asyncio.Event()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def add(self, key: JobKey) -> None:
+        """Have it looked at, as soon as its turn comes."""
+        if key in self._wanted:
+            return
+        self._wanted.add(key)
+        if key not in self._in_hand:
+            self._waiting.append(key)
+            self._filled.set()
+
+    def add_at(self, key: JobKey, when: datetime) -> None:
+        """Have it looked at at `when`; of several times, the earliest counts, and only that one."""
+        self.add_after(key, (when - datetime.now(UTC)).total_seconds())
+
+    def add_after(self, key: JobKey, seconds: float) -> None:
+        """The same, `seconds` from now."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + max(0.0, seconds)
+        set_already = self._timers.get(key)
+        if set_already is not None:
+            if set_already.when() <= due:
+                return
+            set_already.cancel()
+        self._timers[key] = loop.call_at(due, self._ring, key)
+
+    def _ring(self, key: JobKey) -> None:
+        del self._timers[key]
+        self.add(key)
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone: no later look at it."""
+        timer = self._timers.pop(key, None)
+        if timer is not None:
+            timer.cancel()
+
+    async def take(self) -> JobKey | None:
+        """The next key, which is in hand from now until `done`; None once the queue is closed."""
+        while not self._closed and not self._waiting:
+            self._filled.clear()
+            await self._filled.wait()
+        if self._closed:
+            return None
+        key = self._waiting.popleft()
+        if self._waiting:
+            self._filled.set()
+        self._wanted.discard(key)
+        self._in_hand.add(key)
+        return key
+
+    def done(self, key: JobKey) -> None:
+        """It is no longer in hand."""
+        self._in_hand.discard(key)
+        if key in self._wanted:
+            self._waiting.append(key)
+            self._filled.set()
+
+    def close(self) -> None:
+        """Hand out no more keys: who works on one finishes it, who waits for one is told None."""
+        self._closed = True
+        self._filled.set()
+        for key in list(self._timers):
+            self.forget(key)

@@ -1,0 +1,390 @@
+"""One pass over one job: what is known -> `decide` -> carry it out.
+
+Deletes come first, then creates, then the status that names what was created, then the events that tell of it. A pass
+that stops in between leaves nothing half known: the next one finds what was made, by its name and its label, and goes
+on from there. So a pass may end at any point: by an error, a lost leadership, or the end of the process.
+
+Nothing is ever overwritten by an older view. A create does not replace, a delete names the uid, and the status names
+the version that it was computed from.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Literal, TypeAlias
+
+from pydantic import JsonValue
+
+from finetune_contract.choices import Stage
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus
+from finetune_operator.reconcile.observed import wanted_logs
+from finetune_operator.reconcile.types import Decision, EventNote, JobView, ObjectRef, Observed, Refusal
+from finetune_operator.rendering.pods import CONTAINER_NAME
+from finetune_operator.rendering.types import JOB_LABEL, UID_LABEL, Manifest, ProgressEndpoint
+from finetune_operator.shell.discovery import Discovery
+from finetune_operator.shell.kube import (
+    CLAIM,
+    FINETUNE_JOB,
+    LAUNCHER_RESOURCES,
+    POD,
+    AlreadyExistsError,
+    ApiError,
+    ConflictError,
+    ForbiddenError,
+    InvalidError,
+    NotFoundError,
+    resource_of,
+)
+from finetune_operator.shell.queue import JobKey
+from finetune_operator.shell.state import OperatorState
+
+log = logging.getLogger(__name__)
+
+Decide: TypeAlias = Callable[[JobView, Observed, datetime, Settings, ProgressEndpoint | None], Decision]
+Outcome: TypeAlias = Literal["done", "refused", "conflict", "gone", "failed"]
+
+SILENT_SECONDS = 300.0
+"""After this long without a word of a running attempt, the API server is asked once whether a word was lost."""
+FIRST_RETRY_SECONDS = 1.0
+LONGEST_RETRY_SECONDS = 60.0
+CONFLICT_SECONDS = 0.2
+"""Before the next look after a conflict, so that two writers do not race at full speed."""
+TAKEN = 409
+"""HTTP status of a create whose name is taken."""
+_STORED_KINDS = frozenset(resource.kind for resource in LAUNCHER_RESOURCES.values())
+
+
+@dataclass
+class JobMemory:
+    """What is remembered of one job between passes, and may be lost."""
+
+    uid: str
+    refusals: tuple[Refusal, ...] = ()
+    """Of the last pass, until one that knew of them has been carried out."""
+    logs: dict[str, str] = field(default_factory=dict)
+    """By pod; read once."""
+    told: set[tuple[str, str, str]] = field(default_factory=set)
+    """Events that were told: version of the job that they were decided at, reason, message."""
+    progress_written: float = float("-inf")
+    """When the status was written last, on the monotonic clock."""
+    looked_up: float = float("-inf")
+    """The last word before the silence that was looked into already."""
+    failures: int = 0
+    """Passes in a row that ended in an error."""
+
+
+class Reconciler:
+    """Looks at jobs, one pass at a time each."""
+
+    def __init__(self, state: OperatorState, discovery: Discovery, decide: Decide) -> None:
+        self._state = state
+        self._discovery = discovery
+        self._decide = decide
+        self._memories: dict[JobKey, JobMemory] = {}
+
+    async def work(self) -> None:
+        """One worker, until the queue is closed."""
+        while (key := await self._state.queue.take()) is not None:
+            try:
+                await self.look(key)
+            finally:
+                self._state.queue.done(key)
+
+    async def look(self, key: JobKey) -> None:
+        """One pass. Only who leads acts; whoever gains leadership looks at every job anew."""
+        if not self._state.leading.is_set():
+            return
+        began = time.monotonic()
+        outcome: Outcome
+        try:
+            outcome = await self._pass(key)
+        except ApiError as error:
+            outcome = self._failed(key, str(error), None)
+        except Exception as error:
+            outcome = self._failed(key, f"{type(error).__name__}: {error}", error)
+        else:
+            if (memory := self._memories.get(key)) is not None:
+                memory.failures = 0
+        self._state.measurements.pass_done(time.monotonic() - began, outcome)
+
+    def _failed(self, key: JobKey, what: str, error: Exception | None) -> Outcome:
+        """Told once in a row, with its trace when it is a fault of ours, and tried again ever more slowly."""
+        memory = self._memories.get(key)
+        failures = 0 if memory is None else memory.failures
+        if memory is not None:
+            memory.failures += 1
+        delay = min(LONGEST_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2 ** min(failures, 10)) * (0.75 + random.random() / 2)
+        level = logging.ERROR if error is not None else logging.WARNING
+        log.log(level if failures == 0 else logging.DEBUG, "%s: will be tried again: %s", key, what, exc_info=error)
+        self._state.queue.add_after(key, delay)
+        return "failed"
+
+    # ------------------------------------------------------------------------------------------------------ the pass
+
+    async def _pass(self, key: JobKey) -> Outcome:
+        job = self._state.store.job(key)
+        if job is None:
+            self.forget(key)
+            return "gone"
+        memory = self._memory(key, job.uid)
+        if job.job is not None and job.status.plan is None:
+            await self._discovery.refresh()
+        await self._read_logs(key, memory)
+        await self._break_silence(key, memory)
+        # Read without awaiting in between: a view and the version that belongs to it.
+        job, version = self._state.store.job(key), self._state.store.job_version(key)
+        if job is None or version is None or job.uid != memory.uid:
+            self._state.queue.add(key)
+            return "conflict"
+        observed = self._observed(job, memory)
+        now = datetime.now(UTC)
+        decision = self._decide(job, observed, now, self._state.settings, self._state.progress_endpoint)
+        outcome = await self._carry_out(key, job, version, decision, memory)
+        if outcome == "done":
+            if memory.refusals == observed.refusals:
+                memory.refusals = ()
+            self._wake_later(key, job, decision, memory)
+        return outcome
+
+    def _observed(self, job: JobView, memory: JobMemory) -> Observed:
+        return Observed(
+            children=self._state.store.children(job.uid),
+            pods=self._state.store.pods(job.uid),
+            progress=self._progress(job),
+            logs=tuple(sorted(memory.logs.items())),
+            served=self._discovery.served,
+            refusals=memory.refusals,
+        )
+
+    def _progress(self, job: JobView) -> ProgressStatus | None:
+        running = next((stage for stage in job.status.stages if stage.state == "Running"), None)
+        if running is None:
+            return None
+        return self._state.progress.of(job.uid, Stage(running.name), running.attempt)
+
+    async def _read_logs(self, key: JobKey, memory: JobMemory) -> None:
+        job = self._state.store.job(key)
+        if job is None:
+            return
+        there = {pod.name for pod in self._state.store.pods(job.uid)}
+        memory.logs = {name: text for name, text in memory.logs.items() if name in there}
+        for name in wanted_logs(job, self._observed(job, memory)):
+            memory.logs[name] = await self._state.kube.pod_log(key.namespace, name, CONTAINER_NAME)
+
+    async def _carry_out(
+        self, key: JobKey, job: JobView, version: str, decision: Decision, memory: JobMemory
+    ) -> Outcome:
+        for ref in decision.delete:
+            await self._delete(key.namespace, ref)
+        for manifest in decision.create:
+            refusal = await self._create(job, manifest)
+            if refusal is not None:
+                log.warning("%s: %s %s was refused: %s", key, refusal.ref.kind, refusal.ref.name, refusal.message)
+                repeated = refusal in memory.refusals
+                memory.refusals = (refusal,)
+                # The status that this pass decided names what is not there: it is decided anew.
+                if repeated:
+                    self._state.queue.add_after(key, FIRST_RETRY_SECONDS)
+                else:
+                    self._state.queue.add(key)
+                return "refused"
+        outcome = await self._write_status(key, job, version, decision, memory)
+        if outcome != "done":
+            return outcome
+        await self._tell(key, job, version, decision.events, memory)
+        if decision.delete_job:
+            await self._delete(key.namespace, ObjectRef(FINETUNE_JOB.api_version, FINETUNE_JOB.kind, key.name, job.uid))
+        return "done"
+
+    # ------------------------------------------------------------------------------------------------------- objects
+
+    async def _delete(self, namespace: str, ref: ObjectRef) -> None:
+        resource = resource_of(ref.api_version, ref.kind)
+        try:
+            left = await self._state.kube.delete(resource, namespace, ref.name, ref.uid)
+        except ConflictError:
+            # Another object has the name: the one that was meant is gone.
+            left = None
+        if left is None:
+            self._state.store.gone(ref.kind, namespace, ref.name, ref.uid)
+        else:
+            self._state.store.put(left)
+        log.info("%s: deleted %s %s", namespace, ref.kind, ref.name)
+
+    async def _create(self, job: JobView, manifest: Manifest) -> Refusal | None:
+        """Make the object, or take over the one that is there if it is this job's."""
+        ref = _ref(manifest)
+        try:
+            made = await self._state.kube.create(manifest, job.namespace)
+        except AlreadyExistsError:
+            made = await self._existing(job, ref)
+            if not _is_ours(made, job):
+                taken = f'{ref.kind} "{ref.name}" is there already and does not belong to this job'
+                return Refusal(ref, TAKEN, taken)
+        except (InvalidError, ForbiddenError, NotFoundError) as error:
+            self._discovery.outdated()
+            return Refusal(ref, error.code, error.message)
+        else:
+            log.info("%s/%s: created %s %s", job.namespace, job.name, ref.kind, ref.name)
+        if ref.kind in _STORED_KINDS:
+            self._state.store.put(made)
+        return None
+
+    async def _existing(self, job: JobView, ref: ObjectRef) -> Manifest:
+        """What has the name now. ConflictError while that is on its way out."""
+        what = f"{ref.kind} {ref.name}"
+        try:
+            found = await self._state.kube.get(resource_of(ref.api_version, ref.kind), job.namespace, ref.name)
+        except NotFoundError as error:
+            raise ConflictError(what, 409, "Conflict", "it was there a moment ago") from error
+        metadata = found["metadata"]
+        if isinstance(metadata, dict) and metadata.get("deletionTimestamp") is not None:
+            raise ConflictError(what, 409, "Conflict", "one of that name is still being deleted")
+        return found
+
+    # -------------------------------------------------------------------------------------------------------- status
+
+    async def _write_status(
+        self, key: JobKey, job: JobView, version: str, decision: Decision, memory: JobMemory
+    ) -> Outcome:
+        if decision.status == job.status:
+            return "done"
+        wait = memory.progress_written + self._state.settings.progress.status_seconds - time.monotonic()
+        if wait > 0 and only_progress_differs(decision.status, job.status):
+            self._state.queue.add_after(key, wait)
+            return "done"
+        try:
+            written = await self._state.kube.apply_status(
+                key.namespace, key.name, job.uid, version, status_body(decision.status)
+            )
+        except ConflictError:
+            await self._read_again(key)
+            self._state.queue.add_after(key, CONFLICT_SECONDS)
+            return "conflict"
+        except NotFoundError:
+            self._state.store.gone(FINETUNE_JOB.kind, key.namespace, key.name, job.uid)
+            self.forget(key)
+            return "gone"
+        memory.progress_written = time.monotonic()
+        self._state.store.put(written)
+        self._state.measurements.status_written(job.status, decision.status)
+        _log_transition(key, job.status, decision.status)
+        return "done"
+
+    async def _read_again(self, key: JobKey) -> None:
+        try:
+            self._state.store.put(await self._state.kube.get(FINETUNE_JOB, key.namespace, key.name))
+        except NotFoundError:
+            self._state.store.gone(FINETUNE_JOB.kind, key.namespace, key.name)
+
+    async def _tell(
+        self, key: JobKey, job: JobView, version: str, notes: tuple[EventNote, ...], memory: JobMemory
+    ) -> None:
+        involved: dict[str, JsonValue] = {
+            "apiVersion": FINETUNE_JOB.api_version,
+            "kind": FINETUNE_JOB.kind,
+            "namespace": key.namespace,
+            "name": key.name,
+            "uid": job.uid,
+        }
+        memory.told = {told for told in memory.told if told[0] == version}
+        for note in notes:
+            mark = (version, note.reason, note.message)
+            if mark in memory.told:
+                continue
+            try:
+                await self._state.kube.create_event(involved, note.type, note.reason, note.message, salt=version)
+            except ApiError as error:
+                # The status has it all: a job does not wait for an event.
+                log.warning("%s: event %s was not told: %s", key, note.reason, error)
+            memory.told.add(mark)
+
+    # ------------------------------------------------------------------------------------------------ times to come
+
+    def _wake_later(self, key: JobKey, job: JobView, decision: Decision, memory: JobMemory) -> None:
+        if decision.wake_at is not None:
+            self._state.queue.add_at(key, decision.wake_at)
+        heard = self._heard(job.uid)
+        if self._underway(job.uid) and memory.looked_up < heard:
+            self._state.queue.add_after(key, heard + SILENT_SECONDS - time.monotonic())
+
+    def _underway(self, job_uid: str) -> tuple[ObjectRef, ...]:
+        children = self._state.store.children(job_uid)
+        return tuple(child.ref for child in children if child.state in ("Pending", "Running", "Suspended"))
+
+    def _heard(self, job_uid: str) -> float:
+        return max(self._state.store.heard_of(job_uid), self._state.progress.heard_of(job_uid))
+
+    async def _break_silence(self, key: JobKey, memory: JobMemory) -> None:
+        """Ask once about an attempt of which nothing was heard for long: a watch may have lost its end."""
+        heard = self._heard(memory.uid)
+        underway = self._underway(memory.uid)
+        if not underway or heard <= memory.looked_up or time.monotonic() < heard + SILENT_SECONDS:
+            return
+        memory.looked_up = heard
+        for ref in underway:
+            try:
+                child = await self._state.kube.get(resource_of(ref.api_version, ref.kind), key.namespace, ref.name)
+            except NotFoundError:
+                self._state.store.gone(ref.kind, key.namespace, ref.name, ref.uid)
+            else:
+                self._state.store.put(child)
+        labels = f"{UID_LABEL}={memory.uid}"
+        pods, version = await self._state.kube.list_objects(POD, key.namespace, labels)
+        self._state.store.replace_of_job(POD.kind, memory.uid, pods, version)
+
+    # -------------------------------------------------------------------------------------------------------- memory
+
+    def _memory(self, key: JobKey, uid: str) -> JobMemory:
+        memory = self._memories.get(key)
+        if memory is None or memory.uid != uid:
+            self.forget(key)
+            memory = self._memories[key] = JobMemory(uid)
+        return memory
+
+    def forget(self, key: JobKey) -> None:
+        """The job is gone."""
+        self._state.queue.forget(key)
+        memory = self._memories.pop(key, None)
+        if memory is not None:
+            self._state.progress.forget(memory.uid)
+
+
+def status_body(status: FineTuneJobStatus) -> dict[str, JsonValue]:
+    """The status as it is written; what is not known is left out, and so is removed by server-side apply."""
+    body: dict[str, JsonValue] = status.model_dump(mode="json", by_alias=True, exclude_none=True)
+    return body
+
+
+def only_progress_differs(new: FineTuneJobStatus, old: FineTuneJobStatus) -> bool:
+    """Whether there is nothing to say but how far it is."""
+    return new.progress != old.progress and new.model_copy(update={"progress": old.progress}) == old
+
+
+def _ref(manifest: Manifest) -> ObjectRef:
+    metadata = manifest["metadata"]
+    assert isinstance(metadata, dict)
+    return ObjectRef(str(manifest["apiVersion"]), str(manifest["kind"]), str(metadata["name"]))
+
+
+def _is_ours(found: Mapping[str, JsonValue], job: JobView) -> bool:
+    """By the uid in its label; the claim, which outlives its job and holds the results, by the job's name."""
+    metadata = found.get("metadata")
+    labels = metadata.get("labels") if isinstance(metadata, dict) else None
+    if not isinstance(labels, dict):
+        return False
+    if found.get("kind") == CLAIM.kind:
+        return labels.get(JOB_LABEL) == job.name
+    return labels.get(UID_LABEL) == job.uid
+
+
+def _log_transition(key: JobKey, old: FineTuneJobStatus, new: FineTuneJobStatus) -> None:
+    if new.phase != old.phase:
+        why = f": {new.failure.failure_class}: {new.failure.reason}" if new.failure and new.phase == "Failed" else ""
+        log.info("%s: %s -> %s%s", key, old.phase or "new", new.phase, why)

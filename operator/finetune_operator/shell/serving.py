@@ -1,0 +1,234 @@
+"""The operator's servers as one service: started before it works, stopped after it.
+
+Here the servers' own small views of an operator (`World`, `Health`, `SecretStore`, `TokenReviewer`) meet the state that
+there is. The servers themselves know nothing of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from finetune_operator.api.types import ProgressStatus
+from finetune_operator.reconcile.types import PodView
+from finetune_operator.rendering.types import Manifest, ProgressEndpoint
+from finetune_operator.shell.certificates import (
+    LOOK_AGAIN,
+    SECRET_NAME,
+    SERVICE_NAME,
+    CertificateKeeper,
+    Certificates,
+    TlsContexts,
+    UnusableError,
+    server_names,
+)
+from finetune_operator.shell.endpoints import HTTP_PORT, Endpoints
+from finetune_operator.shell.kube import (
+    POD,
+    SECRET,
+    TOKEN_REVIEW,
+    AlreadyExistsError,
+    ApiError,
+    ConflictError,
+    Kube,
+    NotFoundError,
+)
+from finetune_operator.shell.metrics import Metrics
+from finetune_operator.shell.progress_protocol import AttemptKey, later
+from finetune_operator.shell.progress_server import PORT, KnownPod, ProgressServer
+from finetune_operator.shell.queue import JobKey
+from finetune_operator.shell.state import OperatorState
+from finetune_operator.shell.tokens import ReviewUnavailableError
+
+log = logging.getLogger(__name__)
+
+SOONEST = timedelta(minutes=1)
+"""Between two looks at the certificates, also when the API server gives no answer."""
+
+
+class KubeReviewer:
+    """Asks the API server about tokens."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+
+    async def review_token(self, token: str, audience: str) -> Mapping[str, Any]:
+        """See `tokens.TokenReviewer`."""
+        review: Manifest = {
+            "apiVersion": TOKEN_REVIEW.api_version,
+            "kind": TOKEN_REVIEW.kind,
+            "spec": {"token": token, "audiences": [audience]},
+        }
+        try:
+            status = (await self._kube.create(review)).get("status")
+        except ApiError as error:
+            # Without the API server's sentence, which might repeat what was asked.
+            log.warning("A token of a progress report could not be reviewed: %d %s.", error.code, error.reason)
+            raise ReviewUnavailableError from None
+        return status if isinstance(status, dict) else {}
+
+
+class KubeSecrets:
+    """Secrets on the API server."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+
+    async def read_secret(self, namespace: str, name: str) -> Manifest | None:
+        """See `certificates.SecretStore`."""
+        try:
+            return await self._kube.get(SECRET, namespace, name)
+        except NotFoundError:
+            return None
+
+    async def create_secret(self, namespace: str, secret: Manifest) -> bool:
+        """See `certificates.SecretStore`."""
+        try:
+            await self._kube.create(secret, namespace)
+        except AlreadyExistsError:
+            return False
+        return True
+
+    async def replace_secret(self, namespace: str, secret: Manifest) -> bool:
+        """See `certificates.SecretStore`."""
+        try:
+            await self._kube.replace(secret, namespace, SECRET_NAME)
+        except (ConflictError, NotFoundError):
+            return False
+        return True
+
+
+class OperatorView:
+    """What the servers see of an operator."""
+
+    def __init__(self, state: OperatorState, progress_port: int = PORT) -> None:
+        self._state = state
+        self._port = progress_port
+
+    def leading(self) -> bool:
+        """See `progress_server.World`."""
+        return self._state.leading.is_set()
+
+    def synced(self) -> bool:
+        """See `progress_server.World`."""
+        return self._state.synced.is_set()
+
+    def leader(self) -> tuple[str, int] | None:
+        """See `progress_server.World`."""
+        address = self._state.leader_address()
+        return None if address is None else (address, self._port)
+
+    def pod(self, namespace: str, name: str) -> KnownPod | None:
+        """See `progress_server.World`. Pods of a job that is gone belong to none."""
+        entry = self._state.store.get(POD.kind, namespace, name)
+        if entry is None or not isinstance(entry.view, PodView):
+            return None
+        job = self._state.store.job(entry.job)
+        if job is None or job.uid != entry.job_uid:
+            return None
+        attempt = AttemptKey(namespace, entry.job.name, entry.view.stage, entry.view.attempt)
+        return KnownPod(entry.uid, entry.job_uid, attempt)
+
+    def report(self, pod: KnownPod, progress: ProgressStatus) -> None:
+        """Into the progress book; the reconciler sees to it that the status is not written too often."""
+        at = pod.attempt
+        before = self._state.progress.of(pod.job_uid, at.stage, at.attempt)
+        self._state.progress.note(pod.job_uid, at.stage, at.attempt, later(before, progress))
+        self._state.queue.add(JobKey(at.namespace, at.job))
+
+    def phases(self) -> list[str]:
+        """Of all jobs."""
+        jobs = [self._state.store.job(key) for key in self._state.store.jobs()]
+        return [job.status.phase or "Pending" for job in jobs if job is not None]
+
+    def faults(self) -> Sequence[str]:
+        """See `endpoints.Health`."""
+        return [f"{task.get_name()} has ended" for task in self._state.tasks if task.done()]
+
+    def missing(self) -> Sequence[str]:
+        """See `endpoints.Health`."""
+        return [] if self.synced() else ["not everything has been read from the API server yet"]
+
+
+class Servers:
+    """Probes and metrics, and the progress server where the settings want it. A `state.Service`."""
+
+    def __init__(
+        self, metrics: Metrics, *, host: str | None = None, http_port: int = HTTP_PORT, progress_port: int = PORT
+    ) -> None:
+        """`host` None: all addresses. Port 0: one is chosen, and told by `http_port` and `progress_port`."""
+        self.http_port = http_port
+        self.progress_port = progress_port
+        self._metrics = metrics
+        self._host = host
+        self._endpoints: Endpoints | None = None
+        self._progress: ProgressServer | None = None
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def start(self, state: OperatorState) -> None:
+        """Serve. OSError when a port is taken; ApiError when the certificates cannot be read or kept."""
+        view = OperatorView(state, self.progress_port)
+        self._metrics.follow_jobs(view.phases)
+        self._metrics.follow_queue(lambda: len(state.queue))
+        self._metrics.follow_leading(view.leading)
+        self._endpoints = Endpoints(view, self._metrics)
+        self.http_port = await self._endpoints.start(self._host, self.http_port)
+        if state.settings.progress.enabled:
+            await self._start_progress(state, view)
+
+    async def _start_progress(self, state: OperatorState, view: OperatorView) -> None:
+        url = state.settings.progress.url
+        if url is None and not state.namespace:
+            log.warning(
+                "Progress is not served: without a namespace of the operator there is no Service that pods could call. "
+                "Set progress.url in the settings to the address at which pods reach this process."
+            )
+            return
+        keeper = CertificateKeeper(
+            KubeSecrets(state.kube) if state.namespace else None,
+            state.namespace or None,
+            server_names(state.namespace or None, url),
+        )
+        certificates = await keeper.load()
+        tls = TlsContexts(certificates)
+        base_url = url or f"https://{SERVICE_NAME}.{state.namespace}.svc:{PORT}"
+        self._progress = ProgressServer(view, KubeReviewer(state.kube), tls, counted=self._metrics.progress_post)
+        self.progress_port = await self._progress.start(self._host, self.progress_port)
+        state.progress_endpoint = ProgressEndpoint(base_url, certificates.authority)
+        self._renewing = asyncio.create_task(
+            _renew(keeper, certificates, tls, state, base_url), name="renewal of the certificates"
+        )
+        state.tasks.append(self._renewing)
+
+    async def stop(self) -> None:
+        """Also after a start that failed."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            await asyncio.wait([self._renewing])
+        if self._progress is not None:
+            await self._progress.stop()
+        if self._endpoints is not None:
+            await self._endpoints.stop()
+        self._renewing = self._progress = self._endpoints = None
+
+
+async def _renew(
+    keeper: CertificateKeeper, certificates: Certificates, tls: TlsContexts, state: OperatorState, base_url: str
+) -> None:
+    """Takes over new certificates, and has them made when their time has come; for ever."""
+    while True:
+        due = min(LOOK_AGAIN, certificates.renew_at - datetime.now(UTC))
+        await asyncio.sleep(max(SOONEST, due).total_seconds())
+        try:
+            found = await keeper.load()
+        except (ApiError, UnusableError) as error:
+            log.warning("The progress server's certificates could not be looked after: %s", error)
+            continue
+        if found != certificates:
+            log.info("The progress server has new certificates.")
+            tls.take(found)
+            state.progress_endpoint = ProgressEndpoint(base_url, found.authority)
+            certificates = found

@@ -1,0 +1,234 @@
+"""Everything that was read from the API server, in memory: jobs, what runs their attempts, and their pods.
+
+Word of an object comes from many sides (watches, lists, answers to our own writes) and in any order. The newer
+`resourceVersion` wins; Kubernetes promises since 1.35 that versions of one kind compare as integers, and etcd has given
+such ones always. What was deleted stays deleted: a late answer does not bring it back. Objects are parsed once, when
+they change; a pass over a job then reads values only.
+
+It tells nobody: who puts something in also says which job has to be looked at.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from pydantic import JsonValue
+
+from finetune_operator.api.settings import Settings
+from finetune_operator.reconcile.children import child_view
+from finetune_operator.reconcile.observed import job_view, pod_view
+from finetune_operator.reconcile.types import ChildView, JobView, PodView
+from finetune_operator.rendering.types import JOB_LABEL, UID_LABEL
+from finetune_operator.shell.queue import JobKey
+
+JOB_KIND = "FineTuneJob"
+POD_KIND = "Pod"
+BURIED_SECONDS = 600.0
+"""How long a deleted object is remembered; no request takes longer than a fraction of it."""
+NEVER_AGAIN = 2**64
+"""Version below which everything about an object that we know to be gone is late news."""
+
+View: TypeAlias = JobView | ChildView | PodView
+Key: TypeAlias = tuple[str, str, str]
+"""Kind, namespace, name. Group and version are left out: no two kinds of ours share a name."""
+Raw: TypeAlias = Mapping[str, JsonValue]
+
+
+class UnreadableError(ValueError):
+    """An object without the metadata that every object on an API server has."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One object as it was read last."""
+
+    kind: str
+    namespace: str
+    name: str
+    uid: str
+    version: int
+    job: JobKey
+    """The job it is, or belongs to."""
+    job_uid: str
+    view: View | None
+    """None: the object has our label, but is none of ours by its other labels."""
+    heard: float
+    """When it changed last for us, on the monotonic clock."""
+
+    @property
+    def key(self) -> Key:
+        return self.kind, self.namespace, self.name
+
+
+class Store:
+    """See the module."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float] = time.monotonic) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._entries: dict[Key, Entry] = {}
+        self._of_job: dict[str, dict[Key, Entry]] = {}
+        self._buried: dict[str, tuple[int, float]] = {}
+        """By uid: newest version that is known to be over, and when we learnt of it. Oldest first."""
+
+    # ------------------------------------------------------------------------------------------------------- reading
+
+    def job(self, key: JobKey) -> JobView | None:
+        """The job of that name."""
+        entry = self._entries.get((JOB_KIND, key.namespace, key.name))
+        return entry.view if entry is not None and isinstance(entry.view, JobView) else None
+
+    def job_version(self, key: JobKey) -> str | None:
+        """The resourceVersion of what `job` gives."""
+        entry = self._entries.get((JOB_KIND, key.namespace, key.name))
+        return None if entry is None else str(entry.version)
+
+    def jobs(self) -> list[JobKey]:
+        """All jobs."""
+        return [entry.job for entry in self._entries.values() if entry.kind == JOB_KIND]
+
+    def children(self, job_uid: str) -> tuple[ChildView, ...]:
+        """What runs the job's attempts, by stage and attempt."""
+        found = [entry.view for entry in self._of_job.get(job_uid, {}).values()]
+        views = [view for view in found if isinstance(view, ChildView)]
+        return tuple(sorted(views, key=lambda view: (view.stage.value, view.attempt, view.ref.name)))
+
+    def pods(self, job_uid: str) -> tuple[PodView, ...]:
+        """The job's pods, the oldest first."""
+        found = [entry.view for entry in self._of_job.get(job_uid, {}).values()]
+        views = [view for view in found if isinstance(view, PodView)]
+        return tuple(sorted(views, key=lambda view: (view.created, view.name)))
+
+    def get(self, kind: str, namespace: str, name: str) -> Entry | None:
+        """One object."""
+        return self._entries.get((kind, namespace, name))
+
+    def heard_of(self, job_uid: str) -> float:
+        """When anything of the job's children or pods changed last, on the monotonic clock; 0.0: never."""
+        return max((entry.heard for entry in self._of_job.get(job_uid, {}).values()), default=0.0)
+
+    def namespaces_of(self, kind: str) -> set[str]:
+        """Namespaces in which objects of that kind are known."""
+        return {entry.namespace for entry in self._entries.values() if entry.kind == kind}
+
+    # ------------------------------------------------------------------------------------------------------- writing
+
+    def put(self, raw: Raw) -> Entry | None:
+        """Take over what was read. Gives the entry when it is news, None when it is old or was deleted since."""
+        version, uid = _version(raw), _text(_metadata(raw), "uid")
+        buried = self._buried.get(uid)
+        if buried is not None and version <= buried[0]:
+            return None
+        key = _key(raw)
+        known = self._entries.get(key)
+        if known is not None and version <= known.version:
+            return None
+        entry = self._entry(key, uid, version, raw)
+        if known is not None:
+            self._drop(known)
+        self._entries[key] = entry
+        self._of_job.setdefault(entry.job_uid, {})[key] = entry
+        return entry
+
+    def remove(self, raw: Raw) -> Entry | None:
+        """It was deleted, as a watch tells with its last state. Gives what was known of it, if anything."""
+        uid = _text(_metadata(raw), "uid")
+        return self._bury(_key(raw), uid, _version(raw))
+
+    def gone(self, kind: str, namespace: str, name: str, uid: str | None = None) -> Entry | None:
+        """The API server says that it is not there; with `uid`, that this very one is not."""
+        key = (kind, namespace, name)
+        known = self._entries.get(key)
+        uid = uid or (known.uid if known is not None else None)
+        return None if uid is None else self._bury(key, uid, NEVER_AGAIN)
+
+    def replace_all(
+        self, kind: str, raws: Iterable[Raw], version: int, namespaces: Collection[str] | None = None
+    ) -> set[JobKey]:
+        """Take over a whole list of a kind, read at `version` from `namespaces` (None: from all); what it does not
+        name is gone, unless it is newer than the list. Gives the jobs for which something is new.
+        """
+        listed, touched = set(), set()
+        for raw in raws:
+            listed.add(_key(raw))
+            entry = self.put(raw)
+            if entry is not None:
+                touched.add(entry.job)
+        for entry in [one for one in self._entries.values() if one.kind == kind and one.key not in listed]:
+            if entry.version <= version and (namespaces is None or entry.namespace in namespaces):
+                self._bury(entry.key, entry.uid, version)
+                touched.add(entry.job)
+        return touched
+
+    def replace_of_job(self, kind: str, job_uid: str, raws: Iterable[Raw], version: int) -> None:
+        """The same for the objects of one job."""
+        listed = set()
+        for raw in raws:
+            listed.add(_key(raw))
+            self.put(raw)
+        for entry in list(self._of_job.get(job_uid, {}).values()):
+            if entry.kind == kind and entry.key not in listed and entry.version <= version:
+                self._bury(entry.key, entry.uid, version)
+
+    def _entry(self, key: Key, uid: str, version: int, raw: Raw) -> Entry:
+        kind, namespace, name = key
+        labels = _metadata(raw).get("labels")
+        labels = labels if isinstance(labels, dict) else {}
+        view: View | None
+        match kind:
+            case "FineTuneJob":
+                view, job, job_uid = job_view(raw, self._settings), name, uid
+            case "Pod":
+                view, job, job_uid = pod_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
+            case _:
+                view, job, job_uid = child_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
+        return Entry(kind, namespace, name, uid, version, JobKey(namespace, job), job_uid, view, self._clock())
+
+    def _bury(self, key: Key, uid: str, version: int) -> Entry | None:
+        now = self._clock()
+        while self._buried:
+            oldest = next(iter(self._buried))
+            if self._buried[oldest][1] > now - BURIED_SECONDS:
+                break
+            del self._buried[oldest]
+        earlier = self._buried.pop(uid, (0, 0.0))[0]
+        self._buried[uid] = (max(version, earlier), now)
+        known = self._entries.get(key)
+        if known is None or known.uid != uid or known.version > self._buried[uid][0]:
+            return None
+        self._drop(known)
+        return known
+
+    def _drop(self, entry: Entry) -> None:
+        del self._entries[entry.key]
+        of_job = self._of_job[entry.job_uid]
+        del of_job[entry.key]
+        if not of_job:
+            del self._of_job[entry.job_uid]
+
+
+def _metadata(raw: Raw) -> Mapping[str, JsonValue]:
+    metadata = raw.get("metadata")
+    if not isinstance(metadata, Mapping):
+        raise UnreadableError("an object without metadata")
+    return metadata
+
+
+def _key(raw: Raw) -> Key:
+    metadata = _metadata(raw)
+    return _text(raw, "kind"), _text(metadata, "namespace"), _text(metadata, "name")
+
+
+def _version(raw: Raw) -> int:
+    written = _text(_metadata(raw), "resourceVersion")
+    if not written.isdecimal():
+        raise UnreadableError(f'resourceVersion "{written}": versions have to be whole numbers to be compared')
+    return int(written)
+
+
+def _text(values: Mapping[str, JsonValue], name: str) -> str:
+    value = values.get(name)
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,173 @@
+"""Whose token it is: asks the API server (TokenReview) and remembers the answer for a while.
+
+A token is remembered by its SHA-256, never by itself, and good answers at most until the token expires. Tokens that
+were refused are kept apart from good ones and shortly, so that guessing neither pushes good ones out nor asks for the
+same guess again and again. Nothing here logs, and no message holds any part of a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from finetune_operator.rendering.types import PROGRESS_AUDIENCE
+
+REMEMBER_SECONDS = 600.0
+"""Most for a good answer: so long a token of a deleted pod stays known, and the pod has to be in the store besides."""
+REMEMBER_REFUSED_SECONDS = 10.0
+REVIEW_SECONDS = 10.0
+"""Most for one question to the API server."""
+_POD_NAME = "authentication.kubernetes.io/pod-name"
+_POD_UID = "authentication.kubernetes.io/pod-uid"
+_ACCOUNT = "system:serviceaccount:"
+
+
+@dataclass(frozen=True)
+class PodIdentity:
+    """The pod that a token was made for."""
+
+    namespace: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True)
+class RefusedToken:
+    """Why a token is of no use."""
+
+    why: str
+
+
+Verdict: TypeAlias = PodIdentity | RefusedToken
+
+
+class ReviewUnavailableError(Exception):
+    """The API server did not answer; nothing is known about the token."""
+
+
+class TokenReviewer(Protocol):
+    """Who asks the API server."""
+
+    async def review_token(self, token: str, audience: str) -> Mapping[str, Any]:
+        """`status` of a TokenReview. Raises ReviewUnavailableError."""
+        ...
+
+
+def verdict(status: Mapping[str, Any]) -> Verdict:
+    """What the status of a TokenReview says about the token."""
+    if status.get("authenticated") is not True:
+        return RefusedToken(f"the token is not valid for audience {PROGRESS_AUDIENCE}")
+    # An API server that does not know audiences answers `authenticated` without any: such a token may be meant for
+    # somebody else.
+    if PROGRESS_AUDIENCE not in (status.get("audiences") or ()):
+        return RefusedToken(f"the token is not for audience {PROGRESS_AUDIENCE}")
+    user = status.get("user") or {}
+    extra = user.get("extra") or {}
+    account = str(user.get("username", ""))
+    names, uids = extra.get(_POD_NAME) or [], extra.get(_POD_UID) or []
+    if not account.startswith(_ACCOUNT) or len(names) != 1 or len(uids) != 1:
+        return RefusedToken("the token is not bound to a pod; use the one that is mounted into the pod")
+    return PodIdentity(account.removeprefix(_ACCOUNT).partition(":")[0], str(names[0]), str(uids[0]))
+
+
+def expiry(token: str) -> float | None:
+    """`exp` of a JSON web token in Unix seconds, unverified; None where there is none to be read."""
+    payload = token.partition(".")[2].partition(".")[0]
+    try:
+        claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+        return float(claims["exp"])
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return None
+
+
+class TokenChecker:
+    """Verdicts about tokens; the same token is asked about once at a time."""
+
+    def __init__(
+        self,
+        reviewer: TokenReviewer,
+        *,
+        clock: Callable[[], float] = time.time,
+        remember: int = 10_000,
+        remember_refused: int = 1_000,
+    ) -> None:
+        self._reviewer = reviewer
+        self._clock = clock
+        self._good = _Memory(remember, clock)
+        self._refused = _Memory(remember_refused, clock)
+        self._asking: dict[bytes, asyncio.Task[Verdict]] = {}
+
+    def remembered(self, token: str) -> Verdict | None:
+        """The verdict, if it can be had without asking."""
+        key = _key(token)
+        return self._good.get(key) or self._refused.get(key)
+
+    async def check(self, token: str) -> Verdict:
+        """The verdict. Raises ReviewUnavailableError."""
+        if (known := self.remembered(token)) is not None:
+            return known
+        key = _key(token)
+        task = self._asking.get(key)
+        if task is None:
+            task = self._asking[key] = asyncio.create_task(self._ask(key, token), name="token-review")
+            task.add_done_callback(lambda done: self._answered(key, done))
+        # One who waits may go away without taking the answer from the others.
+        return await asyncio.shield(task)
+
+    def _answered(self, key: bytes, task: asyncio.Task[Verdict]) -> None:
+        self._asking.pop(key, None)
+        if not task.cancelled():
+            task.exception()  # looked at, also when nobody waits for it any more
+
+    async def _ask(self, key: bytes, token: str) -> Verdict:
+        try:
+            async with asyncio.timeout(REVIEW_SECONDS):
+                status = await self._reviewer.review_token(token, PROGRESS_AUDIENCE)
+        except TimeoutError as error:
+            raise ReviewUnavailableError(f"no answer to a TokenReview within {REVIEW_SECONDS:.0f} s") from error
+        found = verdict(status)
+        now = self._clock()
+        if isinstance(found, RefusedToken):
+            self._refused.put(key, found, now + REMEMBER_REFUSED_SECONDS)
+        else:
+            end = expiry(token)
+            # What does not say when it ends is asked about again soon.
+            until = now + (REMEMBER_REFUSED_SECONDS if end is None else REMEMBER_SECONDS)
+            self._good.put(key, found, until if end is None else min(until, end))
+        return found
+
+
+class _Memory:
+    """Verdicts until a time each; the one used longest ago is forgotten first."""
+
+    def __init__(self, size: int, clock: Callable[[], float]) -> None:
+        self._size = size
+        self._clock = clock
+        self._entries: OrderedDict[bytes, tuple[Verdict, float]] = OrderedDict()
+
+    def get(self, key: bytes) -> Verdict | None:
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        if entry[1] <= self._clock():
+            del self._entries[key]
+            return None
+        self._entries.move_to_end(key)
+        return entry[0]
+
+    def put(self, key: bytes, value: Verdict, until: float) -> None:
+        self._entries[key] = (value, until)
+        self._entries.move_to_end(key)
+        while len(self._entries) > self._size:
+            self._entries.popitem(last=False)
+
+
+def _key(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()

@@ -1,0 +1,411 @@
+"""`finetune status`, `logs` and `watch` against a real API server, with statuses as the operator writes them.
+
+No kubelet is needed: the pods here are gone or have not started, as whenever one asks too late or too early.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import yaml
+
+from finetune_operator.api.crd import crd_yaml
+
+CRD = "finetunejobs.finetune.dev"
+FINETUNE = Path(sys.executable).parent / "finetune"
+NOW = "2026-01-05T10:00:00Z"
+JOB: dict[str, Any] = {
+    "apiVersion": "finetune.dev/v1alpha1",
+    "kind": "FineTuneJob",
+    "spec": {
+        "task": "text-classification",
+        "model": {"uri": "hf://some-org/some-model"},
+        "dataset": {"uri": "hf://some-org/rows"},
+        "training": {},
+    },
+}
+TRAINING: dict[str, Any] = {
+    "observedGeneration": 1,
+    "phase": "Training",
+    "stage": "train",
+    "startTime": NOW,
+    "conditions": [
+        {"type": "Accepted", "status": "True", "reason": "Valid", "lastTransitionTime": NOW},
+        {"type": "Running", "status": "True", "reason": "StageRunning", "lastTransitionTime": NOW},
+        {"type": "Succeeded", "status": "False", "reason": "StageRunning", "lastTransitionTime": NOW},
+        {"type": "Failed", "status": "False", "reason": "StageRunning", "lastTransitionTime": NOW},
+    ],
+    "stages": [
+        {
+            "name": "prepare",
+            "state": "Succeeded",
+            "attempt": 1,
+            "startTime": "2026-01-05T09:58:00Z",
+            "completionTime": "2026-01-05T09:58:42Z",
+            "child": {"apiVersion": "batch/v1", "kind": "Job", "name": "reviews-prepare-1"},
+        },
+        {
+            "name": "train",
+            "state": "Running",
+            "attempt": 2,
+            "startTime": NOW,
+            "child": {"apiVersion": "batch/v1", "kind": "Job", "name": "reviews-train-2"},
+        },
+        {"name": "evaluate", "state": "Pending", "attempt": 0},
+    ],
+    "plan": {
+        "strategy": "deepspeed-zero2",
+        "launcher": "job",
+        "worldSize": 2,
+        "microBatchSize": 8,
+        "gradientAccumulation": 2,
+        "memoryPerDevice": {"total": 2254857830},
+        "estimated": {"durationSeconds": 750.0},
+    },
+    "progress": {"step": 450, "totalSteps": 1000, "percent": 45, "loss": 0.4123, "remainingSeconds": 312.0},
+    "restarts": 1,
+}
+FAILURE: dict[str, Any] = {
+    "class": "DataError",
+    "reason": "ColumnMissing",
+    "message": "dataset.columns.label: the data have no column label.",
+    "hint": "Name one of text, stars.",
+    "stage": "train",
+    "attempt": 2,
+    "pod": "reviews-train-2-0",
+    "node": "node-7",
+    "rank": 0,
+    "exitCode": 12,
+    "logTail": "reading rows\nKeyError: 'label'\n",
+}
+
+
+def ended(condition: str, **status: Any) -> dict[str, Any]:
+    """TRAINING at its end."""
+    conditions = [
+        {**each, "status": "True" if each["type"] in ("Accepted", condition) else "False"}
+        for each in TRAINING["conditions"]
+    ]
+    return {
+        **TRAINING,
+        "phase": condition,
+        "conditions": conditions,
+        "completionTime": "2026-01-05T10:10:00Z",
+        **status,
+    }
+
+
+FAILED = ended(
+    "Failed", failure=FAILURE, stages=[*TRAINING["stages"][:1], {**TRAINING["stages"][1], "state": "Failed"}]
+)
+SUCCEEDED = ended(
+    "Succeeded",
+    stages=[*TRAINING["stages"][:1], {**TRAINING["stages"][1], "state": "Succeeded"}],
+    artifacts={"model": "pvc://reviews-workspace/reviews/model", "metrics": {"accuracy": 0.91}},
+)
+
+
+class Api(Protocol):
+    kubeconfig: Path
+
+    def kubectl(self, *arguments: str, stdin: str | None = None) -> Any: ...
+
+    def must(self, *arguments: str, stdin: str | None = None) -> str: ...
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """Makes jobs in a namespace of their own, and runs the command there."""
+
+    api: Api
+    namespace: str
+    folder: Path
+
+    def make(self, name: str, status: dict[str, Any] | None = None) -> None:
+        manifest = {**JOB, "metadata": {"name": name, "namespace": self.namespace}}
+        self.api.must("create", "-f", "-", stdin=json.dumps(manifest))
+        if status is not None:
+            self.tell(name, status)
+
+    def tell(self, name: str, status: dict[str, Any]) -> None:
+        """Write the status as the operator does: server-side apply of the subresource."""
+        manifest = {**JOB, "metadata": {"name": name, "namespace": self.namespace}, "status": status}
+        del manifest["spec"]
+        options = ("--server-side", "--force-conflicts", "--field-manager=finetune-operator", "--subresource=status")
+        self.api.must("apply", *options, "-f", "-", stdin=json.dumps(manifest))
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "KUBECONFIG": str(self.api.kubeconfig), "HOME": str(self.folder), "COLUMNS": "200"}
+        return subprocess.Popen(
+            [str(FINETUNE), *arguments, "-n", self.namespace],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def finetune(self, *arguments: str) -> tuple[int, str, str]:
+        """Exit code, standard output, standard error."""
+        process = self.start(*arguments)
+        out, err = process.communicate(timeout=60)
+        assert "Traceback" not in err, err
+        return process.returncode, out, err
+
+
+@pytest.fixture(scope="module")
+def api(cluster: Api) -> Iterator[Api]:
+    cluster.must("apply", "--server-side", "-f", "-", stdin=crd_yaml())
+    cluster.must("wait", "--for=condition=Established", "--timeout=60s", f"crd/{CRD}")
+    yield cluster
+    cluster.must("delete", "crd", CRD, "--timeout=60s")
+
+
+@pytest.fixture
+def jobs(api: Api, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
+    namespace = f"cli-{abs(hash(request.node.name)) % 10**8}"
+    api.must("create", "namespace", namespace)
+    yield Jobs(api, namespace, tmp_path)
+    api.must("delete", "namespace", namespace, "--wait=false")
+
+
+# -------------------------------------------------------------------------------------------------------------- status
+
+
+def test_the_status_of_a_running_job_shows_progress_plan_and_stages_with_attempts(jobs: Jobs) -> None:
+    jobs.make("reviews", TRAINING)
+    code, out, err = jobs.finetune("status", "reviews")
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert (code, err) == (0, "")
+    assert lines[0].startswith(f"reviews Training namespace {jobs.namespace}, made ")
+    assert lines[0].endswith(" ago, 1 restart")
+    assert lines[1].startswith("progress ━")
+    assert lines[1].endswith(" 45 % step 450/1,000 loss 0.412 5 min left")
+    assert lines[2:6] == [
+        "plan deepspeed-zero2 by job, 2 processes, batch 32 = 8 x 2 x 2",
+        "2.1 GiB a process, training expected to take 12 min",
+        "Stages",
+        "prepare Succeeded attempt 1 0:42 Job reviews-prepare-1",
+    ]
+    assert lines[6].startswith("train Running attempt 2 ")
+    assert lines[7:] == [
+        "evaluate Pending",
+        "Next",
+        f"finetune watch reviews -n {jobs.namespace}",
+        f"finetune logs reviews -n {jobs.namespace} -f",
+    ]
+    assert all(line == line.rstrip() for line in out.splitlines())
+
+
+def test_the_status_of_a_failed_job_shows_the_first_cause_its_way_out_and_the_end_of_the_log(jobs: Jobs) -> None:
+    jobs.make("reviews", FAILED)
+    code, out, _ = jobs.finetune("status", "reviews")
+    lines = [line.strip() for line in out.splitlines()]
+    at = lines.index("Failure")
+    assert code == 0
+    assert ", ran 10 min, " in lines[0]
+    assert lines[at + 1 : at + 6] == [
+        "DataError (ColumnMissing) in train, attempt 2, pod reviews-train-2-0, node node-7, rank 0, exit code 12",
+        "dataset.columns.label: the data have no column label.",
+        "Name one of text, stars.",
+        "reading rows",
+        "KeyError: 'label'",
+    ]
+    assert f"finetune logs reviews -n {jobs.namespace}" in lines
+
+
+def test_a_refused_spec_shows_what_is_wrong_with_it_and_that_it_can_be_edited(jobs: Jobs) -> None:
+    told = "spec.training.epochs: value 0: must be above 0. Set it to 1."
+    refused = {"status": "False", "reason": "InvalidSpec", "message": told, "lastTransitionTime": NOW}
+    conditions = [{**refused, "type": "Accepted"}, {**refused, "type": "Stalled", "status": "True"}]
+    jobs.make("reviews", {"observedGeneration": 1, "phase": "Pending", "conditions": conditions})
+    lines = [" ".join(line.split()) for line in jobs.finetune("status", "reviews")[1].splitlines()]
+    assert lines[1:] == [
+        "Conditions",
+        f"Accepted=False InvalidSpec: {told}",
+        "Next",
+        f"kubectl -n {jobs.namespace} edit ftj reviews # or mend the file and apply it again",
+    ]
+
+
+def test_the_newest_five_events_of_this_job_and_no_other_are_shown(jobs: Jobs) -> None:
+    jobs.make("reviews", TRAINING)
+    uid = jobs.api.must("get", "ftj", "reviews", "-n", jobs.namespace, "-o", "jsonpath={.metadata.uid}")
+    for number in range(7):
+        involved = {
+            "apiVersion": JOB["apiVersion"],
+            "kind": "FineTuneJob",
+            "name": "reviews",
+            "uid": uid if number else "x",
+        }
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": f"reviews.{number}", "namespace": jobs.namespace},
+            "involvedObject": {**involved, "namespace": jobs.namespace},
+            "type": "Normal",
+            "reason": "StageStarted",
+            "message": f"event {number}",
+            "lastTimestamp": f"2026-01-05T10:00:0{number}Z",
+        }
+        jobs.api.must("create", "-f", "-", stdin=json.dumps(event))
+    out = jobs.finetune("status", "reviews")[1]
+    shown = [line.split()[-1] for line in out.splitlines() if "StageStarted" in line]
+    assert shown == ["2", "3", "4", "5", "6"]
+
+
+def test_several_jobs_are_a_table_and_data_for_programs(jobs: Jobs) -> None:
+    jobs.make("reviews", TRAINING)
+    jobs.make("untouched")
+    table = [line.split() for line in jobs.finetune("status")[1].splitlines()]
+    assert table[0] == ["NAME", "PHASE", "STAGE", "PROGRESS", "LOSS", "ETA", "RESTARTS", "AGE"]
+    assert table[1][:9] == ["reviews", "Training", "train", "45", "%", "0.412", "5", "min", "1"]
+    assert table[2][:3] == ["untouched", "New", "0"]
+    listed = json.loads(jobs.finetune("status", "-o", "json")[1])
+    assert [item["metadata"]["name"] for item in listed["items"]] == ["reviews", "untouched"]
+    one = yaml.safe_load(jobs.finetune("status", "reviews", "-o", "yaml")[1])
+    assert one == json.loads(jobs.api.must("get", "ftj", "reviews", "-n", jobs.namespace, "-o", "json"))
+
+
+def test_no_jobs_at_all_are_told(jobs: Jobs) -> None:
+    assert jobs.finetune("status") == (0, "", f"Note: there is no FineTuneJob in namespace {jobs.namespace}.\n")
+
+
+# ------------------------------------------------------------------------------------- what a cluster may not give
+
+
+def test_a_job_that_is_not_there_is_told_with_those_that_are(jobs: Jobs) -> None:
+    jobs.make("reviews")
+    expected = f"Error: there is no FineTuneJob revs in namespace {jobs.namespace}; there are reviews.\n"
+    for command in ("status", "logs", "watch"):
+        assert jobs.finetune(command, "revs") == (1, "", expected)
+
+
+def test_an_unknown_context_is_told_with_those_that_there_are(jobs: Jobs) -> None:
+    contexts = jobs.api.must("config", "get-contexts", "-o", "name").split()
+    code, out, err = jobs.finetune("status", "--context", "elsewhere")
+    assert (code, out) == (1, "")
+    assert f"has no context elsewhere; it has {', '.join(contexts)}." in err
+
+
+def test_a_user_without_rights_is_told_which_one_is_missing(jobs: Jobs, tmp_path: Path) -> None:
+    jobs.make("reviews", TRAINING)
+    jobs.api.must("create", "serviceaccount", "visitor", "-n", jobs.namespace)
+    token = jobs.api.must("create", "token", "visitor", "-n", jobs.namespace).strip()
+    config = yaml.safe_load(jobs.api.kubeconfig.read_text())
+    config["users"] = [{"name": user["name"], "user": {"token": token}} for user in config["users"]]
+    (tmp_path / "visitor").write_text(yaml.safe_dump(config))
+    code, out, err = jobs.finetune("status", "reviews", "--kubeconfig", str(tmp_path / "visitor"))
+    assert (code, out) == (1, "")
+    assert err.startswith('Error: not allowed: finetunejobs.finetune.dev "reviews" is forbidden: ')
+    assert "Ask the cluster's administrator" in err
+
+    role = ("--verb=get,list,watch", "--resource=finetunejobs.finetune.dev", "-n", jobs.namespace)
+    jobs.api.must("create", "role", "reader", *role)
+    bound = ("--role=reader", f"--serviceaccount={jobs.namespace}:visitor", "-n", jobs.namespace)
+    jobs.api.must("create", "rolebinding", "reader", *bound)
+    code, out, err = jobs.finetune("status", "reviews", "--kubeconfig", str(tmp_path / "visitor"))
+    assert (code, err) == (0, "")
+    assert "Events may not be read in this namespace." in out
+
+
+# ---------------------------------------------------------------------------------------------------------------- logs
+
+
+def test_when_the_pods_are_gone_the_kept_end_of_the_log_is_shown_and_named_as_that(jobs: Jobs) -> None:
+    jobs.make("reviews", FAILED)
+    note = "Note: the pods of train-2 are gone; this is the end of the log that the job's status keeps.\n"
+    prefix = "[reviews-train-2-0] "
+    whole = f"{prefix}reading rows\n{prefix}KeyError: 'label'\n"
+    assert jobs.finetune("logs", "reviews") == (0, whole, note)
+    assert jobs.finetune("logs", "reviews", "-f", "--tail", "1") == (0, f"{prefix}KeyError: 'label'\n", note)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        pytest.param(["--stage", "prepare"], "the pods of prepare-1 are gone, and their logs with them", id="gone"),
+        pytest.param(["--previous"], "the pods of train-1 are gone, and their logs with them", id="previous attempt"),
+        pytest.param(["--stage", "prepare", "--previous"], "--previous: prepare is at its first attempt", id="first"),
+        pytest.param(["--stage", "evaluate"], "--stage evaluate: it has not started; prepare, train have", id="later"),
+        pytest.param([], "no pod of train-2 has started yet", id="not started"),
+        pytest.param(["--pod", "7"], "--pod 7: train-2 has no such pod, or it is gone or has not started", id="no pod"),
+    ],
+)  # fmt: skip
+def test_a_log_that_cannot_be_had_is_told_with_the_reason(jobs: Jobs, arguments: list[str], told: str) -> None:
+    jobs.make("reviews", TRAINING)
+    assert jobs.finetune("logs", "reviews", *arguments) == (1, "", f"Error: {told}.\n")
+
+
+# --------------------------------------------------------------------------------------------------------------- watch
+
+
+def until(process: subprocess.Popen[str], says: Callable[[str], bool]) -> list[str]:
+    """The lines up to the first that `says` takes."""
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if says(line):
+            return lines
+    raise AssertionError(f"ended without it: {lines}")
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        pytest.param(SUCCEEDED, 0, "Succeeded", id="a success is exit code 0"),
+        pytest.param(FAILED, 1, "Name one of text, stars.", id="a failure is exit code 1"),
+    ],
+)
+def test_watch_writes_a_line_for_each_change_and_ends_with_the_job(
+    jobs: Jobs, end: dict[str, Any], code: int, told: str
+) -> None:
+    jobs.make("reviews")
+    process = jobs.start("watch", "reviews")
+    assert len(until(process, lambda line: "New" in line)) == 1
+    jobs.tell("reviews", TRAINING)
+    until(process, lambda line: "Training  train running, attempt 2  45 %" in line)
+    jobs.tell("reviews", {**TRAINING, "progress": {**TRAINING["progress"], "step": 460, "percent": 46}})
+    jobs.tell("reviews", end)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (code, "")
+    assert out.count("\n") == 1, "one percent more is no line of its own"
+    assert told in out
+
+
+def test_watch_ends_with_1_when_the_job_is_deleted(jobs: Jobs) -> None:
+    jobs.make("reviews", TRAINING)
+    process = jobs.start("watch", "reviews")
+    until(process, lambda line: "Training" in line)
+    jobs.api.must("delete", "ftj", "reviews", "-n", jobs.namespace)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (1, "Error: FineTuneJob reviews was deleted.\n")
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "shown", "told"),
+    [
+        pytest.param(FAILED, 0, "[reviews-train-2-0] reading rows\n[reviews-train-2-0] KeyError: 'label'\n",
+                     "Note: the pods of train-2 are gone; this is the end of the log that the job's status keeps.\n",
+                     id="a failure leaves the end of its log"),
+        pytest.param(SUCCEEDED, 1, "", "Error: the pods of train-2 are gone, and their logs with them.\n",
+                     id="a success leaves none"),
+    ],
+)  # fmt: skip
+def test_following_logs_of_pods_that_never_show_ends_with_the_job(
+    jobs: Jobs, end: dict[str, Any], code: int, shown: str, told: str
+) -> None:
+    jobs.make("reviews", TRAINING)
+    process = jobs.start("logs", "reviews", "-f")
+    assert process.stderr is not None
+    assert process.stderr.readline().startswith("Note: no pod of reviews has started yet ")
+    jobs.tell("reviews", end)
+    assert (*process.communicate(timeout=60), process.returncode) == (shown, told, code)

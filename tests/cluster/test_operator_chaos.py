@@ -1,0 +1,164 @@
+"""Everything at once: an operator that is killed, an API server that restarts, watches that break, writes that fail.
+
+What has to come out of it is what comes out of a quiet day: each job in its end state, each attempt made once.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster_support.access import Api, ApiError, Object, wait_until
+from cluster_support.control_plane import Cluster
+from cluster_support.fault_proxy import NONE, FaultProxy, Faults
+from cluster_support.operator_process import USER, OperatorProcess, install
+from cluster_support.plays import OUT_OF_MEMORY, PREEMPTED, WRONG_COLUMN, Play, Playbook
+from cluster_support.world import SETTINGS, World, fresh_namespace, states
+
+SEED = 20_240_601
+JOBS = 10
+KILLS = 20
+API_SERVER_RESTARTS = 5
+WATCH_CUTS = 10
+FAULTS = Faults(conflicts=0.05, too_many=0.05, lost_answers=0.05, delay_seconds=0.05)
+SECONDS_OF_CHAOS = 80.0
+STAGES = ("prepare", "train", "evaluate", "predict")
+
+WELL = ("Succeeded", dict.fromkeys(STAGES, ("Succeeded", 1)))
+AGAIN = ("Succeeded", {**WELL[1], "train": ("Succeeded", 2)})
+WRONG = (
+    "Failed",
+    {
+        "prepare": ("Succeeded", 1),
+        "train": ("Failed", 1),
+        "evaluate": ("Pending", 0),
+        "predict": ("Pending", 0),
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def proxy(cluster: Cluster, stand_ins: object, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultProxy]:
+    background = stand_ins.background  # type: ignore[attr-defined]
+    made = FaultProxy(cluster.access, background, tmp_path_factory.mktemp("proxy"), SEED)
+    made.up()
+    yield made
+    made.down()
+
+
+@pytest.fixture
+def chaotic(cluster: Cluster, kinds: None, stand_ins: object, proxy: FaultProxy, tmp_path: Path) -> Iterator[World]:
+    """A world whose operator talks to the API server through the proxy."""
+    install(cluster)
+    process = OperatorProcess(cluster, tmp_path, SETTINGS, server=proxy.url, ca=proxy.ca)
+    process.start()
+    with fresh_namespace(cluster) as name:
+        yield World(
+            namespace=name,
+            cluster=cluster,
+            api=Api(cluster.access),
+            kubelet=stand_ins.kubelet,  # type: ignore[attr-defined]
+            gangs=stand_ins.gangs,  # type: ignore[attr-defined]
+            operator=process,
+            background=stand_ins.background,  # type: ignore[attr-defined]
+            watching=stand_ins.watching,  # type: ignore[attr-defined]
+        )
+        proxy.faults = NONE
+        process.kill()
+        stand_ins.kubelet.playbook.clear()  # type: ignore[attr-defined]
+    stand_ins.background.check()  # type: ignore[attr-defined]
+
+
+def _script(playbook: Playbook, dice: random.Random, name: str, number: int) -> tuple[str, dict[str, tuple[str, int]]]:
+    """What happens to a job, and how it has to end."""
+    for stage in STAGES:
+        playbook.set(name, stage, Play(lasts=dice.uniform(0.5, 6.0)))
+    if number % 5 == 1:
+        playbook.set(name, "train", PREEMPTED, attempt=1)
+        return AGAIN
+    if number % 5 == 2:
+        playbook.set(name, "train", OUT_OF_MEMORY, attempt=1)
+        return AGAIN
+    if number % 5 == 3:
+        playbook.set(name, "train", WRONG_COLUMN)
+        return WRONG
+    return WELL
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(420)
+def test_nothing_is_lost_and_nothing_done_twice_whatever_breaks(chaotic: World, proxy: FaultProxy) -> None:
+    world, dice = chaotic, random.Random(SEED)
+    mark = world.cluster.audit_mark()
+    names = [f"storm-{number}" for number in range(JOBS)]
+    expected = {name: _script(world.kubelet.playbook, dice, name, number) for number, name in enumerate(names)}
+    acts = (
+        [(dice.uniform(0, SECONDS_OF_CHAOS), "kill", "") for _ in range(KILLS)]
+        + [(dice.uniform(5, SECONDS_OF_CHAOS), "restart", "") for _ in range(API_SERVER_RESTARTS)]
+        + [(dice.uniform(0, SECONDS_OF_CHAOS), "cut", "") for _ in range(WATCH_CUTS)]
+        + [(SECONDS_OF_CHAOS * 0.6 * number / JOBS, "apply", name) for number, name in enumerate(names)]
+    )
+    proxy.faults = FAULTS
+    done = _carry_out(world, proxy, sorted(acts))
+    proxy.faults = NONE
+    assert done == {"kill": KILLS, "restart": API_SERVER_RESTARTS, "cut": WATCH_CUTS, "apply": JOBS}
+    assert min(proxy.injected.get(fault, 0) for fault in ("409", "429", "lost answer")) > 0, proxy.injected
+
+    if not world.operator.running:
+        world.operator.start()
+    for name in names:
+        world.wait_phase(name, expected[name][0], 90)
+    assert {name: (world.status(name)["phase"], states(world.status(name))) for name in names} == expected
+
+    made = Counter(
+        entry["objectRef"]["name"]
+        for entry in world.cluster.audit(mark, USER)
+        if entry["verb"] == "create" and entry["responseStatus"].get("code") == 201
+        if entry["objectRef"]["resource"] == "jobs" and entry["objectRef"]["namespace"] == world.namespace
+    )
+    wanted = {
+        f"{name}-{stage}-{attempt}"
+        for name in names
+        for stage, (_, last) in expected[name][1].items()
+        for attempt in range(1, last + 1)
+    }
+    assert set(made) == wanted
+    assert [name for name, times in made.items() if times != 1] == []
+
+
+def _carry_out(world: World, proxy: FaultProxy, acts: list[tuple[float, str, str]]) -> dict[str, int]:
+    """Do each act at its time, or as soon after it as can be; gives how often each was done."""
+    begun, done = time.monotonic(), Counter[str]()
+    for at, act, name in acts:
+        time.sleep(max(0.0, begun + at - time.monotonic()))
+        match act:
+            case "kill":
+                # Killed at any moment, in the midst of its start too: it is started again at once and not waited for.
+                world.operator.kill()
+                world.operator.start(wait=False)
+            case "restart":
+                world.cluster.restart_api_server()
+            case "cut":
+                proxy.cut_watches()
+            case "apply":
+                _apply(world, name)
+        done[act] += 1
+    return dict(done)
+
+
+def _apply(world: World, name: str) -> None:
+    def apply() -> Object | None:
+        try:
+            return world.apply(name)
+        except ApiError as error:
+            # Roles and kinds are read anew by an API server that has just started.
+            if error.code not in (403, 404, 409, 429, 500, 503):
+                raise
+            return world.api.get(world.path("finetune.dev/v1alpha1", "finetunejobs", name))
+
+    wait_until(apply, f"job {name} is stored")

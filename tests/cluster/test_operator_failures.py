@@ -1,0 +1,243 @@
+"""Jobs in which something breaks, on a real API server: what is told, what is tried again, and when it is over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cluster_support.access import Object, wait_until
+from cluster_support.plays import KILLED_FOR_MEMORY, OUT_OF_MEMORY, PREEMPTED, RUNS, WRONG_COLUMN, Play, fails
+from cluster_support.world import CHILD_KINDS, World, conditions, stage_of, states
+from finetune_contract.layout import FailureClass
+
+HUB_AWAY = fails(FailureClass.HUB_UNAVAILABLE, "HubTimeout", "huggingface.co did not answer within 60 s")
+
+
+def test_a_stage_that_fails_ends_the_job_with_the_whole_story(world: World) -> None:
+    world.kubelet.playbook.set("wrong", "train", WRONG_COLUMN)
+    world.apply("wrong")
+    world.cluster.must("wait", "ftj/wrong", "--for=condition=Failed", "--timeout=60s", "-n", world.namespace)
+    status = world.status("wrong")
+    failure = status["failure"]
+    (pod,) = world.pods("wrong", "train")
+    told = {key: value for key, value in failure.items() if key != "logTail"}
+    assert told == {
+        "class": "DataError",
+        "reason": "MissingColumn",
+        "message": "dataset.columns.text: 'text' is not a column; there are sentence, label",
+        "hint": "set dataset.columns.text",
+        "stage": "train",
+        "attempt": 1,
+        "pod": pod["metadata"]["name"],
+        "node": pod["spec"]["nodeName"],
+        "rank": 0,
+        "exitCode": 10,
+    }
+    if world.cluster.folder is not None:
+        assert failure["logTail"] == "reading rows\nKeyError: 'text'"
+    assert states(status) == {
+        "prepare": ("Succeeded", 1),
+        "train": ("Failed", 1),
+        "evaluate": ("Pending", 0),
+        "predict": ("Pending", 0),
+    }
+    expected = {"Failed": "True", "Stalled": "True", "Ready": "False", "Succeeded": "False"}
+    assert expected.items() <= conditions(status).items()
+    assert (status["phase"], status["restarts"]) == ("Failed", 0)
+    warnings = [message for kind, _, message in world.events("wrong") if kind == "Warning"]
+    assert any("is not a column" in message for message in warnings), warnings
+    assert world.children("wrong") == ["wrong-prepare-1", "wrong-train-1"]
+
+
+def test_the_first_cause_is_told_and_not_its_echo(world: World) -> None:
+    world.kubelet.playbook.set("two", "train", WRONG_COLUMN, index=1)
+    echo = fails(FailureClass.COLLECTIVE, "ConnectionLost", "rank 1 has gone", lasts=0.6)
+    world.kubelet.playbook.set("two", "train", echo, index=0)
+    world.apply("two", {"resources": {"nodes": 2}})
+    failure = world.wait_phase("two", "Failed", 60)["failure"]
+    assert (failure["class"], failure["rank"], failure["attempt"]) == ("DataError", 1, 1)
+    assert failure["pod"].startswith("two-train-1-1")
+
+
+def test_a_failure_that_may_pass_is_tried_again_with_growing_delay_and_not_for_ever(world: World) -> None:
+    history = world.record("hub")
+    world.kubelet.playbook.set("hub", "prepare", HUB_AWAY)
+    world.apply("hub", {"runPolicy": {"maxRestarts": 2}})
+    status = world.wait_phase("hub", "Failed", 60)
+    assert (status["failure"]["class"], status["failure"]["attempt"]) == ("HubUnavailable", 3)
+    assert (status["restarts"], status["countedRestarts"]) == (2, 2)
+    waits = {
+        found["attempt"]: found["nextAttemptTime"]
+        for seen in history.statuses()
+        for found in seen.get("stages", [])
+        if found["name"] == "prepare" and found.get("nextAttemptTime")
+    }
+    assert len(waits) == 2, waits
+    made = _created(world, "hub")
+    for number, at in enumerate(waits.values(), start=2):
+        assert made.get(f"hub-prepare-{number}", "9") >= at
+
+
+def _created(world: World, name: str) -> dict[str, str]:
+    return {
+        item["metadata"]["name"]: item["metadata"]["creationTimestamp"]
+        for kind in CHILD_KINDS
+        for item in world.of_job(name, *kind)
+    }
+
+
+FREE: dict[str, Play] = {
+    "a pod that is preempted": PREEMPTED,
+    "a pod that is evicted by its node": Play(exit_code=137, reason="Error", message="", pod_reason="Evicted"),
+    "a connection between ranks that breaks": fails(FailureClass.COLLECTIVE, "NcclTimeout", "all-reduce timed out"),
+}
+
+
+@pytest.mark.parametrize("case", FREE)
+def test_failures_of_the_infrastructure_are_free_of_charge(world: World, case: str) -> None:
+    world.kubelet.playbook.set("free", "train", FREE[case], attempt=1)
+    world.apply("free", {"runPolicy": {"maxRestarts": 0}})
+    status = world.wait_phase("free", "Succeeded", 60)
+    assert states(status)["train"] == ("Succeeded", 2)
+    assert (status["restarts"], status.get("countedRestarts", 0), status.get("failure")) == (1, 0, None)
+
+
+MEMORY: dict[str, Play] = {
+    "the device's, as the trainer reports it": OUT_OF_MEMORY,
+    "the container's, as the kernel ends it": KILLED_FOR_MEMORY,
+}
+
+
+@pytest.mark.parametrize("case", MEMORY)
+def test_memory_that_runs_out_halves_the_micro_batch_and_keeps_the_global_batch(world: World, case: str) -> None:
+    world.kubelet.playbook.set("memory", "train", MEMORY[case], attempt=1)
+    world.apply("memory", {"runPolicy": {"maxRestarts": 0}})
+    status = world.wait_phase("memory", "Succeeded", 60)
+    assert states(status)["train"] == ("Succeeded", 2)
+    before, after = (_batch(world, f"memory-train-{attempt}") for attempt in (1, 2))
+    assert after["microBatchSize"] * 2 == before["microBatchSize"]
+    assert after["gradientAccumulation"] == before["gradientAccumulation"] * 2
+    assert after["globalBatchSize"] == before["globalBatchSize"] == 32
+    assert status["plan"]["microBatchSize"] == after["microBatchSize"]
+    assert status["adaptation"]["microBatchLimit"] == after["microBatchSize"]
+    assert len(status["adaptation"]["reasons"]) == 1
+    assert status["adaptation"]["reasons"][0] in status["plan"]["reasons"]
+
+
+def _batch(world: World, attempt: str) -> Object:
+    batch: Object = world.order(attempt)["training"]["batch"]
+    return batch
+
+
+def test_memory_that_runs_out_ends_the_job_when_it_is_asked_to(world: World) -> None:
+    world.kubelet.playbook.set("strict", "train", OUT_OF_MEMORY)
+    world.apply("strict", {"runPolicy": {"onOutOfMemory": "fail"}})
+    status = world.wait_phase("strict", "Failed")
+    assert (status["failure"]["class"], states(status)["train"]) == ("OutOfMemory", ("Failed", 1))
+
+
+def test_an_image_that_cannot_be_pulled_ends_the_job_after_a_while(world: World) -> None:
+    never = Play(waiting=("ImagePullBackOff", 'Back-off pulling image "nowhere/none:1"'))
+    world.kubelet.playbook.set("image", "prepare", never)
+    world.apply("image", {"image": "nowhere/none:1"})
+    failure = world.wait_phase("image", "Failed")["failure"]
+    assert (failure["class"], failure["stage"]) == ("ImagePull", "prepare")
+    assert "nowhere/none:1" in failure["message"]
+    wait_until(lambda: world.pods("image") == [], "nothing of it runs", tell=lambda: world.tell("image"))
+
+
+def test_exit_code_zero_without_a_report_is_a_failure(world: World) -> None:
+    world.kubelet.playbook.set("silent", "prepare", Play(message=""))
+    world.apply("silent", {"runPolicy": {"maxRestarts": 0}})
+    assert world.wait_phase("silent", "Failed")["failure"]["class"] == "NoReport"
+
+
+def test_a_child_that_is_deleted_by_hand_is_made_again_as_a_new_attempt(world: World) -> None:
+    world.kubelet.playbook.set("hand", "train", RUNS, attempt=1)
+    world.apply("hand")
+    world.wait_running("hand", "train")
+    world.api.delete(world.path("batch/v1", "jobs", "hand-train-1"))
+    status = world.wait_phase("hand", "Succeeded")
+    assert states(status)["train"] == ("Succeeded", 2)
+    assert status["restarts"] == 1
+
+
+def test_a_child_that_is_deleted_too_often_fails_the_job(world: World) -> None:
+    world.kubelet.playbook.set("often", "train", RUNS)
+    world.apply("often", {"runPolicy": {"maxRestarts": 1}})
+    for attempt in (1, 2):
+        world.wait_running("often", "train", attempt)
+        world.api.delete(world.path("batch/v1", "jobs", f"often-train-{attempt}"))
+    failure = world.wait_phase("often", "Failed")["failure"]
+    assert (failure["class"], failure["attempt"]) == ("ChildDeleted", 2)
+    wait_until(lambda: not world.pods("often", "train"), "nothing runs any more")
+
+
+FOREIGN: dict[str, tuple[str, str, Object]] = {
+    "the object that runs the stage": (
+        "batch/v1",
+        "jobs",
+        {
+            "kind": "Job",
+            "metadata": {"name": "taken-prepare-1"},
+            "spec": {
+                "suspend": True,
+                "template": {"spec": {"containers": [{"name": "c", "image": "i"}], "restartPolicy": "Never"}},
+            },
+        },
+    ),
+    "the ConfigMap of the attempt": (
+        "v1",
+        "configmaps",
+        {"kind": "ConfigMap", "metadata": {"name": "taken-prepare-1"}, "data": {"mine": "yes"}},
+    ),
+    "the claim": (
+        "v1",
+        "persistentvolumeclaims",
+        {
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": "taken-workspace"},
+            "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_a_name_that_is_taken_by_somebody_elses_object_is_left_alone_and_told(world: World, case: str) -> None:
+    version, plural, body = FOREIGN[case]
+    before: dict[str, Any] = world.api.create(world.path(version, plural), {"apiVersion": version, **body})
+    world.apply("taken")
+    failure = world.wait_phase("taken", "Failed")["failure"]
+    name = body["metadata"]["name"]
+    assert failure["class"] == "NameTaken"
+    assert name in failure["message"]
+    after = world.api.get(world.path(version, plural, name))
+    assert after is not None
+    assert (after["metadata"]["uid"], after.get("data")) == (before["metadata"]["uid"], before.get("data"))
+    assert "labels" not in after["metadata"] or "finetune.dev/job" not in after["metadata"]["labels"]
+
+
+def test_a_deadline_ends_what_runs(world: World) -> None:
+    world.kubelet.playbook.set("late", "train", RUNS)
+    world.apply("late", {"runPolicy": {"activeDeadlineSeconds": 4}})
+    status = world.wait_phase("late", "Failed")
+    assert (status["failure"]["class"], stage_of(status, "train")["state"]) == (  # type: ignore[index]
+        "DeadlineExceeded",
+        "Failed",
+    )
+    wait_until(lambda: not world.pods("late", "train"), "nothing runs any more", tell=lambda: world.tell("late"))
+
+
+def test_a_terminal_job_creates_nothing_ever(world: World) -> None:
+    world.kubelet.playbook.set("over", "train", WRONG_COLUMN)
+    world.apply("over")
+    world.wait_phase("over", "Failed")
+    world.api.delete(world.path("batch/v1", "jobs", "over-train-1"))
+    world.operator.kill()
+    world.operator.start()
+    world.apply("other")
+    world.wait_phase("other", "Succeeded")
+    assert world.children("over") == ["over-prepare-1"]
+    assert world.status("over")["failure"]["class"] == "DataError"

@@ -1,0 +1,188 @@
+"""Jobs whose users, nodes or operator change their mind, on a real API server: suspension, deletion, restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cluster_support.access import Api, wait_until
+from cluster_support.control_plane import Cluster
+from cluster_support.operator_process import OperatorProcess
+from cluster_support.plays import RUNS, SUCCEEDS, Play
+from cluster_support.world import SETTINGS, World, conditions, states
+from finetune_operator.api.types import API_VERSION, PLURAL
+
+STAGES = ("prepare", "train", "evaluate", "predict")
+ONE_EACH = dict.fromkeys(STAGES, ("Succeeded", 1))
+
+
+@pytest.mark.parametrize("meanwhile", ["the stage goes on", "the stage ends"])
+def test_an_operator_that_is_killed_in_each_stage_goes_on_where_it_was(world: World, meanwhile: str) -> None:
+    for stage in STAGES:
+        world.kubelet.playbook.set("killed", stage, RUNS)
+    world.apply("killed")
+    for stage in STAGES:
+        world.wait_running("killed", stage)
+        world.operator.kill()
+        if meanwhile == "the stage ends":
+            world.kubelet.tell("killed", stage, SUCCEEDS)
+            done = lambda name=stage: world.pods("killed", name)[0]["status"]["phase"] == "Succeeded"  # noqa: E731
+            wait_until(done, f"the pod of {stage} has ended")
+        world.operator.start()
+        if meanwhile == "the stage goes on":
+            world.kubelet.tell("killed", stage, SUCCEEDS)
+    status = world.wait_phase("killed", "Succeeded", 60)
+    assert (states(status), status["restarts"]) == (ONE_EACH, 0)
+    assert world.children("killed") == [f"killed-{stage}-1" for stage in STAGES]
+
+
+def test_an_operator_that_is_told_to_stop_ends_well_and_another_goes_on(world: World) -> None:
+    world.kubelet.playbook.set("rolled", "train", RUNS)
+    world.apply("rolled")
+    world.wait_running("rolled", "train")
+    assert world.operator.terminate() == 0
+    world.operator.start()
+    world.kubelet.tell("rolled", "train", SUCCEEDS)
+    assert states(world.wait_phase("rolled", "Succeeded", 60)) == ONE_EACH
+
+
+def test_jobs_that_were_made_while_no_operator_ran_are_run(world: World) -> None:
+    world.operator.kill()
+    world.apply("early")
+    world.operator.start()
+    assert states(world.wait_phase("early", "Succeeded", 60)) == ONE_EACH
+
+
+def test_a_stand_by_does_nothing_until_the_leader_is_gone(world: World, cluster: Cluster, tmp_path: Path) -> None:
+    second = OperatorProcess(cluster, tmp_path, SETTINGS, name="operator-1")
+    second.start(wait=False)
+    try:
+        world.kubelet.playbook.set("two", "train", RUNS)
+        world.apply("two")
+        world.wait_running("two", "train")
+        world.operator.kill()
+        world.kubelet.tell("two", "train", SUCCEEDS)
+        status = world.wait_phase("two", "Succeeded", 90)
+        assert (states(status), status["restarts"]) == (ONE_EACH, 0)
+    finally:
+        second.terminate()
+
+
+def test_an_api_server_that_restarts_loses_nothing(world: World) -> None:
+    world.kubelet.playbook.set("away", "train", RUNS)
+    world.apply("away")
+    world.wait_running("away", "train")
+    world.cluster.restart_api_server()
+    world.kubelet.tell("away", "train", SUCCEEDS)
+    status = world.wait_phase("away", "Succeeded", 60)
+    assert (states(status), status["restarts"]) == (ONE_EACH, 0)
+
+
+def test_a_suspended_job_stops_what_runs_and_goes_on_when_it_may(world: World) -> None:
+    world.kubelet.playbook.set("pause", "train", RUNS, attempt=1)
+    world.apply("pause")
+    world.wait_running("pause", "train")
+    world.change("pause", {"runPolicy": {"suspend": True}})
+    status = world.wait_phase("pause", "Suspended")
+    assert conditions(status)["Ready"] == "False"
+    wait_until(lambda: not world.pods("pause", "train"), "nothing runs any more", tell=lambda: world.tell("pause"))
+    world.change("pause", {"runPolicy": {"suspend": False}})
+    status = world.wait_phase("pause", "Succeeded", 60)
+    assert (states(status)["train"], status["restarts"]) == (("Succeeded", 2), 0)
+
+
+def test_a_job_that_is_made_suspended_waits(world: World) -> None:
+    world.apply("asleep", {"runPolicy": {"suspend": True}})
+    world.wait_phase("asleep", "Suspended")
+    assert world.children("asleep") == []
+    world.change("asleep", {"runPolicy": {"suspend": False}})
+    assert states(world.wait_phase("asleep", "Succeeded")) == ONE_EACH
+
+
+def test_a_job_goes_when_its_time_to_live_is_over_and_its_results_stay(world: World) -> None:
+    world.apply("brief", {"runPolicy": {"ttlSecondsAfterFinished": 2}})
+    world.wait_phase("brief", "Succeeded")
+    world.wait_gone("brief")
+    left = ["persistentvolumeclaims/brief-workspace"]
+    wait_until(lambda: world.everything("brief") == left, "only the claim is left")
+
+
+def _while_a_stage_runs(world: World) -> None:
+    world.wait_running("gone", "train")
+
+
+def _after_its_end(world: World) -> None:
+    world.kubelet.playbook.clear()
+    world.wait_running("gone", "train")
+    world.kubelet.tell("gone", "train", SUCCEEDS)
+    world.wait_phase("gone", "Succeeded")
+
+
+def _between_two_stages(world: World) -> None:
+    world.wait("gone", "prepare is done", lambda status: states(status)["prepare"][0] == "Succeeded")
+
+
+def _while_no_operator_runs(world: World) -> None:
+    world.wait_running("gone", "train")
+    world.operator.kill()
+
+
+MOMENTS: dict[str, Callable[[World], None]] = {
+    "at once": lambda world: None,
+    "between two stages": _between_two_stages,
+    "while a stage runs": _while_a_stage_runs,
+    "while no operator runs": _while_no_operator_runs,
+    "after its end": _after_its_end,
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_job_that_is_deleted_leaves_nothing_but_the_claim(world: World, moment: str) -> None:
+    world.kubelet.playbook.set("gone", "train", RUNS)
+    world.apply("gone")
+    MOMENTS[moment](world)
+    world.delete("gone")
+    world.wait_gone("gone")
+    if not world.operator.running:
+        world.operator.start()
+    may_stay = {"persistentvolumeclaims/gone-workspace"}
+    wait_until(lambda: set(world.everything("gone")) <= may_stay, "it is gone", tell=lambda: world.everything("gone"))
+    # What the operator does after it has heard of the deletion it does before it runs a later job.
+    world.apply("later")
+    world.wait_phase("later", "Succeeded")
+    assert set(world.everything("gone")) <= may_stay
+
+
+def test_a_job_that_is_deleted_in_the_foreground_gets_no_more_children(world: World) -> None:
+    world.kubelet.playbook.set("slow", "train", Play(lasts=None, stops_after=1.0))
+    world.apply("slow")
+    world.wait_running("slow", "train")
+    path = world.path(API_VERSION, PLURAL, "slow")
+    world.api.delete(path, propagationPolicy="Foreground")
+    world.wait_gone("slow")
+    assert set(world.everything("slow")) <= {"persistentvolumeclaims/slow-workspace"}
+
+
+def test_a_job_of_the_same_name_can_follow_at_once(world: World) -> None:
+    world.kubelet.playbook.set("again", "prepare", Play(lasts=None, stops_after=1.0))
+    first = world.apply("again")
+    world.wait_running("again", "prepare")
+    world.kubelet.playbook.set("again", "prepare", SUCCEEDS)
+    world.delete("again")
+    world.wait_gone("again")
+    second = world.apply("again")
+    assert first["metadata"]["uid"] != second["metadata"]["uid"]
+    status = world.wait_phase("again", "Succeeded", 60)
+    assert status["restarts"] == 0
+    assert len(world.of_job("again", "v1", "persistentvolumeclaims")) == 1
+
+
+def test_a_namespace_can_be_deleted_with_a_job_in_it(world: World) -> None:
+    world.kubelet.playbook.set("inside", "train", RUNS)
+    world.apply("inside")
+    world.wait_running("inside", "train")
+    path = f"/api/v1/namespaces/{world.namespace}"
+    world.api.delete(path)
+    wait_until(lambda: Api(world.cluster.access).get(path) is None, "the namespace is gone", 60)

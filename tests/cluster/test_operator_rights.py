@@ -1,0 +1,222 @@
+"""What the operator may do is what it does: RBAC against the audit log, both ways; and secrets stay where they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster_support.access import Api, Object, path_of, wait_until
+from cluster_support.control_plane import Cluster
+from cluster_support.operator_process import MANIFESTS, NAMESPACE, USER, OperatorProcess, install
+from cluster_support.plays import RUNS, WRONG_COLUMN
+from cluster_support.world import SETTINGS, World, fresh_namespace
+from finetune_operator.rendering.types import STAGE_LABEL
+
+LEASE = "finetune-operator"
+TLS_SECRET = "finetune-operator-tls"
+HUB_TOKEN = "hf_CanaryCanaryCanaryCanaryCanary01"
+STORAGE_KEY = "canary-storage-key-7f3a"
+
+Right = tuple[str, str, str]
+"""API group, resource (with its subresource), verb."""
+
+FOREIGN: dict[str, tuple[str, str, str, Object, Object]] = {
+    # What lies in the way -> its version, plural, name, what else it needs, and the job's own spec.
+    "claim": ("v1", "persistentvolumeclaims", "claim-workspace", {
+        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}}, {}),
+    "config": ("v1", "configmaps", "config-prepare-1", {}, {}),
+    "batch": ("batch/v1", "jobs", "batch-prepare-1", {
+        "spec": {"suspend": True, "template": {"spec": {
+            "restartPolicy": "Never", "containers": [{"name": "c", "image": "i"}]}}}}, {}),
+    "service": ("v1", "services", "service-train-1-ranks", {"spec": {"clusterIP": "None"}}, {
+        "resources": {"nodes": 2}}),
+    "torch": ("kubeflow.org/v1", "pytorchjobs", "torch-train-1", {
+        "spec": {"pytorchReplicaSpecs": {}}}, {"launcher": "pytorchjob"}),
+    "mpi": ("kubeflow.org/v2beta1", "mpijobs", "mpi-train-1", {
+        "spec": {"runPolicy": {"suspend": True}, "mpiReplicaSpecs": {}}}, {"launcher": "mpijob"}),
+}  # fmt: skip
+KIND_OF = {
+    "persistentvolumeclaims": "PersistentVolumeClaim",
+    "configmaps": "ConfigMap",
+    "jobs": "Job",
+    "services": "Service",
+    "pytorchjobs": "PyTorchJob",
+    "mpijobs": "MPIJob",
+}
+
+
+@pytest.fixture(scope="module")
+def own_operator(
+    cluster: Cluster, kinds: None, stand_ins: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OperatorProcess]:
+    """One that has never run here: no lease and no certificate of an earlier test."""
+    cluster.own("the audit log")
+    install(cluster)
+    process = OperatorProcess(cluster, tmp_path_factory.mktemp("operator"), SETTINGS, name="operator-rights")
+    yield process
+    process.terminate()
+
+
+@pytest.fixture(scope="module")
+def scenes(cluster: Cluster, stand_ins: Any, own_operator: OperatorProcess) -> Iterator[tuple[World, int]]:
+    """Everything that an operator can come to do, once; with the place in the audit log where it began."""
+    with fresh_namespace(cluster) as name:
+        world = World(name, cluster, Api(cluster.access), stand_ins.kubelet, stand_ins.gangs, own_operator)
+        mark = cluster.audit_mark()
+        forget(world)
+        secrets_of_the_user(world)
+        for job, (version, plural, child, more, spec) in FOREIGN.items():
+            body = {"apiVersion": version, "kind": KIND_OF[plural], "metadata": {"name": child}, **more}
+            world.api.create(world.path(version, plural), body)
+            world.apply(job, spec)
+        world.operator.start()
+        for job in FOREIGN:
+            world.wait_phase(job, "Failed")
+        tell_of_secrets(world)
+        whole_jobs(world)
+        damage_certificate(world)
+        yield world, mark
+        stand_ins.kubelet.playbook.clear()
+
+
+def forget(world: World) -> None:
+    world.api.delete(path_of("coordination.k8s.io/v1", "leases", NAMESPACE, LEASE))
+    world.api.delete(path_of("v1", "secrets", NAMESPACE, TLS_SECRET))
+
+
+def secrets_of_the_user(world: World) -> None:
+    for name, key, value in (("hub", "token", HUB_TOKEN), ("keys", "AWS_SECRET_ACCESS_KEY", STORAGE_KEY)):
+        body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": {key: value}}
+        world.api.create(world.path("v1", "secrets"), body)
+
+
+def tell_of_secrets(world: World) -> None:
+    """A job that refers to secrets, reports progress with its pod's token, and fails; its log says nothing of them."""
+    world.kubelet.playbook.set("secretive", "prepare", RUNS)
+    world.apply("secretive", {"secrets": {"hubToken": {"name": "hub"}, "storage": {"name": "keys"}}})
+    world.wait_running("secretive", "prepare")
+    (pod,) = world.pods("secretive", "prepare")
+    answer = world.report("secretive", pod, {"step": 3, "total_steps": 9, "loss": 0.5})
+    assert answer.status_code == 200, answer.text
+    world.wait("secretive", "progress", lambda status: status.get("progress", {}).get("step") == 3)
+
+
+def whole_jobs(world: World) -> None:
+    """One of each launcher to the end, one that fails, and one whose time to live is over."""
+    for launcher in ("job", "pytorchjob", "mpijob"):
+        world.apply(f"whole-{launcher}", {"launcher": launcher, "resources": {"nodes": 2}})
+        world.wait_phase(f"whole-{launcher}", "Succeeded", 60)
+        world.kubelet.playbook.set(f"stopped-{launcher}", "train", RUNS)
+        world.apply(f"stopped-{launcher}", {"launcher": launcher, "resources": {"nodes": 2}})
+        world.wait_running(f"stopped-{launcher}", "train")
+        world.change(f"stopped-{launcher}", {"runPolicy": {"suspend": True}})
+        world.wait_phase(f"stopped-{launcher}", "Suspended")
+    world.kubelet.playbook.set("failing", "prepare", WRONG_COLUMN)
+    world.apply("failing")
+    world.wait_phase("failing", "Failed")
+    world.apply("brief", {"runPolicy": {"ttlSecondsAfterFinished": 0}})
+    world.wait_gone("brief", 60)
+
+
+def damage_certificate(world: World) -> None:
+    """An operator that starts with a certificate that cannot be read makes a new one."""
+    world.operator.terminate()
+    secret = path_of("v1", "secrets", NAMESPACE, TLS_SECRET)
+    world.api.patch(secret, {"data": {"tls.crt": "bm9uZQ=="}})
+    world.operator.start()
+    wait_until(lambda: (world.api.get(secret) or {})["data"]["tls.crt"] != "bm9uZQ==", "a new certificate")
+
+
+def used(cluster: Cluster, mark: int) -> tuple[set[Right], list[str]]:
+    """The rights that requests of the operator needed, and the requests that were refused."""
+    rights: set[Right] = set()
+    refused: list[str] = []
+    for entry in cluster.audit(mark, USER):
+        about = entry.get("objectRef")
+        if about is None or "resource" not in about:
+            continue  # discovery, which every authenticated client may do
+        resource = "/".join(part for part in (about["resource"], about.get("subresource")) if part)
+        rights.add((about.get("apiGroup", ""), resource, entry["verb"]))
+        if entry.get("responseStatus", {}).get("code") == 403:
+            refused.append(f"{entry['verb']} {entry['requestURI']}")
+    return rights, refused
+
+
+def granted() -> set[Right]:
+    """The rights in manifests/operator/rbac.yaml."""
+    documents = list(yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text()))
+    rules = [
+        rule for document in documents if document["kind"] in ("Role", "ClusterRole") for rule in document["rules"]
+    ]
+    assert len(rules) > 8
+    return {
+        (group, resource, verb)
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def test_rights_used_are_the_rights_granted(cluster: Cluster, scenes: tuple[World, int]) -> None:
+    rights, refused = used(cluster, scenes[1])
+    assert refused == []
+    assert {"used, not granted": rights - granted(), "granted, not used": granted() - rights} == {
+        "used, not granted": set(),
+        "granted, not used": set(),
+    }
+
+
+def test_no_right_is_a_wildcard() -> None:
+    assert [right for right in granted() if "*" in right] == []
+
+
+def test_a_name_that_is_taken_is_told_and_the_foreign_object_is_left_alone(scenes: tuple[World, int]) -> None:
+    world, _ = scenes
+    for job, (version, plural, child, _, _) in FOREIGN.items():
+        failure = world.status(job)["failure"]
+        assert (job, failure["class"]) == (job, "NameTaken")
+        assert child in failure["message"]
+        there = world.api.get(world.path(version, plural, child))
+        assert there is not None
+        assert "ownerReferences" not in there["metadata"]
+        assert "finetune.dev/job" not in there["metadata"].get("labels", {})
+
+
+def test_secrets_appear_nowhere_but_in_their_secret(cluster: Cluster, scenes: tuple[World, int]) -> None:
+    world, _ = scenes
+    namespace = world.namespace
+    kinds = "configmaps,events,jobs.batch,pods,finetunejobs,pytorchjobs,mpijobs,services,persistentvolumeclaims"
+    texts = {
+        "objects": cluster.must("get", kinds, "-n", namespace, "-o", "json"),
+        "operator's log": world.operator.logs(),
+        "metrics": world.operator.metrics(),
+        "operator's namespace": cluster.must("get", "configmaps,events", "-n", NAMESPACE, "-o", "json"),
+    }
+    assert min(len(text) for text in texts.values()) > 100
+    key = json.loads(cluster.must("get", "secret", TLS_SECRET, "-n", NAMESPACE, "-o", "json"))["data"]["tls.key"]
+    token = operator_token(world.operator.folder)
+    canaries = {"hub token": HUB_TOKEN, "storage key": STORAGE_KEY, "private key": key, "operator's token": token}
+    assert [(where, what) for where, text in texts.items() for what, value in canaries.items() if value in text] == []
+    # Tokens of pods are JWTs of this cluster: none of any kind is to be seen.
+    assert [where for where, text in texts.items() if "eyJhbGciOi" in text] == []
+
+
+def operator_token(folder: Path) -> str:
+    (kubeconfig,) = folder.glob("*.kubeconfig")
+    token: str = yaml.safe_load(kubeconfig.read_text())["users"][0]["user"]["token"]
+    return token
+
+
+def test_pods_get_the_references_and_never_the_values(scenes: tuple[World, int]) -> None:
+    world, mark = scenes
+    made = [entry for entry in world.cluster.audit(mark, USER) if entry["verb"] == "create"]
+    assert "secrets" not in {e["objectRef"]["resource"] for e in made if e["objectRef"]["namespace"] == world.namespace}
+    pods = world.pods("whole-job")
+    assert {pod["metadata"]["labels"][STAGE_LABEL] for pod in pods} == {"prepare", "train", "evaluate", "predict"}
+    assert {pod["spec"].get("automountServiceAccountToken") for pod in pods} == {False}

@@ -1,0 +1,135 @@
+"""What is rendered, on a real API server: every object on record is taken under strict field validation, and every pod
+that controllers would make of it in a namespace that enforces PodSecurity `restricted`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster_support.control_plane import Cluster
+
+MANIFESTS = Path(__file__).parents[1] / "golden" / "manifests"
+RECORDED = sorted(MANIFESTS.glob("*.yaml"))
+NAMESPACE = "finetune-golden"
+PRIORITY_CLASSES = ("finetune-golden-high",)
+SURROUNDINGS: list[dict[str, Any]] = [
+    {
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {"name": NAMESPACE, "labels": {"pod-security.kubernetes.io/enforce": "restricted"}},
+    },
+    *(
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, "namespace": NAMESPACE}}
+        for name in ("default", "trainer")
+    ),
+    *(
+        {
+            "apiVersion": "scheduling.k8s.io/v1",
+            "kind": "PriorityClass",
+            "metadata": {"name": name},
+            "value": 1000,
+        }
+        for name in PRIORITY_CLASSES
+    ),
+]
+CUSTOM = {"PyTorchJob": "pytorchjobs.kubeflow.org", "MPIJob": "mpijobs.kubeflow.org"}
+
+
+@pytest.fixture(scope="module")
+def namespace(cluster: Cluster, kinds: None) -> Iterator[str]:
+    """The namespace of the recorded manifests, with what their pods refer to."""
+    for document in SURROUNDINGS:
+        cluster.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(document))
+    yield NAMESPACE
+    cluster.must("delete", "namespace", NAMESPACE, "--wait=false")
+    cluster.must("delete", "priorityclass", *PRIORITY_CLASSES)
+
+
+def dry_run(cluster: Cluster, text: str) -> tuple[list[str], list[str]]:
+    """Kinds and names that the API server would create, and all that it had to say against it, warnings too."""
+    ran = cluster.kubectl("create", "--dry-run=server", "--validate=strict", "-o", "name", "-f", "-", stdin=text)
+    return ran.stdout.split(), ran.stderr.splitlines()
+
+
+def as_json(*documents: dict[str, Any]) -> str:
+    """JSON, one after the other: PyYAML writes the text `1e3` without quotes, and kubectl reads a number."""
+    return "\n".join(map(json.dumps, documents))
+
+
+def documents_in(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+
+
+def templates(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Pod name -> pod template, of whatever makes pods."""
+    name, spec = manifest["metadata"]["name"], manifest["spec"]
+    match manifest["kind"]:
+        case "Job":
+            return {f"{name}-0": spec["template"]}
+        case "PyTorchJob":
+            replicas = spec["pytorchReplicaSpecs"]
+        case "MPIJob":
+            replicas = spec["mpiReplicaSpecs"]
+        case other:
+            raise AssertionError(f"{other} makes pods in a way that this test does not know")
+    return {f"{name}-{role.lower()}-0": replica["template"] for role, replica in replicas.items()}
+
+
+def pods_of(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    children = [each for each in manifests if "spec" in each and each["kind"] in ("Job", *CUSTOM)]
+    return [
+        {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {**template["metadata"], "name": name, "namespace": NAMESPACE},
+            "spec": template["spec"],
+        }
+        for child in children
+        for name, template in templates(child).items()
+    ]
+
+
+def needs(cluster: Cluster, manifests: list[dict[str, Any]]) -> None:
+    for kind in {each["kind"] for each in manifests} & CUSTOM.keys():
+        if cluster.kubectl("get", "crd", CUSTOM[kind]).returncode != 0:
+            pytest.skip(f"the cluster does not serve {kind}, and ../shared/crds is not there to install it")
+
+
+def test_there_are_manifests_of_every_kind_of_child():
+    kinds = {document["kind"] for path in RECORDED for document in documents_in(path)}
+    assert kinds == {"PersistentVolumeClaim", "ConfigMap", "Service", "Job", "PyTorchJob", "MPIJob"}
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_the_api_server_takes_every_object_without_a_word(cluster: Cluster, namespace: str, path: Path):
+    manifests = documents_in(path)
+    needs(cluster, manifests)
+    created, said = dry_run(cluster, path.read_text(encoding="utf-8"))
+    assert said == []
+    assert [name.partition("/")[2] for name in created] == [each["metadata"]["name"] for each in manifests]
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_every_pod_is_admitted_where_pod_security_is_restricted(cluster: Cluster, namespace: str, path: Path):
+    pods = pods_of(documents_in(path))
+    assert pods
+    created, said = dry_run(cluster, as_json(*pods))
+    assert said == []
+    assert created == [f"pod/{pod['metadata']['name']}" for pod in pods]
+
+
+def test_a_misspelt_field_and_a_pod_that_may_gain_privileges_would_be_seen(cluster: Cluster, namespace: str):
+    job = next(each for each in documents_in(RECORDED[0]) if each["kind"] == "Job")
+    (pod,) = pods_of([job])
+    job["spec"]["backofLimit"] = 0
+    pod["spec"]["containers"][0]["securityContext"]["allowPrivilegeEscalation"] = True
+    _, said = dry_run(cluster, as_json(job))
+    assert any('unknown field "spec.backofLimit"' in line for line in said)
+    _, said = dry_run(cluster, as_json(pod))
+    assert any('violates PodSecurity "restricted' in line for line in said)

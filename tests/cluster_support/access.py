@@ -1,0 +1,250 @@
+"""How these tests reach an API server: a synchronous client for tests, an asynchronous one for stand-ins.
+
+Both speak plain JSON and know no kinds, so that what a test sees is what the API server said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+import requests
+from kubernetes import client, config
+
+Object = dict[str, Any]
+T = TypeVar("T")
+
+MERGE = "application/merge-patch+json"
+STRATEGIC = "application/strategic-merge-patch+json"
+APPLY = "application/apply-patch+yaml"
+
+
+class ApiError(Exception):
+    """The API server's answer to a request that it did not carry out."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(f"{code}: {message}")
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Access:
+    """An address and the credentials of one user."""
+
+    host: str
+    ca: str | None
+    token: str | None = None
+    client_certificate: tuple[str, str] | None = None
+
+    @classmethod
+    def of(cls, kubeconfig: Path) -> Access:
+        """What the current context of `kubeconfig` says."""
+        loaded = client.Configuration()
+        config.load_kube_config(str(kubeconfig), client_configuration=loaded)
+        bearer = str(loaded.api_key.get("authorization", "") or loaded.api_key.get("BearerToken", ""))
+        pair = (loaded.cert_file, loaded.key_file) if loaded.cert_file and loaded.key_file else None
+        return cls(loaded.host.rstrip("/"), loaded.ssl_ca_cert, bearer.removeprefix("Bearer ") or None, pair)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def ssl_context(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(cafile=self.ca)
+        if self.client_certificate is not None:
+            context.load_cert_chain(*self.client_certificate)
+        return context
+
+
+def path_of(api_version: str, plural: str, namespace: str | None = None, name: str = "", sub: str = "") -> str:
+    """The path of a collection or, with `name`, of one object."""
+    root = f"/api/{api_version}" if "/" not in api_version else f"/apis/{api_version}"
+    parts = [root, *(["namespaces", namespace] if namespace else []), plural, *[part for part in (name, sub) if part]]
+    return "/".join(parts)
+
+
+def new_session() -> requests.Session:
+    """Goes where it is sent: no proxies and authorities from the environment, which are none of a test's business."""
+    session = requests.Session()
+    session.trust_env = False
+    return session
+
+
+class Api:
+    """Requests of a test."""
+
+    def __init__(self, access: Access) -> None:
+        self._host = access.host
+        self._session = new_session()
+        self._session.headers.update(access.headers)
+        self._session.verify = access.ca or True
+        self._session.cert = access.client_certificate
+
+    def call(self, method: str, path: str, body: Object | None = None, content: str = "application/json") -> Any:
+        """The answer as JSON or, where it is none, as text."""
+        data = None if body is None else json.dumps(body)
+        answer = self._session.request(
+            method, self._host + path, data=data, headers={"Content-Type": content}, timeout=30
+        )
+        if not answer.ok:
+            raise ApiError(answer.status_code, answer.text)
+        return answer.json() if "json" in answer.headers.get("Content-Type", "") else answer.text
+
+    def get(self, path: str) -> Object | None:
+        """The object, or None when it is not there."""
+        try:
+            found: Object = self.call("GET", path)
+        except ApiError as error:
+            if error.code == 404:
+                return None
+            raise
+        return found
+
+    def items(self, path: str, **query: str) -> list[Object]:
+        text = "&".join(f"{name}={requests.utils.quote(value, safe='')}" for name, value in query.items())
+        found: list[Object] = self.call("GET", f"{path}?{text}" if text else path)["items"]
+        return found
+
+    def create(self, path: str, body: Object) -> Object:
+        made: Object = self.call("POST", path, body)
+        return made
+
+    def patch(self, path: str, body: Object, content: str = MERGE) -> Object:
+        changed: Object = self.call("PATCH", path, body, content)
+        return changed
+
+    def delete(self, path: str, **options: Any) -> None:
+        """Delete in the background; an object that is not there is as good."""
+        try:
+            self.call("DELETE", path, {"propagationPolicy": "Background", **options})
+        except ApiError as error:
+            if error.code != 404:
+                raise
+
+
+def wait_until(
+    look: Callable[[], T | None], what: str, seconds: float = 30.0, tell: Callable[[], object] | None = None
+) -> T:
+    """The first value of `look` that is neither None, False nor empty; fails with what `tell` says after `seconds`.
+
+    An API server that is away for a moment is waited for as well.
+    """
+    end = time.monotonic() + seconds
+    trouble: Exception | None = None
+    while True:
+        try:
+            value = look()
+            trouble = None
+        except (requests.ConnectionError, requests.Timeout) as error:
+            value, trouble = None, error
+        if value:
+            return value
+        if time.monotonic() > end:
+            more = f"\n{tell()}" if tell is not None else ""
+            raise AssertionError(f"not within {seconds:g} s: {what}{f' ({trouble})' if trouble else ''}{more}")
+        time.sleep(0.1)
+
+
+@dataclass
+class AsyncApi:
+    """Requests of a stand-in; to be opened and closed on its loop."""
+
+    access: Access
+    _session: aiohttp.ClientSession = field(init=False)
+
+    async def open(self) -> None:
+        connector = aiohttp.TCPConnector(ssl=self.access.ssl_context(), limit=0)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
+        self._session = aiohttp.ClientSession(connector=connector, headers=self.access.headers, timeout=timeout)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def call(self, method: str, path: str, body: Object | None = None, content: str = "application/json") -> Any:
+        """One request, tried again for as long as the API server is away or asks for patience."""
+        data = None if body is None else json.dumps(body)
+        while True:
+            try:
+                async with self._session.request(
+                    method, self.access.host + path, data=data, headers={"Content-Type": content}
+                ) as answer:
+                    text = await answer.text()
+                    if answer.status < 400:
+                        return json.loads(text)
+                    # 403 passes while an API server that has just started still reads its roles.
+                    if answer.status not in (403, 429, 500, 503, 504):
+                        raise ApiError(answer.status, text)
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.2)
+
+    async def quietly(
+        self, method: str, path: str, body: Object | None = None, content: str = "application/json"
+    ) -> Object | None:
+        """The same, with None for an object that is gone, is there already, or has changed meanwhile."""
+        try:
+            answer: Object = await self.call(method, path, body, content)
+        except ApiError as error:
+            if error.code in (404, 409):
+                return None
+            raise
+        return answer
+
+    async def follow(self, path: str, query: Mapping[str, str] | None = None) -> AsyncIterator[tuple[bool, Object]]:
+        """Every object of a collection now and whenever it changes, as (there, object); for ever.
+
+        After a watch that broke, the list is read anew and what is missing from it is told as gone.
+        """
+        known: dict[str, Object] = {}
+        chosen = dict(query or {})
+        while True:
+            try:
+                listed = await self.call("GET", path + _query(chosen))
+            except ApiError as error:
+                if error.code != 404:
+                    raise
+                # The kind itself has gone; another test may bring it back.
+                listed = {"items": [], "metadata": {"resourceVersion": "0"}}
+                await asyncio.sleep(1)
+            current = {item["metadata"]["uid"]: item for item in listed["items"]}
+            for uid in [uid for uid in known if uid not in current]:
+                yield False, known.pop(uid)
+            for uid, item in current.items():
+                known[uid] = item
+                yield True, item
+            version = listed["metadata"]["resourceVersion"]
+            try:
+                async for there, item in self._watch(path, {**chosen, "resourceVersion": version}):
+                    if there:
+                        known[item["metadata"]["uid"]] = item
+                    else:
+                        known.pop(item["metadata"]["uid"], None)
+                    yield there, item
+            except (aiohttp.ClientError, ApiError, TimeoutError, json.JSONDecodeError):
+                await asyncio.sleep(0.1)
+
+    async def _watch(self, path: str, query: Mapping[str, str]) -> AsyncIterator[tuple[bool, Object]]:
+        url = self.access.host + path + _query({**query, "watch": "true", "timeoutSeconds": "300"})
+        async with self._session.get(url) as answer:
+            if answer.status >= 400:
+                raise ApiError(answer.status, await answer.text())
+            buffer = b""
+            async for chunk in answer.content.iter_any():
+                *lines, buffer = (buffer + chunk).split(b"\n")
+                for line in lines:
+                    event = json.loads(line)
+                    if event["type"] == "ERROR":
+                        raise ApiError(410, str(event["object"]))
+                    yield event["type"] != "DELETED", event["object"]
+
+
+def _query(values: Mapping[str, str]) -> str:
+    text = "&".join(f"{name}={requests.utils.quote(value, safe='')}" for name, value in values.items())
+    return f"?{text}" if text else ""

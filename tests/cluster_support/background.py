@@ -1,0 +1,62 @@
+"""An event loop in a thread of its own, for stand-ins that act while a test waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Background:
+    """Runs coroutines for a synchronous test; the first stand-in that breaks is told by `check`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._broken: list[BaseException] = []
+        self._thread = threading.Thread(target=self._loop.run_forever, name="stand-ins", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T], seconds: float = 60.0) -> T:
+        """The coroutine's result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Let it run until `close`; to be called from any thread."""
+        self._loop.call_soon_threadsafe(self.spawn, work)
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """The same from within the loop."""
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._broken.append(error)
+
+    def check(self) -> None:
+        """Raise what broke a stand-in since the last call."""
+        if self._broken:
+            broken, self._broken = self._broken[0], []
+            raise broken
+
+    def close(self, *last: Coroutine[Any, Any, Any]) -> None:
+        """End what runs, then do what is `last`."""
+
+        async def cancel() -> None:
+            tasks = list(self._tasks)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for work in last:
+                await work
+
+        self.run(cancel())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)

@@ -1,0 +1,197 @@
+"""A real API server: a given one, or a control plane of our own that can be restarted and that keeps an audit log."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster_support.access import Access, new_session, wait_until
+
+ROOT = Path(__file__).parents[2]
+SHARED = ROOT.parent / "shared"
+CONTROL_PLANE = SHARED / "tools" / "control-plane"
+
+SERVERS = ("etcd", "kube-apiserver", "kubectl")
+"""What `control-plane` shall start; the controllers we start."""
+AUDIT_POLICY = """\
+apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived]
+rules: [{level: Metadata}]
+"""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster and the kubectl to talk to it."""
+
+    kubectl_program: str
+    kubeconfig: Path
+    folder: Path | None = None
+    """State of a control plane that these tests started; None: somebody else's cluster."""
+
+    def kubectl(
+        self, *arguments: str, stdin: str | None = None, seconds: float = 120
+    ) -> subprocess.CompletedProcess[str]:
+        """Run kubectl; the caller looks at the exit code."""
+        command = [self.kubectl_program, "--kubeconfig", str(self.kubeconfig), *arguments]
+        return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=seconds)
+
+    def must(self, *arguments: str, stdin: str | None = None) -> str:
+        """Run kubectl, which has to succeed, and return its output."""
+        ran = self.kubectl(*arguments, stdin=stdin)
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout
+
+    @property
+    def access(self) -> Access:
+        return Access.of(self.kubeconfig)
+
+    def own(self, what: str) -> Path:
+        """The control plane's folder; a test that cannot do without is skipped."""
+        if self.folder is None:
+            pytest.skip(f"{what} needs an API server of the tests' own; FINETUNE_TEST_KUBECONFIG names another")
+        return self.folder
+
+    def restart_api_server(self) -> None:
+        """Kill it, start it again with the same command line, and wait until it is ready."""
+        folder = self.own("restarting the API server")
+        file = folder / "kube-apiserver.pid"
+        pid = int(file.read_text())
+        command = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: _gone(pid), "the API server is dead")
+        with (folder / "kube-apiserver.log").open("ab") as log:
+            started = subprocess.Popen(
+                command, cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        file.write_text(str(started.pid))
+        access, session = self.access, new_session()
+
+        def ready() -> bool:
+            answer = session.get(f"{access.host}/readyz", headers=access.headers, verify=access.ca, timeout=5)
+            return answer.status_code == 200
+
+        wait_until(ready, "the API server is ready again", 60)
+
+    def audit_mark(self) -> int:
+        """A place in the audit log: now."""
+        return (self.own("the audit log") / "audit.log").stat().st_size
+
+    def audit(self, mark: int = 0, user: str | None = None) -> list[dict[str, Any]]:
+        """Requests that were answered since `mark`, all or those of one user, oldest first."""
+        with (self.own("the audit log") / "audit.log").open("rb") as file:
+            file.seek(mark)
+            whole = file.read().rpartition(b"\n")[0]
+        entries = [json.loads(line) for line in whole.split(b"\n") if line.strip()]
+        return [entry for entry in entries if user is None or entry["user"]["username"] == user]
+
+
+def _gone(pid: int) -> bool:
+    with suppress(ChildProcessError):
+        os.waitpid(pid, os.WNOHANG)
+    stat = Path(f"/proc/{pid}/stat")
+    try:
+        return stat.read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def assets_folder() -> Path:
+    """Where etcd, kube-apiserver and kubectl are, by envtest's convention."""
+    return Path(os.environ.get("KUBEBUILDER_ASSETS", Path.home() / ".cache" / "kube-assets"))
+
+
+@contextmanager
+def running_cluster(folder: Path) -> Iterator[Cluster]:
+    """The cluster of FINETUNE_TEST_KUBECONFIG, or a control plane started from programs in KUBEBUILDER_ASSETS; the
+    test is skipped when there is neither.
+    """
+    assets = assets_folder()
+    kubectl = next((str(path) for path in (assets / "kubectl",) if path.is_file()), None) or shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("no kubectl in PATH, nor in the folder that KUBEBUILDER_ASSETS names")
+    if given := os.environ.get("FINETUNE_TEST_KUBECONFIG"):
+        yield Cluster(kubectl, Path(given))
+        return
+    if not CONTROL_PLANE.is_file():
+        pytest.skip("FINETUNE_TEST_KUBECONFIG is not set and ../shared/tools/control-plane is not there")
+    if not ((assets / "kube-apiserver").is_file() and ((assets / "etcd").is_file() or shutil.which("etcd"))):
+        pytest.skip("FINETUNE_TEST_KUBECONFIG is not set and KUBEBUILDER_ASSETS has no kube-apiserver and etcd")
+    (folder / "audit-policy.yaml").write_text(AUDIT_POLICY)
+    servers = folder / "servers"
+    servers.mkdir()
+    for program in (found for name in SERVERS if (found := shutil.which(name, path=f"{assets}:{os.environ['PATH']}"))):
+        (servers / Path(program).name).symlink_to(program)
+    environment = {
+        **os.environ,
+        "KUBEBUILDER_ASSETS": str(servers),
+        "PATH": f"{assets}:{os.environ['PATH']}",
+        "PORT": str(free_port()),
+        "EPORT": str(free_port()),
+        # The log backend's own mode blocks, so that a line is there before its answer is; sizes far above any run's.
+        "APISERVER_FLAGS": f"--audit-policy-file {folder}/audit-policy.yaml --audit-log-path {folder}/audit.log "
+        "--audit-log-mode blocking --audit-log-maxsize 10000",
+    }
+    try:
+        # The servers outlive the call and would hold a pipe open: output goes to a file.
+        with (folder / "start.log").open("w") as log:
+            started = subprocess.run(
+                [str(CONTROL_PLANE), "start", str(folder)], env=environment, stdout=log, stderr=log, timeout=180
+            )
+        assert started.returncode == 0, (folder / "start.log").read_text()
+        _start_controllers(folder, assets)
+        yield Cluster(kubectl, folder / "admin.kubeconfig", folder)
+    finally:
+        subprocess.run([str(CONTROL_PLANE), "stop", str(folder)], env=environment, capture_output=True, timeout=60)
+
+
+def _start_controllers(folder: Path, assets: Path) -> None:
+    """Those that are there, without servers of their own: their fixed ports would keep two runs from each other."""
+    common = ["--kubeconfig", "admin.kubeconfig", "--leader-elect=false", "--secure-port=0"]
+    brisk = ["--kube-api-qps=200", "--kube-api-burst=400"]
+    keys = ["--service-account-private-key-file=pki/sa.key", "--root-ca-file=pki/ca.crt"]
+    for name, more in {"kube-controller-manager": [*brisk, *keys], "kube-scheduler": brisk}.items():
+        if (assets / name).is_file():
+            with (folder / f"{name}.log").open("wb") as log:
+                command = [str(assets / name), *common, *more]
+                started = subprocess.Popen(
+                    command, cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+            # `control-plane stop` ends them by these files.
+            (folder / f"{name}.pid").write_text(str(started.pid))
+
+
+def needs_controllers(cluster: Cluster) -> None:
+    """Skip where no Job controller, garbage collector and scheduler run."""
+    if (folder := cluster.folder) is None:
+        return
+    programs = ("kube-controller-manager", "kube-scheduler")
+    missing = [name for name in programs if not (folder / f"{name}.pid").is_file()]
+    if missing:
+        pytest.skip(f"KUBEBUILDER_ASSETS has no {' and no '.join(missing)}")
+    # The controllers are up once they have made the service account of the first namespace.
+    wait_until(
+        lambda: cluster.kubectl("get", "serviceaccount", "default", "-n", "default").returncode == 0,
+        "the controllers have made the service account `default`",
+        60,
+        lambda: (folder / "kube-controller-manager.log").read_text()[-2000:],
+    )

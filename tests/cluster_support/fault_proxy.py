@@ -1,0 +1,154 @@
+"""An API server that misbehaves on demand: a proxy that cuts watches, refuses writes and dawdles."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+from aiohttp import web
+
+from cluster_support.access import Access
+from cluster_support.background import Background
+from cluster_support.certificates import for_loopback
+from cluster_support.control_plane import free_port
+
+_WRITES = ("POST", "PUT", "PATCH", "DELETE")
+_HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "host"}
+
+
+@dataclass(frozen=True)
+class Faults:
+    """What goes wrong, each as a share of the requests it can happen to."""
+
+    conflicts: float = 0.0
+    """Writes that are answered with 409 and not passed on."""
+    too_many: float = 0.0
+    """Requests that are answered with 429 and Retry-After: 1."""
+    lost_answers: float = 0.0
+    """Writes that are carried out and whose answer is lost with the connection."""
+    delay_seconds: float = 0.0
+    """Longest delay of a request."""
+
+
+NONE = Faults()
+
+
+class FaultProxy:
+    """HTTPS on loopback; passes bearer tokens on, so the real server knows who asks."""
+
+    def __init__(self, access: Access, background: Background, folder: Path, seed: int) -> None:
+        self.faults = NONE
+        self.injected: dict[str, int] = {}
+        self._access = access
+        self._background = background
+        self._random = random.Random(seed)
+        self._certificate = for_loopback(folder, "fault-proxy")
+        self._watches: set[asyncio.Task[object]] = set()
+        self._runner: web.AppRunner | None = None
+        self._port = free_port()
+
+    @property
+    def url(self) -> str:
+        return f"https://127.0.0.1:{self._port}"
+
+    @property
+    def ca(self) -> Path:
+        return self._certificate.certificate
+
+    def up(self) -> None:
+        self._background.run(self._up())
+
+    def down(self) -> None:
+        self._background.run(self._down())
+
+    def cut_watches(self) -> int:
+        """Break every watch that is open; gives their number."""
+
+        async def cut() -> int:
+            open_now = list(self._watches)
+            for task in open_now:
+                task.cancel()
+            return len(open_now)
+
+        return self._background.run(cut())
+
+    async def _up(self) -> None:
+        connector = aiohttp.TCPConnector(ssl=self._access.ssl_context(), limit=0)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
+        # Bodies are passed on as they are, compressed ones too.
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
+        application = web.Application(client_max_size=64 * 1024**2)
+        application.router.add_route("*", "/{path:.*}", self._pass_on)
+        self._runner = web.AppRunner(application, handler_cancellation=True, shutdown_timeout=1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", self._port, ssl_context=self._certificate.server_context()).start()
+
+    async def _down(self) -> None:
+        for task in list(self._watches):
+            task.cancel()
+        if self._runner is not None:
+            await self._runner.cleanup()
+        await self._session.close()
+
+    def _happens(self, name: str, share: float) -> bool:
+        if self._random.random() >= share:
+            return False
+        self.injected[name] = self.injected.get(name, 0) + 1
+        return True
+
+    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+        faults, write = self.faults, request.method in _WRITES
+        if faults.delay_seconds:
+            await asyncio.sleep(self._random.uniform(0, faults.delay_seconds))
+        if self._happens("429", faults.too_many):
+            return _refusal(429, "TooManyRequests", {"Retry-After": "1"})
+        if write and self._happens("409", faults.conflicts):
+            return _refusal(409, "Conflict", {})
+        watching = request.query.get("watch") in ("true", "1")
+        task = asyncio.current_task()
+        assert task is not None
+        if watching:
+            self._watches.add(task)
+        try:
+            return await self._forward(request, lose=write and self._happens("lost answer", faults.lost_answers))
+        except (aiohttp.ClientError, asyncio.CancelledError):
+            # The real server is away, or the watch is cut: the connection breaks, as it would without us.
+            if request.transport is not None:
+                request.transport.abort()
+            raise
+        finally:
+            self._watches.discard(task)
+
+    async def _forward(self, request: web.Request, lose: bool) -> web.StreamResponse:
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP}
+        async with self._session.request(
+            request.method,
+            f"{self._access.host}{request.rel_url}",
+            data=await request.read(),
+            headers=headers,
+        ) as answer:
+            if lose:
+                raise aiohttp.ClientConnectionError("the answer is lost on purpose")
+            passed = {name: value for name, value in answer.headers.items() if name.lower() != "transfer-encoding"}
+            response = web.StreamResponse(status=answer.status, headers=passed)
+            await response.prepare(request)
+            async for chunk in answer.content.iter_any():
+                await response.write(chunk)
+            await response.write_eof()
+            return response
+
+
+def _refusal(code: int, reason: str, headers: dict[str, str]) -> web.Response:
+    """An answer in the API server's own form."""
+    status = {
+        "kind": "Status",
+        "apiVersion": "v1",
+        "status": "Failure",
+        "reason": reason,
+        "code": code,
+        "message": f"{reason}, made by the test",
+    }
+    return web.json_response(status, status=code, headers=headers)

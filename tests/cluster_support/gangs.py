@@ -1,0 +1,179 @@
+"""Stand-ins for the training operators: PyTorchJobs and MPIJobs get pods, and tell of them as the real ones do.
+
+Names, labels, conditions and reasons are those of Training Operator 1.9.4 (`pkg/core/job.go`,
+`pkg/controller.v1/pytorch`) and MPI Operator 0.8.2 (`pkg/controller/mpi_job_controller.go`). Left out is what the
+operator under test never sees: services, hostfile, keys, restarts in place. The real ones run in the end-to-end tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from typing import Any
+
+from cluster_support.access import MERGE, AsyncApi, Object, path_of
+from cluster_support.background import Background
+from cluster_support.kubelet import now
+
+PYTORCH = ("kubeflow.org/v1", "pytorchjobs", "PyTorchJob")
+MPI = ("kubeflow.org/v2beta1", "mpijobs", "MPIJob")
+_LABELS = "training.kubeflow.org"
+
+
+class Gangs:
+    """Both training operators; level based: whenever a job or a pod of it changes, the whole job is looked at."""
+
+    def __init__(self, api: AsyncApi, background: Background) -> None:
+        self._api = api
+        self._background = background
+        self._jobs: dict[str, Object] = {}
+        self._kinds: dict[str, tuple[str, str, str]] = {}
+        self._pods: dict[str, dict[str, Object]] = {}
+        self._locks: dict[str, asyncio.Lock] = {}
+
+    def up(self) -> None:
+        """Begin; the CRDs have to be there."""
+        for kind in (PYTORCH, MPI):
+            self._background.start(self._watch_jobs(kind))
+        self._background.start(self._watch_pods())
+
+    async def _watch_jobs(self, kind: tuple[str, str, str]) -> None:
+        async for there, job in self._api.follow(path_of(kind[0], kind[1])):
+            uid = job["metadata"]["uid"]
+            if there and not job["metadata"].get("deletionTimestamp"):
+                self._jobs[uid], self._kinds[uid] = job, kind
+                self._background.spawn(self._look(uid))
+            else:
+                self._jobs.pop(uid, None)
+
+    async def _watch_pods(self) -> None:
+        async for there, pod in self._api.follow(path_of("v1", "pods"), {"labelSelector": f"{_LABELS}/job-name"}):
+            owners = [ref["uid"] for ref in pod["metadata"].get("ownerReferences", []) if ref.get("controller")]
+            for uid in owners:
+                pods = self._pods.setdefault(uid, {})
+                if there:
+                    pods[pod["metadata"]["name"]] = pod
+                else:
+                    pods.pop(pod["metadata"]["name"], None)
+                self._background.spawn(self._look(uid))
+
+    async def _look(self, uid: str) -> None:
+        async with self._locks.setdefault(uid, asyncio.Lock()):
+            job = self._jobs.get(uid)
+            if job is None or _has(job, "Succeeded") or _has(job, "Failed"):
+                return
+            if not _has(job, "Created"):
+                await self._tell(uid, "Created", "Created")
+            for name, template, role, index in _wanted(self._kinds[uid], job):
+                if name not in self._pods.get(uid, {}):
+                    await self._make(uid, name, template, role, index)
+            await self._judge(uid)
+
+    async def _judge(self, uid: str) -> None:
+        """Set the condition that follows from the pods."""
+        pods = self._pods.get(uid, {})
+        phases = {name: pod.get("status", {}).get("phase") for name, pod in pods.items()}
+        deciding = {name: phase for name, phase in phases.items() if self._kinds[uid] is PYTORCH or "-launcher" in name}
+        if any(phase == "Failed" for phase in deciding.values()):
+            await self._tell(uid, "Failed", "Failed", over=True)
+        # With an elastic policy one worker that has succeeded is enough; so is an MPIJob's launcher.
+        elif any(phase == "Succeeded" for phase in deciding.values()):
+            await self._tell(uid, "Succeeded", "Succeeded", over=True)
+        elif phases and all(phase == "Running" for phase in phases.values()):
+            await self._tell(uid, "Running", "Running")
+        if any(_has(self._jobs[uid], name) for name in ("Succeeded", "Failed")):
+            await self._clean(uid)
+
+    async def _tell(self, uid: str, condition: str, reason: str, over: bool = False) -> None:
+        job, (version, plural, kind) = self._jobs[uid], self._kinds[uid]
+        if _has(job, condition):
+            return
+        status = copy.deepcopy(job.get("status", {}))
+        # The list's order is that of the last change; Running ends with the job.
+        kept = [
+            {**old, "status": "False"} if old["type"] == "Running" and over else old
+            for old in status.get("conditions", [])
+            if old["type"] != condition
+        ]
+        name = job["metadata"]["name"]
+        prefix = "MPIJob" if kind == "MPIJob" else "PyTorchJob"
+        said = {
+            "type": condition,
+            "status": "True",
+            "reason": f"{prefix}{reason}",
+            "message": f"{kind} {name} is {condition.lower()}.",
+            "lastUpdateTime": now(),
+            "lastTransitionTime": now(),
+        }
+        status["conditions"] = [*kept, said]
+        status.setdefault("startTime", now())
+        if over:
+            status["completionTime"] = now()
+        path = path_of(version, plural, job["metadata"]["namespace"], name, "status")
+        changed = await self._api.quietly("PATCH", path, {"metadata": {"uid": uid}, "status": status}, MERGE)
+        if changed is not None:
+            self._jobs[uid] = changed
+
+    async def _make(self, uid: str, name: str, template: Object, role: str, index: int) -> None:
+        job, (version, _, kind) = self._jobs[uid], self._kinds[uid]
+        meta = job["metadata"]
+        pod: Object = copy.deepcopy(template)
+        labels = {
+            f"{_LABELS}/job-name": meta["name"],
+            f"{_LABELS}/replica-type": role,
+            f"{_LABELS}/replica-index": str(index),
+            f"{_LABELS}/operator-name": "mpi-operator" if kind == "MPIJob" else "pytorchjob-controller",
+            f"{_LABELS}/job-role": role,
+        }
+        owner = {
+            "apiVersion": version,
+            "kind": kind,
+            "name": meta["name"],
+            "uid": uid,
+            "controller": True,
+            "blockOwnerDeletion": True,
+        }
+        given = pod.get("metadata", {})
+        pod["metadata"] = {
+            "name": name,
+            "annotations": given.get("annotations", {}),
+            "labels": {**given.get("labels", {}), **labels},
+            "ownerReferences": [owner],
+        }
+        made = await self._api.quietly(
+            "POST",
+            path_of("v1", "pods", meta["namespace"]),
+            {"apiVersion": "v1", "kind": "Pod", **pod},
+        )
+        if made is not None:
+            self._pods.setdefault(uid, {})[name] = made
+
+    async def _clean(self, uid: str) -> None:
+        """What cleanPodPolicy asks for."""
+        policy = self._jobs[uid]["spec"].get("runPolicy", {}).get("cleanPodPolicy", "None")
+        for name, pod in self._pods.get(uid, {}).items():
+            if policy == "All" or (
+                policy == "Running" and pod.get("status", {}).get("phase") in ("Pending", "Running")
+            ):
+                await self._api.quietly("DELETE", path_of("v1", "pods", pod["metadata"]["namespace"], name))
+
+
+def _wanted(kind: tuple[str, str, str], job: Object) -> list[tuple[str, Object, str, int]]:
+    """Name, template, role and index of each pod."""
+    name, spec = job["metadata"]["name"], job["spec"]
+    if spec.get("runPolicy", {}).get("suspend"):
+        return []
+    replicas: dict[str, Any] = spec["pytorchReplicaSpecs" if kind is PYTORCH else "mpiReplicaSpecs"]
+    found = []
+    for role, group in replicas.items():
+        for index in range(group.get("replicas", 1)):
+            template = copy.deepcopy(group["template"])
+            template["spec"]["restartPolicy"] = group.get("restartPolicy", "OnFailure")
+            pod = f"{name}-launcher" if role == "Launcher" else f"{name}-{role.lower()}-{index}"
+            found.append((pod, template, role.lower(), index))
+    return found
+
+
+def _has(job: Object, condition: str) -> bool:
+    conditions = job.get("status", {}).get("conditions", [])
+    return any(found["type"] == condition and found["status"] == "True" for found in conditions)

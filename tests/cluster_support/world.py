@@ -1,0 +1,308 @@
+"""What a behaviour test looks at and acts on: one namespace, its jobs and what they made."""
+
+from __future__ import annotations
+
+import copy
+import json
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import requests
+import yaml
+
+from cluster_support.access import Api, AsyncApi, Object, new_session, path_of, wait_until
+from cluster_support.background import Background
+from cluster_support.control_plane import SHARED, Cluster
+from cluster_support.gangs import Gangs
+from cluster_support.kubelet import ON_STAND_IN, STORAGE_CLASS, Kubelet
+from cluster_support.operator_process import OperatorProcess
+from finetune_contract.report import KubeflowMetric, KubeflowStatus, KubeflowUpdate
+from finetune_operator.api.crd import crd_yaml
+from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+from finetune_operator.rendering.types import JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL
+
+FOREIGN_CRDS = ("kubeflow.org_pytorchjobs.yaml", "kubeflow.org_mpijobs.yaml")
+CHILD_KINDS: tuple[tuple[str, str], ...] = (
+    ("batch/v1", "jobs"),
+    ("kubeflow.org/v1", "pytorchjobs"),
+    ("kubeflow.org/v2beta1", "mpijobs"),
+)
+OTHER_KINDS: tuple[tuple[str, str], ...] = (
+    ("v1", "configmaps"),
+    ("v1", "services"),
+    ("v1", "pods"),
+    ("v1", "persistentvolumeclaims"),
+)
+
+SETTINGS: Object = {
+    # Short enough for a test to see the end of a delay, long enough to see the delay.
+    "limits": {"restartDelaySeconds": 0.5, "imagePullSeconds": 3, "containerConfigSeconds": 3},
+    "progress": {"statusSeconds": 0.5},
+}
+
+BASE: Object = {
+    "task": "text-classification",
+    "model": {"uri": "hf://a/b"},
+    "dataset": {"uri": "hf://c/d"},
+    "training": {"epochs": 1, "globalBatchSize": 32},
+    "evaluation": {},
+    "predict": {},
+    "launcher": "job",
+    "storage": {"storageClassName": STORAGE_CLASS, "size": "1Gi"},
+    "template": ON_STAND_IN,
+}
+
+
+def install_kinds(cluster: Cluster) -> None:
+    """FineTuneJob, and the kinds of the training operators where their definitions are at hand."""
+    cluster.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=crd_yaml())
+    foreign = [SHARED / "crds" / name for name in FOREIGN_CRDS if (SHARED / "crds" / name).is_file()]
+    for path in foreign:
+        cluster.must("apply", "--server-side", "--force-conflicts", "-f", str(path))
+    names = [f"{PLURAL}.finetune.dev", *[yaml.safe_load(path.read_text())["metadata"]["name"] for path in foreign]]
+    cluster.must("wait", "--for=condition=Established", "--timeout=60s", *[f"crd/{name}" for name in names])
+
+
+@contextmanager
+def fresh_namespace(cluster: Cluster) -> Iterator[str]:
+    """A new namespace in which PodSecurity admits only what is restricted; it goes with all that is in it."""
+    name = f"finetune-{secrets.token_hex(4)}"
+    labels = {"pod-security.kubernetes.io/enforce": "restricted"}
+    document = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
+    cluster.must("create", "-f", "-", stdin=json.dumps(document))
+    try:
+        yield name
+    finally:
+        cluster.must("delete", "namespace", name, "--wait=false", "--ignore-not-found")
+
+
+def merged(base: Object, patch: Object) -> Object:
+    """`base` with `patch` laid over it; None takes a field away."""
+    result = copy.deepcopy(base)
+    for name, value in patch.items():
+        if value is None:
+            result.pop(name, None)
+        elif isinstance(value, dict) and isinstance(result.get(name), dict):
+            result[name] = merged(result[name], value)
+        else:
+            result[name] = copy.deepcopy(value)
+    return result
+
+
+@dataclass
+class History:
+    """Every state of one job that a watch has shown, oldest first."""
+
+    jobs: list[Object] = field(default_factory=list)
+
+    def statuses(self) -> list[Object]:
+        return [job["status"] for job in self.jobs if "status" in job]
+
+    def phases(self) -> list[str]:
+        """Phases in the order in which they were entered."""
+        found = [status["phase"] for status in self.statuses() if "phase" in status]
+        return [phase for index, phase in enumerate(found) if index == 0 or found[index - 1] != phase]
+
+
+@dataclass(frozen=True)
+class World:
+    """A test's namespace in a cluster with an operator, a kubelet and training operators."""
+
+    namespace: str
+    cluster: Cluster
+    api: Api
+    kubelet: Kubelet
+    gangs: Gangs
+    operator: OperatorProcess
+    background: Background
+    watching: AsyncApi
+
+    # ---- jobs
+
+    def record(self, name: str) -> History:
+        """What becomes of the job from now on."""
+        history = History()
+
+        async def follow() -> None:
+            path = self.path(API_VERSION, PLURAL)
+            async for there, job in self.watching.follow(path, {"fieldSelector": f"metadata.name={name}"}):
+                if there:
+                    history.jobs.append(job)
+
+        self.background.start(follow())
+        return history
+
+    def apply(self, name: str, spec: Object | None = None) -> Object:
+        """Create the job `name`: `BASE` with `spec` laid over it."""
+        body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}}
+        return self.api.create(self.path(API_VERSION, PLURAL), {**body, "spec": merged(BASE, spec or {})})
+
+    def path(self, api_version: str, plural: str, name: str = "", sub: str = "") -> str:
+        return path_of(api_version, plural, self.namespace, name, sub)
+
+    def job(self, name: str) -> Object:
+        found = self.api.get(self.path(API_VERSION, PLURAL, name))
+        assert found is not None, f"job {name} is gone"
+        return found
+
+    def status(self, name: str) -> Object:
+        status: Object = self.job(name).get("status", {})
+        return status
+
+    def change(self, name: str, spec: Object) -> Object:
+        return self.api.patch(self.path(API_VERSION, PLURAL, name), {"spec": spec})
+
+    def delete(self, name: str) -> None:
+        self.api.delete(self.path(API_VERSION, PLURAL, name))
+
+    def wait(self, name: str, what: str, holds: Callable[[Object], object], seconds: float = 40) -> Object:
+        """The status once `holds` is true of it."""
+
+        def look() -> Object | None:
+            status = self.status(name)
+            return status if status and holds(status) else None
+
+        return wait_until(look, f"job {name}: {what}", seconds, lambda: self.tell(name))
+
+    def wait_phase(self, name: str, phase: str, seconds: float = 40) -> Object:
+        return self.wait(name, f"phase {phase}", lambda status: status.get("phase") == phase, seconds)
+
+    def wait_running(self, name: str, stage: str, attempt: int = 1, seconds: float = 40) -> Object:
+        """The status once a pod of this attempt runs and the operator says so."""
+
+        def runs() -> Object | None:
+            status = self.status(name)
+            found = stage_of(status, stage)
+            there = found is not None and (found["state"], found["attempt"]) == ("Running", attempt)
+            pods = [pod for pod in self.pods(name, stage, attempt) if pod.get("status", {}).get("phase") == "Running"]
+            return status if there and pods else None
+
+        return wait_until(runs, f"job {name}: {stage} {attempt} runs", seconds, lambda: self.tell(name))
+
+    def wait_gone(self, name: str, seconds: float = 40) -> None:
+        path = self.path(API_VERSION, PLURAL, name)
+        wait_until(lambda: self.api.get(path) is None, f"job {name} is gone", seconds)
+
+    def tell(self, name: str) -> str:
+        """Everything that helps to understand why a test failed."""
+        found = self.api.get(self.path(API_VERSION, PLURAL, name)) or {}
+        status = {key: value for key, value in found.get("status", {}).items() if key not in ("plan", "measured")}
+        pods = [
+            (pod["metadata"]["name"], pod["spec"].get("nodeName"), pod.get("status", {}).get("phase"))
+            for pod in self.pods(name)
+        ]
+        there = self.children(name)
+        log = self.operator.logs()[-6000:]
+        return f"status: {json.dumps(status, indent=1)}\nchildren: {there}\npods: {pods}\noperator:\n{log}"
+
+    # ---- what they made
+
+    def of_job(self, name: str, api_version: str, plural: str) -> list[Object]:
+        found = self.api.get(self.path(api_version, plural) + f"?labelSelector={JOB_LABEL}%3D{name}")
+        return [] if found is None else list(found["items"])
+
+    def children(self, name: str) -> list[str]:
+        """Names of the objects that run, or ran, attempts, oldest first."""
+        found = [item for kind in CHILD_KINDS for item in self.of_job(name, *kind)]
+        return [item["metadata"]["name"] for item in sorted(found, key=lambda item: _age(item))]
+
+    def everything(self, name: str) -> list[str]:
+        """All that a job has made and that is still there, as kind/name."""
+        return sorted(
+            f"{plural}/{item['metadata']['name']}"
+            for version, plural in (*CHILD_KINDS, *OTHER_KINDS)
+            for item in self.of_job(name, version, plural)
+        )
+
+    def pods(self, name: str, stage: str | None = None, attempt: int | None = None) -> list[Object]:
+        wanted = {STAGE_LABEL: stage, "finetune.dev/attempt": None if attempt is None else str(attempt)}
+        chosen = {label: value for label, value in wanted.items() if value is not None}
+        pods = self.of_job(name, "v1", "pods")
+        return [pod for pod in pods if chosen.items() <= pod["metadata"]["labels"].items()]
+
+    def order(self, attempt_name: str) -> Object:
+        """job.json of an attempt."""
+        found = self.api.get(self.path("v1", "configmaps", attempt_name))
+        assert found is not None, f"ConfigMap {attempt_name} is not there"
+        order: Object = json.loads(found["data"]["job.json"])
+        return order
+
+    def events(self, name: str) -> list[tuple[str, str, str]]:
+        """Type, reason and message of the job's events."""
+        selector = f"involvedObject.name={name},involvedObject.kind={KIND}"
+        items = self.api.items(self.path("v1", "events"), fieldSelector=selector)
+        return [(item["type"], item["reason"], item["message"]) for item in items]
+
+    # ---- what a trainer does
+
+    def token(self, pod: Object) -> str:
+        """A token as the kubelet projects it into this pod."""
+        account = pod["spec"].get("serviceAccountName", "default")
+        bound = {
+            "kind": "Pod",
+            "apiVersion": "v1",
+            "name": pod["metadata"]["name"],
+            "uid": pod["metadata"]["uid"],
+        }
+        made = self.api.create(
+            self.path("v1", "serviceaccounts", account, "token"),
+            {
+                "apiVersion": "authentication.k8s.io/v1",
+                "kind": "TokenRequest",
+                "spec": {"audiences": [PROGRESS_AUDIENCE], "boundObjectRef": bound, "expirationSeconds": 3600},
+            },
+        )
+        token: str = made["status"]["token"]
+        return token
+
+    def report(
+        self, job: str, pod: Object, metrics: dict[str, float], remaining: int | None = None
+    ) -> requests.Response:
+        """Post progress from `pod` as transformers does it: address, authority and token are those of the pod."""
+        container = pod["spec"]["containers"][0]
+        environment = {entry["name"]: entry.get("value") for entry in container.get("env", [])}
+        labels = pod["metadata"]["labels"]
+        found = self.api.get(
+            self.path("v1", "configmaps", f"{job}-{labels[STAGE_LABEL]}-{labels['finetune.dev/attempt']}")
+        )
+        assert found is not None
+        authority = self.operator.folder / f"{job}.ca.crt"
+        authority.write_text(found["data"]["ca.crt"])
+        update = KubeflowUpdate(
+            trainer_status=KubeflowStatus(
+                estimated_remaining_seconds=remaining,
+                metrics=tuple(KubeflowMetric(name=key, value=str(value)) for key, value in metrics.items()),
+                last_updated_time="2026-01-01T00:00:00Z",
+            )
+        )
+        return new_session().post(
+            str(environment["KUBEFLOW_TRAINER_SERVER_URL"]),
+            data=update.to_json(),
+            headers={"Authorization": f"Bearer {self.token(pod)}", "Content-Type": "application/json"},
+            verify=str(authority),
+            timeout=10,
+        )
+
+
+def stage_of(status: Object, stage: str) -> Object | None:
+    return next((found for found in status.get("stages", []) if found["name"] == stage), None)
+
+
+def states(status: Object) -> dict[str, tuple[str, int]]:
+    """State and attempt of each stage."""
+    return {found["name"]: (found["state"], found["attempt"]) for found in status["stages"]}
+
+
+def conditions(status: Object) -> dict[str, str]:
+    return {found["type"]: found["status"] for found in status.get("conditions", [])}
+
+
+def condition(status: Object, name: str) -> Object:
+    return next((found for found in status.get("conditions", []) if found["type"] == name), {})
+
+
+def _age(item: Any) -> tuple[str, str]:
+    return item["metadata"]["creationTimestamp"], item["metadata"]["name"]

@@ -1,0 +1,58 @@
+"""Whole manifests of whole jobs: what `finetune render` prints and the operator creates, for every launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import yaml
+from golden_cases import CASES, FOLDER, read_case
+
+from finetune_operator.api.types import LauncherName
+from finetune_operator.cli.console import emit
+from finetune_operator.planning.plan import plan
+from finetune_operator.rendering.manifests import render
+from finetune_operator.rendering.types import Owner, ProgressEndpoint, RenderContext
+
+NAMESPACE = "finetune-golden"
+OWNER_UID = "6f1c9a52-0f0e-4a59-9a34-2b1d7c5e8f00"
+PROGRESS = ProgressEndpoint(
+    "https://finetune-operator-progress.finetune-system.svc:8443",
+    "-----BEGIN CERTIFICATE-----\nbm90IGEgY2VydGlmaWNhdGU=\n-----END CERTIFICATE-----\n",
+)
+LAUNCHERS: tuple[LauncherName, ...] = ("pytorchjob", "mpijob", "job")
+
+
+def rendered_cases() -> list[tuple[str, LauncherName]]:
+    """Jobs for a cluster with every launcher; without a training nothing depends on it."""
+    found: list[tuple[str, LauncherName]] = []
+    for name in CASES:
+        job, facts, _ = read_case(name)
+        if not facts.local:
+            found.extend((name, launcher) for launcher in (LAUNCHERS if job.spec.training is not None else ("job",)))
+    return found
+
+
+RENDERED = rendered_cases()
+
+
+def test_there_are_manifests_for_every_job_and_launcher_and_no_others():
+    assert len(RENDERED) >= 30
+    files = {file.name.removesuffix(".yaml") for file in (FOLDER / "manifests").glob("*.yaml")}
+    assert files == {f"{name}.{launcher}" for name, launcher in RENDERED}
+
+
+@pytest.mark.parametrize(("name", "launcher"), RENDERED)
+def test_the_manifests_are_those_on_record(
+    name: str, launcher: LauncherName, golden: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+):
+    job, facts, settings = read_case(name)
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"launcher": launcher})})
+    result = plan(job, replace(facts, served=LAUNCHERS), settings)
+    context = RenderContext(NAMESPACE, job.spec, settings, Owner(job.name, OWNER_UID), PROGRESS)
+    manifests = render(result, context)
+    emit(manifests, "yaml")
+    text = capsys.readouterr().out
+    assert tuple(yaml.safe_load_all(text)) == manifests
+    golden(f"manifests/{name}.{launcher}.yaml", text)

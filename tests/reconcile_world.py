@@ -1,0 +1,377 @@
+"""A cluster of values: it carries decisions out and lets children, pods and users do what they do.
+
+It keeps the raw JSON of its objects and shows it through the same parsing as the API server's, so that what is decided
+here rests on the whole way from an object to a decision. It holds the rules that no cluster breaks (a name is used
+once, a status goes through JSON) and lets everything else happen.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from finetune_contract.choices import Stage
+from finetune_contract.facts import DataFacts, SplitFacts
+from finetune_contract.layout import EXIT_CODES, FailureClass
+from finetune_contract.report import FailureReport, MeasuredFacts, TrainerReport
+from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.api.types import FineTuneJobStatus, LauncherName, ProgressStatus
+from finetune_operator.planning.architectures import model_facts
+from finetune_operator.reconcile.children import child_view
+from finetune_operator.reconcile.decide import decide
+from finetune_operator.reconcile.observed import job_view, pod_view, wanted_logs
+from finetune_operator.reconcile.times import stamp
+from finetune_operator.reconcile.types import Decision, EventNote, JobView, ObjectRef, Observed, Refusal
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+CHILD_KINDS = ("Job", "PyTorchJob", "MPIJob")
+BERT = model_facts(
+    {
+        "model_type": "bert",
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 512,
+        "vocab_size": 30522,
+        "max_position_embeddings": 512,
+    },
+    "text-classification",
+)
+MEASURED = MeasuredFacts(
+    model=BERT,
+    data=DataFacts(
+        fingerprint="f00d",
+        splits={"train": SplitFacts(rows=640, tokens=20_000, longest=64, length_histogram={32: 400, 64: 240})},
+        max_length=64,
+    ),
+)
+
+SPEC: dict[str, Any] = {
+    "task": "text-classification",
+    "model": {"uri": "hf://org/encoder"},
+    "dataset": {"uri": "hf://org/reviews"},
+    "training": {"epochs": 1, "globalBatchSize": 32},
+    "predict": {},
+}
+UID = "5f3c"
+GRACE = timedelta(seconds=60)
+
+
+def report(stage: str, failure: tuple[FailureClass, float] | None = None, **fields: Any) -> str:
+    """A termination message, of success or of a failure of that class and time."""
+    if failure is None:
+        fields = {"outcome": "succeeded", **fields}
+        if stage == "prepare":
+            fields = {"measured": MEASURED, "fingerprint": "f00d", **fields}
+        if stage == "train":
+            fields = {"metrics": {"train_loss": 0.5}, "artifacts": {"model": "model"}, **fields}
+        if stage == "evaluate":
+            fields = {"metrics": {"accuracy": 0.875, "split": "test"}, **fields}
+    else:
+        told = FailureReport(
+            failure_class=failure[0], reason="Told", message="Told by the trainer.", hint="Do so.", time=failure[1]
+        )
+        fields = {"outcome": "failed", "failure": told, **fields}
+    return TrainerReport(job="reviews", stage=Stage(stage), **fields).to_termination_message()
+
+
+@dataclass
+class World:
+    """See the module."""
+
+    spec: dict[str, Any] = field(default_factory=lambda: json.loads(json.dumps(SPEC)))
+    settings: Settings = CLUSTER_SETTINGS
+    served: tuple[LauncherName, ...] = ("job",)
+    now: datetime = NOON
+    generation: int = 1
+    deleting: bool = False
+    status: Any = None
+    children: dict[str, Any] = field(default_factory=dict)
+    pods: dict[str, Any] = field(default_factory=dict)
+    others: set[tuple[str, str]] = field(default_factory=set)
+    refuse: dict[str, tuple[int, str]] = field(default_factory=dict)
+    """Kind -> code and message with which its creation is refused."""
+    refusals: tuple[Refusal, ...] = ()
+    progress: ProgressStatus | None = None
+    logs: dict[str, str] = field(default_factory=dict)
+    """What the pods have logged."""
+    events: list[EventNote] = field(default_factory=list)
+    created: list[str] = field(default_factory=list)
+    writes: int = 0
+    gone: bool = False
+
+    # ---------------------------------------------------------------------------------------------------- operator
+
+    def job(self) -> JobView:
+        """The job as the API server has it."""
+        metadata: dict[str, Any] = {
+            "name": "reviews",
+            "namespace": "team",
+            "uid": UID,
+            "generation": self.generation,
+            "creationTimestamp": stamp(NOON),
+        }
+        if self.deleting:
+            metadata["deletionTimestamp"] = stamp(self.now)
+        document = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": metadata}
+        return job_view({**document, "spec": self.spec, "status": self.status}, self.settings)
+
+    def observed(self) -> Observed:
+        """Everything else, with the logs that are asked for."""
+        children = tuple(view for raw in self.children.values() if (view := child_view(raw)) is not None)
+        pods = tuple(view for raw in self.pods.values() if (view := pod_view(raw)) is not None)
+        seen = Observed(children, pods, self.progress, served=self.served, refusals=self.refusals)
+        wanted = wanted_logs(self.job(), seen)
+        logs = tuple((name, self.logs.get(name, "")) for name in wanted)
+        return Observed(children, pods, self.progress, logs, self.served, self.refusals)
+
+    def decide(self) -> Decision:
+        """What the operator would do now."""
+        return decide(self.job(), self.observed(), self.now, self.settings)
+
+    def step(self, crash_after: int | None = None) -> Decision:
+        """One pass; with `crash_after`, the operator dies after that many of its writes."""
+        over = self.status is not None and self.status.get("phase") in ("Succeeded", "Failed")
+        decision = self.decide()
+        assert not (over and decision.create), "a job that has ended creates nothing"
+        left = 10**6 if crash_after is None else crash_after
+        for ref in decision.delete:
+            if left <= 0:
+                return decision
+            left -= 1
+            self._delete(ref)
+        for manifest in decision.create:
+            if left <= 0:
+                return decision
+            left -= 1
+            refusal = self._create(manifest)
+            if refusal is not None:
+                self.refusals = (refusal,)
+                return decision
+        if left <= 0:
+            return decision
+        status = FineTuneJobStatus.model_dump(decision.status, mode="json", by_alias=True, exclude_none=True)
+        status = json.loads(json.dumps(status))
+        if status != self.status:
+            self.writes += 1
+        self.status = status
+        assert self.job().status == decision.status, "a status has to survive its way through the API server"
+        self.events.extend(decision.events)
+        self.refusals = ()
+        self.gone = decision.delete_job
+        return decision
+
+    def settle(self, passes: int = 12) -> None:
+        """Pass after pass until nothing changes; fails when that takes too long."""
+        for _ in range(passes):
+            before = (self.status, set(self.children), self.refusals)
+            decision = self.step()
+            if (self.status, set(self.children), self.refusals) == before and not decision.create:
+                return
+        raise AssertionError(f"{passes} passes and no end: {self.status}")
+
+    def wait(self, seconds: float) -> None:
+        """Time passes; pods whose grace period is over end, and then passes are made."""
+        self.now += timedelta(seconds=seconds)
+        for name, raw in list(self.pods.items()):
+            until = raw["metadata"].get("deletionTimestamp")
+            if until is not None and until <= stamp(self.now) and not raw.get("stuck"):
+                del self.pods[name]
+        self.settle()
+
+    def _create(self, manifest: Any) -> Refusal | None:
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        ref = ObjectRef(manifest["apiVersion"], kind, name)
+        if kind in self.refuse:
+            return Refusal(ref, *self.refuse[kind])
+        if kind not in CHILD_KINDS:
+            self.others.add((kind, name))
+            return None
+        if name in self.children:
+            return None
+        assert name not in self.created, f"{name} is made a second time"
+        assert not (running := self.alive(manifest["metadata"]["labels"]["finetune.dev/stage"])), f"{running} still run"
+        raw = json.loads(json.dumps(manifest))
+        raw["metadata"] |= {"uid": f"uid-{name}", "creationTimestamp": stamp(self.now)}
+        self.children[name] = raw
+        self.created.append(name)
+        return None
+
+    def _delete(self, ref: ObjectRef) -> None:
+        if ref.kind not in CHILD_KINDS:
+            self.others.discard((ref.kind, ref.name))
+            return
+        self.delete_child(ref.name)
+
+    # -------------------------------------------------------------------------------------------------------- cluster
+
+    def alive(self, stage: str) -> list[str]:
+        """Pods and children of a stage that run, or may yet; a pod that its node has forgotten is none."""
+        pods = []
+        for name, raw in self.pods.items():
+            until = raw["metadata"].get("deletionTimestamp")
+            forgotten = until is not None and datetime.fromisoformat(until) + timedelta(seconds=30) <= self.now
+            if raw["status"]["phase"] not in ("Succeeded", "Failed") and not forgotten and self._stage(raw) == stage:
+                pods.append(name)
+        views = [(name, child_view(raw)) for name, raw in self.children.items() if self._stage(raw) == stage]
+        return pods + [name for name, view in views if view is not None and view.state not in ("Succeeded", "Failed")]
+
+    @staticmethod
+    def _stage(raw: Any) -> str:
+        return str(raw["metadata"]["labels"]["finetune.dev/stage"])
+
+    def delete_child(self, name: str) -> None:
+        """It goes; its pods that still run get their grace period."""
+        self.children.pop(name, None)
+        for pod, raw in list(self.pods.items()):
+            if raw["child"] != name:
+                continue
+            if raw["status"]["phase"] in ("Succeeded", "Failed"):
+                del self.pods[pod]
+            else:
+                raw["metadata"].setdefault("deletionTimestamp", stamp(self.now + GRACE))
+
+    def unfinished(self, name: str) -> bool:
+        """Whether the child is not over."""
+        view = child_view(self.children[name])
+        return view is not None and view.state not in ("Succeeded", "Failed")
+
+    def after(self, seconds: float) -> str:
+        """That time from now, as Kubernetes writes it."""
+        return stamp(self.now + timedelta(seconds=seconds))
+
+    def newest(self) -> str:
+        """Name of the child that was made last and is still there."""
+        return next(name for name in reversed(self.created) if name in self.children)
+
+    def make_pods(self, name: str, phase: str = "Pending", node: str | None = None) -> list[str]:
+        """The pods of a child, as its controller makes them."""
+        raw = self.children[name]
+        spec, made = raw["spec"], []
+        if raw["kind"] == "Job":
+            names = [(f"{name}-{i}", {"batch.kubernetes.io/job-completion-index": str(i)}) for i in range(spec["completions"])]
+        elif raw["kind"] == "PyTorchJob":
+            count = spec["pytorchReplicaSpecs"]["Worker"]["replicas"]
+            names = [(f"{name}-worker-{i}", {"training.kubeflow.org/replica-index": str(i)}) for i in range(count)]
+        else:
+            count = spec["mpiReplicaSpecs"]["Worker"]["replicas"]
+            role, index = "training.kubeflow.org/job-role", "training.kubeflow.org/replica-index"
+            names = [(f"{name}-worker-{i}", {role: "worker", index: str(i)}) for i in range(count)]
+            names.append((f"{name}-launcher", {role: "launcher", index: "0"}))
+        for number, (pod, labels) in enumerate(names):
+            self.pods[pod] = {
+                "child": name,
+                "metadata": {
+                    "name": pod,
+                    "uid": f"uid-{pod}",
+                    "labels": {**raw["metadata"]["labels"], **labels},
+                    "creationTimestamp": stamp(self.now),
+                },
+                "spec": {"nodeName": node or f"node-{number}"},
+                "status": {"phase": phase},
+            }
+            made.append(pod)
+        return made
+
+    def start(self, name: str | None = None) -> str:
+        """The newest child, or that one, runs with all its pods."""
+        name = name or self.newest()
+        raw = self.children[name]
+        self.make_pods(name, "Running")
+        began = stamp(self.now)
+        if raw["kind"] == "Job":
+            raw["status"] = {"active": 1, "ready": 1, "startTime": began}
+        else:
+            raw["status"] = {"startTime": began, "conditions": [self.condition("Running")]}
+        return name
+
+    def condition(self, type_: str, reason: str = "Because", message: str = "") -> dict[str, str]:
+        """One that holds from now on."""
+        moment = stamp(self.now)
+        return {"type": type_, "status": "True", "reason": reason, "message": message, "lastTransitionTime": moment}
+
+    def end_pod(self, pod: str, code: int, message: str = "", reason: str = "") -> None:
+        """Its container ends."""
+        raw = self.pods[pod]
+        raw["status"]["phase"] = "Succeeded" if code == 0 else "Failed"
+        ended = {
+            "exitCode": code,
+            "reason": reason or ("Completed" if code == 0 else "Error"),
+            "message": message,
+            "finishedAt": stamp(self.now),
+        }
+        raw["status"]["containerStatuses"] = [{"name": "pytorch", "state": {"terminated": ended}}]
+
+    def pods_of(self, child: str) -> list[str]:
+        return [pod for pod, raw in self.pods.items() if raw["child"] == child]
+
+    def end_child(self, name: str, succeeded: bool, reason: str = "BackoffLimitExceeded") -> None:
+        """Its controller says that it is over."""
+        raw = self.children[name]
+        word = ("Complete" if raw["kind"] == "Job" else "Succeeded") if succeeded else "Failed"
+        status = raw.setdefault("status", {})
+        status["conditions"] = [*status.get("conditions", []), self.condition(word, "Done" if succeeded else reason)]
+        if succeeded or raw["kind"] != "Job":
+            status["completionTime"] = stamp(self.now)
+
+    def succeed(self, name: str | None = None) -> str:
+        """The newest child, or that one, runs and ends well."""
+        name = name or self.newest()
+        if not self.pods_of(name):
+            self.start(name)
+        stage = self.children[name]["metadata"]["labels"]["finetune.dev/stage"]
+        for rank, pod in enumerate(self.pods_of(name)):
+            self.end_pod(pod, 0, report(stage, rank=rank))
+        self.end_child(name, succeeded=True)
+        return name
+
+    def fail(self, failure: FailureClass, name: str | None = None) -> str:
+        """The newest child, or that one, fails with what its first pod reports; the others lose their connection."""
+        name = name or self.newest()
+        if not self.pods_of(name):
+            self.start(name)
+        stage = self.children[name]["metadata"]["labels"]["finetune.dev/stage"]
+        for rank, pod in enumerate(self.pods_of(name)):
+            told = failure if rank == 0 else FailureClass.COLLECTIVE
+            self.end_pod(pod, EXIT_CODES[told], report(stage, (told, 10.0 + rank), rank=rank))
+        self.end_child(name, succeeded=False)
+        return name
+
+    def fail_silently(self, code: int, name: str | None = None, reason: str = "") -> str:
+        """The same without a report."""
+        name = name or self.newest()
+        if not self.pods_of(name):
+            self.start(name)
+        for pod in self.pods_of(name):
+            self.end_pod(pod, code, reason=reason)
+        self.end_child(name, succeeded=False)
+        return name
+
+    # ----------------------------------------------------------------------------------------------------------- user
+
+    def edit(self, **policy: Any) -> None:
+        """Change fields of runPolicy."""
+        self.spec = {**self.spec, "runPolicy": {**self.spec.get("runPolicy", {}), **policy}}
+        self.generation += 1
+
+    # ----------------------------------------------------------------------------------------------------- assertions
+
+    @property
+    def phase(self) -> str:
+        return str(self.job().status.phase)
+
+    def stage(self, name: str) -> tuple[str, int]:
+        """State and attempt."""
+        found = next(one for one in self.job().status.stages if one.name == name)
+        return found.state, found.attempt
+
+    def said(self, type_: str) -> tuple[str, str, str]:
+        """Status, reason and message of a condition."""
+        one = next(one for one in self.job().status.conditions if one.type == type_)
+        return one.status, one.reason, one.message
+
+    def told(self) -> list[str]:
+        """Reasons of all events."""
+        return [note.reason for note in self.events]

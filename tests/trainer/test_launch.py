@@ -1,0 +1,311 @@
+"""The first process of a pod: it starts the ranks, passes signals on, leaves nobody behind, and makes one report."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from finetune_contract.choices import Stage
+from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.report import TrainerReport
+
+TIMEOUT_SECONDS = 180
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Pod:
+    """A running `launch`."""
+
+    process: subprocess.Popen[str]
+    message: Path
+    """Its termination message."""
+
+    def end(self) -> tuple[int, TrainerReport, str]:
+        output, _ = self.process.communicate(timeout=TIMEOUT_SECONDS)
+        assert self.message.exists(), output
+        return self.process.returncode, TrainerReport.model_validate_json(self.message.read_bytes()), output
+
+    def ranks(self) -> list[psutil.Process]:
+        """The processes of the stage itself."""
+        below = psutil.Process(self.process.pid).children(recursive=True)
+        words = [(process, process.cmdline()) for process in below]
+        return [process for process, command in words if command[1:3] == ["-m", "finetune_trainer"]]
+
+
+@dataclass
+class Cluster:
+    """Starts pods on one job file, as processes of this machine, and ends those that are left."""
+
+    folder: Path
+    job: Any
+    pods: list[Pod]
+
+    def start(self, stage: Stage, *how: str, **environment: str) -> Pod:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / "job.json"
+        file.write_text(self.job.to_json(), encoding="utf-8")
+        message = self.folder / f"termination-{len(self.pods)}.json"
+        command = [sys.executable, "-m", "finetune_trainer", "launch", str(stage), "--job", str(file)]
+        command += ["--workspace", str(self.folder / "w"), *how]
+        outside = {k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_"))}
+        settled = {**outside, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "FINETUNE_REPORT": str(message)}
+        process = subprocess.Popen(
+            command, env=settled | environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        self.pods.append(Pod(process, message))
+        return self.pods[-1]
+
+    def run(self, stage: Stage, *how: str, **environment: str) -> tuple[int, TrainerReport, str]:
+        return self.start(stage, *how, **environment).end()
+
+    @property
+    def paths(self) -> JobPaths:
+        return JobPaths.of(self.folder / "w", self.job.name)
+
+    def steps(self) -> list[int]:
+        """Of training, as far as they are logged."""
+        if not self.paths.history.exists():
+            return []
+        lines = self.paths.history.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line)["step"] for line in lines if "loss" in line]
+
+    def wait_for_steps(self, more_than: int) -> None:
+        deadline = time.monotonic() + TIMEOUT_SECONDS
+        while len(self.steps()) <= more_than:
+            assert time.monotonic() < deadline
+            ended = [pod for pod in self.pods if pod.process.poll() is not None]
+            assert not ended, ended[0].process.communicate()[0]
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def cluster_of(tmp_path: Path):
+    """A cluster for a bench's job; its prepared data are copied."""
+    made: list[Cluster] = []
+
+    def make(bench) -> Cluster:
+        bench.at(tmp_path / "w")
+        made.append(Cluster(tmp_path, bench.job, []))
+        return made[-1]
+
+    yield make
+    for cluster in made:
+        for pod in cluster.pods:
+            if pod.process.poll() is None:
+                for process in psutil.Process(pod.process.pid).children(recursive=True):
+                    process.kill()
+                pod.process.kill()
+                pod.process.wait()
+
+
+def spread_over_nodes(bench, steps: int):
+    """DDP on 2 nodes with a process each."""
+    run = bench.spread("ddp", 2)
+    world = run.job.training.world.model_copy(update={"nodes": 2, "processes_per_node": 1})
+    return run.with_training(world=world, max_steps=steps)
+
+
+def two_pods(cluster: Cluster, **environment: str) -> list[Pod]:
+    endpoint = f"127.0.0.1:{free_port()}"
+    meeting = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": endpoint, "PET_RDZV_ID": "tiny-train-1"}
+    return [cluster.start(Stage.TRAIN, "--with", "torchrun", **meeting, **environment) for _ in range(2)]
+
+
+def test_two_pods_that_are_told_to_stop_save_and_the_next_two_go_on(bench, cluster_of):
+    cluster = cluster_of(spread_over_nodes(bench, steps=200))
+    pods = two_pods(cluster)
+    cluster.wait_for_steps(2)
+    for pod in pods:
+        pod.process.send_signal(signal.SIGTERM)
+    ended = [pod.end() for pod in pods]
+    assert [code for code, _, _ in ended] == [143, 143], ended[0][2] + ended[1][2]
+    assert {report.failure.failure_class for _, report, _ in ended} == {FailureClass.PREEMPTED}
+    assert sorted(report.rank for _, report, _ in ended) == [0, 1]
+    saved = int((cluster.paths.checkpoints / "latest").read_text().removeprefix("step-"))
+    assert 0 < saved < 200
+
+    ended = [pod.end() for pod in two_pods(cluster)]
+    assert [code for code, _, _ in ended] == [0, 0], ended[0][2] + ended[1][2]
+    assert sorted((report.rank, report.world_size, report.outcome) for _, report, _ in ended) == [
+        (0, 2, "succeeded"),
+        (1, 2, "succeeded"),
+    ]
+    assert sorted(set(cluster.steps())) == list(range(1, 201))
+    assert (cluster.paths.model / "model.safetensors").is_file()
+    assert f"(step {saved})" in ended[0][2] + ended[1][2]
+
+
+def test_a_killed_rank_is_its_pods_cause_and_the_other_pod_only_lost_a_peer(bench, cluster_of):
+    cluster = cluster_of(spread_over_nodes(bench, steps=100_000))
+    pods = two_pods(cluster)
+    cluster.wait_for_steps(2)
+    (victim,) = pods[0].ranks()
+    victim.kill()
+    (code, report, output), (other_code, other, other_output) = [pod.end() for pod in pods]
+    assert (code, report.failure.failure_class, report.failure.reason) == (137, FailureClass.OUT_OF_MEMORY, "Killed"), (
+        output
+    )
+    assert (other_code, other.failure.failure_class) == (150, FailureClass.COLLECTIVE), other_output
+    assert {report.rank, other.rank} == {0, 1}
+    assert report.failure.time > 0
+
+
+def test_pods_that_do_not_come_together_end_with_a_class_that_is_worth_another_try(bench, cluster_of):
+    cluster = cluster_of(spread_over_nodes(bench, steps=10))
+    away = {"PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": f"192.0.2.1:{free_port()}", "PET_RDZV_TIMEOUT": "1"}
+    code, report, output = cluster.run(Stage.TRAIN, "--with", "torchrun", **away)
+    assert (code, report.failure.reason) == (150, "RendezvousTimeout"), output
+    assert "192.0.2.1" in report.failure.message
+
+
+needs_mpirun = pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI (mpirun) is not installed")
+AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+@needs_mpirun
+def test_ranks_of_mpirun_save_when_the_launcher_is_told_to_stop_and_go_on_later(bench, cluster_of, tmp_path: Path):
+    hostfile = tmp_path / "hostfile"
+    hostfile.write_text("localhost slots=2\n")
+    run = bench.spread("ddp", 2).with_training(max_steps=200)
+    cluster = cluster_of(run)
+    how = ["--with", "mpirun", "--hostfile", str(hostfile)]
+    pod = cluster.start(Stage.TRAIN, *how, MASTER_PORT=str(free_port()), **AS_ROOT)
+    cluster.wait_for_steps(2)
+    pod.process.send_signal(signal.SIGTERM)
+    code, report, output = pod.end()
+    assert (code, report.failure.failure_class, report.world_size) == (143, FailureClass.PREEMPTED, 2), output
+    assert (cluster.paths.checkpoints / "latest").is_file()
+
+    code, report, output = cluster.run(Stage.TRAIN, *how, MASTER_PORT=str(free_port()), **AS_ROOT)
+    assert (code, report.outcome, report.rank, report.world_size) == (0, "succeeded", 0, 2), output
+    assert sorted(set(cluster.steps())) == list(range(1, 201))
+    assert not list(cluster.paths.reports.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "failure_class", "reason"),
+    [
+        pytest.param(None, FailureClass.CONFIG, "HostfileMissing", id="there is none"),
+        pytest.param("", FailureClass.WORLD_SIZE, "WorldSizeMismatch", id="it is empty"),
+        pytest.param("a slots=1\n# b\n", FailureClass.WORLD_SIZE, "WorldSizeMismatch", id="it is too short"),
+    ],
+)
+def test_mpirun_is_never_started_without_its_hosts(content, failure_class, reason, bench, tmp_path: Path):
+    from finetune_trainer.failures import StageError
+    from finetune_trainer.launching.mpi import hosts_of
+
+    file = tmp_path / "hostfile"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(StageError) as caught:
+        hosts_of(None, {"OMPI_MCA_orte_default_hostfile": str(file)}, spread_over_nodes(bench, 1).job.training.world)
+    assert (caught.value.failure_class, caught.value.reason) == (failure_class, reason)
+    assert str(file) in caught.value.message
+
+
+def test_mpirun_gets_the_names_of_what_the_ranks_need_and_nothing_else():
+    from finetune_trainer.launching.mpi import forwarded
+
+    needed = [
+        "AWS_SECRET_ACCESS_KEY",
+        "FINETUNE_REPORT",
+        "HF_TOKEN",
+        "KUBEFLOW_TRAINER_SERVER_URL",
+        "NCCL_DEBUG",
+        "PATH",
+    ]
+    needed += ["PYTHONUNBUFFERED", "MASTER_ADDR", "FINETUNE_FORWARD_ENV", "MY_SETTING"]
+    others = ["HOME", "HOSTNAME", "K_MPI_JOB_ROLE", "OMPI_MCA_plm_rsh_args", "KUBERNETES_SERVICE_HOST", "RANK"]
+    environment = dict.fromkeys([*needed, *others], "x") | {"FINETUNE_FORWARD_ENV": "MY_SETTING, "}
+    assert forwarded(environment) == sorted(needed)
+
+
+@pytest.mark.parametrize(
+    ("words", "ends"),
+    [
+        pytest.param(
+            "mpirun noticed that process rank 1 with PID 71 on node w-0 exited on signal 9 (Killed).",
+            {1: -9},
+            id="Open MPI 4, a signal",
+        ),
+        pytest.param(
+            "prterun noticed that process rank 3 with PID 71 on node w-0 exited on signal 11 (Segmentation fault).",
+            {3: -11},
+            id="Open MPI 5, a signal",
+        ),
+        pytest.param("  Process name: [[55411,1],2]\n  Exit code:    3\n", {2: 3}, id="an exit code"),
+        pytest.param("nothing of the kind", {}, id="other words"),
+    ],
+)
+def test_mpiruns_words_tell_how_ranks_ended(words: str, ends: Mapping[int, int]):
+    from finetune_trainer.launching.mpi import ends_told
+
+    assert ends_told(words) == ends
+
+
+def test_a_stage_that_cannot_report_is_told_of_by_its_last_words(bench, cluster_of, tmp_path: Path):
+    package = tmp_path / "site" / "finetune_trainer"
+    cluster = cluster_of(bench)
+    (tmp_path / "site").mkdir()
+    # Found by the stage when it starts, and by the launcher too, which must not care.
+    (tmp_path / "site" / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'launch' not in sys.orig_argv:\n    sys.stderr.write('the driver is gone\\n')\n    sys.stderr.flush()\n"
+        "    os._exit(3)\n"
+    )
+    code, report, output = cluster.run(Stage.PREPARE, "--with", "process", PYTHONPATH=str(package.parent))
+    assert (code, report.failure.failure_class, report.failure.reason) == (1, FailureClass.PROGRAM, "NoReport"), output
+    assert "exit code 3" in report.failure.message
+    assert "the driver is gone" in report.failure.message
+
+
+@pytest.mark.parametrize("how", ["process", "torchrun", "mpirun"])
+def test_a_job_that_is_not_understood_is_reported_by_the_launcher_itself(how: str, bench, cluster_of):
+    cluster = cluster_of(bench)
+    cluster.job = type("Text", (), {"to_json": lambda self: "{}", "name": "tiny"})()
+    code, report, _ = cluster.run(Stage.TRAIN, "--with", how)
+    assert (code, report.failure.failure_class) == (11, FailureClass.CONFIG)
+    assert report.stage == Stage.TRAIN
+
+
+def test_the_program_and_all_it_has_started_are_gone_at_the_end_of_the_grace_period(tmp_path: Path):
+    marker = tmp_path / "started"
+    deaf = "import signal, time; [signal.signal(n, signal.SIG_IGN) for n in (2, 15)]; "
+    child = deaf + f"open({str(marker)!r}, 'w').close(); time.sleep(600)"
+    parent = (
+        deaf + f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)"
+    )
+    parent += "; time.sleep(600)"
+    program = (
+        "import os, sys; from finetune_trainer.launching.below import Below; "
+        f"end = Below(grace_seconds=0.5).run([sys.executable, '-c', {parent!r}], os.environ); "
+        "import psutil; print(end.code, end.asked_at is not None, psutil.Process().children(recursive=True))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], text=True, stdout=subprocess.PIPE)
+    deadline = time.monotonic() + 30
+    while not marker.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=30)
+    assert output == "-9 True []\n"

@@ -1,0 +1,133 @@
+"""The server that MPI workers wait with: keys only, a usable environment, and an end that reaches everything."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import psutil
+import pytest
+
+from finetune_trainer.failures import StageError
+from finetune_trainer.launching.sshd import _session_variables
+
+TIMEOUT_SECONDS = 30
+TOOLS = ("ssh", "ssh-keygen")
+Client = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing or not (shutil.which("sshd") or Path("/usr/sbin/sshd").exists()):
+        pytest.skip(f"OpenSSH is not installed ({', '.join(missing) or 'sshd'})")
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "id")], check=True)
+    return tmp_path / "id"
+
+
+@pytest.fixture
+def privilege_folder() -> Iterator[None]:
+    """Where sshd locks up its unprivileged half when root starts it; another user's sshd does without."""
+    folder = Path("/run/sshd")
+    made = os.geteuid() == 0 and not folder.exists()
+    if made:
+        folder.mkdir(mode=0o755)
+    yield
+    if made:
+        folder.rmdir()
+
+
+@pytest.fixture
+def server(key: Path, privilege_folder: None, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Client]]:
+    """The server, and a way to run a command by it."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "finetune_trainer", "sshd", "--port", str(port)]
+    environment = {**os.environ, "PYTHONPATH": '/some where/"x"', "FINETUNE_GRACE_SECONDS": "20", "SECRET": "canary"}
+    process = subprocess.Popen([*command, "--authorized-keys", str(key) + ".pub"], env=environment)
+
+    def run(words: str, identity: Path = key) -> subprocess.Popen[str]:
+        options = [
+            "-F",
+            "none",
+            "-i",
+            str(identity),
+            "-p",
+            str(port),
+            "-o",
+            "IdentitiesOnly=yes",
+            "-o",
+            "BatchMode=yes",
+        ]
+        options += ["-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR"]
+        return subprocess.Popen(
+            ["ssh", *options, "127.0.0.1", words], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while True:
+        with closing(socket.socket()) as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    yield process, run
+    if process.poll() is None:
+        process.terminate()
+        process.wait(TIMEOUT_SECONDS)
+
+
+def test_a_session_finds_the_programs_of_the_image_and_no_secret(server, key: Path, tmp_path: Path):
+    _, run = server
+    output, errors = run("printenv PATH PYTHONPATH; printenv SECRET; command -v python").communicate(
+        timeout=TIMEOUT_SECONDS
+    )
+    path, python_path, python = output.splitlines()
+    assert errors == ""
+    assert str(Path(sys.executable).parent) in path.split(":")  # bash may read a .bashrc that puts others before
+    assert python_path == '/some where/"x"'
+    assert python == str(Path(sys.executable).parent / "python")
+
+    stranger = tmp_path / "stranger"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(stranger)], check=True)
+    client = run("true", stranger)
+    _, errors = client.communicate(timeout=TIMEOUT_SECONDS)
+    assert client.returncode == 255
+    assert "Permission denied (publickey)" in errors
+
+
+def test_at_its_end_ranks_are_told_first_and_nothing_is_left(server, tmp_path: Path):
+    process, run = server
+    saved, started = tmp_path / "saved", tmp_path / "started"
+    program = f"import pathlib, signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(pathlib.Path({str(saved)!r})"
+    program += f".touch()))\npathlib.Path({str(started)!r}).touch()\ntime.sleep(600)"
+    script = tmp_path / "rank.py"
+    script.write_text(program)
+    # The rank leaves its session, as mpirun's daemon does.
+    client = run(f"OMPI_COMM_WORLD_RANK=0 setsid python {script} & sleep 600")
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not started.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    below = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(TIMEOUT_SECONDS) == 0
+    client.communicate(timeout=TIMEOUT_SECONDS)
+    assert saved.exists()
+    assert below
+    assert not [each for each in below if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_line_break_in_a_variable_is_refused_before_it_can_become_a_setting():
+    with pytest.raises(StageError, match="LD_LIBRARY_PATH holds a line break"):
+        _session_variables({"LD_LIBRARY_PATH": "/lib\nPermitRootLogin yes"})

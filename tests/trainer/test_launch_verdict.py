@@ -1,0 +1,123 @@
+"""What a pod's ranks add up to: one report, and the first cause in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from finetune_contract.choices import Stage
+from finetune_contract.layout import FailureClass
+from finetune_contract.report import FailureReport, TrainerReport
+from finetune_trainer.launching.below import End
+from finetune_trainer.launching.verdict import verdict
+
+WELL = "well"
+UNREACHED = FailureReport(failure_class=FailureClass.COLLECTIVE, reason="WorkerUnreachable", message="no route")
+
+
+@dataclass(frozen=True)
+class Case:
+    said: dict[int, tuple[FailureClass, float] | str]
+    """Rank -> class and time of its failure, or WELL."""
+    code: int
+    expected: tuple[str, str, int, int]
+    """Class or `succeeded`, reason, rank, exit code."""
+    ends: dict[int, int] = field(default_factory=dict)
+    asked_at: float | None = None
+    trouble: FailureReport | None = None
+    words: str = ""
+
+
+CASES = {
+    "all ranks went well": Case({2: WELL, 3: WELL}, 0, ("succeeded", "", 2, 0)),
+    "all ranks went well, and then their agent missed the others": Case(
+        {0: WELL, 1: WELL}, 1, ("succeeded", "", 0, 0), trouble=UNREACHED
+    ),
+    "one rank went well and the agent says that the other failed": Case(
+        {0: WELL}, 1, ("OutOfMemory", "Killed", 1, 137), ends={1: -9}
+    ),
+    "the earliest cause wins over a later one": Case(
+        {0: (FailureClass.MODEL, 2.0), 1: (FailureClass.DATA, 1.0)}, 1, ("DataError", "Told", 1, 10)
+    ),
+    "a lost peer is an echo, also when it came first": Case(
+        {0: (FailureClass.COLLECTIVE, 1.0), 1: (FailureClass.LOSS_NOT_FINITE, 2.0)},
+        1,
+        ("LossNotFinite", "Told", 1, 17),
+    ),
+    "a rank that was killed is the cause of the other's lost peer": Case(
+        {0: (FailureClass.COLLECTIVE, 1.0)}, 1, ("OutOfMemory", "Killed", 1, 137), ends={0: 150, 1: -9}
+    ),
+    "a rank that crashed in a library is named by its signal": Case(
+        {0: (FailureClass.PREEMPTED, 1.0)}, 1, ("ProgramError", "KilledBySignal", 1, 1), ends={1: -11}
+    ),
+    "a rank that ended in silence is the cause of the other's lost peer": Case(
+        {1: (FailureClass.COLLECTIVE, 1.0)}, 1, ("ProgramError", "NoReport", 0, 1), ends={1: 150, 0: 3}
+    ),
+    "a rank that the agent told to end is no cause": Case(
+        {0: (FailureClass.DATA, 1.0)}, 1, ("DataError", "Told", 0, 10), ends={1: -15, 0: 10}
+    ),
+    "a rank whose report is lost is told of by its exit code": Case(
+        {}, 1, ("StorageUnavailable", "NoReport", 1, 151), ends={1: 151}
+    ),
+    "only the peers of other pods are gone": Case(
+        {2: (FailureClass.COLLECTIVE, 1.0), 3: (FailureClass.COLLECTIVE, 2.0)}, 1, ("CollectiveFailed", "Told", 2, 150)
+    ),
+    "a lost worker says more than that the peers are gone": Case(
+        {0: (FailureClass.COLLECTIVE, 1.0)}, 1, ("CollectiveFailed", "WorkerUnreachable", 0, 150), trouble=UNREACHED
+    ),
+    "a cause wins over the launcher's trouble": Case(
+        {0: (FailureClass.DATA, 1.0)}, 1, ("DataError", "Told", 0, 10), trouble=UNREACHED
+    ),
+    "the pod was told to stop and the ranks saved": Case(
+        {0: (FailureClass.PREEMPTED, 2.0), 1: (FailureClass.PREEMPTED, 1.0)},
+        143,
+        ("Preempted", "Told", 1, 143),
+        asked_at=0.5,
+    ),
+    "the pod was told to stop and the ranks were killed when the time was over": Case(
+        {0: (FailureClass.COLLECTIVE, 2.0)}, 1, ("Preempted", "Terminated", 0, 143), ends={1: -9}, asked_at=0.5
+    ),
+    "the pod was told to stop before a rank could say anything": Case(
+        {}, -15, ("Preempted", "Terminated", 0, 143), asked_at=0.5
+    ),
+    "a cause of its own stays one when the pod is told to stop": Case(
+        {0: (FailureClass.DATA, 1.0)}, 1, ("DataError", "Told", 0, 10), asked_at=2.0
+    ),
+    "the launcher itself was killed": Case({}, -9, ("OutOfMemory", "Killed", 0, 137)),
+    "nothing is known": Case({}, 3, ("ProgramError", "NoReport", 0, 1), words="last words"),
+    "an end without an error and without a report is none that can be trusted": Case(
+        {}, 0, ("ProgramError", "NoReport", 0, 1), words="last words"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_pod_says_one_thing(case: Case):
+    reports = []
+    for rank, said in case.said.items():
+        failure = None
+        if not isinstance(said, str):
+            failure = FailureReport(failure_class=said[0], reason="Told", message="as it was", time=said[1])
+        outcome = "succeeded" if failure is None else "failed"
+        reports.append(
+            TrainerReport(job="j", stage=Stage.TRAIN, rank=rank, world_size=4, outcome=outcome, failure=failure)
+        )
+    found = verdict(
+        "j",
+        Stage.TRAIN,
+        reports,
+        end=End(case.code, case.asked_at, case.words),
+        ends=case.ends,
+        trouble=case.trouble,
+        expected=2,
+        world_size=4,
+        seconds=1.0,
+    )
+    failure = found.failure
+    said_now = (failure.failure_class.value, failure.reason) if failure else (found.outcome, "")
+    assert (*said_now, found.rank, failure.exit_code if failure else 0) == case.expected
+    assert found.world_size == 4
+    if case.words:
+        assert failure is not None
+        assert case.words in failure.message

@@ -1,0 +1,113 @@
+"""An administrator's settings: everything wrong is told at once, and the documentation is true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_operator.api.docs import SETTINGS_EXAMPLE
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.settings import Price, Settings
+from finetune_operator.api.settings_check import check_settings
+from finetune_operator.cli.console import UsageError
+from finetune_operator.documents import read_documents
+from finetune_operator.cli.inputs import read_settings
+
+PRICE = {"product": "H100", "gpus": 8, "perHour": 90.0}
+WRONG: dict[str, tuple[Any, list[tuple[str, str | None, str]]]] = {
+    "a list in place of settings": ([], [("", "a list of 0 items", "Invalid")]),
+    "misspelt settings, on two levels": (
+        {"namespace": ["a"], "limits": {"imagePullSecond": 5}},
+        [("limits.imagePullSecond", "5", "Unknown"), ("namespace", "a list of 1 item", "Unknown")],
+    ),
+    "a launcher that the cluster is asked for, and not the file": (
+        {"servedLaunchers": ["job"]},
+        [("servedLaunchers", "a list of 1 item", "Unknown")],
+    ),
+    "an address without https, one with a path": (
+        {"progress": {"url": "http://progress:8443"}},
+        [("progress.url", '"http://progress:8443"', "Invalid")],
+    ),
+    "a first delay above the longest": (
+        {"limits": {"restartDelaySeconds": 60, "restartDelayMostSeconds": 30}},
+        [("limits.restartDelaySeconds", "60.0", "Invalid")],
+    ),
+    "a default image that no job may name": (
+        {"images": ["registry.example.com/*"]},
+        [("defaults.image", '"finetune-trainer:0.1.0"', "Forbidden")],
+    ),
+    "a currency in words": ({"currency": "dollars"}, [("currency", '"dollars"', "Invalid")]),
+    "two prices for the same node": (
+        {"prices": [PRICE, {**PRICE, "gpus": 4}, PRICE]},
+        [("prices[2]", '"H100 with 8 GPUs"', "Duplicate")],
+    ),
+    "a namespace twice, and one that cannot be": (
+        {"namespaces": ["a", "a"], "defaults": {"storageClassName": "Fast"}},
+        [("defaults.storageClassName", '"Fast"', "Invalid"), ("namespaces[1]", '"a"', "Duplicate")],
+    ),
+    "a namespace that cannot be hides no other fault": (
+        {"namespaces": ["My_Team"], "schemes": ["hf", "ftp"], "prices": [{"product": "cpu", "gpus": 0}]},
+        [
+            ("namespaces[0]", '"My_Team"', "Invalid"),
+            ("schemes[1]", '"ftp"', "NotSupported"),
+            ("prices[0].perHour", None, "Required"),
+        ],
+    ),
+    "numbers outside of their bounds": (
+        {"progress": {"statusSeconds": 0}, "defaults": {"terminationGraceSeconds": "120"}},
+        [("defaults.terminationGraceSeconds", '"120"', "Invalid"), ("progress.statusSeconds", "0", "Invalid")],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_every_problem_of_the_settings_is_told_at_once(case: str) -> None:
+    value, expected = WRONG[case]
+    settings, problems = check_settings(value)
+    assert settings is None
+    assert [(problem.path, problem.value, problem.reason) for problem in problems] == expected
+    assert all(problem.rule and problem.way_out for problem in problems)
+
+
+@pytest.mark.parametrize("value", [None, {}, {"namespaces": None, "defaults": {"image": None}}])
+def test_what_is_left_out_or_null_has_its_default(value: Any) -> None:
+    assert check_settings(value) == (Settings(), [])
+
+
+def test_a_problem_names_rule_and_way_out() -> None:
+    assert check_settings({"limits": {"restartDelaySeconds": 60, "restartDelayMostSeconds": 30}})[1] == [
+        Problem(
+            "limits.restartDelaySeconds",
+            "60.0",
+            "cannot be above limits.restartDelayMostSeconds, 30",
+            "exchange the two, or raise the other",
+        )
+    ]
+
+
+def test_the_example_of_the_documentation_can_be_used() -> None:
+    (document,), problems = read_documents(SETTINGS_EXAMPLE)
+    settings, wrong = check_settings(document.value)
+    assert (list(problems), wrong) == ([], [])
+    assert settings is not None
+    assert settings.namespaces == ("ml-team", "research")
+    assert settings.prices[1] == Price(product="cpu", gpus=0, perHour=1.2)
+
+
+def test_a_file_with_wrong_settings_is_refused_with_its_lines(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("currency: dollars\nlimits:\n  imagePullSecond: 5\n", encoding="utf-8")
+    with pytest.raises(UsageError) as refused:
+        read_settings(file)
+    assert str(refused.value) == (
+        f"--settings: {file}:3: limits.imagePullSecond 5 there is no such field; did you mean imagePullSeconds?; "
+        f'{file}:1: currency "dollars" must be a currency\'s ISO 4217 code, such as USD; change it, or leave it out'
+    )
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("# nothing\n", encoding="utf-8")
+    assert read_settings(file) == Settings()

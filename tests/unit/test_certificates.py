@@ -1,0 +1,342 @@
+"""The progress server's certificates: what they say, how replicas agree on them, and what a damaged Secret does."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from cryptography import x509
+from cryptography.x509.oid import ExtendedKeyUsageOID
+from cryptography.x509.verification import PolicyBuilder, Store
+
+from finetune_operator.rendering.types import Manifest
+from finetune_operator.shell.certificates import (
+    SECRET_NAME,
+    CertificateKeeper,
+    Certificates,
+    TlsContexts,
+    UnusableError,
+    make,
+    server_names,
+)
+
+NOW = datetime.now(UTC).replace(microsecond=0)
+NAMES = server_names("ops", None)
+DAY = timedelta(days=1)
+
+
+def loaded(pem: str) -> x509.Certificate:
+    return x509.load_pem_x509_certificate(pem.encode())
+
+
+@dataclass
+class Secrets:
+    """A namespace's Secrets with the API server's rules: one object of a name, and no write over a newer version."""
+
+    stored: Manifest | None = None
+    version: int = 0
+    writes: int = 0
+    before_write: list[Callable[[], None]] = field(default_factory=list)
+    """Each is called once, before a write: somebody else who is faster."""
+
+    def put(self, secret: Manifest) -> None:
+        self.version += 1
+        copy = json.loads(json.dumps(secret))
+        copy["metadata"]["resourceVersion"] = str(self.version)
+        self.stored = copy
+
+    def _interfere(self) -> None:
+        if self.before_write:
+            self.before_write.pop(0)()
+
+    async def read_secret(self, namespace: str, name: str) -> Manifest | None:
+        assert (namespace, name) == ("ops", SECRET_NAME)
+        await asyncio.sleep(0)
+        return json.loads(json.dumps(self.stored)) if self.stored is not None else None
+
+    async def create_secret(self, namespace: str, secret: Manifest) -> bool:
+        self._interfere()
+        await asyncio.sleep(0)
+        if self.stored is not None:
+            return False
+        self.writes += 1
+        self.put(secret)
+        return True
+
+    async def replace_secret(self, namespace: str, secret: Manifest) -> bool:
+        self._interfere()
+        await asyncio.sleep(0)
+        given: Any = secret
+        now: Any = self.stored
+        if now is None or given["metadata"]["resourceVersion"] != now["metadata"]["resourceVersion"]:
+            return False
+        self.writes += 1
+        self.put(secret)
+        return True
+
+    def entries(self) -> dict[str, str]:
+        stored: Any = self.stored
+        return {name: base64.b64decode(value).decode() for name, value in stored["data"].items()}
+
+
+@dataclass
+class Clock:
+    now: datetime = NOW
+
+    def __call__(self) -> datetime:
+        return self.now
+
+
+def keeper(secrets: Secrets | None, clock: Clock | None = None, names: tuple[str, ...] = NAMES) -> CertificateKeeper:
+    return CertificateKeeper(secrets, "ops", names, clock or Clock())
+
+
+def load(*keepers: CertificateKeeper) -> Sequence[Certificates]:
+    """What each gets, all starting at once."""
+
+    async def go() -> Sequence[Certificates]:
+        return await asyncio.gather(*(one.load() for one in keepers))
+
+    return asyncio.run(go())
+
+
+ALWAYS = ["finetune-operator-progress", "localhost", "127.0.0.1"]
+NAMED: dict[str, tuple[str | None, str | None, list[str]]] = {
+    "in a namespace": (
+        "ops",
+        None,
+        [
+            "finetune-operator-progress",
+            "finetune-operator-progress.ops",
+            "finetune-operator-progress.ops.svc",
+            "finetune-operator-progress.ops.svc.cluster.local",
+            "localhost",
+            "127.0.0.1",
+        ],
+    ),
+    "behind an address of its own": (None, "https://Progress.example.com:8443", [*ALWAYS, "progress.example.com"]),
+    "behind an IP address": (None, "https://[fd00::1]:1", [*ALWAYS, "fd00::1"]),
+    "behind a name that is there already": (None, "https://localhost", ALWAYS),
+    "behind a name beyond ASCII": (None, "https://b\u00fccher.example", [*ALWAYS, "xn--bcher-kva.example"]),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_the_server_certificate_is_made_out_to_all_its_names(case: str) -> None:
+    namespace, url, expected = NAMED[case]
+    made = make(server_names(namespace, url), NOW)
+    names = loaded(made.leaf).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    assert [str(name.value) for name in names] == expected
+
+
+def test_the_certificate_is_good_for_servers_and_clients_and_the_authority_for_nothing_but_signing() -> None:
+    made = make(NAMES, NOW)
+    authority, leaf = loaded(made.authority), loaded(made.leaf)
+    store = Store([authority])
+    PolicyBuilder().store(store).time(NOW).build_server_verifier(x509.DNSName(NAMES[2])).verify(leaf, [])
+    PolicyBuilder().store(store).time(NOW).build_client_verifier().verify(leaf, [])
+    usage = leaf.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
+    assert list(usage) == [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    limits = authority.extensions.get_extension_for_class(x509.BasicConstraints).value
+    assert (limits.ca, limits.path_length) == (True, 0)
+    assert authority.not_valid_after_utc == NOW + 3650 * DAY
+    assert leaf.not_valid_after_utc == NOW + 365 * DAY
+    assert timedelta(days=243) < made.renew_at - NOW < timedelta(days=244)
+
+
+def test_no_key_is_shown_when_certificates_are_printed() -> None:
+    assert "PRIVATE" not in repr(make(NAMES, NOW))
+
+
+def test_the_first_one_makes_the_secret_and_later_ones_use_it() -> None:
+    secrets = Secrets()
+    (first,) = load(keeper(secrets))
+    (second,) = load(keeper(secrets))
+    assert first == second
+    assert secrets.writes == 1
+    stored: Any = secrets.stored
+    assert (stored["type"], stored["metadata"]["name"], stored["metadata"]["namespace"]) == (
+        "Opaque",
+        SECRET_NAME,
+        "ops",
+    )
+    assert secrets.entries() == {
+        "ca.crt": first.authority,
+        "ca.key": first.authority_key,
+        "tls.crt": first.leaf,
+        "tls.key": first.leaf_key,
+    }
+
+
+def test_replicas_that_start_at_once_agree() -> None:
+    secrets = Secrets()
+    found = load(*(keeper(secrets) for _ in range(4)))
+    assert len({one.leaf for one in found}) == 1
+    assert secrets.writes == 1
+
+
+def test_replicas_that_renew_at_once_agree_and_keep_the_authority() -> None:
+    secrets = Secrets()
+    (first,) = load(keeper(secrets))
+    clock = Clock(first.renew_at)
+    found = load(*(keeper(secrets, clock) for _ in range(3)))
+    assert len({one.leaf for one in found}) == 1
+    assert found[0].leaf != first.leaf
+    assert found[0].authority == first.authority
+    assert found[0].renew_at > clock.now + 200 * DAY
+    assert secrets.writes == 2
+
+
+def test_nothing_is_written_before_the_time_has_come() -> None:
+    secrets = Secrets()
+    (first,) = load(keeper(secrets))
+    assert load(keeper(secrets, Clock(first.renew_at - timedelta(seconds=1)))) == [first]
+    assert secrets.writes == 1
+
+
+def test_a_new_name_in_the_settings_is_added_under_the_same_authority() -> None:
+    secrets = Secrets()
+    (first,) = load(keeper(secrets))
+    (second,) = load(keeper(secrets, names=server_names("ops", "https://progress.example.com")))
+    assert second.authority == first.authority
+    assert "progress.example.com" in str(
+        loaded(second.leaf).extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    )
+
+
+def test_the_authority_is_replaced_at_two_thirds_of_its_life_and_no_leaf_outlives_it() -> None:
+    secrets = Secrets()
+    (first,) = load(keeper(secrets))
+    clock = Clock(NOW)
+    while clock.now < NOW + 3650 * DAY:
+        (now,) = load(keeper(secrets, clock))
+        assert loaded(now.leaf).not_valid_after_utc <= loaded(now.authority).not_valid_after_utc
+        assert now.renew_at > clock.now
+        clock.now = now.renew_at
+    assert now.authority != first.authority
+
+
+def damaged(name: str, value: str | None) -> Callable[[dict[str, Any]], None]:
+    def change(data: dict[str, Any]) -> None:
+        if value is None:
+            del data[name]
+        else:
+            data[name] = base64.b64encode(value.encode()).decode()
+
+    return change
+
+
+STRANGER = make(NAMES, NOW)
+EXPIRED = make(NAMES, NOW - 4000 * DAY)
+DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
+    "empty": (lambda data: data.clear(), "ca.crt: no certificate in PEM"),
+    "not base64": (lambda data: data.update({"ca.crt": "%%%"}), "ca.crt: no certificate in PEM"),
+    "not text": (lambda data: data.update({"ca.crt": "/w=="}), "ca.crt: no certificate in PEM"),
+    "without the authority's key": (damaged("ca.key", None), "ca.key: no private key in PEM"),
+    "with a cut key": (damaged("ca.key", STRANGER.authority_key[:80]), "ca.key: no private key in PEM"),
+    "with another key": (damaged("ca.key", STRANGER.authority_key), "ca.key: not the key of ca.crt"),
+    "with an authority that has expired": (
+        lambda data: [damaged("ca.crt", EXPIRED.authority)(data), damaged("ca.key", EXPIRED.authority_key)(data)],
+        "ca.crt: not valid now",
+    ),
+}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_secret_that_is_of_no_use_is_made_anew_with_a_warning(case: str, caplog: pytest.LogCaptureFixture) -> None:
+    change, reason = DAMAGES[case]
+    secrets = Secrets()
+    (first,) = load(keeper(secrets))
+    stored: Any = secrets.stored
+    change(stored["data"])
+    with caplog.at_level(logging.WARNING):
+        (second,) = load(keeper(secrets))
+    assert second.authority != first.authority
+    assert secrets.entries()["ca.crt"] == second.authority
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert f"Secret ops/{SECRET_NAME} is made anew ({reason}" in caplog.text
+    assert "PRIVATE" not in caplog.text
+    assert load(keeper(secrets)) == [second]
+
+
+LEAF_DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "is not there": damaged("tls.crt", None),
+    "has another key": damaged("tls.key", STRANGER.leaf_key),
+    "is of another authority": lambda data: [  # type: ignore[dict-item, return-value]
+        damaged("tls.crt", STRANGER.leaf)(data),
+        damaged("tls.key", STRANGER.leaf_key)(data),
+    ],
+}
+
+
+@pytest.mark.parametrize("case", LEAF_DAMAGES)
+def test_a_server_certificate_that_is_of_no_use_is_made_anew_and_pods_go_on_trusting(case: str) -> None:
+    secrets = Secrets()
+    (first,) = load(keeper(secrets))
+    stored: Any = secrets.stored
+    LEAF_DAMAGES[case](stored["data"])
+    (second,) = load(keeper(secrets))
+    assert second.authority == first.authority
+    loaded(second.leaf).verify_directly_issued_by(loaded(first.authority))
+    assert secrets.entries()["tls.crt"] == second.leaf
+
+
+def test_a_secret_that_is_deleted_while_it_is_renewed_is_made_anew() -> None:
+    secrets = Secrets()
+    (first,) = load(keeper(secrets))
+    secrets.before_write.append(lambda: setattr(secrets, "stored", None))
+    (second,) = load(keeper(secrets, Clock(first.renew_at)))
+    assert second.authority != first.authority
+    assert secrets.entries()["ca.crt"] == second.authority
+
+
+def test_somebody_who_writes_all_the_time_is_told_of() -> None:
+    secrets = Secrets()
+    (first,) = load(keeper(secrets))
+
+    def touch() -> None:
+        assert secrets.stored is not None
+        secrets.put(secrets.stored)
+
+    secrets.before_write.extend([touch] * 5)
+    with pytest.raises(UnusableError, match="was changed by somebody else 5 times in a row; only the operator may"):
+        load(keeper(secrets, Clock(first.renew_at)))
+
+
+def test_outside_a_cluster_certificates_live_in_memory_and_are_renewed_too() -> None:
+    clock = Clock()
+    alone = CertificateKeeper(None, None, NAMES, clock)
+    (first,) = load(alone)
+    assert load(alone) == [first]
+    clock.now = first.renew_at
+    (second,) = load(alone)
+    assert second.leaf != first.leaf
+
+
+def test_the_contexts_accept_each_other_and_nothing_of_the_keys_stays_on_disk(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    tls = TlsContexts(make(NAMES, NOW))
+    assert list(tmp_path.iterdir()) == []
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = tls.server.wrap_bio(to_server, to_client, server_side=True)
+    client = tls.relay.wrap_bio(to_client, to_server, server_hostname=NAMES[0])
+    open_ends = [client, server]
+    for _ in range(10):
+        for end in list(open_ends):
+            try:
+                end.do_handshake()
+                open_ends.remove(end)
+            except ssl.SSLWantReadError:
+                continue
+    assert open_ends == []
+    assert server.getpeercert() != {}

@@ -1,0 +1,85 @@
+"""Probes and metrics over plain HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import aiohttp
+
+from finetune_operator.shell.endpoints import Endpoints, Heartbeat
+from finetune_operator.shell.metrics import Metrics
+
+
+@dataclass
+class Operator:
+    wrong: list[str] = field(default_factory=list)
+    not_there: list[str] = field(default_factory=list)
+
+    def faults(self) -> list[str]:
+        return self.wrong
+
+    def missing(self) -> list[str]:
+        return self.not_there
+
+
+def pages(operator: Operator, *paths: str, heartbeat: Heartbeat | None = None) -> list[tuple[int, str]]:
+    """Status and text of each path."""
+
+    async def go() -> list[tuple[int, str]]:
+        endpoints = Endpoints(operator, Metrics(), heartbeat)
+        port = await endpoints.start("127.0.0.1", 0)
+        found = []
+        try:
+            async with aiohttp.ClientSession() as session:
+                for path in paths:
+                    async with session.get(f"http://127.0.0.1:{port}{path}") as answer:
+                        found.append((answer.status, await answer.text()))
+        finally:
+            await endpoints.stop()
+        return found
+
+    return asyncio.run(go())
+
+
+def test_an_operator_that_has_read_everything_is_alive_and_ready() -> None:
+    assert pages(Operator(), "/healthz", "/readyz") == [(200, "ok\n"), (200, "ok\n")]
+
+
+def test_an_operator_that_is_still_reading_is_alive_but_not_ready() -> None:
+    operator = Operator(not_there=["not everything has been read from the API server yet"])
+    assert pages(operator, "/healthz", "/readyz") == [
+        (200, "ok\n"),
+        (503, "not everything has been read from the API server yet\n"),
+    ]
+
+
+def test_an_operator_whose_worker_has_ended_is_not_alive() -> None:
+    assert pages(Operator(wrong=["worker 1 has ended"]), "/healthz") == [(503, "worker 1 has ended\n")]
+
+
+def test_an_operator_whose_event_loop_is_late_by_more_than_a_minute_is_not_alive() -> None:
+    for late, expected in [(61.0, (200, "ok\n")), (62.0, (503, "the event loop is 61 s late\n"))]:
+        times = iter([0.0, 0.0])
+        heartbeat = Heartbeat(lambda lag: None, clock=lambda times=times, late=late: next(times, late))  # type: ignore[misc]
+        assert pages(Operator(), "/healthz", heartbeat=heartbeat) == [expected]
+
+
+def test_the_heartbeat_tells_how_late_it_was() -> None:
+    times = iter([0.0, 10.0, 11.5, 11.5])
+    told: list[float] = []
+
+    async def go() -> None:
+        beating = asyncio.create_task(Heartbeat(told.append, clock=lambda: next(times, 20.0)).run())
+        while not told:
+            await asyncio.sleep(0.05)
+        beating.cancel()
+
+    asyncio.run(go())
+    assert told == [0.5]
+
+
+def test_metrics_are_in_the_format_of_prometheus_and_other_paths_are_not_there() -> None:
+    (status, text), (other, _) = pages(Operator(), "/metrics", "/debug")
+    assert (status, other) == (200, 404)
+    assert "# TYPE finetune_jobs gauge\n" in text

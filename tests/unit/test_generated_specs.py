@@ -1,0 +1,120 @@
+"""Thousands of generated specs: validating, planning and rendering hold for all of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+from generated_specs import NASTY, specs
+from hypothesis import HealthCheck, given, seed, settings
+
+from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.types import FineTuneJob
+from finetune_operator.api.validation import validate_job
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.types import Facts, PlanRefused
+from finetune_operator.rendering.manifests import render
+from finetune_operator.rendering.types import HASH_ANNOTATION, Manifest, Owner, ProgressEndpoint, RenderContext
+
+EXAMPLES = int(os.environ.get("FINETUNE_FUZZ_EXAMPLES", "5000"))
+LAUNCHERS = ("pytorchjob", "mpijob", "job")
+FRAME = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": {"name": "fuzz"}}
+
+
+def rendered(job: FineTuneJob, launcher: str) -> tuple[Manifest, ...]:
+    """Everything that the operator would create for `job` where `launcher` is what the cluster serves."""
+    limits = CLUSTER_SETTINGS.model_copy(update={"served_launchers": (launcher, "job")})
+    planned = plan(job, Facts(), limits)
+    context = RenderContext(
+        "team-a", job.spec, limits, Owner("fuzz", "11-22"), ProgressEndpoint("https://o:8443", "PEM")
+    )
+    return render(planned, context)
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Path and value of every leaf; JSON inside of a ConfigMap is looked into."""
+    match value:
+        case dict():
+            for name, inner in value.items():
+                text = isinstance(inner, str) and name.endswith(".json")
+                yield from leaves(json.loads(inner) if text else inner, f"{path}.{name}")
+        case list():
+            for number, inner in enumerate(value):
+                yield from leaves(inner, f"{path}[{number}]")
+        case _:
+            yield path, value
+
+
+def plain(value: Any, texts: dict[str, str]) -> Any:
+    """The same spec with every hostile text replaced by a harmless word of its own."""
+    match value:
+        case dict():
+            return {name: plain(inner, texts) for name, inner in value.items()}
+        case list():
+            return [plain(inner, texts) for inner in value]
+        case str() if value in NASTY:
+            return texts.setdefault(value, f"harmless{len(texts)}")
+        case _:
+            return value
+
+
+@seed(20261121)
+@settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(specs())
+def check(counts: Counter[str], spec: dict[str, Any]) -> None:
+    job, problems = validate_job({**FRAME, "spec": spec}, CLUSTER_SETTINGS)
+    if job is None or problems:
+        counts["invalid"] += 1
+        assert problems
+        assert all(problem.path and problem.rule and problem.way_out for problem in problems)
+        return
+    counts["valid"] += 1
+    launcher = spec.get("launcher", LAUNCHERS[counts["valid"] % len(LAUNCHERS)])
+    launcher = "job" if launcher == "auto" else launcher
+    try:
+        manifests = rendered(job, launcher)
+    except PlanRefused:
+        counts["refused"] += 1
+        return
+    counts[launcher] += 1
+    check_manifests(spec, job, launcher, manifests)
+
+
+def check_manifests(spec: dict[str, Any], job: FineTuneJob, launcher: str, manifests: tuple[Manifest, ...]) -> None:
+    found = dict(leaves(list(manifests)))
+    assert [path for path, value in found.items() if value == "auto" and ".template.spec.affinity" not in path] == []
+    # What a YAML or a JSON reader makes of it is what was meant.
+    text = yaml.dump_all(manifests, Dumper=yaml.CSafeDumper)
+    assert list(yaml.load_all(text, Loader=yaml.CSafeLoader)) == list(manifests)
+    assert json.loads(json.dumps(manifests)) == list(manifests)
+    # With harmless words in place of hostile ones, the objects have the same form and differ in those words alone.
+    texts: dict[str, str] = {}
+    harmless, problems = validate_job({**FRAME, "spec": plain(spec, texts)}, CLUSTER_SETTINGS)
+    if not texts or harmless is None or problems:
+        return
+    back = {word: text for text, word in texts.items()}
+    expected = {
+        path.replace(word, text): back.get(value, value) if isinstance(value, str) else value
+        for path, value in leaves(list(rendered(harmless, launcher)))
+        for word, text in (next(((w, t) for w, t in back.items() if w in path), ("", "")),)
+    }
+    differing = {path for path in {*found, *expected} if found.get(path) != expected.get(path)}
+    assert {path for path in differing if HASH_ANNOTATION not in path and not escaped(found, expected, path)} == set()
+
+
+def escaped(found: dict[str, Any], expected: dict[str, Any], path: str) -> bool:
+    """The kubelet expands $(NAME) in the value of a variable; written with two dollars it arrives as it was."""
+    there, meant = found.get(path), expected.get(path)
+    return isinstance(there, str) and isinstance(meant, str) and ".env[" in path and there == meant.replace("$(", "$$(")
+
+
+def test_generated_specs_are_refused_with_reasons_or_rendered_with_every_text_in_its_place() -> None:
+    counts: Counter[str] = Counter()
+    check(counts)
+    print(dict(counts))
+    assert all(counts[launcher] > EXAMPLES // 25 for launcher in LAUNCHERS), counts
+    assert counts["invalid"] > EXAMPLES // 10, counts

@@ -1,0 +1,164 @@
+"""What the path and the body of a progress report say."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune_contract.choices import Stage
+from finetune_operator.api.types import ProgressStatus
+from finetune_operator.shell.progress_protocol import AttemptKey, BadBodyError, attempt_of, later, progress_of
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, 678, tzinfo=UTC)
+TIME = "2026-01-02T03:04:05Z"
+ROOT = "/v1alpha1/namespaces/"
+
+PATHS: dict[str, tuple[str, AttemptKey | None]] = {
+    "an attempt": (
+        "team/finetunejobs/tune/stages/train/attempts/12",
+        AttemptKey("team", "tune", Stage.TRAIN, 12),
+    ),
+    "a job with dots, as names may have": (
+        "team/finetunejobs/a.b-1/stages/prepare/attempts/1",
+        AttemptKey("team", "a.b-1", Stage.PREPARE, 1),
+    ),
+    "a name of one digit": ("t/finetunejobs/7/stages/predict/attempts/1", AttemptKey("t", "7", Stage.PREDICT, 1)),
+    "an upper-case name": ("Team/finetunejobs/tune/stages/train/attempts/1", None),
+    "a name that ends in a hyphen": ("team/finetunejobs/tune-/stages/train/attempts/1", None),
+    "no name": ("team/finetunejobs//stages/train/attempts/1", None),
+    "a way up": ("team/finetunejobs/../stages/train/attempts/1", None),
+    "a leading zero": ("team/finetunejobs/tune/stages/train/attempts/01", None),
+    "six digits": ("team/finetunejobs/tune/stages/train/attempts/100000", None),
+    "another kind of digit": ("team/finetunejobs/tune/stages/train/attempts/\u0661", None),
+    "a slash at the end": ("team/finetunejobs/tune/stages/train/attempts/1/", None),
+    "a line break at the end": ("team/finetunejobs/tune/stages/train/attempts/1\n", None),
+}
+
+
+@pytest.mark.parametrize("case", PATHS)
+def test_a_path_means_one_attempt_or_none(case: str) -> None:
+    path, expected = PATHS[case]
+    assert attempt_of(ROOT + path) == expected
+
+
+def body(metrics: dict[str, Any], **told: Any) -> bytes:
+    listed = [{"name": name, "value": str(value)} for name, value in metrics.items()]
+    return json.dumps({"trainerStatus": {"metrics": listed, "lastUpdatedTime": "then", **told}}).encode()
+
+
+BODIES: dict[str, tuple[bytes, ProgressStatus]] = {
+    "our trainer's": (
+        body(
+            {
+                "epoch": 1.5, "loss": 0.25, "samples_per_second": 10.5, "tokens_per_second": 99, "step": 3,
+                "total_steps": 8, "eval_accuracy": 0.5,
+            },
+            progressPercentage=37,
+            estimatedRemainingSeconds=60,
+        ),
+        ProgressStatus(
+            step=3, total_steps=8, epoch=1.5, percent=37, loss=0.25, samples_per_second=10.5, tokens_per_second=99.0,
+            remaining_seconds=60.0, last_update_time=TIME,
+        ),
+    ),
+    "transformers' callback at a step": (
+        body(
+            {"loss": 0.5, "grad_norm": 1.0, "learning_rate": 2e-5, "current_step": 5, "total_steps": 9,
+             "current_epoch": 0.55},
+            progressPercentage=55, estimatedRemainingSeconds=7,
+        ),
+        ProgressStatus(
+            step=5, total_steps=9, epoch=0.55, percent=55, loss=0.5, remaining_seconds=7.0, last_update_time=TIME
+        ),
+    ),
+    "transformers' callback at the end": (
+        body(
+            {"train_loss": 0.75, "train_samples_per_second": 4.5, "train_runtime": 8.0, "epoch": 2.0},
+            progressPercentage=100, estimatedRemainingSeconds=0,
+        ),
+        ProgressStatus(
+            epoch=2.0, percent=100, loss=0.75, samples_per_second=4.5, remaining_seconds=0.0, last_update_time=TIME
+        ),
+    ),
+    "the loss of the step before that of the whole training": (
+        body({"train_loss": 1, "loss": 2}), ProgressStatus(loss=2.0, last_update_time=TIME)
+    ),
+    "no percentage but steps": (
+        body({"step": 1, "total_steps": 3}),
+        ProgressStatus(step=1, total_steps=3, percent=33, last_update_time=TIME),
+    ),
+    "more steps than there are": (
+        body({"step": 9, "total_steps": 3}),
+        ProgressStatus(step=9, total_steps=3, percent=100, last_update_time=TIME),
+    ),
+    "no steps at all": (
+        body({"total_steps": 0, "step": 0}),
+        ProgressStatus(step=0, total_steps=0, last_update_time=TIME),
+    ),
+    "numbers that are none": (
+        body({"loss": "nan", "epoch": "inf", "step": "four", "tokens_per_second": "-1", "samples_per_second": ""}),
+        ProgressStatus(last_update_time=TIME),
+    ),
+    "a bad name beside a good one": (
+        body({"loss": "nan", "train_loss": 0.5}), ProgressStatus(loss=0.5, last_update_time=TIME)
+    ),
+    "a step beyond what JSON can hold": (body({"step": 2**60}), ProgressStatus(last_update_time=TIME)),
+    "a number of a million digits": (body({"loss": "9" * 60_000}), ProgressStatus(last_update_time=TIME)),
+    "fields of a later version": (
+        body({"loss": 1}, novelty={"a": 1}), ProgressStatus(loss=1.0, last_update_time=TIME)
+    ),
+    "nothing but a time": (b'{"trainerStatus": {"lastUpdatedTime": ""}}', ProgressStatus(last_update_time=TIME)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BODIES)
+def test_a_body_says_where_the_stage_is(case: str) -> None:
+    given_body, expected = BODIES[case]
+    assert progress_of(given_body, NOW) == expected
+
+
+def test_an_error_names_the_fields_and_repeats_no_value() -> None:
+    bad = {"progressPercentage": "canary", "metrics": [{"name": 7, "value": ["canary"]}], "canary": "canary"}
+    with pytest.raises(BadBodyError) as caught:
+        progress_of(json.dumps({"trainerStatus": bad}).encode(), NOW)
+    assert str(caught.value) == (
+        "the body is no progress update: "
+        "trainerStatus.progressPercentage: Input should be a valid integer, unable to parse string as an integer; "
+        "trainerStatus.metrics.0.name: Input should be a valid string; "
+        "trainerStatus.metrics.0.value: Input should be a valid string; "
+        "trainerStatus.lastUpdatedTime: Field required"
+    )
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
+def test_bytes_that_are_no_update_are_a_bad_body(text: bytes) -> None:
+    with pytest.raises(BadBodyError, match=r"^the body is no progress update: "):
+        progress_of(text, NOW)
+
+
+def test_what_the_last_word_leaves_out_stays_as_it_was() -> None:
+    before = ProgressStatus(step=8, total_steps=9, percent=88, loss=0.5, last_update_time="2026-01-02T03:04:00Z")
+    now = ProgressStatus(percent=100, loss=0.25, last_update_time=TIME)
+    assert later(before, now) == ProgressStatus(step=8, total_steps=9, percent=100, loss=0.25, last_update_time=TIME)
+    assert later(None, now) == now
+
+
+@pytest.mark.skipif(importlib.util.find_spec("finetune_trainer") is None, reason="the trainer is not installed")
+def test_what_our_trainer_sends_arrives_as_it_meant_it() -> None:
+    from finetune_contract.report import Progress
+    from finetune_trainer.progress import kubeflow_update
+
+    told = Progress(
+        stage=Stage.TRAIN, step=4, total_steps=10, epoch=0.4, loss=1.25, samples_per_second=2.5,
+        tokens_per_second=320.0, remaining_seconds=30.0, metrics={"eval_accuracy": 0.5}, time=1.0,
+    )  # fmt: skip
+    assert progress_of(kubeflow_update(told).to_json().encode(), NOW) == ProgressStatus(
+        step=4, total_steps=10, epoch=0.4, percent=40, loss=1.25, samples_per_second=2.5, tokens_per_second=320.0,
+        remaining_seconds=30.0, last_update_time=TIME,
+    )  # fmt: skip

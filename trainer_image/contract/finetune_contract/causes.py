@@ -1,0 +1,100 @@
+"""Why a gang of processes failed: the first cause over all of them, not its echo in the others.
+
+A pure function of what the processes reported and how they ended; whoever started them (the launcher in a pod, the
+finetune command on a laptop) finds out both in its own way. It knows no log formats.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from finetune_contract.layout import EXIT_CODES, EXIT_OK, FailureClass
+from finetune_contract.report import FailureReport, TrainerReport
+
+ECHOES = (FailureClass.COLLECTIVE, FailureClass.PREEMPTED)
+"""What the other ranks report once one is gone: their connection broke, or the launcher told them to end."""
+
+_CLASS_OF_CODE = {code: failure_class for failure_class, code in EXIT_CODES.items()}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """A failure and the rank it happened on; None when no single rank can be named."""
+
+    rank: int | None
+    failure: FailureReport
+
+
+def first_cause(reports: Iterable[TrainerReport], ends: Mapping[int, int], time: float = 0.0) -> Cause | None:
+    """The earliest failure that is not an echo; None when neither a report nor an end tells of one.
+
+    `ends`: rank -> exit code of the processes that are known to have failed, minus the signal for a killed one, in the
+    order in which they were seen to end. A rank that failed without a report is a cause of its own, unless it was told
+    to end; `time` (Unix, seconds) is when that was seen.
+    """
+    failed = sorted(
+        ((report.failure.time, report.rank, report.failure) for report in reports if report.failure is not None),
+        key=lambda entry: entry[:2],
+    )
+    for _, rank, failure in failed:
+        if failure.failure_class not in ECHOES:
+            return Cause(rank, failure)
+    reported = {rank for _, rank, _ in failed}
+    silent = [Cause(rank, of_exit(code, time)) for rank, code in ends.items() if rank not in reported]
+    for cause in silent:
+        if cause.failure.failure_class not in ECHOES:
+            return cause
+    if failed:
+        _, rank, failure = failed[0]
+        return Cause(rank, failure)
+    return silent[0] if silent else None
+
+
+def of_exit(code: int, time: float = 0.0) -> FailureReport:
+    """What the end of a process says that could not report; `code` is minus the signal for a killed one.
+
+    Raises ValueError for exit code 0.
+    """
+    if code == EXIT_OK:
+        raise ValueError("exit code 0 tells of no failure")
+    if code < 0:
+        return _killed(-code, time)
+    failure_class = _CLASS_OF_CODE.get(code, FailureClass.PROGRAM)
+    return FailureReport(
+        failure_class=failure_class,
+        reason="NoReport",
+        message=f"The process ended with exit code {code} and left no report.",
+        hint="The log's last lines may say more.",
+        time=time,
+    )
+
+
+def _killed(number: int, time: float) -> FailureReport:
+    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+    if number == signal.SIGKILL:
+        return FailureReport(
+            failure_class=FailureClass.OUT_OF_MEMORY,
+            reason="Killed",
+            message=f"The process was killed from outside with {name} (exit code 137) and could not say why. "
+            "Most often the kernel does this when memory runs out.",
+            hint="Look at the kernel's log (dmesg). If it was memory, set training.microBatchSize or "
+            "preparation.maxLength lower, or shard or offload more under parallelism.",
+            time=time,
+        )
+    if number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        return FailureReport(
+            failure_class=FailureClass.PREEMPTED,
+            reason="Terminated",
+            message=f"The process was told to end ({name}) before it could save or say anything.",
+            hint="Run the job again; it goes on from its last checkpoint.",
+            time=time,
+        )
+    return FailureReport(
+        failure_class=FailureClass.PROGRAM,
+        reason="KilledBySignal",
+        message=f"The process was ended by {name} and could not say why.",
+        hint="The log's last lines may say more; a crash in a native library leaves its trace there.",
+        time=time,
+    )

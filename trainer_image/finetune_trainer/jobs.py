@@ -1,0 +1,32 @@
+"""The job.json that every program of this package obeys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from finetune_contract.job import TrainerJob
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+
+
+def read_job(path: Path) -> TrainerJob:
+    """The job in `path`; StageError CONFIG for a file, a field or a schema version that this trainer does not know."""
+    try:
+        return TrainerJob.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise StageError(
+            FailureClass.CONFIG, "JobNotReadable", f"{path} cannot be read: {error}", "Check --job."
+        ) from error
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)
+        where = [(".".join(map(str, each["loc"])) or "job.json", each) for each in found]
+        version = any(each["loc"] in (("schemaVersion",), ("schema_version",)) for each in found)
+        raise StageError(
+            FailureClass.CONFIG,
+            "UnknownSchemaVersion" if version else "JobNotUnderstood",
+            f"{path}: "
+            + "; ".join(f"{field}: {each['msg']} (found {str(each['input'])[:60]})" for field, each in where[:5]),
+            "Operator and trainer image must be of versions that fit each other.",
+        ) from error

@@ -1,0 +1,165 @@
+"""One program and everything below it: started, passed the signal to end, waited for, and never left behind.
+
+The first process of a container gets the kubelet's SIGTERM and inherits every orphan. torchrun puts its ranks into
+sessions of their own and tokenisers start pools, so neither a process group nor a parent's death reaches all of them:
+this process adopts what loses its parent and at the end kills whatever is still there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import IO
+
+import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
+"""From linux/prctl.h: processes that lose their parent become children of this one."""
+_TAIL_BYTES = 8192
+_KILL_AGAIN_SECONDS = 0.02
+
+
+@dataclass(frozen=True)
+class End:
+    """How the program ended."""
+
+    code: int
+    """Minus the signal when it was killed."""
+    asked_at: float | None
+    """Unix time in seconds at which it was told to stop; None: nobody told it."""
+    last_words: str
+    """The end of what it and its children wrote to stderr."""
+
+
+class Below:
+    """Runs one program in the main thread of this process."""
+
+    def __init__(self, ask: Callable[[int], None] | None = None, grace_seconds: float = 60.0) -> None:
+        """`ask` tells the program (by its process id) to stop, by SIGTERM when None; `grace_seconds` later everything
+        is killed.
+        """
+        self._ask = ask or _terminate
+        self._grace = grace_seconds
+        self._pid: int | None = None
+        self._asked_at: float | None = None
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> End:
+        """Starts it, waits for its end, and ends what it leaves. OSError when it cannot be started."""
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_alarm)
+        try:
+            # A session of its own: a terminal's Ctrl-C would reach it a second time.
+            program = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+            assert program.stderr is not None
+            tail = _Tail(program.stderr)
+            self._pid = program.pid
+            if self._asked_at is not None:  # the signal came while it was being started
+                self._ask(program.pid)
+            code = _wait_for(program)
+            self._pid = None
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            kill_everything_below()
+            return End(code, self._asked_at, tail.text())
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Only the first one counts: a launcher that is told twice kills at once."""
+        if self._asked_at is not None:
+            return
+        self._asked_at = time.time()
+        signal.setitimer(signal.ITIMER_REAL, self._grace)
+        if self._pid is not None:
+            self._ask(self._pid)
+
+    def _on_alarm(self, number: int, frame: FrameType | None) -> None:
+        for process in _alive_below():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def _terminate(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+
+
+def _wait_for(program: subprocess.Popen[bytes]) -> int:
+    """Its exit code. Takes note of every other child's end too: orphans that came to us would stay as zombies."""
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == program.pid:
+            program.returncode = os.waitstatus_to_exitcode(status)
+            return program.returncode
+
+
+def kill_everything_below() -> None:
+    """Until nobody is left: what is killed may have started another before, and its children come to us."""
+    while below := _alive_below():
+        for process in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        _bury()
+        time.sleep(_KILL_AGAIN_SECONDS)
+    _bury()
+
+
+def _bury() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _alive_below() -> list[psutil.Process]:
+    def alive(process: psutil.Process) -> bool:
+        try:
+            return bool(process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
+    return [process for process in psutil.Process().children(recursive=True) if alive(process)]
+
+
+class _Tail:
+    """Passes a stream on to stderr and keeps its end."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self._kept: deque[bytes] = deque()
+        self._size = 0
+        self._thread = threading.Thread(target=self._copy, name="stderr", daemon=True)
+        self._thread.start()
+
+    def _copy(self) -> None:
+        while block := os.read(self._stream.fileno(), 1 << 16):
+            with contextlib.suppress(OSError):  # nobody reads our stderr: what runs must not stop for that
+                sys.stderr.buffer.write(block)
+                sys.stderr.buffer.flush()
+            self._kept.append(block)
+            self._size += len(block)
+            while self._size - len(self._kept[0]) >= _TAIL_BYTES:
+                self._size -= len(self._kept.popleft())
+
+    def text(self) -> str:
+        """Waits for the end of the stream; everybody who could write to it is gone by now."""
+        self._thread.join(timeout=5)
+        return b"".join(self._kept)[-_TAIL_BYTES:].decode(errors="replace").strip()

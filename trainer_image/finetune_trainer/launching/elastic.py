@@ -1,0 +1,213 @@
+"""torch's elastic agent for one pod, as a program of its own below `launch`.
+
+It agrees with the agents of the other pods who has which ranks (the rendezvous), starts this pod's ranks, and passes
+SIGTERM on to them. There are no restarts here: the operator restarts the whole gang. What it alone knows (how ranks
+ended that could not report, why the pods did not come together) it writes to a file for `launch`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune_contract.base import Message
+from finetune_contract.layout import EXIT_CODES, EXIT_OK, FailureClass
+from finetune_contract.report import FailureReport
+from finetune_trainer.failures import StageError, classify
+from finetune_trainer.files import write_atomically
+
+DEFAULT_TIMEOUT_SECONDS = 1800
+"""Pods of one gang may start minutes apart: images are pulled and nodes are added."""
+_DEFAULT_PORT = 29400
+_POLL_SECONDS = 1.0
+_LOOPBACK = "127.0.0.1"
+
+
+class AgentReport(Message):
+    """What the agent tells `launch`."""
+
+    ends: dict[int, int] = {}  # noqa: RUF012  # a pydantic field, copied for each value
+    """Rank -> exit code of the ranks of this pod that failed, minus the signal for a killed one."""
+    failure: FailureReport | None = None
+    """Why no rank was started, or why the agent gave up."""
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where and how the pods of one gang meet."""
+
+    backend: str
+    endpoint: str
+    run_id: str
+    timeout_seconds: int
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str], nodes: int) -> Rendezvous:
+        """From torchrun's own variables; alone on this machine without them. StageError CONFIG."""
+        timeout = environment.get("PET_RDZV_TIMEOUT", str(DEFAULT_TIMEOUT_SECONDS))
+        if not timeout.isdecimal() or int(timeout) == 0:
+            raise StageError(
+                FailureClass.CONFIG,
+                "BadProcessVariable",
+                f"The environment variable PET_RDZV_TIMEOUT is {timeout!r}; it must be a number of seconds.",
+                "Correct it, or leave it out.",
+            )
+        endpoint = environment.get("PET_RDZV_ENDPOINT")
+        if not endpoint and nodes > 1:
+            raise StageError(
+                FailureClass.CONFIG,
+                "RendezvousMissing",
+                f"The job runs on {nodes} nodes and PET_RDZV_ENDPOINT is not set, so they cannot find each other.",
+                "Set it to host:port of the first pod.",
+            )
+        return cls(
+            backend=environment.get("PET_RDZV_BACKEND") or "c10d",
+            endpoint=endpoint or f"{_LOOPBACK}:{_free_port()}",
+            run_id=environment.get("PET_RDZV_ID") or "finetune",
+            timeout_seconds=int(timeout),
+        )
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the endpoint. StageError CONFIG."""
+        host, _, port = self.endpoint.rpartition(":")
+        if not host:
+            return self.endpoint, _DEFAULT_PORT
+        if not port.isdecimal():
+            raise StageError(
+                FailureClass.CONFIG,
+                "BadProcessVariable",
+                f"The environment variable PET_RDZV_ENDPOINT is {self.endpoint!r}; it must be host:port.",
+                "Correct it.",
+            )
+        return host.strip("[]"), int(port)
+
+
+def _free_port() -> int:
+    with closing(socket.socket()) as probe:
+        probe.bind((_LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def is_own_name(host: str) -> bool:
+    """Whether `host` is this pod: its short name decides, for the full one may not be in the DNS yet."""
+    return host.partition(".")[0] == socket.gethostname().partition(".")[0]
+
+
+def _is_own_address(host: str) -> bool:
+    """Whether `host` resolves to an address of this machine: only those can be bound to."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            with closing(socket.socket(family, kind, protocol)) as probe:
+                probe.bind(address)
+                return True
+    except OSError:
+        return False
+    return False
+
+
+def wait_for_host(rendezvous: Rendezvous) -> None:
+    """Waits until the first pod listens: torch itself would give up after a minute. StageError COLLECTIVE."""
+    host, port = rendezvous.address
+    if is_own_name(host) or _is_own_address(host):
+        return
+    deadline = time.monotonic() + rendezvous.timeout_seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise StageError(
+                    FailureClass.COLLECTIVE,
+                    "RendezvousTimeout",
+                    f"The first pod ({rendezvous.endpoint}) did not answer within {rendezvous.timeout_seconds} s: "
+                    f"{error}.",
+                    "Look at why that pod does not start; pods of one gang must run at the same time.",
+                ) from error
+        time.sleep(_POLL_SECONDS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs this pod's ranks to their end; writes the AgentReport and returns the exit code."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    try:
+        _launch(arguments)
+    except ChildFailedError as error:
+        ends = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        return _told(arguments.report, AgentReport(ends=ends), 1)
+    except SignalException:
+        return _told(arguments.report, AgentReport(), EXIT_CODES[FailureClass.PREEMPTED])
+    except RendezvousError as error:
+        failure = FailureReport(
+            failure_class=FailureClass.COLLECTIVE,
+            reason="RendezvousFailed",
+            message=f"The pods of the gang did not come together: {type(error).__name__}: {error}",
+            hint="Look at the other pods: they must all run at the same time and reach the first one.",
+            time=time.time(),
+        )
+        return _told(arguments.report, AgentReport(failure=failure), failure.exit_code)
+    except Exception as error:
+        failure = classify(error)
+        return _told(arguments.report, AgentReport(failure=failure), failure.exit_code)
+    return _told(arguments.report, AgentReport(), EXIT_OK)
+
+
+def _launch(arguments: argparse.Namespace) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+    rendezvous = Rendezvous.of(os.environ, arguments.nodes)
+    wait_for_host(rendezvous)
+    settings: dict[str, object] = {"join_timeout": rendezvous.timeout_seconds}
+    if is_own_name(rendezvous.address[0]):
+        settings["is_host"] = True
+    config = LaunchConfig(
+        min_nodes=arguments.nodes,
+        max_nodes=arguments.nodes,
+        nproc_per_node=arguments.processes,
+        run_id=rendezvous.run_id,
+        rdzv_backend=rendezvous.backend,
+        rdzv_endpoint=rendezvous.endpoint,
+        rdzv_configs=settings,
+        max_restarts=0,
+        shutdown_timeout=arguments.grace,
+        logs_specs=DefaultLogsSpecs(log_dir=str(arguments.logs)),
+    )
+    launch_agent(config, sys.executable, arguments.program)
+
+
+def _told(path: Path, report: AgentReport, code: int) -> int:
+    write_atomically(path, report.to_json())
+    return code
+
+
+def main() -> None:
+    """The program. It ends at once: torch's threads may hold up an orderly end after a failure."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--processes", type=int, required=True)
+    parser.add_argument("--grace", type=int, required=True)
+    parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("--logs", type=Path, required=True)
+    parser.add_argument("program", nargs=argparse.REMAINDER)
+    arguments = parser.parse_args()
+    arguments.program = arguments.program[1:]  # behind the "--" that ends our own options
+    code = run(arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""mpirun's command line, the variables that it takes to the other pods, and what its messages tell of the ranks' ends.
+
+mpirun without a host file, or with too short a one, starts everything on this node without an error: both are refused
+here. Only names of variables stand on the command line, never a value. The form is one that Open MPI 4.1 and 5 both
+take.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from finetune_contract.job import World
+from finetune_contract.layout import ENV_FORWARD, MPI_HOSTFILE, SSH_PORT, FailureClass
+from finetune_contract.report import FailureReport
+from finetune_trainer.failures import StageError
+
+ENV_HOSTFILE = "OMPI_MCA_orte_default_hostfile"
+_MASTER_PORT = "29500"
+_FORWARDED = frozenset(
+    {
+        "CUDA_VISIBLE_DEVICES",
+        "DS_ACCELERATOR",
+        "LD_LIBRARY_PATH",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "OMP_NUM_THREADS",
+        "PATH",
+        "TOKENIZERS_PARALLELISM",
+    }
+)
+_FORWARDED_PREFIXES = (
+    "AWS_",
+    "AZURE_",
+    "FINETUNE_",
+    "FI_",
+    "GOOGLE_",
+    "HF_",
+    "KUBEFLOW_TRAINER_",
+    "NCCL_",
+    "PYTHON",
+)
+_SSH_OPTIONS = (
+    f"-p {SSH_PORT} -o BatchMode=yes -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null "
+    "-o ConnectionAttempts=10 -o LogLevel=ERROR"
+)
+"""The workers' host keys are made when they start, so there is nothing to check them against; the client's key decides.
+"""
+
+_KILLED = re.compile(
+    r"noticed that process rank (?P<rank>\d+) with PID \d+ on node \S+ exited on signal (?P<signal>\d+)"
+)
+_EXITED = re.compile(r"Process name: \[\[\d+,\d+\],\s*(?P<rank>\d+)\]\s+Exit code:\s+(?P<code>\d+)")
+_UNREACHED = re.compile(
+    r"unable to reliably start one or more daemons|lost communication with a remote daemon|"
+    r"does not know how to route|daemon .* terminated before it could",
+    re.IGNORECASE | re.DOTALL,
+)
+
+
+def hosts_of(asked: Path | None, environment: Mapping[str, str], world: World) -> tuple[Path, list[str]]:
+    """The host file and its hosts, in order. StageError CONFIG without one, WORLD_SIZE for too few hosts."""
+    file = asked or Path(environment.get(ENV_HOSTFILE) or MPI_HOSTFILE)
+    try:
+        lines = [line.partition("#")[0].split() for line in file.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        raise StageError(
+            FailureClass.CONFIG,
+            "HostfileMissing",
+            f"The host file {file} cannot be read: {error.strerror}. mpirun would start all processes on this node.",
+            "Mount the one that the MPI operator makes, or name another one by --hostfile.",
+        ) from error
+    hosts = list(dict.fromkeys(words[0] for words in lines if words))
+    if len(hosts) != world.nodes:
+        raise StageError(
+            FailureClass.WORLD_SIZE,
+            "WorldSizeMismatch",
+            f"The host file {file} names {len(hosts)} hosts, the plan counts on {world.nodes} nodes.",
+            "Check the number of workers.",
+        )
+    return file, hosts
+
+
+def mpirun_command(file: Path, world: World, environment: Mapping[str, str], program: Sequence[str]) -> list[str]:
+    """The argument vector. StageError CONFIG when there is no mpirun."""
+    mpirun = shutil.which("mpirun", path=environment.get("PATH"))
+    if mpirun is None:
+        raise StageError(
+            FailureClass.CONFIG, "MpirunMissing", "mpirun is not installed here.", "Use an image with Open MPI."
+        )
+    command = [mpirun, "--hostfile", str(file), "-np", str(world.size)]
+    # Threads of torch and of the data loaders would all share the one core that mpirun binds a process to.
+    command += ["--map-by", f"ppr:{world.processes_per_node}:node", "--bind-to", "none"]
+    for name in forwarded(environment):
+        command += ["-x", name]
+    return [*command, *program]
+
+
+def forwarded(environment: Mapping[str, str]) -> list[str]:
+    """Names of the variables that the ranks in other pods get. StageError CONFIG for one that is asked for and not
+    set.
+    """
+    own = [name.strip() for name in environment.get(ENV_FORWARD, "").split(",") if name.strip()]
+    unknown = [name for name in own if name not in environment]
+    if unknown:
+        raise StageError(
+            FailureClass.CONFIG,
+            "BadProcessVariable",
+            f"{ENV_FORWARD} names {', '.join(unknown)}, which the environment does not have.",
+            "Set them, or name only what is set.",
+        )
+    ours = [name for name in environment if name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)]
+    return sorted({*ours, *own})
+
+
+def mpirun_environment(environment: Mapping[str, str], hosts: Sequence[str]) -> dict[str, str]:
+    """What mpirun is started with: where the ranks meet, and how ssh asks nobody anything.
+
+    Options that are set already come first: ssh takes the first that it sees.
+    """
+    settled = dict(environment)
+    settled.setdefault("MASTER_ADDR", hosts[0])
+    settled.setdefault("MASTER_PORT", _MASTER_PORT)
+    for name in ("OMPI_MCA_plm_rsh_args", "PRTE_MCA_plm_ssh_args"):  # Open MPI 4, Open MPI 5
+        settled[name] = f"{environment.get(name, '')} {_SSH_OPTIONS}".strip()
+    return settled
+
+
+def ends_told(output: str) -> dict[int, int]:
+    """Rank -> exit code (minus the signal for a killed one) of the processes that mpirun calls the first to fail."""
+    ends = {int(found["rank"]): -int(found["signal"]) for found in _KILLED.finditer(output)}
+    return ends | {int(found["rank"]): int(found["code"]) for found in _EXITED.finditer(output)}
+
+
+def trouble_told(output: str) -> FailureReport | None:
+    """The failure that mpirun's own words tell of: a worker that it could not reach or has lost."""
+    if not _UNREACHED.search(output):
+        return None
+    return FailureReport(
+        failure_class=FailureClass.COLLECTIVE,
+        reason="WorkerUnreachable",
+        message=f"mpirun could not reach a worker, or has lost it: {' '.join(output.split())[-600:]}",
+        hint="Look at the workers' pods; each must run `finetune_trainer sshd` and answer on port "
+        f"{SSH_PORT} before mpirun starts.",
+        time=time.time(),
+    )
+
+
+def signal_to_stop(pid: int) -> None:
+    """SIGUSR1, which mpirun passes on to all ranks. At SIGTERM it would kill them a second later, in the middle of
+    their checkpoint.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGUSR1)

@@ -1,0 +1,155 @@
+"""Whose results a job's folder holds, and which of them need not be made again.
+
+In a cluster a folder outlives the job that filled it: a job that is deleted and created again under the same name finds
+the results of the other one. `TrainerJob.run` tells them apart. The stage prepare, of which there is one process, moves
+another run's folder aside; nothing is ever deleted. Every other stage refuses such a folder. A stage that has ended
+well for the same run with the same settings is not run again. Without a run (on a laptop) none of this happens: the
+finetune command looks after the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import JsonValue, ValidationError
+
+from finetune_contract.base import Message
+from finetune_contract.choices import Stage
+from finetune_contract.job import TrainerJob
+from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.report import TrainerReport
+from finetune_trainer.failures import StageError
+from finetune_trainer.files import write_atomically
+
+log = logging.getLogger(__name__)
+
+
+class RunMarker(Message):
+    """`run.json`."""
+
+    run: str
+
+
+class Given(Message):
+    """What a stage was run with, as `state/<stage>.given.json` keeps it beside the completion marker."""
+
+    job: JsonValue
+    deepspeed: JsonValue = None
+
+    @classmethod
+    def of(cls, job: TrainerJob, deepspeed: Path | None) -> Given:
+        """The settings of this attempt. A DeepSpeed file that cannot be read is left to the stage to complain of."""
+        try:
+            config = None if deepspeed is None else json.loads(deepspeed.read_bytes())
+        except (OSError, ValueError):
+            config = str(deepspeed)
+        return cls(job=job.model_dump(mode="json", by_alias=True), deepspeed=config)
+
+
+def last_stage(job: TrainerJob) -> Stage:
+    """The last of the stages that `job` has settings for."""
+    if job.predict is not None:
+        return Stage.PREDICT
+    if job.evaluation is not None:
+        return Stage.EVALUATE
+    return Stage.PREPARE if job.training is None else Stage.TRAIN
+
+
+# ------------------------------------------------------------------------------------------------- whose folder it is
+
+
+def claim(paths: JobPaths, stage: Stage, job: TrainerJob) -> None:
+    """Sees to it that the folder belongs to the job's run; StageError CONFIG `OtherRun` for a stage after prepare."""
+    if job.run is None:
+        return
+    if stage is not Stage.PREPARE:
+        _refuse_other_run(paths, job.run)
+        return
+    paths.root.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(paths.root.with_name(f".{paths.root.name}.lock")):
+        found = _marked(paths)
+        if found == job.run:
+            return
+        if paths.root.exists() and any(paths.root.iterdir()):
+            place = _move_aside(paths.root)
+            whose = "no run that is known" if found is None else f"run {found}"
+            log.warning("%s held results of %s; they are in %s now.", paths.root, whose, place)
+        write_atomically(paths.run, RunMarker(run=job.run).to_json())
+
+
+def _refuse_other_run(paths: JobPaths, run: str) -> None:
+    found = _marked(paths)
+    if found == run:
+        return
+    whose = f"belongs to run {found!r}" if found is not None else f"is not marked by any run ({paths.run.name})"
+    raise StageError(
+        FailureClass.CONFIG,
+        "OtherRun",
+        f"{paths.root} {whose}; this is run {run!r} of job {paths.root.name}.",
+        "Two jobs of one name must not share a workspace at the same time. Create the job anew: its stage prepare "
+        "moves the other results aside.",
+    )
+
+
+def _marked(paths: JobPaths) -> str | None:
+    """The run that the folder belongs to; None without a marker, or with one that is not readable as such."""
+    try:
+        return RunMarker.model_validate_json(paths.run.read_bytes()).run
+    except (FileNotFoundError, NotADirectoryError, ValidationError):
+        return None
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keeps another attempt at prepare, and the finetune command, away; the kernel ends the lock with the process."""
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _move_aside(folder: Path) -> Path:
+    """To the first free `<job>.previous-<n>`, by one rename."""
+    number = 1
+    while (place := folder.with_name(f"{folder.name}.previous-{number}")).exists():
+        number += 1
+    return folder.rename(place)
+
+
+# ------------------------------------------------------------------------------------------------- what is done already
+
+
+def finished(paths: JobPaths, stage: Stage, given: Given) -> TrainerReport | None:
+    """The report of the stage if it has ended well in this run with just these settings; else None."""
+    if not isinstance(given.job, dict) or given.job.get("run") is None:
+        return None
+    try:
+        report = TrainerReport.model_validate_json(_marker(paths, stage).read_bytes())
+        earlier = Given.model_validate_json(_record(paths, stage).read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+    return report if report.outcome == "succeeded" and earlier == given else None
+
+
+def mark_complete(paths: JobPaths, stage: Stage, given: Given, report: TrainerReport) -> None:
+    """Writes the completion marker, last of all that the stage writes. In a run, what later stages have made of an
+    earlier result does not count any more.
+    """
+    if isinstance(given.job, dict) and given.job.get("run") is not None:
+        order = list(Stage)
+        for stale in order[order.index(stage) :]:
+            _marker(paths, stale).unlink(missing_ok=True)
+        write_atomically(_record(paths, stage), given.to_json())
+    write_atomically(_marker(paths, stage), report.to_json())
+
+
+def _marker(paths: JobPaths, stage: Stage) -> Path:
+    return paths.state / f"{stage}.json"
+
+
+def _record(paths: JobPaths, stage: Stage) -> Path:
+    return paths.state / f"{stage}.given.json"
