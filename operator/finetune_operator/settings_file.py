@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from finetune_operator.api.problems import format_path
+from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import Settings
+from finetune_operator.api.settings_check import check_settings
 from finetune_operator.documents import read_documents
 
 
@@ -30,21 +28,12 @@ def read_settings_file(file: Path) -> Settings:
         raise SettingsError(tuple(f"{file}:{problem.line}: {problem.rule}" for problem in problems))
     if len(documents) > 1:
         raise SettingsError((f"{file}: one document is expected, and there are {len(documents)}",))
-    try:
-        # Through JSON: strict models take a list for a tuple only there.
-        return Settings.model_validate_json(json.dumps(documents[0].value if documents else {}))
-    except ValidationError as error:
-        wrong = ((format_path(each["loc"]), _in_words(each["type"], each["msg"])) for each in error.errors())
-        raise SettingsError(
-            tuple(f"{file}: {path}: {rule}" if path else f"{file}: {rule}" for path, rule in wrong)
-        ) from error
+    settings, found = check_settings(documents[0].value if documents else None)
+    if settings is None:
+        raise SettingsError(tuple(_in_words(file, problem) for problem in found))
+    return settings
 
 
-def _in_words(kind: str, message: str) -> str:
-    match kind:
-        case "missing":
-            return "is required"
-        case "extra_forbidden":
-            return "there is no such setting"
-        case _:
-            return message[:1].lower() + message[1:]
+def _in_words(file: Path, problem: Problem) -> str:
+    where = " ".join(part for part in (problem.path, problem.value) if part)
+    return f"{file}: {where}: {problem.rule}; {problem.way_out}"

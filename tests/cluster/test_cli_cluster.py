@@ -17,9 +17,8 @@ from typing import Any, Protocol
 import pytest
 import yaml
 
-from finetune_operator.api.crd import crd_yaml
+from cluster_support.world import fresh_namespace
 
-CRD = "finetunejobs.finetune.dev"
 FINETUNE = Path(sys.executable).parent / "finetune"
 NOW = "2026-01-05T10:00:00Z"
 JOB: dict[str, Any] = {
@@ -160,20 +159,10 @@ class Jobs:
         return process.returncode, out, err
 
 
-@pytest.fixture(scope="module")
-def api(cluster: Api) -> Iterator[Api]:
-    cluster.must("apply", "--server-side", "-f", "-", stdin=crd_yaml())
-    cluster.must("wait", "--for=condition=Established", "--timeout=60s", f"crd/{CRD}")
-    yield cluster
-    cluster.must("delete", "crd", CRD, "--timeout=60s")
-
-
 @pytest.fixture
-def jobs(api: Api, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Jobs]:
-    namespace = f"cli-{abs(hash(request.node.name)) % 10**8}"
-    api.must("create", "namespace", namespace)
-    yield Jobs(api, namespace, tmp_path)
-    api.must("delete", "namespace", namespace, "--wait=false")
+def jobs(cluster: Api, kinds: None, tmp_path: Path) -> Iterator[Jobs]:
+    with fresh_namespace(cluster) as namespace:  # type: ignore[arg-type]
+        yield Jobs(cluster, namespace, tmp_path)
 
 
 # -------------------------------------------------------------------------------------------------------------- status

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from cluster_support.control_plane import Cluster
 from cluster_support.operator_process import MANIFESTS, NAMESPACE, USER, OperatorProcess, install
 from cluster_support.plays import RUNS, WRONG_COLUMN
 from cluster_support.world import SETTINGS, World, fresh_namespace
+from finetune_operator.api.types import API_VERSION, PLURAL
 from finetune_operator.rendering.types import STAGE_LABEL
 
 LEASE = "finetune-operator"
@@ -80,6 +82,7 @@ def scenes(cluster: Cluster, stand_ins: Any, own_operator: OperatorProcess) -> I
         tell_of_secrets(world)
         whole_jobs(world)
         damage_certificate(world)
+        write_beside_it(world, mark)
         yield world, mark
         stand_ins.kubelet.playbook.clear()
 
@@ -130,6 +133,22 @@ def damage_certificate(world: World) -> None:
     world.api.patch(secret, {"data": {"tls.crt": "bm9uZQ=="}})
     world.operator.start()
     wait_until(lambda: (world.api.get(secret) or {})["data"]["tls.crt"] != "bm9uZQ==", "a new certificate")
+
+
+def write_beside_it(world: World, mark: int) -> None:
+    """Somebody annotates a job again and again, until the operator's view of it was out of date once."""
+    world.kubelet.playbook.set("disputed", "train", RUNS)
+    world.apply("disputed")
+    path, numbers = world.path(API_VERSION, PLURAL, "disputed"), itertools.count()
+
+    def read_again() -> bool:
+        for suspended in (True, False):
+            for _ in range(25):
+                world.api.patch(path, {"metadata": {"annotations": {"number": str(next(numbers))}}})
+            world.change("disputed", {"runPolicy": {"suspend": suspended}})
+        return ("finetune.dev", PLURAL, "get") in used(world.cluster, mark)[0]
+
+    wait_until(read_again, "the operator has met a conflict and read the job again", 90)
 
 
 def used(cluster: Cluster, mark: int) -> tuple[set[Right], list[str]]:

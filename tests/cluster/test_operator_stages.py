@@ -20,7 +20,7 @@ def test_a_job_goes_through_its_stages_and_kubectl_tells_of_it(world: World) -> 
     history = world.record("whole")
     world.kubelet.playbook.set("whole", "evaluate", Play(metrics={"accuracy": 0.91}))
     world.apply("whole")
-    world.cluster.must("wait", "ftj/whole", "--for=condition=Succeeded", "--timeout=60s", "-n", world.namespace)
+    world.cluster.must("wait", "ftj/whole", "--for=condition=Succeeded", "--timeout=20s", "-n", world.namespace)
     status = world.status("whole")
     assert states(status) == ONE_EACH
     assert [phase for phase in history.phases() if phase != "Pending"] == [

@@ -324,6 +324,9 @@ class Kubelet:
         text = self._logs.get(key)
         if text is None:
             return web.Response(status=404, text="no such container")
+        if request.query.get("timestamps") == "true":
+            lines_of_it = text.splitlines(keepends=True)
+            text = "".join(f"2026-01-01T00:00:00.{number:09}Z {line}" for number, line in enumerate(lines_of_it, 1))
         if (lines := request.query.get("tailLines")) is not None:
             text = "".join(text.splitlines(keepends=True)[-int(lines) :])
         if (limit := request.query.get("limitBytes")) is not None:

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from finetune_contract.choices import Stage
 from finetune_contract.job import CheckpointSchedule
 from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.report import TrainerReport
@@ -206,15 +205,3 @@ def test_the_report_is_written_from_what_the_stages_left_and_damage_is_an_error_
     assert "DamagedFile" in failed.stderr
     assert "metrics.json is not JSON" in failed.stderr
     assert finished.paths.report.read_text(encoding="utf-8") == page
-
-
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI (mpirun) is not installed")
-def test_mpirun_starts_a_run_like_torchrun(whole_run, spread_of, bench, tmp_path: Path):
-    expected, _ = whole_run(spread_of("ddp"))
-    run = bench.at(tmp_path / "w").spread("ddp", 2)
-    ended = run.run(
-        Stage.TRAIN, launcher=["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", sys.executable]
-    )
-    assert ended.exit_code == 0, ended.output
-    assert {report.rank: report.world_size for report in ended.reports.values()} == {0: 2, 1: 2}
-    assert run.losses() == pytest.approx(expected.losses(), rel=1e-6)

@@ -89,14 +89,11 @@ def server(key: Path, privilege_folder: None, tmp_path: Path) -> Iterator[tuple[
 
 def test_a_session_finds_the_programs_of_the_image_and_no_secret(server, key: Path, tmp_path: Path):
     _, run = server
-    output, errors = run("printenv PATH PYTHONPATH; printenv SECRET; command -v python").communicate(
-        timeout=TIMEOUT_SECONDS
-    )
-    path, python_path, python = output.splitlines()
+    output, errors = run("printenv PATH PYTHONPATH; printenv SECRET").communicate(timeout=TIMEOUT_SECONDS)
+    path, python_path = output.splitlines()
     assert errors == ""
     assert str(Path(sys.executable).parent) in path.split(":")  # bash may read a .bashrc that puts others before
     assert python_path == '/some where/"x"'
-    assert python == str(Path(sys.executable).parent / "python")
 
     stranger = tmp_path / "stranger"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(stranger)], check=True)

@@ -11,9 +11,8 @@ from finetune_operator.api.docs import SETTINGS_EXAMPLE
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import Price, Settings
 from finetune_operator.api.settings_check import check_settings
-from finetune_operator.cli.console import UsageError
 from finetune_operator.documents import read_documents
-from finetune_operator.cli.inputs import read_settings
+from finetune_operator.settings_file import SettingsError, read_settings_file
 
 PRICE = {"product": "H100", "gpus": 8, "perHour": 90.0}
 WRONG: dict[str, tuple[Any, list[tuple[str, str | None, str]]]] = {
@@ -96,18 +95,18 @@ def test_the_example_of_the_documentation_can_be_used() -> None:
     assert settings.prices[1] == Price(product="cpu", gpus=0, perHour=1.2)
 
 
-def test_a_file_with_wrong_settings_is_refused_with_its_lines(tmp_path: Path) -> None:
+def test_a_file_with_wrong_settings_is_refused_with_all_their_paths(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("currency: dollars\nlimits:\n  imagePullSecond: 5\n", encoding="utf-8")
-    with pytest.raises(UsageError) as refused:
-        read_settings(file)
-    assert str(refused.value) == (
-        f"--settings: {file}:3: limits.imagePullSecond 5 there is no such field; did you mean imagePullSeconds?; "
-        f'{file}:1: currency "dollars" must be a currency\'s ISO 4217 code, such as USD; change it, or leave it out'
+    with pytest.raises(SettingsError) as refused:
+        read_settings_file(file)
+    assert refused.value.problems == (
+        f"{file}: limits.imagePullSecond 5: there is no such field; did you mean imagePullSeconds?",
+        f'{file}: currency "dollars": must be a currency\'s ISO 4217 code, such as USD; change it, or leave it out',
     )
 
 
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("# nothing\n", encoding="utf-8")
-    assert read_settings(file) == Settings()
+    assert read_settings_file(file) == Settings()

@@ -224,12 +224,15 @@ def test_the_authority_is_replaced_at_two_thirds_of_its_life_and_no_leaf_outlive
     assert now.authority != first.authority
 
 
-def damaged(name: str, value: str | None) -> Callable[[dict[str, Any]], None]:
+def damaged(entries: dict[str, str | None]) -> Callable[[dict[str, Any]], None]:
+    """Puts text in the place of entries; None: nothing."""
+
     def change(data: dict[str, Any]) -> None:
-        if value is None:
-            del data[name]
-        else:
-            data[name] = base64.b64encode(value.encode()).decode()
+        for name, value in entries.items():
+            if value is None:
+                del data[name]
+            else:
+                data[name] = base64.b64encode(value.encode()).decode()
 
     return change
 
@@ -240,14 +243,14 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "empty": (lambda data: data.clear(), "ca.crt: no certificate in PEM"),
     "not base64": (lambda data: data.update({"ca.crt": "%%%"}), "ca.crt: no certificate in PEM"),
     "not text": (lambda data: data.update({"ca.crt": "/w=="}), "ca.crt: no certificate in PEM"),
-    "without the authority's key": (damaged("ca.key", None), "ca.key: no private key in PEM"),
-    "with a cut key": (damaged("ca.key", STRANGER.authority_key[:80]), "ca.key: no private key in PEM"),
-    "with another key": (damaged("ca.key", STRANGER.authority_key), "ca.key: not the key of ca.crt"),
+    "without the authority's key": (damaged({"ca.key": None}), "ca.key: no private key in PEM"),
+    "with a cut key": (damaged({"ca.key": STRANGER.authority_key[:80]}), "ca.key: no private key in PEM"),
+    "with another key": (damaged({"ca.key": STRANGER.authority_key}), "ca.key: not the key of ca.crt"),
     "with an authority that has expired": (
-        lambda data: [damaged("ca.crt", EXPIRED.authority)(data), damaged("ca.key", EXPIRED.authority_key)(data)],
+        damaged({"ca.crt": EXPIRED.authority, "ca.key": EXPIRED.authority_key}),
         "ca.crt: not valid now",
     ),
-}  # type: ignore[dict-item]
+}
 
 
 @pytest.mark.parametrize("case", DAMAGES)
@@ -268,12 +271,9 @@ def test_a_secret_that_is_of_no_use_is_made_anew_with_a_warning(case: str, caplo
 
 
 LEAF_DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
-    "is not there": damaged("tls.crt", None),
-    "has another key": damaged("tls.key", STRANGER.leaf_key),
-    "is of another authority": lambda data: [  # type: ignore[dict-item, return-value]
-        damaged("tls.crt", STRANGER.leaf)(data),
-        damaged("tls.key", STRANGER.leaf_key)(data),
-    ],
+    "is not there": damaged({"tls.crt": None}),
+    "has another key": damaged({"tls.key": STRANGER.leaf_key}),
+    "is of another authority": damaged({"tls.crt": STRANGER.leaf, "tls.key": STRANGER.leaf_key}),
 }
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 import ssl
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -244,6 +245,18 @@ def test_a_token_counts_for_the_pod_and_the_audience_it_was_made_for(case: str) 
     assert len(operator.reported) == (expected == 200)
 
 
+def test_the_standard_librarys_client_is_heard_as_transformers_uses_it() -> None:
+    def send(running: Running) -> int:
+        headers = {"Authorization": f"Bearer {GOOD}", "Content-Type": "application/json"}
+        request = urllib.request.Request(running.base + PATH, BODY.encode(), headers, method="POST")
+        with urllib.request.urlopen(request, timeout=10, context=trusting(CERTIFICATES)) as answer:
+            return int(answer.status)
+
+    operator = Operator()
+    assert ask(operator, lambda running: asyncio.to_thread(send, running)) == 200
+    assert operator.reported == [(POD, TAKEN)]
+
+
 def test_only_post_is_taken_and_the_answer_says_so() -> None:
     async def get(running: Running) -> tuple[int, Any, str | None]:
         async with running.session.get(running.base + PATH) as answer:
@@ -401,7 +414,7 @@ def test_guesses_through_a_stand_by_count_for_the_pod_and_not_for_the_stand_by()
     """The leader believes the address that a replica names, which shows the servers' certificate."""
 
     async def guess(running: Running) -> list[int]:
-        codes = []
+        codes: list[int] = []
         for pod in ("10.0.0.1", "10.0.0.2", "10.0.0.1"):
             headers = {RELAYED_FOR: pod, "Authorization": f"Bearer {token(f'guess-{len(codes)}')}"}
             async with running.session.post(

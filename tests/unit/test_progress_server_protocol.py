@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from datetime import UTC, datetime
 from typing import Any
 
@@ -12,7 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_contract.choices import Stage
-from finetune_operator.api.types import ProgressStatus
+from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.types import FineTuneJob, ProgressStatus
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.types import Facts
+from finetune_operator.rendering.manifests import stage
+from finetune_operator.rendering.types import Attempt, Owner, ProgressEndpoint, RenderContext
 from finetune_operator.shell.progress_protocol import AttemptKey, BadBodyError, attempt_of, later, progress_of
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678, tzinfo=UTC)
@@ -45,6 +51,34 @@ PATHS: dict[str, tuple[str, AttemptKey | None]] = {
 def test_a_path_means_one_attempt_or_none(case: str) -> None:
     path, expected = PATHS[case]
     assert attempt_of(ROOT + path) == expected
+
+
+def test_every_address_that_pods_are_given_means_their_attempt() -> None:
+    text = {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {"name": "9.tune"},
+        "spec": {
+            "task": "text-classification",
+            "model": {"uri": "hf://a/b"},
+            "dataset": {"uri": "hf://c/d"},
+            "training": {},
+            "predict": {},
+        },
+    }
+    job = FineTuneJob.model_validate_json(json.dumps(text))
+    context = RenderContext(
+        "team", job.spec, CLUSTER_SETTINGS, Owner("9.tune", "uid"), ProgressEndpoint("https://p:1", "CA")
+    )
+    made = plan(job, Facts(served=("job",)), CLUSTER_SETTINGS)
+    found = {
+        attempt_of(url)
+        for each in made.stages
+        for manifest in stage(made, context, Attempt(each, 12))
+        for url in re.findall(r"https://p:1(/[^\"\s]*)", json.dumps(manifest))
+    }
+    assert found == {AttemptKey("team", "9.tune", each, 12) for each in made.stages}
+    assert Stage.TRAIN in made.stages
 
 
 def body(metrics: dict[str, Any], **told: Any) -> bytes:

@@ -69,7 +69,7 @@ ACTIONS: dict[str, Callable[[World], object]] = {
     "resume": lambda w: w.edit(suspend=False),
     "jobs may not be made": lambda w: w.refuse.update({"Job": (403, "exceeded quota")}),
     "jobs may be made again": lambda w: w.refuse.clear(),
-    "the status is lost": lambda w: setattr(w, "status", {"phase": 7} if w.phase not in ENDED else w.status),
+    "the status is lost": lambda w: with_newest(w, lambda _: setattr(w, "status", {"phase": 7})),
     "a second passes": lambda w: w.wait(1),
     "a minute passes": lambda w: w.wait(60),
     "an hour passes": lambda w: w.wait(3600),

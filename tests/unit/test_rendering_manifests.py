@@ -192,7 +192,6 @@ def test_every_object_but_the_claim_belongs_to_the_job_and_every_pod_says_whose_
                     "name": "reviews",
                     "uid": "uid-1",
                     "controller": True,
-                    "blockOwnerDeletion": True,
                 }
             ],
         }

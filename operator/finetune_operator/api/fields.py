@@ -154,7 +154,8 @@ def _how_to_set(shape: Shape) -> str:
         needed = " and ".join(name for name, field in shape.body.fields.items() if field.required)
         return f"write it with {needed} below it"
     meaning = shape.description.removesuffix("Required.").strip().removesuffix(".")
-    return f"set it: {meaning[:1].lower()}{meaning[1:]}" if meaning else f"set it to {sentence(shape)}"
+    begin = meaning[:1] if meaning[1:2].isupper() else meaning[:1].lower()
+    return f"set it: {begin}{meaning[1:]}" if meaning else f"set it to {sentence(shape)}"
 
 
 def unknown_field(path: Path, value: JsonValue, names: Sequence[str]) -> Problem:

@@ -35,7 +35,12 @@ COLUMN_TASKS: Mapping[str, tuple[Task, ...]] = {
 }
 """Column role -> tasks that read it. A column that no stage reads would be accepted and ignored."""
 
-RESERVED_PREFIXES = ("finetune.dev/", "training.kubeflow.org/", "batch.kubernetes.io/")
+RESERVED_PREFIXES = (
+    "finetune.dev/",
+    "training.kubeflow.org/",
+    "batch.kubernetes.io/",
+    "app.kubernetes.io/managed-by",
+)
 """Of labels and annotations by which operators find their pods."""
 MUTABLE = {"runPolicy": ("suspend", "ttlSecondsAfterFinished"), "endpoint": ()}
 """What may change after the first stage has started: named fields of a block, or (empty) the whole block."""

@@ -7,6 +7,7 @@ keeps of a failure is all there is, and it is said so.
 from __future__ import annotations
 
 import asyncio
+import re
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -71,20 +72,27 @@ def node_of(job: ClusterJob, rank: int) -> int:
     return rank // max(1, plan.world_size // nodes)
 
 
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d))(?: |$)")
+
+
+def stamped_line(line: str) -> tuple[str, str]:
+    """The time that the kubelet put before a line, and the line; no time before what is not the container's."""
+    found = _STAMP.match(line)
+    return (found[1], line[found.end() :]) if found else ("", line)
+
+
 @dataclass
 class Printer:
-    """Writes lines with the pod's prefix, coloured on a terminal only, and plain where there is one pod only."""
+    """Writes lines with their pod's prefix, coloured on a terminal only."""
 
     console: Console
-    prefixed: bool = True
 
     def print(self, label: str, line: str) -> None:
         """One line, as it came: it is not cut, and nothing in it is taken for markup."""
-        text = Text()
-        if self.prefixed:
-            text.append(f"[{label}] ", style=COLOURS[zlib.crc32(label.encode()) % len(COLOURS)])
-        text.append_text(Text.from_ansi(line) if self.console.is_terminal else Text(line))
-        self.console.print(text, soft_wrap=True)
+        prefix = Text(f"[{label}] ", style=COLOURS[zlib.crc32(label.encode()) % len(COLOURS)])
+        self.console.print(
+            Text.assemble(prefix, Text.from_ansi(line) if self.console.is_terminal else line), soft_wrap=True
+        )
 
 
 # -------------------------------------------------------------------------------------------------------- what is there
@@ -103,10 +111,12 @@ async def show_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted, console: 
     for pod in pods:
         try:
             async for line in cluster.log(job, pod, tail=wanted.tail):
-                moment, _, text = line.partition(" ")
-                stamped.append((moment, label_of(pod), text))
+                moment, text = stamped_line(line)
+                # A line without a time is the node's own word about the log; it stays where it came.
+                last = moment or (stamped[-1][0] if stamped else "")
+                stamped.append((last, label_of(pod), text))
         except ClusterError as error:
-            if error.code not in (400, 404):
+            if error.code in (None, 401, 403):
                 raise
             unreadable.append(f"{pod.name}: {error}")
     for reason in unreadable:
@@ -213,21 +223,29 @@ class _Follower:
                 self.tasks[pod.uid] = asyncio.create_task(self._follow(pod, tail))
 
     async def _follow(self, pod: PodView, tail: int | None) -> None:
-        """The pod's lines to the last. A connection that breaks is taken up after the last line that came."""
+        """The pod's lines to the last. A connection that ends before the pod is taken up after the last line."""
         label, last = label_of(pod), ""
         while True:
+            over = pod.over
             try:
                 async for line in self.cluster.log(self.job, pod, follow=True, tail=tail, since=last or None):
-                    moment, _, text = line.partition(" ")
-                    if moment > last:
+                    moment, text = stamped_line(line)
+                    if not moment or moment > last:
                         self.printer.print(label, text)
-                        last, tail = moment, None
-                return
+                        last, tail = moment or last, None
+                if over:
+                    return
+                there = [each for each in await self.cluster.pods(self.job) if each.uid == pod.uid]
+                if not there:
+                    return
+                pod = there[0]
             except UnreachableError:
                 await asyncio.sleep(LOOK_SECONDS)
             except ClusterError as error:
                 note(f"the log of {pod.name} has ended: {error}")
                 return
+            if not pod.over:
+                await asyncio.sleep(LOOK_SECONDS)
 
 
 async def follow_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted, console: Console) -> None:

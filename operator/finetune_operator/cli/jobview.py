@@ -23,8 +23,6 @@ LOG_LINES = 12
 BAR_WIDTH = 24
 PHASE_STYLES = {"Succeeded": "bold green", "Failed": "bold red", "Suspended": "yellow", "Queued": "yellow"}
 STATE_STYLES = {"Succeeded": "green", "Failed": "red", "Running": "bold", "Suspended": "yellow"}
-GOOD = {"Accepted": "True", "Planned": "True", "Admitted": "True", "Stalled": "False"}
-"""What these conditions are as long as nothing stands in the way; then there is nothing to say about them."""
 
 
 def time_of(text: str | None) -> datetime | None:
@@ -66,19 +64,20 @@ class Page:
         parts: list[RenderableType] = [self._headline()]
         facts = _table()
         if status.progress is not None and self.job.outcome is None:
-            facts.add_row("progress", _bar(status.progress), figures(status.progress, self.now))
+            facts.add_row("progress", _bar(status.progress).append(f"  {figures(status.progress, self.now)}", style=""))
         _lines(facts, "plan", () if status.plan is None else plan_lines(status.plan))
         for label, text in self._results():
             facts.add_row(label, Text(text))
         if facts.row_count:
-            parts.append(Padding(_flat(facts), (0, 0, 0, 2)))
+            parts.append(Padding(facts, (0, 0, 0, 2)))
         if status.stages:
             parts.append(self._titled("Stages", self._stages()))
         conditions = notable(status.conditions, failure_is_shown=status.failure is not None)
         if conditions:
             parts.append(self._titled("Conditions", self._conditions(conditions)))
         if status.failure is not None:
-            parts.append(self._titled("Failure", _failure(status.failure)))
+            over = self.job.outcome == "Failed"
+            parts.append(self._titled("Failure" if over else "Last failure", _failure(status.failure)))
         if self.events is None:
             parts.append(Text("Events may not be read in this namespace.", style="dim"))
         elif self.events:
@@ -166,11 +165,7 @@ def print_page(console: Console, page: Page) -> None:
 def _table() -> Table:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
-    return table
-
-
-def _flat(table: Table) -> Table:
-    table.columns[-1].overflow = "fold"
+    table.add_column(overflow="fold")
     return table
 
 
@@ -224,19 +219,23 @@ def plan_lines(plan: PlanStatus) -> tuple[str, str]:
 
 
 def notable(conditions: Sequence[Condition], failure_is_shown: bool) -> tuple[Condition, ...]:
-    """Conditions that say something: what stands in the way, and what is being waited for; each message once."""
-    chosen: list[Condition] = []
+    """Conditions that say something: what stands in the way, and what is being waited for; each message once.
+
+    Of a refusal the condition that holds the problems is enough, without those that only point to it.
+    """
     over = any(one.type in ("Succeeded", "Failed") and one.status == "True" for one in conditions)
-    for one in conditions:
-        if one.type in GOOD:
-            says = one.status != GOOD[one.type] and not (one.type == "Stalled" and failure_is_shown)
-        elif one.type == "Failed":
-            says = one.status == "True" and not failure_is_shown
-        else:
-            says = one.type in ("Running", "Ready") and one.status != "True" and not over and bool(one.message)
-        if says and one.message not in [other.message for other in chosen]:
-            chosen.append(one)
-    return tuple(chosen)
+    refused = [one for one in conditions if one.type in ("Accepted", "Planned", "Admitted") and one.status == "False"]
+    if refused or over:
+        ends = [one for one in conditions if one.type == "Failed" and one.status == "True" and not failure_is_shown]
+        return (*refused, *ends)
+    waits = [
+        one
+        for one in conditions
+        if (one.type, one.status) in (("Stalled", "True"), ("Running", "False")) and one.message
+    ]
+    return tuple(
+        one for number, one in enumerate(waits) if one.message not in [each.message for each in waits[:number]]
+    )
 
 
 def _failure(failure: FailureStatus) -> Group:

@@ -160,7 +160,8 @@ def first_cause(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Caus
             return _from_report(pod, report)
     if done_to_pods:
         return min(done_to_pods, key=lambda one: _weight(one))
-    silent = [pod for pod in failed if pod.ended is not None and pod.ended.report is None]
+    heard = {pod.name for pod, _ in reports}
+    silent = [pod for pod in failed if pod.ended is not None and pod.name not in heard]
     by_code = [_from_exit_code(pod) for pod in silent]
     telling = [one for one in by_code if one.cause not in ECHOES]
     if telling:

@@ -9,6 +9,7 @@ from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.api.template import PROGRESS_AUDIENCE as PROGRESS_AUDIENCE
 from finetune_operator.api.types import FineTuneJobSpec
 
 Manifest: TypeAlias = dict[str, JsonValue]
@@ -24,8 +25,6 @@ ATTEMPT_LABEL = "finetune.dev/attempt"
 HASH_ANNOTATION = "finetune.dev/config-sha256"
 MANAGED_BY = {"app.kubernetes.io/managed-by": "finetune-operator"}
 """Label of every object that the operator makes."""
-PROGRESS_AUDIENCE = "finetune.dev/progress"
-"""Audience of the projected token with which pods report progress."""
 
 
 @dataclass(frozen=True)

@@ -122,6 +122,15 @@ def run(
         ),
     ] = True,
     workers: Annotated[int, typer.Option("--workers", min=1, max=256, help="Jobs that are looked at at once.")] = 8,
+    listen: Annotated[
+        str | None, typer.Option("--listen", metavar="ADDRESS", help="Address to serve on. Left out: all.")
+    ] = None,
+    http_port: Annotated[
+        int, typer.Option("--http-port", min=0, max=65535, help="Port of /healthz, /readyz, /metrics; 0: any.")
+    ] = 8080,
+    progress_port: Annotated[
+        int, typer.Option("--progress-port", min=0, max=65535, help="Port for the progress of pods; 0: any.")
+    ] = 8443,
     log_format: Annotated[LogFormat, typer.Option("--log-format", help="Form of the log.")] = LogFormat.TEXT,
     log_level: Annotated[LogLevel, typer.Option("--log-level", help="The least that is logged.")] = LogLevel.INFO,
 ) -> None:
@@ -144,15 +153,19 @@ def run(
     from kubernetes.aio.config import ConfigException
 
     from finetune_operator.reconcile.decide import decide
+    from finetune_operator.shell.kube import ApiError
     from finetune_operator.shell.startup import Options
     from finetune_operator.shell.startup import run as run_operator
 
-    options = Options(chosen, home or "default", kubeconfig, context, leader_election, workers)
+    options = Options(
+        chosen, home or "", kubeconfig, context, leader_election, workers, listen, http_port, progress_port
+    )
     try:
         asyncio.run(run_operator(options, decide))
     except ConfigException as error:
-        print(f"Error: there is no cluster to be had: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
+        _fail(f"there is no cluster to be had: {error}", error)
+    except (ApiError, OSError) as error:
+        _fail(str(error), error)
 
 
 def _settings(file: Path) -> Settings:
@@ -166,6 +179,11 @@ def _usage(*problems: str) -> NoReturn:
     for problem in problems:
         print(f"Error: {problem}", file=sys.stderr)
     raise typer.Exit(USAGE)
+
+
+def _fail(why: str, error: Exception) -> NoReturn:
+    print(f"Error: {why}", file=sys.stderr)
+    raise typer.Exit(1) from error
 
 
 # ----------------------------------------------------------------------------------------------------------------- logs

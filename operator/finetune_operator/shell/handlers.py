@@ -27,7 +27,7 @@ WATCHED = (FINETUNE_JOB, JOB, POD, PYTORCH_JOB, MPI_JOB)
 
 
 class _Backoffs:
-    """Seconds between kopf's tries, without an end: an API server that is away for an hour must not end the operator."""
+    """Seconds between kopf's tries, without an end: an API server that is away for long does not end the operator."""
 
     def __iter__(self) -> Iterator[float]:
         yield from (0.5, 1, 2, 3)

@@ -9,20 +9,21 @@ What is used, and so what the Roles in manifests/operator grant:
 
 | group | resource | verbs | where | for |
 |---|---|---|---|---|
-| finetune.dev | finetunejobs | get list watch delete | jobs' namespaces | jobs; get after a conflict; delete for their time to live |
-| finetune.dev | finetunejobs/status | patch | jobs' namespaces | status, by server-side apply |
-| batch | jobs | get list watch create delete | jobs' namespaces | attempts |
-| kubeflow.org | pytorchjobs mpijobs | get list watch create delete | jobs' namespaces | attempts |
-| "" | configmaps services persistentvolumeclaims | get create | jobs' namespaces | beside attempts; get when the name is taken |
-| "" | pods | list watch | jobs' namespaces | reports, causes |
-| "" | pods/log | get | jobs' namespaces | end of a failed pod's log |
-| "" | events | create | jobs' namespaces | the story |
-| apiextensions.k8s.io | customresourcedefinitions | list watch | cluster-wide operator only | kinds that appear later (by kopf) |
+| finetune.dev | finetunejobs | get list watch delete | jobs | get after a conflict; delete for the time to live |
+| finetune.dev | finetunejobs/status | patch | jobs | status, by server-side apply |
+| batch | jobs | get list watch create delete | jobs | attempts |
+| kubeflow.org | pytorchjobs mpijobs | get list watch create delete | jobs | attempts |
+| "" | configmaps services persistentvolumeclaims | get create | jobs | beside attempts; get when a name is taken |
+| "" | pods | list watch | jobs | reports, causes |
+| "" | pods/log | get | jobs | end of a failed pod's log |
+| "" | events | create | jobs | the story |
+| apiextensions.k8s.io | customresourcedefinitions | list watch | cluster | later kinds (cluster-wide only) |
 | authentication.k8s.io | tokenreviews | create | cluster | tokens of progress posts |
-| coordination.k8s.io | leases | get create update | the operator's namespace | leadership (leader.py) |
-| "" | secrets | get create update | the operator's namespace | the progress server's certificate |
+| coordination.k8s.io | leases | get create update | own | leadership (leader.py) |
+| "" | secrets | get create update | own | the progress server's certificate |
 
-Discovery (/api, /apis, /version) is open to every authenticated client.
+Where: `jobs` = the namespaces of jobs, `own` = the operator's own, `cluster` = no namespace. Watches, and one more list
+of what is watched, are kopf's. Discovery (/api, /apis, /version) is open to every authenticated client.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ SERVICE = Resource("v1", "Service", "services")
 CLAIM = Resource("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 EVENT = Resource("v1", "Event", "events")
 SECRET = Resource("v1", "Secret", "secrets")
+LEASE = Resource("coordination.k8s.io/v1", "Lease", "leases")
 TOKEN_REVIEW = Resource("authentication.k8s.io/v1", "TokenReview", "tokenreviews", namespaced=False)
 
 RESOURCES: tuple[Resource, ...] = (
@@ -120,6 +122,7 @@ RESOURCES: tuple[Resource, ...] = (
     CLAIM,
     EVENT,
     SECRET,
+    LEASE,
     TOKEN_REVIEW,
 )
 _BY_KIND = {(each.api_version, each.kind): each for each in RESOURCES}
@@ -307,7 +310,8 @@ class Kube:
             page = await self._json("list", resource, resource.path(namespace), query=query, seconds=LIST_SECONDS)
             metadata = page["metadata"]
             found = page["items"] or []
-            assert isinstance(metadata, dict) and isinstance(found, list)
+            assert isinstance(metadata, dict)
+            assert isinstance(found, list)
             # Items of built-in lists come without their kind.
             named = {"apiVersion": resource.api_version, "kind": resource.kind}
             items.extend({**named, **item} for item in found if isinstance(item, dict))
@@ -511,7 +515,7 @@ class Kube:
 
 
 def _delay(attempt: int, retry_after: float | None) -> float:
-    """Seconds before the next try: doubled each time, and half of it by chance, so that many do not come back at once."""
+    """Seconds before the next try: doubled each time, half of it by chance so that many do not come back at once."""
     doubled: float = min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2 ** (attempt - 1))
     jittered = doubled * (0.5 + random.random() / 2)
     return max(jittered, min(retry_after or 0.0, LONGEST_RETRY_AFTER_SECONDS))

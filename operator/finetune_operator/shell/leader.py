@@ -13,37 +13,37 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import aiohttp
-from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.exceptions import ApiException
 from kubernetes.aio.leaderelection.electionconfig import Config
 from kubernetes.aio.leaderelection.leaderelection import LeaderElection
 from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRecord
-from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock
+from kubernetes.aio.leaderelection.resourcelock.baselock import BaseLock
+from pydantic import JsonValue
 
-from finetune_operator.shell.kube import Outage
+from finetune_operator.rendering.types import Manifest
+from finetune_operator.shell.kube import LEASE, ApiError, Kube, UnavailableError
 
 log = logging.getLogger(__name__)
 
-LEASE = "finetune-operator"
-LEASE_SECONDS = 20.0
+LEASE_NAME = "finetune-operator"
+LEASE_SECONDS = 20
 RENEW_SECONDS = 15.0
 """Without a renewal for this long, the leader stops acting: before the Lease ends."""
 RETRY_SECONDS = 4.0
 """Between two renewals, and between two looks of the stand-by: 15 requests a minute for both."""
 REQUEST_SECONDS = 5.0
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
-
-Answer = TypeVar("Answer")
 
 
 def identity() -> str:
@@ -67,60 +67,85 @@ def own_namespace() -> str | None:
     return NAMESPACE_FILE.read_text().strip() if NAMESPACE_FILE.is_file() else None
 
 
-class _Lock(LeaseLock):
-    """The Lease, with answers where the library would raise: a network that is away must not end the election."""
+class LeaseLock(BaseLock):
+    """The Lease, as the library's election wants it: answers, never errors. A network that is away must not end the
+    election. (The library's own lock for Leases fails at every create in kubernetes 37.)
+    """
 
-    def __init__(self, namespace: str, holder: str, api: ApiClient, outage: Outage, renewed: Callable[[float], None]):
-        super().__init__(LEASE, namespace, holder, api)
-        self._outage = outage
+    def __init__(self, kube: Kube, namespace: str, holder: str, renewed: Callable[[float], None]) -> None:
+        super().__init__(LEASE_NAME, namespace, holder)
+        self._kube = kube
         self._renewed = renewed
+        self._lease: Manifest | None = None
 
     async def get(self, name: str, namespace: str) -> Any:
-        """The record, or why there is none."""
+        """True and the record, or False and the reason."""
         try:
-            return await self._asked(super().get(name, namespace))
-        except _NoAnswerError as error:
-            return False, ApiException(status=0, reason=str(error))
+            self._lease = await self._within(self._kube.get(LEASE, namespace, name))
+        except ApiError as error:
+            refusal = ApiException(status=error.code, reason=str(error))
+            refusal.body = json.dumps({"code": error.code})
+            return False, refusal
+        return True, _record(_spec(self._lease))
 
     async def create(self, name: str, namespace: str, election_record: LeaderElectionRecord) -> bool:
         """Whether the Lease is ours now."""
-        return await self._taken(super().create(name, namespace, election_record))
+        metadata: dict[str, JsonValue] = {"name": name, "namespace": namespace}
+        lease: Manifest = {"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": metadata}
+        return await self._taken(self._kube.create({**lease, "spec": self._held(None)}, namespace))
 
     async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
-        """Whether the Lease is ours still, or now."""
-        return await self._taken(super().update(name, namespace, updated_record))
+        """Whether the Lease is ours still, or now; False also when somebody was faster."""
+        if self._lease is None:
+            return False
+        lease = {**self._lease, "spec": self._held(_spec(self._lease))}
+        return await self._taken(self._kube.replace(lease, namespace, name))
 
     async def give_back(self) -> None:
-        """Let the next one have it at once."""
-        held, record = await self.get(LEASE, self.namespace)
-        lease = self.lease_reference
-        if held and record is not None and record.holder_identity == self.identity and lease and lease.spec:
-            lease.spec.holder_identity = ""
-            await self._asked(self.api_instance.replace_namespaced_lease(LEASE, self.namespace, lease))
+        """Let the next one have it at once. ApiError."""
+        lease = await self._within(self._kube.get(LEASE, self.namespace, LEASE_NAME))
+        spec = _spec(lease)
+        if spec.get("holderIdentity") == self.identity:
+            free = {**lease, "spec": {**spec, "holderIdentity": ""}}
+            await self._within(self._kube.replace(free, self.namespace, LEASE_NAME))
 
-    async def _taken(self, request: Awaitable[bool]) -> bool:
+    def _held(self, before: Mapping[str, JsonValue] | None) -> dict[str, JsonValue]:
+        now = datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+        ours = before is not None and before.get("holderIdentity") == self.identity
+        return {
+            "holderIdentity": self.identity,
+            "leaseDurationSeconds": LEASE_SECONDS,
+            "acquireTime": before.get("acquireTime") if before is not None and ours else now,
+            "renewTime": now,
+        }
+
+    async def _taken(self, request: Awaitable[Manifest]) -> bool:
         began = time.monotonic()
         try:
-            taken = await self._asked(request)
-        except _NoAnswerError:
+            await self._within(request)
+        except ApiError:
             return False
-        if taken:
-            self._renewed(began)
-        return taken
+        self._renewed(began)
+        return True
 
-    async def _asked(self, request: Awaitable[Answer]) -> Answer:
+    async def _within(self, request: Awaitable[Manifest]) -> Manifest:
         try:
             async with asyncio.timeout(REQUEST_SECONDS):
-                answer = await request
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            self._outage.failed()
-            raise _NoAnswerError(f"no answer: {error or type(error).__name__}") from error
-        self._outage.answered()
-        return answer
+                return await request
+        except TimeoutError as error:
+            self._kube.outage.failed()
+            raise UnavailableError("the Lease", 0, "", f"no answer within {REQUEST_SECONDS:g} s") from error
 
 
-class _NoAnswerError(Exception):
-    """The API server did not answer."""
+def _spec(lease: Manifest) -> Mapping[str, JsonValue]:
+    spec = lease.get("spec")
+    return spec if isinstance(spec, dict) else {}
+
+
+def _record(spec: Mapping[str, JsonValue]) -> LeaderElectionRecord:
+    """What is empty is None: a Lease without a holder is free."""
+    names = ("holderIdentity", "leaseDurationSeconds", "acquireTime", "renewTime")
+    return LeaderElectionRecord(*(str(spec[name]) if spec.get(name) else None for name in names))
 
 
 class Leader:
@@ -128,10 +153,9 @@ class Leader:
 
     def __init__(
         self,
-        api: ApiClient,
+        kube: Kube,
         namespace: str,
         leading: asyncio.Event,
-        outage: Outage,
         prepare: Callable[[], Awaitable[None]],
         begin: Callable[[], None],
         holder: str | None = None,
@@ -140,7 +164,7 @@ class Leader:
         self._leading = leading
         self._prepare = prepare
         self._begin = begin
-        self._lock = _Lock(namespace, holder or identity(), api, outage, self._renewed)
+        self._lock = LeaseLock(kube, namespace, holder or identity(), self._renewed)
         self._fence: asyncio.TimerHandle | None = None
         self._taking_over: asyncio.Task[None] | None = None
         self._holding = False
@@ -160,18 +184,14 @@ class Leader:
             self._election = LeaderElection(
                 Config(self._lock, LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS, self._won, self._lost)
             )
-            try:
-                await self._election.run()
-            except ApiException as error:
-                log.warning("the election is begun anew: %s %s", error.status, error.reason)
-                await asyncio.sleep(RETRY_SECONDS)
+            await self._election.run()
 
     async def stop(self) -> None:
         """Act no more and give the Lease back."""
         self._stop_acting()
         try:
             await self._lock.give_back()
-        except (_NoAnswerError, ApiException) as error:
+        except ApiError as error:
             log.info("the lease was not given back, and ends by itself: %s", error)
 
     async def _won(self) -> None:

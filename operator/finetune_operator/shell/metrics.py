@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from finetune_contract.layout import FailureClass
 from finetune_operator.api.types import FineTuneJobStatus, Phase, StageStatus
+from finetune_operator.reconcile.failures import OperatorCause
 from finetune_operator.shell.kube import LAUNCHER_RESOURCES, RESOURCES
 
 OTHER = "other"
@@ -30,7 +31,7 @@ RESOURCE_NAMES = frozenset(
 """What requests are about, in the words of `kube.py`."""
 
 _PHASES: tuple[str, ...] = get_args(Phase)
-_CAUSES = frozenset(FailureClass) | {OTHER}
+_CAUSES = frozenset[str](FailureClass) | frozenset[str](OperatorCause)
 _STAGE_BUCKETS = (10, 30, 60, 300, 900, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86_400, 3 * 86_400)
 """Seconds: a check of some rows takes half a minute, a training run days."""
 _RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)

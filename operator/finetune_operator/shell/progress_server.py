@@ -322,9 +322,7 @@ def _address(request: web.BaseRequest) -> str:
 
 
 def _too_large() -> RefusedError:
-    return RefusedError(
-        HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body is larger than {BODY_LIMIT_BYTES} bytes"
-    )
+    return RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body is larger than {BODY_LIMIT_BYTES} bytes")
 
 
 def _unauthorized(why: str) -> RefusedError:

@@ -27,12 +27,16 @@ from kubernetes.aio.client import ApiClient
 
 from finetune_operator.api.settings import Settings
 from finetune_operator.shell.discovery import Discovery
+from finetune_operator.shell.endpoints import HTTP_PORT
 from finetune_operator.shell.handlers import kopf_settings, registry
-from finetune_operator.shell.kube import Kube, connect
+from finetune_operator.shell.kube import Kube, TooManyRequestsError, UnavailableError, connect
 from finetune_operator.shell.leader import Leader
+from finetune_operator.shell.metrics import Metrics
+from finetune_operator.shell.progress_server import PORT
 from finetune_operator.shell.queue import WorkQueue
 from finetune_operator.shell.reconciler import Decide, Reconciler
-from finetune_operator.shell.state import Measurements, NoMeasurements, OperatorState, ProgressBook, Service
+from finetune_operator.shell.serving import Servers
+from finetune_operator.shell.state import Measurements, OperatorState, ProgressBook, Service
 from finetune_operator.shell.store import Store
 from finetune_operator.shell.sync import Syncer
 
@@ -40,7 +44,7 @@ log = logging.getLogger(__name__)
 
 FINISH_SECONDS = 15.0
 """For the passes in hand at the end; Kubernetes gives 30 s in all."""
-KOPF_AGAIN_SECONDS = 2.0
+AGAIN_SECONDS = 2.0
 SPARE_CONNECTIONS = 8
 """Beside one for each worker: for lists, the Lease, tokens."""
 
@@ -51,11 +55,15 @@ class Options:
 
     settings: Settings
     namespace: str
-    """The operator's own."""
+    """The operator's own; empty: it has none, as one process outside of a cluster."""
     kubeconfig: Path | None = None
     context: str | None = None
     leader_election: bool = True
     workers: int = 8
+    listen: str | None = None
+    """Address to serve on; None: all."""
+    http_port: int = HTTP_PORT
+    progress_port: int = PORT
 
 
 class Operator:
@@ -77,28 +85,18 @@ class Operator:
             leader_address=lambda: None,
             measurements=measurements,
         )
-        discovery = Discovery(kube, once=bool(options.settings.namespaces))
+        self._discovery = discovery = Discovery(kube, once=bool(options.settings.namespaces))
         self._syncer = Syncer(self.state, discovery)
         self._reconciler = Reconciler(self.state, discovery, decide)
         self._leader: Leader | None = None
         self._stop_kopf = threading.Event()
-        self._background: dict[str, asyncio.Task[None]] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self._workers: list[asyncio.Task[None]] = []
+        self._others: list[asyncio.Task[None]] = []
         if options.leader_election:
-            self._leader = Leader(
-                api, options.namespace, self.state.leading, kube.outage, self._prepare_to_lead, self._look_at_all
-            )
+            self._leader = Leader(kube, options.namespace, self.state.leading, self._prepare_to_lead, self._look_at_all)
             self.state.leader_address = self._leader.leader_address
         kube.outage.on_end = lambda: self._syncer.request_all("outage")
-
-    # --------------------------------------------------------------------------------------------------------- health
-
-    def faults(self) -> Sequence[str]:
-        """What has ended that has to run for ever."""
-        return [f"{name} has ended" for name, task in self._background.items() if task.done()]
-
-    def missing(self) -> Sequence[str]:
-        """What is not there yet before jobs can be looked after."""
-        return [] if self.state.synced.is_set() else ["the state of the cluster has not been read yet"]
 
     # ---------------------------------------------------------------------------------------------------------- running
 
@@ -106,44 +104,60 @@ class Operator:
         """Run until `stopping`."""
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._end)
+            if not await _unless(stopping, self._reach()):
+                return
             for service in services:
                 stack.push_async_callback(service.stop)
-                await service.start(self.state)
-            self._start("watching", self._watch())
-            self._start("resync", self._syncer.run())
-            workers = [self._start(f"worker {n}", self._reconciler.work()) for n in range(self._options.workers)]
-            self._start("start", self._begin(stopping))
+                if not await _unless(stopping, service.start(self.state)):
+                    return
+            self._watching = asyncio.create_task(self._watch(), name="watching")
+            self._workers = [
+                asyncio.create_task(self._reconciler.work(), name=f"worker {number}")
+                for number in range(1, self._options.workers + 1)
+            ]
+            self._others = [
+                asyncio.create_task(self._syncer.run(), name="resync"),
+                asyncio.create_task(self._lead(), name="leading"),
+            ]
+            self.state.tasks += [self._watching, *self._workers, *self._others]
+            for task in self.state.tasks:
+                task.add_done_callback(_tell_fault)
             await stopping.wait()
-            log.info("ending")
-            for name in ("start", *(f"worker {n}" for n in range(len(workers)))):
-                self._background.pop(name, None)
-            self.state.queue.close()
-            await asyncio.wait(workers, timeout=FINISH_SECONDS)
 
-    async def _begin(self, stopping: asyncio.Event) -> None:
+    async def _reach(self) -> None:
+        """Wait for the API server; one that is away at the start does not end the operator again and again."""
+        while True:
+            try:
+                await self._discovery.refresh()
+            except (UnavailableError, TooManyRequestsError) as error:
+                log.warning("waiting for the API server: %s", error)
+                await asyncio.sleep(AGAIN_SECONDS)
+            else:
+                return
+
+    async def _lead(self) -> None:
         await self._syncer.fill("start")
         if self._leader is not None:
             await self._leader.run()
         self.state.leading.set()
         self._look_at_all()
-        await stopping.wait()
+        await asyncio.Event().wait()
 
     async def _end(self) -> None:
+        """Workers finish while everything they need still runs, the Lease included."""
+        log.info("ending")
         self._stop_kopf.set()
+        self.state.queue.close()
+        if self._workers:
+            await asyncio.wait(self._workers, timeout=FINISH_SECONDS)
+        for task in (*self._workers, *self._others):
+            task.cancel()
+        await asyncio.gather(*self._workers, *self._others, return_exceptions=True)
+        self.state.leading.clear()
         if self._leader is not None:
             await self._leader.stop()
-        self.state.leading.clear()
-        watching = self._background.pop("watching", None)
-        for task in self._background.values():
-            task.cancel()
-        await asyncio.gather(*self._background.values(), return_exceptions=True)
-        if watching is not None:
-            await asyncio.wait([watching], timeout=FINISH_SECONDS)
-
-    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._background[name] = task
-        return task
+        if self._watching is not None:
+            await asyncio.wait([self._watching], timeout=FINISH_SECONDS)
 
     async def _prepare_to_lead(self) -> None:
         await self._syncer.fill("leadership")
@@ -162,7 +176,7 @@ class Operator:
             except Exception as error:
                 log.warning("watching is begun anew: %s: %s", type(error).__name__, error)
             if not self._stop_kopf.is_set():
-                await asyncio.sleep(KOPF_AGAIN_SECONDS)
+                await asyncio.sleep(AGAIN_SECONDS)
                 self._syncer.request_all("relist")
 
     def _kopf(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -178,12 +192,38 @@ class Operator:
 
 
 async def run(options: Options, decide: Decide) -> None:
-    """Run until a signal ends it."""
+    """Run until a signal ends it. ConfigException when no cluster is configured; OSError when a port is taken; ApiError
+    when the API server refuses what is needed to begin.
+    """
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    async with AsyncExitStack() as stack:
-        api = await connect(options.kubeconfig, options.context, pool=options.workers + SPARE_CONNECTIONS)
-        stack.push_async_callback(api.close)
-        await Operator(options, api, decide, NoMeasurements()).run(stopping, ())
+    api = await connect(options.kubeconfig, options.context, pool=options.workers + SPARE_CONNECTIONS)
+    try:
+        metrics = Metrics()
+        servers = Servers(
+            metrics, host=options.listen, http_port=options.http_port, progress_port=options.progress_port
+        )
+        await Operator(options, api, decide, metrics).run(stopping, (servers,))
+    finally:
+        await api.close()  # type: ignore[no-untyped-call]
+
+
+def _tell_fault(task: asyncio.Task[None]) -> None:
+    """What ends of itself is a fault of ours; /healthz tells too, and the kubelet then starts the operator anew."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("%s has ended: %s: %s", task.get_name(), type(error).__name__, error, exc_info=error)
+
+
+async def _unless(stopping: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Whether `work` came to its end before `stopping`; if not, it is cancelled."""
+    task, stop = asyncio.ensure_future(work), asyncio.ensure_future(stopping.wait())
+    await asyncio.wait((task, stop), return_when=asyncio.FIRST_COMPLETED)
+    stop.cancel()
+    if task.done():
+        task.result()
+        return True
+    task.cancel()
+    await asyncio.wait([task])
+    return False

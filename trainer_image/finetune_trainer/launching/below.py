@@ -57,31 +57,25 @@ class Below:
         """Starts it, waits for its end, and ends what it leaves. OSError when it cannot be started."""
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
-        before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._on_alarm)
-        try:
-            # A session of its own: a terminal's Ctrl-C would reach it a second time.
-            program = subprocess.Popen(
-                command,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                start_new_session=True,
-            )
-            assert program.stderr is not None
-            tail = _Tail(program.stderr)
-            self._pid = program.pid
-            if self._asked_at is not None:  # the signal came while it was being started
-                self._ask(program.pid)
-            code = _wait_for(program)
-            self._pid = None
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            kill_everything_below()
-            return End(code, self._asked_at, tail.text())
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGALRM, self._on_alarm)
+        # A session of its own: a terminal's Ctrl-C would reach it a second time.
+        program = subprocess.Popen(
+            command, env=dict(environment), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+        )
+        assert program.stderr is not None
+        tail = _Tail(program.stderr)
+        self._pid = program.pid
+        if self._asked_at is not None:  # the signal came while it was being started
+            self._ask(program.pid)
+        code = _wait_for(program)
+        # What is left to do takes a moment, and a signal must not take the report away.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        kill_everything_below()
+        return End(code, self._asked_at, tail.text())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Only the first one counts: a launcher that is told twice kills at once."""

@@ -59,8 +59,8 @@ _KILLED = re.compile(
 _EXITED = re.compile(r"Process name: \[\[\d+,\d+\],\s*(?P<rank>\d+)\]\s+Exit code:\s+(?P<code>\d+)")
 _UNREACHED = re.compile(
     r"unable to reliably start one or more daemons|lost communication with a remote daemon|"
-    r"does not know how to route|daemon .* terminated before it could",
-    re.IGNORECASE | re.DOTALL,
+    r"does not know how to route",
+    re.IGNORECASE,
 )
 
 
@@ -140,12 +140,13 @@ def ends_told(output: str) -> dict[int, int]:
 
 def trouble_told(output: str) -> FailureReport | None:
     """The failure that mpirun's own words tell of: a worker that it could not reach or has lost."""
-    if not _UNREACHED.search(output):
+    line = next((line.strip() for line in output.splitlines() if _UNREACHED.search(line)), None)
+    if line is None:
         return None
     return FailureReport(
         failure_class=FailureClass.COLLECTIVE,
         reason="WorkerUnreachable",
-        message=f"mpirun could not reach a worker, or has lost it: {' '.join(output.split())[-600:]}",
+        message=f"mpirun could not reach a worker, or has lost it: {line}",
         hint="Look at the workers' pods; each must run `finetune_trainer sshd` and answer on port "
         f"{SSH_PORT} before mpirun starts.",
         time=time.time(),

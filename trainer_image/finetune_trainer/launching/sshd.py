@@ -35,6 +35,8 @@ _SESSION_VARIABLES = frozenset({"PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "CUDA_V
 _SESSION_PREFIXES = ("NVIDIA_",)
 _RANK_VARIABLES = frozenset({"OMPI_COMM_WORLD_RANK", "PMIX_RANK"})
 _POLL_SECONDS = 0.2
+_DAEMON_SECONDS = 3.0
+"""How long mpirun's daemon may take to end after its last rank."""
 
 _CONFIG = """\
 Port {port}
@@ -143,13 +145,18 @@ def _quoted(name: str, text: str) -> str:
 
 
 def _stop(sshd: int, grace: float) -> None:
-    """Tells the ranks in here, waits for them, and then ends the server; what is left is killed by `Below`."""
+    """Tells the ranks in here, waits for them and for mpirun's daemon, which has yet to tell mpirun of their ends, and
+    then ends the server; what is left is killed by `Below`.
+    """
     told = _ranks()
     for rank in told:
         with contextlib.suppress(psutil.NoSuchProcess):
             rank.terminate()
     deadline = time.monotonic() + grace
     while time.monotonic() < deadline and any(map(_runs, told)):
+        time.sleep(_POLL_SECONDS)
+    deadline = min(deadline, time.monotonic() + _DAEMON_SECONDS)
+    while told and time.monotonic() < deadline and psutil.Process(sshd).children(recursive=True):
         time.sleep(_POLL_SECONDS)
     with contextlib.suppress(ProcessLookupError):
         os.kill(sshd, signal.SIGTERM)

@@ -1,0 +1,366 @@
+"""Two replicas' servers against a real API server: real tokens, real reviews, a real Secret."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import logging
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+import pytest
+
+from finetune_contract.choices import Stage
+from finetune_operator.api.crd import crd_yaml
+from finetune_operator.api.settings import Settings
+from finetune_operator.rendering.types import ATTEMPT_LABEL, JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL, UID_LABEL
+from finetune_operator.shell.certificates import SECRET_NAME
+from finetune_operator.shell.kube import Kube, connect
+from finetune_operator.shell.metrics import Metrics
+from finetune_operator.shell.progress_protocol import BODY_LIMIT_BYTES
+from finetune_operator.shell.queue import JobKey, WorkQueue
+from finetune_operator.shell.serving import Servers
+from finetune_operator.shell.state import OperatorState, ProgressBook
+from finetune_operator.shell.store import Store
+
+OURS, THEIRS, OPERATORS = "progress-ours", "progress-theirs", "progress-operator"
+CRD = "finetunejobs.finetune.dev"
+PATH = f"/v1alpha1/namespaces/{OURS}/finetunejobs/tune/stages/train/attempts/1"
+BODY = json.dumps(
+    {"trainerStatus": {"lastUpdatedTime": "", "metrics": [{"name": "step", "value": "4"}], "progressPercentage": 40}}
+)
+
+
+class Cluster(Protocol):
+    kubeconfig: Path
+
+    def kubectl(self, *arguments: str, stdin: str | None = None) -> Any: ...
+
+    def must(self, *arguments: str, stdin: str | None = None) -> str: ...
+
+
+@dataclass
+class Given:
+    """What is there before a test: two namespaces with a job of the same name and its pods."""
+
+    cluster: Cluster
+    objects: list[dict[str, Any]] = field(default_factory=list)
+
+    def create(self, manifest: dict[str, Any]) -> dict[str, Any]:
+        made: dict[str, Any] = json.loads(
+            self.cluster.must("create", "-f", "-", "-o", "json", stdin=json.dumps(manifest))
+        )
+        return made
+
+    def pod(self, namespace: str, name: str, job: dict[str, Any], attempt: int = 1) -> dict[str, Any]:
+        """A pod of an attempt at training; nothing runs it, which its token does not need."""
+        labels = {
+            JOB_LABEL: job["metadata"]["name"],
+            UID_LABEL: job["metadata"]["uid"],
+            STAGE_LABEL: "train",
+            ATTEMPT_LABEL: str(attempt),
+        }
+        spec = {
+            "automountServiceAccountToken": False,
+            "serviceAccountName": "trainer",
+            "containers": [{"name": "pytorch", "image": "nothing"}],
+        }
+        return self.create(
+            {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"name": name, "namespace": namespace, "labels": labels},
+                "spec": spec,
+            }
+        )
+
+    def token(self, pod: dict[str, Any] | None, namespace: str = OURS, audience: str = PROGRESS_AUDIENCE) -> str:
+        """A token of the namespace's service account, bound to the pod if there is one."""
+        bound = []
+        if pod is not None:
+            about = pod["metadata"]
+            bound = ["--bound-object-kind=Pod", f"--bound-object-name={about['name']}"]
+            bound += [f"--bound-object-uid={about['uid']}"]
+        where = ["-n", namespace, f"--audience={audience}"]
+        return self.cluster.must("create", "token", "trainer", *where, *bound).strip()
+
+
+@pytest.fixture(scope="module")
+def given(cluster: Cluster) -> Iterator[Given]:
+    cluster.must("apply", "--server-side", "-f", "-", stdin=crd_yaml())
+    cluster.must("wait", "--for=condition=Established", "--timeout=60s", f"crd/{CRD}")
+    found = Given(cluster)
+    try:
+        for namespace in (OURS, THEIRS, OPERATORS):
+            cluster.must("create", "namespace", namespace)
+        for namespace in (OURS, THEIRS):
+            cluster.must("create", "serviceaccount", "trainer", "-n", namespace)
+            spec = {
+                "task": "text-classification",
+                "model": {"uri": "hf://a/b"},
+                "dataset": {"uri": "hf://c/d"},
+                "training": {},
+            }
+            metadata = {"name": "tune", "namespace": namespace}
+            job = found.create(
+                {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": metadata, "spec": spec}
+            )
+            pods = [found.pod(namespace, f"tune-train-{number}", job, number) for number in (1, 2)]
+            found.objects += [job, *pods]
+        yield found
+    finally:
+        cluster.kubectl("delete", "namespace", OURS, THEIRS, OPERATORS, "--wait=false")
+        cluster.kubectl("delete", "crd", CRD, "--timeout=60s")
+
+
+@dataclass
+class Replica:
+    """One running replica's servers."""
+
+    state: OperatorState
+    servers: Servers
+    session: aiohttp.ClientSession
+
+    async def post(self, token: str, path: str = PATH, body: Any = BODY) -> tuple[int, str]:
+        """Status, and the error's sentence or what there is instead."""
+        url = f"https://localhost:{self.servers.progress_port}{path}"
+        async with self.session.post(url, data=body, headers={"Authorization": f"Bearer {token}"}) as answer:
+            text = await answer.json()
+            return answer.status, text.get("error", "taken")
+
+    async def get(self, path: str) -> tuple[int, str]:
+        async with self.session.get(f"http://127.0.0.1:{self.servers.http_port}{path}") as answer:
+            return answer.status, await answer.text()
+
+
+@asynccontextmanager
+async def replica(given: Given, *, leads: Replica | None = None, namespace: str = OPERATORS) -> AsyncIterator[Replica]:
+    """A replica that leads, or stands by for the one that does."""
+    settings = Settings()
+    api = await connect(given.cluster.kubeconfig)
+    metrics = Metrics()
+    state = OperatorState(
+        settings=settings,
+        namespace=namespace,
+        kube=Kube(api, counter=metrics),
+        store=Store(settings),
+        queue=WorkQueue(),
+        progress=ProgressBook(),
+        leading=asyncio.Event(),
+        synced=asyncio.Event(),
+        leader_address=lambda: "127.0.0.1" if leads else None,
+        measurements=metrics,
+    )
+    for one in given.objects:
+        state.store.put(one)
+    state.synced.set()
+    port = leads.servers.progress_port if leads else 0
+    if leads is None:
+        state.leading.set()
+    # The stand-by looks for the leader at the port that it has itself, which on one machine are two.
+    servers = Servers(metrics, host="127.0.0.1" if leads is None else "127.0.0.2", http_port=0, progress_port=port)
+    try:
+        await servers.start(state)
+        endpoint = state.progress_endpoint
+        assert endpoint is not None
+        trusting = ssl.create_default_context(cadata=endpoint.ca_certificate)
+        trusting.check_hostname = leads is None
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=trusting)) as session:
+            yield Replica(state, servers, session)
+    finally:
+        await servers.stop()
+        await api.close()  # type: ignore[no-untyped-call]
+
+
+def ask(given: Given, what: Callable[[Replica], Awaitable[Any]]) -> Any:
+    async def go() -> Any:
+        async with replica(given) as running:
+            return await what(running)
+
+    return asyncio.run(go())
+
+
+def pod_of(given: Given, namespace: str, attempt: int) -> dict[str, Any]:
+    return next(
+        one
+        for one in given.objects
+        if one["kind"] == "Pod"
+        and one["metadata"]["namespace"] == namespace
+        and one["metadata"]["labels"][ATTEMPT_LABEL] == str(attempt)
+    )
+
+
+def test_a_pod_with_its_own_token_is_heard_and_its_job_is_looked_at(given: Given) -> None:
+    token = given.token(pod_of(given, OURS, 1))
+
+    async def post(running: Replica) -> Any:
+        answer = await running.post(token)
+        key = await running.state.queue.take()
+        job = running.state.store.job(JobKey(OURS, "tune"))
+        assert job is not None
+        progress = running.state.progress.of(job.uid, Stage.TRAIN, 1)
+        assert progress is not None
+        return answer, key, (progress.step, progress.percent)
+
+    assert ask(given, post) == ((200, "taken"), JobKey(OURS, "tune"), (4, 40))
+
+
+CASES: dict[str, tuple[Callable[[Given], str], str, int, str]] = {
+    "a token for the API server": (
+        lambda given: given.token(pod_of(given, OURS, 1), audience="https://kubernetes.default.svc.cluster.local"),
+        PATH,
+        401,
+        "the token is not valid for audience finetune.dev/progress",
+    ),
+    "a token of no pod": (
+        lambda given: given.token(None),
+        PATH,
+        401,
+        "the token is not bound to a pod; use the one that is mounted into the pod",
+    ),
+    "garbage": (lambda given: "garbage", PATH, 401, "the token is not valid for audience finetune.dev/progress"),
+    "a token with another signature": (
+        lambda given: given.token(pod_of(given, OURS, 1))[:-8] + "AAAAAAAA",
+        PATH,
+        401,
+        "the token is not valid for audience finetune.dev/progress",
+    ),
+    "another attempt": (
+        lambda given: given.token(pod_of(given, OURS, 2)),
+        PATH,
+        403,
+        "the token is not of a pod of this attempt",
+    ),
+    "another job": (
+        lambda given: given.token(pod_of(given, OURS, 1)),
+        PATH.replace("/tune/", "/other/"),
+        403,
+        "the token is not of a pod of this attempt",
+    ),
+    "a pod of the same name in another namespace": (
+        lambda given: given.token(pod_of(given, THEIRS, 1), THEIRS),
+        PATH,
+        403,
+        "the token is not of a pod of this attempt",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_may_not_report_is_refused_and_its_token_appears_nowhere(
+    given: Given, case: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, path, status, reason = CASES[case]
+    token = make(given)
+
+    async def post(running: Replica) -> Any:
+        answer = await running.post(token, path)
+        return answer, len(running.state.queue), await running.get("/metrics")
+
+    with caplog.at_level(logging.DEBUG):
+        answer, waiting, (_, metrics) = ask(given, post)
+    assert (answer, waiting) == ((status, reason), 0)
+    assert f'finetune_progress_posts_total{{code="{status}"}} 1.0' in metrics
+    for part in token.split("."):
+        assert part not in caplog.text + answer[1] + metrics
+
+
+def test_a_pod_that_is_deleted_is_not_heard_any_more(given: Given) -> None:
+    job = next(one for one in given.objects if one["kind"] == "FineTuneJob")
+    pod = given.pod(OURS, "tune-train-3", job, 3)
+    before, after = given.token(pod), given.token(pod)
+    path = PATH[:-1] + "3"
+
+    async def post(running: Replica) -> Any:
+        running.state.store.put(pod)
+        found = [await running.post(before, path)]
+        await asyncio.to_thread(
+            given.cluster.must, "delete", "pod", "-n", OURS, "tune-train-3", "--grace-period=0", "--force"
+        )
+        # The API server knows; we have not heard of it, and know the first token still.
+        found.append(await running.post(after, path))
+        running.state.store.gone("Pod", OURS, "tune-train-3")
+        found.append(await running.post(before, path))
+        return found
+
+    assert ask(given, post) == [
+        (200, "taken"),
+        (401, "the token is not valid for audience finetune.dev/progress"),
+        (403, "the token is not of a pod of this attempt"),
+    ]
+
+
+def test_too_large_and_too_fast_are_refused_and_a_known_token_is_not_asked_about_again(given: Given) -> None:
+    token = given.token(pod_of(given, OURS, 1))
+
+    async def post(running: Replica) -> Any:
+        codes = [(await running.post(token, body=b" " * (BODY_LIMIT_BYTES + 1)))[0]]
+        codes += [(await running.post(token))[0] for _ in range(4)]
+        return codes, await running.get("/metrics")
+
+    codes, (_, metrics) = ask(given, post)
+    assert codes == [413, 200, 200, 200, 429]
+    assert 'finetune_api_requests_total{code="200",resource="tokenreviews",verb="create"} 1.0' in metrics
+
+
+def test_two_replicas_that_start_at_once_share_a_secret_and_the_stand_by_relays(given: Given) -> None:
+    token = given.token(pod_of(given, OURS, 1))
+
+    async def go() -> Any:
+        async with replica(given) as leader, replica(given, leads=leader) as stand_by:
+            assert leader.state.progress_endpoint == stand_by.state.progress_endpoint
+            url = f"https://127.0.0.2:{stand_by.servers.progress_port}{PATH}"
+            headers = {"Authorization": f"Bearer {token}"}
+            async with stand_by.session.post(url, data=BODY, headers=headers) as answer:
+                status = answer.status
+            return status, len(leader.state.queue), len(stand_by.state.queue), leader.state.progress_endpoint
+
+    status, leader_waits, stand_by_waits, endpoint = asyncio.run(go())
+    assert (status, leader_waits, stand_by_waits) == (200, 1, 0)
+    secret = json.loads(given.cluster.must("get", "secret", "-n", OPERATORS, SECRET_NAME, "-o", "json"))
+    assert base64.b64decode(secret["data"]["ca.crt"]).decode() == endpoint.ca_certificate
+    assert endpoint.base_url == f"https://finetune-operator-progress.{OPERATORS}.svc:8443"
+
+
+def test_replicas_race_for_the_secret_of_a_new_namespace_and_agree(given: Given) -> None:
+    given.cluster.must("create", "namespace", "progress-race")
+
+    async def one(authorities: list[str]) -> None:
+        async with replica(given, namespace="progress-race") as running:
+            endpoint = running.state.progress_endpoint
+            assert endpoint is not None
+            authorities.append(endpoint.ca_certificate)
+
+    async def go() -> list[str]:
+        authorities: list[str] = []
+        await asyncio.gather(*(one(authorities) for _ in range(4)))
+        return authorities
+
+    try:
+        authorities = asyncio.run(go())
+    finally:
+        given.cluster.kubectl("delete", "namespace", "progress-race", "--wait=false")
+    assert (len(authorities), len(set(authorities))) == (4, 1)
+
+
+def test_a_damaged_secret_is_replaced_on_the_api_server(given: Given) -> None:
+    ask(given, lambda running: running.get("/readyz"))
+    patch = json.dumps({"data": {"ca.key": "", "note": "eA=="}})
+    given.cluster.must("patch", "secret", "-n", OPERATORS, SECRET_NAME, "--type=merge", "-p", patch)
+
+    async def authority(running: Replica) -> Any:
+        endpoint = running.state.progress_endpoint
+        assert endpoint is not None
+        return endpoint.ca_certificate, await running.get("/healthz")
+
+    (first, health), (second, _) = ask(given, authority), ask(given, authority)
+    secret = json.loads(given.cluster.must("get", "secret", "-n", OPERATORS, SECRET_NAME, "-o", "json"))
+    assert base64.b64decode(secret["data"]["ca.crt"]).decode() == first == second
+    assert set(secret["data"]) == {"ca.crt", "ca.key", "tls.crt", "tls.key"}
+    assert health == (200, "ok\n")

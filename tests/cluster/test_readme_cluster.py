@@ -1,0 +1,79 @@
+"""The README's commands for a cluster, run as printed against a real API server with the operator at work."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster_support.control_plane import ROOT
+from cluster_support.kubelet import ON_STAND_IN, STORAGE_CLASS
+from cluster_support.plays import Play
+from cluster_support.world import World
+
+FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SECTION = re.search(r"^## In a cluster$(.*?)^## ", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+assert SECTION is not None
+BLOCKS = FENCE.findall(SECTION[1])
+INSTALL, USE = ([line[2:] for line in body.splitlines()] for kind, body in BLOCKS if kind == "console")
+(JOB,) = (body for kind, body in BLOCKS if kind == "yaml")
+NAME = yaml.safe_load(JOB)["metadata"]["name"]
+
+
+@pytest.fixture
+def shell(world: World, tmp_path: Path):  # type: ignore[no-untyped-def]
+    """Runs a line as the reader does: in the checkout, with a context whose namespace is the test's."""
+    config = yaml.safe_load(world.cluster.kubeconfig.read_text())
+    for context in config["contexts"]:
+        context["context"]["namespace"] = world.namespace
+    (tmp_path / "config").write_text(yaml.safe_dump(config))
+    programs = f"{Path(sys.executable).parent}:{Path(world.cluster.kubectl_program).parent}"
+    environment = {**os.environ, "KUBECONFIG": str(tmp_path / "config"), "PATH": f"{programs}:{os.environ['PATH']}"}
+
+    def run(line: str, folder: Path = tmp_path) -> str:
+        ran = subprocess.run(
+            shlex.split(line), cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert ran.returncode == 0, f"{line}\n{ran.stdout}\n{ran.stderr}\n{world.tell(NAME)}"
+        return ran.stdout
+
+    return run
+
+
+def test_the_operator_installs_as_printed(shell) -> None:  # type: ignore[no-untyped-def]
+    """By dry run: the operator under test is a process, and its image is not built here."""
+    apply, rollout = INSTALL
+    applied = shell(f"{apply} --dry-run=server --force-conflicts", ROOT)
+    kind_and_name = rollout.split()[-1]
+    assert rollout.startswith("kubectl -n finetune-system rollout status ")
+    assert f"{kind_and_name.replace('/', '.apps/')} serverside-applied" in applied
+
+
+def test_a_job_goes_from_apply_to_delete_as_printed(shell, world: World, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """The README's job, given only what the stand-in nodes need to take its pods."""
+    manifest = yaml.safe_load(JOB)
+    manifest["spec"] |= {"template": ON_STAND_IN, "storage": {"storageClassName": STORAGE_CLASS, "size": "1Gi"}}
+    manifest["spec"]["resources"]["gpusPerNode"] = 0
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(manifest))
+    world.kubelet.playbook.set(NAME, "train", Play(lasts=4, log="epoch 1\nepoch 2\n"))
+    said = {line: shell(line) for line in USE}
+    by_start = {" ".join(line.split()[:2]): text for line, text in said.items()}
+
+    assert f"{NAME} is valid" in by_start["finetune validate"]
+    assert "Assumptions" in by_start["finetune plan"]
+    assert "PyTorchJob" in [each["kind"] for each in yaml.safe_load_all(by_start["finetune render"])]
+    assert NAME in by_start["kubectl get"]
+    assert "namespace " in by_start["finetune status"]
+    logs = by_start["finetune logs"].splitlines()
+    assert sorted(logs) == [f"[train-1/{node}] epoch {number}" for node in (0, 1) for number in (1, 2)]
+    assert "Succeeded" in by_start["finetune watch"]
+    assert "condition met" in by_start["kubectl wait"]
+    world.wait_gone(NAME)
+    kept = world.of_job(NAME, "v1", "persistentvolumeclaims")
+    assert [claim["metadata"]["name"] for claim in kept] == [f"{NAME}-workspace"]

@@ -1,0 +1,91 @@
+"""What a job's template may not touch is what rendering uses: the two lists are held against each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_operator.api.rules import RESERVED_PREFIXES
+from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.template import (
+    ALLOWED_SOURCES,
+    RESERVED_ENV,
+    RESERVED_ENV_PREFIXES,
+    RESERVED_FOLDERS,
+    RESERVED_VOLUME_PREFIX,
+    RESERVED_VOLUMES,
+)
+from finetune_operator.api.validation import validate_job
+from finetune_operator.documents import read_documents
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.types import Facts
+from finetune_operator.rendering.manifests import render
+from finetune_operator.rendering.types import Owner, ProgressEndpoint, RenderContext
+
+JOBS = Path(__file__).parent / "jobs" / "good"
+NAMES = ("claims", "pytorchjob-eight-gpus", "mpijob-efa", "indexed-job", "secrets-and-image", "minimal")
+# Set for the trainer, and of no harm when a job sets them as well: the job's own value is taken.
+FREE_ENV = {"TOKENIZERS_PARALLELISM", "XDG_CACHE_HOME", "TRITON_CACHE_DIR", "HF_TOKEN"}
+
+
+def pods(value: Any) -> list[dict[str, Any]]:
+    """The pod templates anywhere in a manifest."""
+    if isinstance(value, list):
+        return [found for item in value for found in pods(item)]
+    if not isinstance(value, dict):
+        return []
+    here = [value] if isinstance(value.get("spec"), dict) and "containers" in value["spec"] else []
+    return here + [found for inner in value.values() for found in pods(inner)]
+
+
+def rendered(name: str) -> list[dict[str, Any]]:
+    (document,), _ = read_documents((JOBS / f"{name}.yaml").read_text(encoding="utf-8"))
+    job, problems = validate_job(document.value, CLUSTER_SETTINGS)
+    assert job is not None, problems
+    planned = plan(job, Facts(served=("pytorchjob", "mpijob", "job")), CLUSTER_SETTINGS)
+    context = RenderContext(
+        "team", job.spec, owner=Owner(name, "uid"), progress=ProgressEndpoint("https://p:8443", "ca")
+    )
+    found = pods(list(render(planned, context)))
+    assert len(found) >= 2
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_everything_that_the_trainers_pods_have_is_reserved(name: str) -> None:
+    for pod in rendered(name):
+        assert [key for key in pod["metadata"]["labels"] if "/" in key and not key.startswith(RESERVED_PREFIXES)] in (
+            [],
+            ["app.kubernetes.io/managed-by"],
+        )
+        for volume in pod["spec"]["volumes"]:
+            assert volume["name"] in RESERVED_VOLUMES or volume["name"].startswith(RESERVED_VOLUME_PREFIX)
+            assert len(set(volume) & set(ALLOWED_SOURCES)) == 1
+        for container in pod["spec"]["containers"]:
+            for mount in container["volumeMounts"]:
+                folder = mount["mountPath"]
+                assert any(folder == own or folder.startswith(f"{own}/") for own in RESERVED_FOLDERS), folder
+            free = {
+                variable["name"]
+                for variable in container["env"]
+                if variable["name"] not in RESERVED_ENV and not variable["name"].startswith(RESERVED_ENV_PREFIXES)
+            }
+            assert {variable for variable in free if not variable.startswith(("NCCL_", "FI_"))} <= FREE_ENV
+
+
+def test_the_managed_by_label_is_not_a_jobs_to_set() -> None:
+    value: Any = {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {"name": "a"},
+        "spec": {
+            "task": "text-classification",
+            "model": {"uri": "hf://a/b"},
+            "dataset": {"uri": "hf://c/d"},
+            "training": {},
+            "template": {"labels": {"app.kubernetes.io/managed-by": "me"}},
+        },
+    }
+    assert [problem.path for problem in validate_job(value)[1]] == ["spec.template.labels"]

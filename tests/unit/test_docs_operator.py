@@ -1,0 +1,80 @@
+"""docs/operator.md stays true: its tables are those of the code, and its example does what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import get_args
+
+from finetune_contract.layout import ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN, ENV_KUBEFLOW_URL
+from finetune_operator.api.types import ConditionType, Phase
+from finetune_operator.planning.placement import LAUNCHER_ORDER
+from finetune_operator.reconcile.failures import REMEDIES, Remedy
+from finetune_operator.shell.metrics import Metrics
+from finetune_operator.shell.progress_protocol import progress_of
+
+TEXT = (Path(__file__).parents[2] / "docs" / "operator.md").read_text(encoding="utf-8")
+WORDS = {
+    "fails": Remedy.FAIL,
+    "adapts": Remedy.ADAPT,
+    "restarts free of charge": Remedy.FREE,
+    "restarts, counted": Remedy.COUNTED,
+}
+
+
+def rows(heading: str) -> list[list[str]]:
+    """Cells of the table whose first heading is this."""
+    lines = TEXT.splitlines()
+    found = []
+    for line in lines[next(n for n, line in enumerate(lines) if line.startswith(f"| {heading} |")) + 2 :]:
+        if not line.startswith("|"):
+            break
+        found.append([cell.strip() for cell in line.strip("|").split("|")])
+    return found
+
+
+def quoted(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def test_what_happens_on_a_failure_is_what_the_operator_does() -> None:
+    told = {cause: WORDS[row[2]] for row in rows("class") for cause in quoted(row[0])}
+    assert told == {cause.value: remedy for cause, remedy in REMEDIES.items()}
+
+
+def test_every_condition_and_every_phase_is_described() -> None:
+    assert {row[0] for row in rows("condition")} == set(get_args(ConditionType))
+    named = {phase for row in rows("phase") for phase in row[0].split(", ")}
+    assert named | {"Queued", "Serving"} == set(get_args(Phase))
+
+
+def test_the_launchers_are_in_the_order_in_which_auto_takes_them() -> None:
+    told = [quoted(row[0])[0] for row in rows("launcher")]
+    assert told == [name for name in LAUNCHER_ORDER if name in told]
+
+
+def test_the_metrics_are_those_that_are_served() -> None:
+    told = {name for row in rows("metric") for name in quoted(row[0])}
+    exposed = Metrics().exposition().decode()
+    served = set(re.findall(r"^# TYPE (finetune_\S+) ", exposed, re.MULTILINE))
+    assert {name for name in served if not name.endswith("_created")} == told
+
+
+def test_the_example_posts_what_the_progress_server_reads(monkeypatch, tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert {ENV_KUBEFLOW_URL, ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN} == set(re.findall(r'environ\["(\w+)"\]', code))
+    built, _, sent = code.partition("context = ssl")
+    assert "urlopen(request, context=context" in sent
+    (tmp_path / "token").write_text("secret")
+    monkeypatch.setenv(ENV_KUBEFLOW_URL, "https://127.0.0.1/")
+    monkeypatch.setenv(ENV_KUBEFLOW_TOKEN, str(tmp_path / "token"))
+    names: dict[str, object] = {}
+    exec(built, names)
+    request = names["request"]
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    read = progress_of(request.data, now)  # type: ignore[attr-defined]
+    assert (read.percent, read.loss, read.remaining_seconds) == (45, 0.412, 312)
+    assert request.get_header("Authorization") == "Bearer secret"  # type: ignore[attr-defined]
+    assert json.loads(request.data)["trainerStatus"]["metrics"]  # type: ignore[attr-defined]

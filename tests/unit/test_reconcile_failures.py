@@ -1,0 +1,293 @@
+"""The first cause among all pods of an attempt, what it leads to, and how it is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from finetune_contract.choices import Stage
+from finetune_contract.layout import EXIT_CODES, FailureClass, retryable
+from finetune_contract.report import FailureReport, TrainerReport
+from finetune_operator.api.types import FailureStatus
+from finetune_operator.reconcile.failures import REMEDIES, OperatorCause, Remedy, first_cause, on_node_lost
+from finetune_operator.reconcile.types import ChildView, Ended, ObjectRef, PodView
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+CHILD = ChildView(
+    ObjectRef("batch/v1", "Job", "reviews-train-1"),
+    Stage.TRAIN,
+    1,
+    NOON,
+    "Failed",
+    reason="BackoffLimitExceeded",
+    message="Job has reached the specified backoff limit",
+)
+
+
+def pod(index: int, **fields: object) -> PodView:
+    plain = PodView(f"pod-{index}", f"uid-{index}", Stage.TRAIN, 1, NOON, "Failed", index=index, node=f"node-{index}")
+    return replace(plain, **fields)  # type: ignore[arg-type]
+
+
+def ended(
+    code: int, second: int = 0, reason: str = "Error", told: FailureClass | None = None, case: str = "Told", at: float = 0
+) -> Ended:
+    """A container that ended; `told`, what its report says, `at` the time that the report gives."""
+    report = None
+    if told is not None:
+        failure = FailureReport(failure_class=told, reason=case, message="m.", hint="h.", time=at)
+        report = TrainerReport(job="reviews", stage=Stage.TRAIN, rank=second, outcome="failed", failure=failure)
+    return Ended(code, reason, NOON + timedelta(seconds=second), report)
+
+
+@dataclass(frozen=True)
+class Case:
+    pods: tuple[PodView, ...]
+    expected: tuple[str, str, Remedy, str | None]
+    """Class, reason, remedy, pod."""
+    bad_node: str | None = None
+    child: ChildView = CHILD
+
+
+PREEMPTED_BY_SCHEDULER = "PreemptionByScheduler"
+LOW_ON_DISK = "The node was low on resource: ephemeral-storage. Threshold quantity: 1Gi, available: 0."
+LOW_ON_MEMORY = (
+    "The node was low on resource: memory. Threshold quantity: 100Mi, available: 80Mi. Container pytorch was using "
+    "31Gi, request is 8Gi, has larger consumption of memory."
+)
+OVER_ITS_LIMIT = 'Usage of EmptyDir volume "shm" exceeds the limit "1Gi".'
+
+CASES = {
+    "the earliest report of all pods is the cause": Case(
+        (
+            pod(0, ended=ended(12, 1, told=FailureClass.MODEL, at=20.0)),
+            pod(1, ended=ended(10, 2, told=FailureClass.DATA, at=10.0)),
+        ),
+        ("DataError", "Told", Remedy.FAIL, "pod-1"),
+    ),
+    "a lost connection is an echo though it was reported first": Case(
+        (
+            pod(0, ended=ended(150, 1, told=FailureClass.COLLECTIVE, at=10.0)),
+            pod(1, ended=ended(17, 2, told=FailureClass.LOSS_NOT_FINITE, at=20.0)),
+        ),
+        ("LossNotFinite", "Told", Remedy.FAIL, "pod-1"),
+    ),
+    "a report without a time comes after those with one": Case(
+        (
+            pod(0, ended=ended(10, 1, told=FailureClass.DATA, at=0.0)),
+            pod(1, ended=ended(12, 2, told=FailureClass.MODEL, at=20.0)),
+        ),
+        ("ModelError", "Told", Remedy.FAIL, "pod-1"),
+    ),
+    "lost connections alone are the network's doing": Case(
+        (
+            pod(0, ended=ended(150, 1, told=FailureClass.COLLECTIVE, at=10.0)),
+            pod(1, ended=ended(150, 2, told=FailureClass.COLLECTIVE, at=9.0)),
+        ),
+        ("CollectiveFailed", "Told", Remedy.FREE, "pod-1"),
+    ),
+    "memory that a report tells of is adapted": Case(
+        (pod(0, ended=ended(137, told=FailureClass.OUT_OF_MEMORY)),), ("OutOfMemory", "Told", Remedy.ADAPT, "pod-0")
+    ),
+    "a container that the kernel killed for memory is the cause of the other's lost connection": Case(
+        (
+            pod(0, ended=ended(150, 1, told=FailureClass.COLLECTIVE, at=10.0)),
+            pod(1, ended=ended(137, 2, "OOMKilled")),
+        ),
+        ("OutOfMemory", "OOMKilled", Remedy.ADAPT, "pod-1"),
+    ),
+    "memory goes before the eviction of what was left": Case(
+        (
+            pod(0, ended=ended(143, 1), disruption="EvictionByEvictionAPI"),
+            pod(1, ended=ended(137, 2, "OOMKilled")),
+        ),
+        ("OutOfMemory", "OOMKilled", Remedy.ADAPT, "pod-1"),
+    ),
+    "a pod that made room for another job": Case(
+        (pod(0, ended=ended(143, told=FailureClass.PREEMPTED), disruption=PREEMPTED_BY_SCHEDULER),),
+        ("Preempted", PREEMPTED_BY_SCHEDULER, Remedy.FREE, "pod-0"),
+    ),
+    "a pod that was told to end and nobody says why": Case(
+        (pod(0, ended=ended(143)),), ("Preempted", "Terminated", Remedy.FREE, "pod-0")
+    ),
+    "an error without a word of its own is the shock of losing a preempted pod": Case(
+        (
+            pod(0, ended=ended(1, 1, told=FailureClass.PROGRAM, case="UnexpectedError", at=10.0)),
+            pod(1, ended=ended(143, 2), disruption=PREEMPTED_BY_SCHEDULER),
+        ),
+        ("Preempted", PREEMPTED_BY_SCHEDULER, Remedy.FREE, "pod-1"),
+    ),
+    "an error without a word of its own is the user's when nothing was done to a pod": Case(
+        (
+            pod(0, ended=ended(1, 1, told=FailureClass.PROGRAM, case="UnexpectedError", at=10.0)),
+            pod(1, ended=ended(150, 2, told=FailureClass.COLLECTIVE, at=11.0)),
+        ),
+        ("ProgramError", "UnexpectedError", Remedy.FAIL, "pod-0"),
+    ),
+    "a data error is the user's though a pod was preempted too": Case(
+        (
+            pod(0, ended=ended(10, 1, told=FailureClass.DATA, at=10.0)),
+            pod(1, ended=ended(143, 2), disruption=PREEMPTED_BY_SCHEDULER),
+        ),
+        ("DataError", "Told", Remedy.FAIL, "pod-0"),
+    ),
+    "an eviction from a full disk of the node": Case(
+        (pod(0, status_reason="Evicted", status_message=LOW_ON_DISK, disruption="TerminationByKubelet"),),
+        ("Evicted", "Evicted", Remedy.FREE, "pod-0"),
+        bad_node="node-0",
+    ),
+    "an eviction for the pod's own use of memory": Case(
+        (pod(0, status_reason="Evicted", status_message=LOW_ON_MEMORY, disruption="TerminationByKubelet"),),
+        ("OutOfMemory", "EvictedForMemory", Remedy.ADAPT, "pod-0"),
+    ),
+    "an eviction for more local storage than the pod may use": Case(
+        (pod(0, status_reason="Evicted", status_message=OVER_ITS_LIMIT),),
+        ("StorageFull", "Evicted", Remedy.FAIL, "pod-0"),
+    ),
+    "a node that was shut down": Case(
+        (pod(0, status_reason="NodeShutdown", status_message="Pod was terminated in response to shutdown."),),
+        ("NodeLost", "NodeShutdown", Remedy.FREE, "pod-0"),
+        bad_node="node-0",
+    ),
+    "a node that the taint manager emptied": Case(
+        (pod(0, ended=ended(143), disruption="DeletionByTaintManager"),),
+        ("NodeLost", "DeletionByTaintManager", Remedy.FREE, "pod-0"),
+        bad_node="node-0",
+    ),
+    "a container of which the node knows nothing any more": Case(
+        (pod(0, ended=ended(137, reason="ContainerStatusUnknown")),),
+        ("NodeLost", "ContainerStatusUnknown", Remedy.FREE, "pod-0"),
+        bad_node="node-0",
+    ),
+    "a node whose device plugin refused the pod": Case(
+        (pod(0, status_reason="UnexpectedAdmissionError", status_message="no healthy devices present"),),
+        ("PodRejected", "UnexpectedAdmissionError", Remedy.FREE, "pod-0"),
+        bad_node="node-0",
+    ),
+    "a node without room for a pod that was bound to it": Case(
+        (pod(0, status_reason="OutOfcpu"),),
+        ("PodRejected", "OutOfcpu", Remedy.FREE, "pod-0"),
+        bad_node="node-0",
+    ),
+    "killed from outside without a word": Case(
+        (pod(0, ended=ended(137)),), ("OutOfMemory", "Killed", Remedy.ADAPT, "pod-0")
+    ),
+    "a crash in a native library": Case(
+        (pod(0, ended=ended(139)),), ("Killed", "KilledBySignal", Remedy.COUNTED, "pod-0")
+    ),
+    "the first silent pod with a code that says something": Case(
+        (
+            pod(0, ended=ended(143, 1)),
+            pod(1, ended=ended(139, 2)),
+        ),
+        ("Killed", "KilledBySignal", Remedy.COUNTED, "pod-1"),
+    ),
+    "a code of the contract's table without a report": Case(
+        (pod(0, ended=ended(16)),), ("StorageFull", "NoReport", Remedy.FAIL, "pod-0")
+    ),
+    "a code that is in no table": Case((pod(0, ended=ended(2)),), ("ProgramError", "NoReport", Remedy.FAIL, "pod-0")),
+    "exit code 0 in a failed attempt": Case(
+        (pod(0, ended=ended(0)),), ("NoReport", "NoReport", Remedy.COUNTED, "pod-0")
+    ),
+    "a report of another stage is no word of this one": Case(
+        (
+            pod(
+                0,
+                ended=Ended(
+                    10,
+                    "Error",
+                    NOON,
+                    TrainerReport(
+                        job="reviews",
+                        stage=Stage.PREPARE,
+                        outcome="failed",
+                        failure=FailureReport(failure_class=FailureClass.MODEL, reason="Told", message="m."),
+                    ),
+                ),
+            ),
+        ),
+        ("DataError", "NoReport", Remedy.FAIL, "pod-0"),
+    ),
+    "no pod is left": Case((), ("ChildFailed", "BackoffLimitExceeded", Remedy.COUNTED, None)),
+    "a pod that still runs says nothing": Case(
+        (pod(0, phase="Running"),), ("ChildFailed", "BackoffLimitExceeded", Remedy.COUNTED, None)
+    ),
+    "a reason of two parts, as the MPI operator gives": Case(
+        (),
+        ("ChildFailed", "BackoffLimitExceededEvicted", Remedy.COUNTED, None),
+        child=replace(CHILD, reason="BackoffLimitExceeded/Evicted"),
+    ),
+    "a deadline that the child's own controller kept": Case(
+        (), ("DeadlineExceeded", "DeadlineExceeded", Remedy.FAIL, None), child=replace(CHILD, reason="DeadlineExceeded")
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_first_cause(case: Case):
+    found = first_cause(Stage.TRAIN, case.child, case.pods)
+    seen = (found.cause.value, found.reason, found.remedy, None if found.pod is None else found.pod.name)
+    assert (seen, found.bad_node) == (case.expected, case.bad_node)
+    assert found.message
+    assert found.hint
+
+
+def test_the_order_of_the_pods_does_not_matter():
+    for case in CASES.values():
+        assert first_cause(Stage.TRAIN, case.child, case.pods) == first_cause(
+            Stage.TRAIN, case.child, tuple(reversed(case.pods))
+        )
+
+
+def test_every_class_has_a_remedy_and_the_contracts_codes_agree_with_it():
+    assert set(REMEDIES) == {*FailureClass, *OperatorCause}
+    for cause, code in EXIT_CODES.items():
+        assert (REMEDIES[cause] is not Remedy.FAIL) == retryable(code), cause
+
+
+def test_a_failure_is_told_whole():
+    broken = pod(3, ended=ended(137, 3, "OOMKilled"))
+    found = first_cause(Stage.TRAIN, CHILD, (broken,))
+    logs = (("pod-2", "not this one"), ("pod-3", "x" * 5000 + "the end\n"))
+    assert found.told(Stage.TRAIN, 4, logs) == FailureStatus(
+        failure_class="OutOfMemory",
+        reason="OOMKilled",
+        message="Container memory ran out in pod pod-3: the kernel killed the process (exit code 137).",
+        hint="Set resources.memory higher, or training.microBatchSize or preparation.maxLength lower, or shard or "
+        "offload more under parallelism.",
+        stage="train",
+        attempt=4,
+        pod="pod-3",
+        node="node-3",
+        rank=None,
+        exit_code=137,
+        log_tail="x" * (4096 - len("the end")) + "the end",
+    )
+
+
+def test_a_reported_failure_has_the_rank_of_its_process():
+    broken = pod(0, ended=ended(10, 5, told=FailureClass.DATA, at=1.0))
+    told = first_cause(Stage.TRAIN, CHILD, (broken,)).told(Stage.TRAIN, 1)
+    assert (told.rank, told.exit_code, told.hint, told.log_tail) == (5, 10, "h.", None)
+
+
+def test_a_long_message_keeps_its_ends():
+    report = ended(10, told=FailureClass.DATA)
+    assert report.report is not None
+    assert report.report.failure is not None
+    failure = report.report.failure.model_copy(update={"message": "begin" + "x" * 9000 + "end"})
+    broken = pod(0, ended=replace(report, report=report.report.model_copy(update={"failure": failure})))
+    message = first_cause(Stage.TRAIN, CHILD, (broken,)).told(Stage.TRAIN, 1).message
+    assert (len(message) <= 4096, message[:5], message[-3:]) == (True, "begin", "end")
+
+
+def test_a_pod_that_does_not_end_is_its_nodes_fault():
+    found = on_node_lost(pod(1, phase="Running"))
+    assert (found.cause, found.reason, found.remedy, found.bad_node) == (
+        OperatorCause.NODE_LOST,
+        "PodDoesNotEnd",
+        Remedy.FREE,
+        "node-1",
+    )
