@@ -90,7 +90,7 @@ class World:
     status: Any = None
     children: dict[str, Any] = field(default_factory=dict)
     pods: dict[str, Any] = field(default_factory=dict)
-    others: set[tuple[str, str]] = field(default_factory=set)
+    others: dict[tuple[str, str], Any] = field(default_factory=dict)
     refuse: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Kind -> code and message with which its creation is refused."""
     refusals: tuple[Refusal, ...] = ()
@@ -187,7 +187,8 @@ class World:
         if kind in self.refuse:
             return Refusal(ref, *self.refuse[kind])
         if kind not in CHILD_KINDS:
-            self.others.add((kind, name))
+            # One that is there already stays as it is, as its name is the job's.
+            self.others.setdefault((kind, name), json.loads(json.dumps(manifest)))
             return None
         if name in self.children:
             return None
@@ -201,7 +202,7 @@ class World:
 
     def _delete(self, ref: ObjectRef) -> None:
         if ref.kind not in CHILD_KINDS:
-            self.others.discard((ref.kind, ref.name))
+            self.others.pop((ref.kind, ref.name), None)
             return
         self.delete_child(ref.name)
 
@@ -233,6 +234,10 @@ class World:
             else:
                 raw["metadata"].setdefault("deletionTimestamp", stamp(self.now + GRACE))
 
+    def configuration(self, attempt: str) -> str:
+        """job.json of an attempt."""
+        return str(self.others["ConfigMap", attempt]["data"]["job.json"])
+
     def unfinished(self, name: str) -> bool:
         """Whether the child is not over."""
         view = child_view(self.children[name])
@@ -251,7 +256,10 @@ class World:
         raw = self.children[name]
         spec, made = raw["spec"], []
         if raw["kind"] == "Job":
-            names = [(f"{name}-{i}", {"batch.kubernetes.io/job-completion-index": str(i)}) for i in range(spec["completions"])]
+            names = [
+                (f"{name}-{i}", {"batch.kubernetes.io/job-completion-index": str(i)})
+                for i in range(spec["completions"])
+            ]
         elif raw["kind"] == "PyTorchJob":
             count = spec["pytorchReplicaSpecs"]["Worker"]["replicas"]
             names = [(f"{name}-worker-{i}", {"training.kubeflow.org/replica-index": str(i)}) for i in range(count)]

@@ -1,6 +1,7 @@
 """`finetune status`, `logs` and `watch` against a real API server, with statuses as the operator writes them.
 
-No kubelet is needed: the pods here are gone or have not started, as whenever one asks too late or too early.
+Most need no kubelet: their pods are gone or have not started, as whenever one asks too late or too early. The last ones
+have the operator at work, and pods of a stand-in kubelet.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 import yaml
 
-from cluster_support.world import fresh_namespace
+from cluster_support.plays import PREEMPTED, RUNS, WRONG_COLUMN, Play
+from cluster_support.world import World, fresh_namespace
 
 FINETUNE = Path(sys.executable).parent / "finetune"
 NOW = "2026-01-05T10:00:00Z"
@@ -398,3 +400,60 @@ def test_following_logs_of_pods_that_never_show_ends_with_the_job(
     assert process.stderr.readline().startswith("Note: no pod of reviews has started yet ")
     jobs.tell("reviews", end)
     assert (*process.communicate(timeout=60), process.returncode) == (shown, told, code)
+
+
+# ------------------------------------------------------------------------------------------------------- with an operator
+
+
+def written(world: World, tmp_path: Path) -> Jobs:
+    return Jobs(world.cluster, world.namespace, tmp_path)
+
+
+def test_logs_are_followed_from_pod_to_pod_over_attempts_and_stages(world: World, tmp_path: Path) -> None:
+    world.kubelet.playbook.set("reviews", "prepare", Play(lasts=3, log="tokens\n"))
+    world.kubelet.playbook.set("reviews", "train", replace(PREEMPTED, lasts=1, log="epoch 1\n"), attempt=1)
+    world.kubelet.playbook.set("reviews", "train", Play(lasts=1, log="epoch 1 again\n"), attempt=2)
+    world.apply("reviews", {"resources": {"nodes": 2}})
+    process = written(world, tmp_path).start("logs", "reviews", "-f")
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    stages = [line.partition("/")[0] for line in out.splitlines()]
+    assert list(dict.fromkeys(stages)) == ["[prepare-1", "[train-1", "[train-2"]
+    assert sorted(out.splitlines()) == [
+        "[prepare-1/0] tokens",
+        "[train-1/0] epoch 1",
+        "[train-1/1] epoch 1",
+        "[train-2/0] epoch 1 again",
+        "[train-2/1] epoch 1 again",
+    ]
+    assert world.status("reviews")["phase"] == "Succeeded"
+
+
+def test_the_log_of_one_pod_of_one_rank_and_of_a_running_stage(world: World, tmp_path: Path) -> None:
+    for node in (0, 1):
+        world.kubelet.playbook.set("reviews", "train", replace(RUNS, log=f"hello\nfrom node {node}\n"), index=node)
+    world.apply("reviews", {"resources": {"nodes": 2, "processesPerNode": 2}})
+    world.wait_running("reviews", "train")
+    jobs = written(world, tmp_path)
+    wanted = (0, "[train-1/1] from node 1\n", "")
+    assert jobs.finetune("logs", "reviews", "--pod", "1", "--tail", "1") == wanted
+    assert jobs.finetune("logs", "reviews", "--rank", "3", "--tail", "1") == wanted
+    assert jobs.finetune("logs", "reviews", "--rank", "1", "--tail", "1")[1] == "[train-1/0] from node 0\n"
+    both = jobs.finetune("logs", "reviews")
+    assert (both[0], both[1].count("[train-1/0]"), both[1].count("[train-1/1]")) == (0, 2, 2)
+
+
+def test_a_failed_job_as_the_operator_tells_it(world: World, tmp_path: Path) -> None:
+    world.kubelet.playbook.set("reviews", "prepare", WRONG_COLUMN)
+    world.apply("reviews")
+    jobs = written(world, tmp_path)
+    watched = jobs.finetune("watch", "reviews")
+    assert watched[0] == 1
+    assert "DataError (MissingColumn): dataset.columns.text: 'text' is not a column" in watched[1].splitlines()[-1]
+    shown = jobs.finetune("status", "reviews")[1]
+    assert "DataError (MissingColumn) in prepare, attempt 1, pod reviews-prepare-1-" in shown
+    assert "set dataset.columns.text" in shown
+    assert "KeyError: 'text'" in shown
+    assert "StageFailed" in shown
+    logs = jobs.finetune("logs", "reviews")
+    assert [line.partition("] ")[2] for line in logs[1].splitlines()] == ["reading rows", "KeyError: 'text'"]

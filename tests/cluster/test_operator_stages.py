@@ -81,7 +81,6 @@ def test_every_child_belongs_to_its_job_and_the_claim_to_nobody(world: World) ->
                 "name": "owner",
                 "uid": uid,
                 "controller": True,
-                "blockOwnerDeletion": True,
             }
             assert item["metadata"]["labels"]["finetune.dev/job-uid"] == uid
     (claim,) = world.of_job("owner", "v1", "persistentvolumeclaims")

@@ -19,7 +19,7 @@ from cluster_support.control_plane import ROOT, Cluster, free_port
 NAMESPACE = "finetune-system"
 ACCOUNT = "finetune-operator"
 USER = f"system:serviceaccount:{NAMESPACE}:{ACCOUNT}"
-PROGRAM = Path(os.environ.get("FT_TMP_OPERATOR") or Path(sys.executable).with_name("finetune-operator"))
+PROGRAM = Path(sys.executable).with_name("finetune-operator")
 MANIFESTS = ROOT / "manifests" / "operator"
 
 

@@ -39,7 +39,7 @@ OTHER_KINDS: tuple[tuple[str, str], ...] = (
 
 SETTINGS: Object = {
     # Short enough for a test to see the end of a delay, long enough to see the delay.
-    "limits": {"restartDelaySeconds": 0.5, "imagePullSeconds": 3, "containerConfigSeconds": 3},
+    "limits": {"restartDelaySeconds": 1, "imagePullSeconds": 3, "containerConfigSeconds": 3},
     "progress": {"statusSeconds": 0.5},
 }
 

@@ -45,8 +45,8 @@ def shell_lines() -> list[str]:
     return [line[2:] for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
 
 
-# `git clone` and `cd` bring the reader to where the suite is already; `make test` is this suite; what needs a cluster, by
-# `kubectl` or by an installed `finetune`, runs in tests/cluster/test_readme_cluster.py.
+# `git clone` and `cd` bring the reader to where the suite is already; `make test` is this suite; what needs a cluster (
+# by `kubectl`, or by an installed `finetune`) runs in tests/cluster/test_readme_cluster.py.
 ELSEWHERE = ("git clone", "cd ", "make test", "kubectl ", "finetune ")
 
 

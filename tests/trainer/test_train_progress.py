@@ -20,6 +20,9 @@ from finetune_contract.layout import ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN, ENV_KU
 from finetune_contract.report import Progress
 from finetune_trainer.progress import KubeflowProgress, NoProgress, ProgressReporter, Throttle, progress_for
 
+PATH = "/v1alpha1/namespaces/team/finetunejobs/on/stages/train/attempts/2"
+"""As the operator writes it into the pods' environment."""
+
 
 @dataclass
 class Server:
@@ -59,7 +62,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     listening.socket = context.wrap_socket(listening.socket, server_side=True)
-    state.url = f"https://localhost:{listening.server_port}/status"
+    state.url = f"https://localhost:{listening.server_port}{PATH}"
     thread = threading.Thread(target=listening.serve_forever, daemon=True)
     thread.start()
     yield state
@@ -87,6 +90,7 @@ def test_the_first_and_the_last_update_are_posted_with_the_token_of_the_moment(s
     sink.close()
 
     assert [authorization for authorization, _, _ in server.posts] == ["Bearer first", "Bearer second"]
+    assert server.paths == [PATH, PATH]
     status = server.posts[-1][1]["trainerStatus"]
     assert isinstance(status, dict)
     assert status["progressPercentage"] == 100

@@ -32,7 +32,12 @@ def pod(index: int, **fields: object) -> PodView:
 
 
 def ended(
-    code: int, second: int = 0, reason: str = "Error", told: FailureClass | None = None, case: str = "Told", at: float = 0
+    code: int,
+    second: int = 0,
+    reason: str = "Error",
+    told: FailureClass | None = None,
+    case: str = "Told",
+    at: float = 0,
 ) -> Ended:
     """A container that ended; `told`, what its report says, `at` the time that the report gives."""
     report = None

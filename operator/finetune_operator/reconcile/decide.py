@@ -20,16 +20,18 @@ from finetune_operator.reconcile.course import Course, Stalled, reference
 from finetune_operator.reconcile.endings import delay_seconds, give_up, refused
 from finetune_operator.reconcile.failures import Cause, OperatorCause
 from finetune_operator.reconcile.planned import plan_now, plan_sentence, plan_status, problems_text
-from finetune_operator.reconcile.results import cost_after
+from finetune_operator.reconcile.results import cost_after, with_report
 from finetune_operator.reconcile.status import complete, condition, ended
 from finetune_operator.reconcile.times import moment, stamp
 from finetune_operator.reconcile.types import ChildView, Decision, EventNote, JobView, ObjectRef, Observed, Refusal
-from finetune_operator.rendering.manifests import render, shared, stage
+from finetune_operator.rendering.manifests import shared, stage
 from finetune_operator.rendering.types import Attempt, Manifest, Owner, ProgressEndpoint, RenderContext
 
 MANAGER = "finetune.dev/operator"
 """`runPolicy.managedBy` of jobs that are ours; left out, they are ours too."""
 
+MOST_FIGURES = 4
+"""Metrics in the event that tells of success; the status has all."""
 LEAST_REFUSED_SECONDS = 1.0
 """Delay before an object that was refused is tried again, also where restarts have none: a refusal comes back at once.
 """
@@ -118,7 +120,6 @@ def plan_ahead(course: Course) -> Course:
         return course
     try:
         made = plan_now(course)
-        render(made, context(course))
     except PlanRefused as problems:
         # Not kept: the plan of an earlier spec is not this one's.
         plan = course.status.plan if course.started else None
@@ -235,12 +236,11 @@ def finish(course: Course) -> Course:
     """All stages have succeeded."""
     if course.current is not None:
         return course
-    metrics = course.status.artifacts.metrics if course.status.artifacts is not None else {}
-    figures = ", ".join(f"{name} {value:.4g}" for name, value in list(metrics.items())[:4])
-    where = course.status.artifacts.model if course.status.artifacts is not None else None
-    parts = [f"model at {where}"] if where is not None else []
+    made = with_report(course.status.artifacts, course.spec, course.job.name)
+    figures = ", ".join(f"{name} {value:.4g}" for name, value in list(made.metrics.items())[:MOST_FIGURES])
+    parts = [f"model at {made.model}"] if made.model is not None else []
     parts += [figures] if figures else []
-    course = course.with_status(completion_time=stamp(course.now), failure=None)
+    course = course.with_status(completion_time=stamp(course.now), failure=None, artifacts=made)
     return replace(
         course.tell("Succeeded", f"All stages have succeeded{': ' if parts else ''}{'; '.join(parts)}."),
         end="Succeeded",

@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from finetune_contract.choices import Stage
+from finetune_contract.layout import FailureClass
 from finetune_contract.report import TrainerReport
 from finetune_operator.api.settings import Limits
 from finetune_operator.api.types import FailureStatus, StageStatus
@@ -26,7 +27,7 @@ from finetune_operator.reconcile.planned import (
     plan_status,
     problems_text,
 )
-from finetune_operator.reconcile.results import artifacts, cost_after, finished_progress, headline, numbers
+from finetune_operator.reconcile.results import artifacts, cost_after, finished_progress, headline, numbers, with_report
 from finetune_operator.reconcile.times import moment, stamp
 
 STEADY_SECONDS = 600
@@ -91,6 +92,8 @@ def attempt_failed(course: Course, stage: StageStatus, cause: Cause, at: datetim
         f"Stage {stage.name}, attempt {stage.attempt}, failed{where}: {failure.message}",
         warning=True,
     )
+    if cause.cause is FailureClass.GATE_NOT_MET:
+        course = course.with_status(artifacts=with_report(course.status.artifacts, course.spec, course.job.name))
     match _remedy(course, stage, cause):
         case Remedy.FAIL:
             return give_up(course, stage, failure)

@@ -49,11 +49,21 @@ def headline(metrics: Mapping[str, float]) -> str:
     return "" if name is None else f"{name} {metrics[name]:.4g}"
 
 
+def job_folder(spec: FineTuneJobSpec, job: str) -> str:
+    """URI of the folder that holds everything of the job."""
+    return f"{(spec.storage.workspace or f'pvc://{JobNames.of(job).claim}').rstrip('/')}/{job}"
+
+
+def with_report(before: ArtifactsStatus | None, spec: FineTuneJobSpec, job: str) -> ArtifactsStatus:
+    """The artefacts with report.html, which the trainer writes when nothing more is to come."""
+    return (before or ArtifactsStatus()).model_copy(update={"report": f"{job_folder(spec, job)}/report.html"})
+
+
 def artifacts(
     status: FineTuneJobStatus, spec: FineTuneJobSpec, job: str, stage: Stage, report: TrainerReport
 ) -> ArtifactsStatus:
     """The artefacts after `stage` ended well with `report` of rank 0."""
-    folder = f"{(spec.storage.workspace or f'pvc://{JobNames.of(job).claim}').rstrip('/')}/{job}"
+    folder = job_folder(spec, job)
     changes: dict[str, object] = {
         name: path if "://" in path else f"{folder}/{path}"
         for name, path in report.artifacts.items()

@@ -38,6 +38,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from importlib.metadata import version as distribution_version
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 from urllib.parse import quote
@@ -272,7 +273,9 @@ async def connect(kubeconfig: Path | None = None, context: str | None = None, po
             client_configuration=configuration,
             persist_config=False,
         )
-    return client.ApiClient(configuration=configuration)
+    api = client.ApiClient(configuration=configuration)
+    api.user_agent = f"{FIELD_OWNER}/{distribution_version('finetune-operator')}"
+    return api
 
 
 @dataclass

@@ -273,6 +273,10 @@ class Reconciler:
             return "gone"
         memory.progress_written = time.monotonic()
         self._state.store.put(written)
+        if not only_progress_differs(decision.status, job.status):
+            # What has to wait until it is told (the end of a failed attempt's pods) can be done now, and no event would
+            # say so: the watch brings nothing that the store does not have already.
+            self._state.queue.add(key)
         self._state.measurements.status_written(job.status, decision.status)
         _log_transition(key, job.status, decision.status)
         return "done"

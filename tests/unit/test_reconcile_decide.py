@@ -1,0 +1,842 @@
+"""What is done about a job, situation by situation, in a world that carries the decisions out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+
+from finetune_contract.layout import FailureClass
+from finetune_contract.report import MeasuredFacts
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.types import ChildReference, CostStatus, FailureStatus, ProgressStatus, StageStatus
+from finetune_operator.reconcile.types import Decision, EventNote, ObjectRef
+from reconcile_world import BERT, NOON, SPEC, World, report
+
+TWO_NODES = {**SPEC, "resources": {"nodes": 2}}
+AT = "2026-01-01T12:00:00Z"
+
+
+def training(**changes: object) -> World:
+    """A job whose train stage runs its first attempt."""
+    world = World(**changes)  # type: ignore[arg-type]
+    world.settle()
+    world.succeed()
+    world.settle()
+    world.start()
+    world.settle()
+    assert world.stage("train") == ("Running", 1)
+    return world
+
+
+def limits(**seconds: float) -> Settings:
+    return Settings.model_validate({"limits": seconds})
+
+
+# ------------------------------------------------------------------------------------------------------- the good way
+
+
+def test_the_first_pass_plans_and_creates_the_first_stage():
+    world = World()
+    decision = world.decide()
+    assert [(one["kind"], one["metadata"]["name"]) for one in decision.create] == [  # type: ignore[index, call-overload]
+        ("PersistentVolumeClaim", "reviews-workspace"),
+        ("ConfigMap", "reviews-prepare-1"),
+        ("Job", "reviews-prepare-1"),
+    ]
+    assert decision.events == (
+        EventNote("Normal", "JobAccepted", "The spec keeps all rules."),
+        EventNote(
+            "Normal",
+            "Planned",
+            "Planned prepare -> train -> evaluate -> predict: trains with single by job on 1 node x 1 process; "
+            "batch 32 = 4 micro x 8 accumulation x 1 rank.",
+        ),
+        EventNote("Normal", "StageStarted", "Stage prepare runs as Job reviews-prepare-1, attempt 1."),
+    )
+    status = decision.status
+    assert (status.phase, status.stage, status.start_time, status.observed_generation) == (
+        "Preparing",
+        "prepare",
+        AT,
+        1,
+    )
+    assert status.stages == (
+        StageStatus(
+            name="prepare",
+            state="Running",
+            attempt=1,
+            start_time=AT,
+            child=ChildReference(api_version="batch/v1", kind="Job", name="reviews-prepare-1"),
+        ),
+        *(StageStatus(name=name, state="Pending", attempt=0) for name in ("train", "evaluate", "predict")),
+    )
+    assert (decision.delete, decision.delete_job) == ((), False)
+
+
+def test_a_job_goes_through_its_stages_and_tells_the_story_in_events():
+    world = World()
+    world.settle()
+    for _ in range(4):
+        world.start()
+        world.wait(90)
+        world.succeed()
+        world.settle()
+    assert world.told() == [
+        "JobAccepted",
+        "Planned",
+        "StageStarted",
+        "StageSucceeded",
+        "Planned",
+        "StageStarted",
+        "StageSucceeded",
+        "StageStarted",
+        "StageSucceeded",
+        "StageStarted",
+        "StageSucceeded",
+        "Succeeded",
+    ]
+    messages = [note.message for note in world.events if note.reason in ("StageSucceeded", "Succeeded")]
+    assert messages == [
+        "Stage prepare succeeded in 2 min.",
+        "Stage train succeeded in 2 min: train_loss 0.5.",
+        "Stage evaluate succeeded in 2 min: accuracy 0.875.",
+        "Stage predict succeeded in 2 min.",
+        "All stages have succeeded: model at pvc://reviews-workspace/reviews/model; train_loss 0.5, accuracy 0.875.",
+    ]
+    status = world.job().status
+    assert status.completion_time == "2026-01-01T12:06:00Z"
+    assert status.artifacts is not None
+    assert status.artifacts.model_dump(exclude_none=True) == {
+        "model": "pvc://reviews-workspace/reviews/model",
+        "report": "pvc://reviews-workspace/reviews/report.html",
+        "predictions": "pvc://reviews-workspace/reviews/predictions.jsonl",
+        "metrics": {"train_loss": 0.5, "accuracy": 0.875},
+        "dataset_fingerprint": "f00d",
+    }
+    assert list(world.children) == ["reviews-prepare-1", "reviews-train-1", "reviews-evaluate-1", "reviews-predict-1"]
+
+
+def test_what_prepare_measured_is_kept_and_planned_with():
+    world = training()
+    status = world.job().status
+    assert status.measured is not None
+    assert status.measured.data is not None
+    assert status.plan is not None
+    assert status.measured.data["fingerprint"] == "f00d"
+    assert status.plan.micro_batch_size == 32
+    planned = [note.message for note in world.events if note.reason == "Planned"]
+    assert [one.partition("batch ")[2] for one in planned] == [
+        "32 = 4 micro x 8 accumulation x 1 rank.",
+        "32 = 32 micro x 1 accumulation x 1 rank.",
+    ]
+    ran = json.loads(world.configuration("reviews-train-1"))
+    assert ran["training"]["batch"]["microBatchSize"] == 32
+
+
+def test_nothing_is_decided_anew_while_a_stage_runs():
+    world = training()
+    writes, events = world.writes, len(world.events)
+    for _ in range(5):
+        world.wait(60)
+    assert (world.writes, len(world.events)) == (writes, events)
+
+
+def test_the_plan_of_a_running_job_outlives_a_change_of_what_the_cluster_serves():
+    world = training(served=("job", "pytorchjob"))
+    assert world.children["reviews-train-1"]["kind"] == "PyTorchJob"
+    world.served = ("job", "mpijob")
+    world.fail(FailureClass.COLLECTIVE)
+    world.settle()
+    world.wait(10)
+    assert world.children["reviews-train-2"]["kind"] == "PyTorchJob"
+
+
+def test_progress_is_shown_while_a_stage_runs_and_whole_at_its_end():
+    world = training()
+    world.progress = ProgressStatus(step=5, total_steps=20, percent=25, loss=0.7, remaining_seconds=30)
+    world.settle()
+    assert world.job().status.progress == world.progress
+    world.succeed()
+    world.progress = None
+    world.step()
+    world.start()
+    assert world.job().status.progress is None  # the next stage has told nothing yet
+    world.progress = ProgressStatus(step=1, total_steps=9, percent=11)
+    world.settle()
+    world.succeed("reviews-evaluate-1")
+    world.edit(suspend=True)  # nothing follows
+    world.progress = None
+    world.settle()
+    assert world.job().status.progress == ProgressStatus(step=9, total_steps=9, percent=100, remaining_seconds=0)
+
+
+def test_costs_are_counted_at_the_end_of_each_attempt():
+    world = World(settings=Settings.model_validate({"prices": ({"product": "cpu", "gpus": 0, "perHour": 2.0},)}))
+    world.spec["resources"] = {"nodes": 2}
+    world.spec.pop("predict")
+    for _ in range(3):
+        world.settle()
+        world.start()
+        world.wait(360)
+        world.succeed()
+    world.settle()
+    # 360 s of one node to prepare and to evaluate, of two to train
+    used = 360.0 * (1 + 2 + 1)
+    assert world.job().status.cost == CostStatus(
+        node_seconds=used, billable_seconds=used, currency="USD", amount=used / 3600 * 2.0
+    )
+
+
+# -------------------------------------------------------------------------------------------- jobs that are not begun
+
+
+def test_a_refused_spec_tells_all_problems_and_may_be_edited():
+    world = World()
+    world.spec["task"] = "poetry"
+    world.spec["training"]["epochs"] = -1
+    world.settle()
+    assert world.phase == "Pending"
+    state, reason, message = world.said("Accepted")
+    assert (state, reason) == ("False", "InvalidSpec")
+    assert "spec.task" in message
+    assert "spec.training.epochs" in message
+    assert world.said("Stalled")[:2] == ("True", "InvalidSpec")
+    assert world.said("Ready")[0] == "False"
+    assert world.said("Failed")[0] == "False"
+    assert (world.created, world.told(), world.job().status.failure) == ([], ["InvalidSpec"], None)
+    world.spec |= {"task": "text-classification", "training": {}}
+    world.generation += 1
+    world.settle()
+    assert (world.phase, world.said("Accepted")[0], world.said("Stalled")[0]) == ("Preparing", "True", "False")
+
+
+def test_a_refused_plan_is_tried_again_when_the_cluster_serves_more():
+    world = World()
+    world.spec["launcher"] = "mpijob"
+    world.settle()
+    state, reason, message = world.said("Planned")
+    assert (state, reason, world.phase, world.created) == ("False", "PlanRefused", "Pending", [])
+    assert message.startswith('spec.launcher (value "mpijob")')
+    assert world.said("Stalled")[:2] == ("True", "PlanRefused")
+    assert world.told() == ["JobAccepted", "PlanRefused"]
+    world.served = ("job", "mpijob")
+    world.settle()
+    assert (world.phase, world.said("Planned")[0]) == ("Preparing", "True")
+
+
+def test_a_job_of_another_manager_is_left_alone():
+    for manager in ("kueue.x-k8s.io/multikueue", "someone"):
+        world = World()
+        world.edit(managedBy=manager)
+        assert world.decide() == Decision(status=world.job().status)
+
+
+def test_a_job_that_names_this_operator_is_ours():
+    world = World()
+    world.edit(managedBy="finetune.dev/operator")
+    world.settle()
+    assert world.phase == "Preparing"
+
+
+def test_a_job_that_is_being_deleted_is_left_alone():
+    world = training()
+    world.deleting = True
+    world.fail(FailureClass.DATA)
+    assert world.decide() == Decision(status=world.job().status)
+
+
+# ---------------------------------------------------------------------------------------------------------- suspension
+
+
+def test_a_job_suspended_from_the_start_creates_nothing():
+    world = World()
+    world.edit(suspend=True)
+    world.settle()
+    assert (world.phase, world.created, world.others, world.told()) == (
+        "Suspended",
+        [],
+        {},
+        ["JobAccepted", "Planned", "Suspended"],
+    )
+    assert world.said("Running")[:2] == ("False", "Suspended")
+    world.edit(suspend=False)
+    world.settle()
+    assert (world.phase, world.told()[3:]) == ("Preparing", ["Resumed", "StageStarted"])
+
+
+def test_a_suspended_stage_is_deleted_and_goes_on_as_a_new_attempt_free_of_charge():
+    world = training()
+    world.edit(suspend=True)
+    world.settle()
+    assert (world.phase, world.stage("train"), list(world.children)) == (
+        "Suspended",
+        ("Suspended", 1),
+        ["reviews-prepare-1"],
+    )
+    assert world.job().status.start_time is None
+    world.edit(suspend=False)
+    world.settle()
+    # the pod still saves its checkpoint
+    assert (world.stage("train"), world.said("Running")[2]) == (
+        ("Suspended", 1),
+        "Waiting for the end of attempt 1: reviews-train-1-0 still runs.",
+    )
+    world.wait(61)
+    status = world.job().status
+    assert (world.stage("train"), status.restarts, status.counted_restarts) == (("Running", 2), 0, 0)
+    assert status.start_time == "2026-01-01T12:01:01Z"
+    assert world.told()[-4:] == ["StageStarted", "Suspended", "Resumed", "StageStarted"]
+
+
+def test_a_stage_that_ended_while_suspension_was_asked_for_has_succeeded():
+    world = training()
+    world.succeed("reviews-train-1")
+    world.edit(suspend=True)
+    world.settle()
+    assert (world.phase, world.stage("train"), world.stage("evaluate")) == (
+        "Suspended",
+        ("Succeeded", 1),
+        ("Pending", 0),
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- the end of a job
+
+
+def test_a_job_is_deleted_when_its_time_to_live_is_over():
+    world = training()
+    world.edit(ttlSecondsAfterFinished=60)
+    world.fail(FailureClass.DATA)
+    world.settle()
+    assert world.decide().wake_at == NOON + timedelta(seconds=60)
+    assert not world.gone
+    world.wait(60)
+    assert world.gone
+
+
+def test_the_settings_time_to_live_counts_for_jobs_without_their_own():
+    world = training(settings=Settings.model_validate({"defaults": {"ttlSecondsAfterFinished": 0}}))
+    world.fail(FailureClass.DATA)
+    world.settle()
+    assert world.gone
+
+
+def test_a_job_past_its_deadline_fails_and_its_running_child_goes():
+    world = training()
+    world.edit(activeDeadlineSeconds=100)
+    world.settle()
+    assert world.decide().wake_at == NOON + timedelta(seconds=100)
+    world.now += timedelta(seconds=100)
+    world.step()
+    assert (world.phase, list(world.children)) == ("Failed", ["reviews-prepare-1", "reviews-train-1"])
+    world.settle()
+    assert list(world.children) == ["reviews-prepare-1"]
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (failure.failure_class, failure.stage, failure.attempt) == ("DeadlineExceeded", "train", 1)
+
+
+def test_the_deadline_counts_anew_after_a_suspension():
+    world = training()
+    world.edit(activeDeadlineSeconds=100, suspend=True)
+    world.settle()
+    world.wait(1000)
+    world.edit(suspend=False)
+    world.wait(61)
+    world.start()
+    world.wait(99)
+    assert world.phase == "Training"
+    world.wait(2)
+    assert world.phase == "Failed"
+
+
+def test_a_failed_job_keeps_finished_children_and_creates_nothing_whatever_comes():
+    world = training()
+    world.fail(FailureClass.DATA)
+    world.settle()
+    assert list(world.children) == ["reviews-prepare-1", "reviews-train-1"]
+    world.edit(suspend=True)
+    world.settle()
+    world.edit(suspend=False)
+    world.wait(10_000)
+    assert (world.phase, world.created, world.job().status.observed_generation) == (
+        "Failed",
+        ["reviews-prepare-1", "reviews-train-1"],
+        3,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ failures
+
+
+def test_a_user_error_fails_the_job_at_once_with_everything_that_is_known():
+    world = training()
+    world.logs["reviews-train-1-0"] = "line 1\nKeyError: 'text'\n"
+    world.fail(FailureClass.DATA)
+    world.settle()
+    failure = FailureStatus(
+        failure_class="DataError",
+        reason="Told",
+        message="Told by the trainer.",
+        hint="Do so.",
+        stage="train",
+        attempt=1,
+        pod="reviews-train-1-0",
+        node="node-0",
+        rank=0,
+        exit_code=10,
+        log_tail="line 1\nKeyError: 'text'",
+    )
+    assert (world.phase, world.job().status.failure) == ("Failed", failure)
+    assert world.said("Failed") == ("True", "DataError", "Stage train, attempt 1: Told by the trainer. Do so.")
+    assert world.said("Stalled")[:2] == ("True", "Failed")
+    assert world.said("Succeeded")[0] == "False"
+    assert [(note.type, note.reason, note.message) for note in world.events[-2:]] == [
+        (
+            "Warning",
+            "StageFailed",
+            "Stage train, attempt 1, failed (pod reviews-train-1-0 on node-0): Told by the trainer.",
+        ),
+        ("Warning", "Failed", "The job has failed (DataError): Told by the trainer. Do so."),
+    ]
+
+
+def test_a_failure_is_told_before_anything_of_the_attempt_is_deleted():
+    world = training()
+    world.fail(FailureClass.COLLECTIVE)
+    told = world.step()
+    assert (told.delete, told.create, world.stage("train")) == ((), (), ("Failed", 1))
+    assert told.wake_at == NOON + timedelta(seconds=10)
+    deleted = world.step()
+    assert deleted.delete == (ObjectRef("batch/v1", "Job", "reviews-train-1", "uid-reviews-train-1"),)
+    assert deleted.create == ()
+    world.wait(9)
+    assert world.stage("train") == ("Failed", 1)
+    assert world.said("Running")[2] == (
+        "Attempt 2 of stage train starts at 2026-01-01T12:00:10Z, after CollectiveFailed: Told by the trainer."
+    )
+    world.wait(1)
+    assert world.stage("train") == ("Running", 2)
+    assert (world.job().status.restarts, world.job().status.counted_restarts) == (1, 0)
+
+
+def test_the_delay_doubles_up_to_the_most_and_begins_anew_after_a_long_run():
+    world = training(settings=limits(restartDelaySeconds=10, restartDelayMostSeconds=60))
+    delays = []
+    for ran in (0, 0, 0, 0, 0, 700, 0):
+        world.wait(ran)
+        world.fail(FailureClass.COLLECTIVE)
+        world.step()
+        wake = world.decide().wake_at
+        assert wake is not None
+        delays.append((wake - world.now).total_seconds())
+        world.wait(delays[-1])
+        world.start()
+        world.settle()
+    assert delays == [10, 20, 40, 60, 60, 10, 20]
+    assert world.job().status.restarts == 7
+
+
+def test_counted_restarts_end_with_the_job_and_free_ones_do_not():
+    world = training()
+    world.edit(maxRestarts=1)
+    for failure in (FailureClass.COLLECTIVE, FailureClass.HUB_UNAVAILABLE, FailureClass.PREEMPTED):
+        world.fail(failure)
+        world.settle()
+        world.wait(300)
+        world.start()
+    world.fail(FailureClass.HUB_UNAVAILABLE)
+    world.settle()
+    status = world.job().status
+    assert (world.phase, status.restarts, status.counted_restarts) == ("Failed", 3, 1)
+    assert status.failure is not None
+    assert status.failure.hint == "runPolicy.maxRestarts (1) restarts are used up. Do so."
+
+
+def test_a_failure_is_forgotten_when_its_stage_has_succeeded():
+    world = training()
+    world.fail(FailureClass.COLLECTIVE)
+    world.settle()
+    world.wait(10)
+    assert world.job().status.failure is not None
+    world.succeed()
+    world.settle()
+    assert (world.job().status.failure, world.stage("train")) == (None, ("Succeeded", 2))
+
+
+def test_the_next_attempt_waits_until_every_pod_of_the_last_is_over_or_gone():
+    world = training(spec=TWO_NODES)
+    pod = world.pods["reviews-train-1-1"]
+    pod["stuck"] = True
+    pod["metadata"]["deletionTimestamp"] = world.after(60)
+    world.end_pod("reviews-train-1-0", 150, report("train", (FailureClass.COLLECTIVE, 1.0)))
+    world.end_child("reviews-train-1", succeeded=False)
+    world.settle()
+    world.wait(10)  # a better cause may come until then
+    world.wait(79)
+    assert world.stage("train") == ("Failed", 1)
+    world.wait(1)  # 30 s after its grace period its node counts as gone
+    assert world.stage("train") == ("Running", 2)
+
+
+def test_a_pod_whose_node_does_not_answer_ends_the_attempt_and_the_next_keeps_away():
+    world = training()
+    pod = world.pods["reviews-train-1-0"]
+    pod["stuck"] = True
+    pod["metadata"]["deletionTimestamp"] = world.after(60)
+    world.settle()
+    assert world.decide().wake_at == NOON + timedelta(seconds=90)
+    world.wait(90)
+    status = world.job().status
+    assert status.failure is not None
+    assert (status.failure.failure_class, status.failure.reason) == ("NodeLost", "PodDoesNotEnd")
+    assert next(one for one in status.stages if one.name == "train").avoided_nodes == ("node-0",)
+    world.wait(10)
+    affinity = json.dumps(world.children["reviews-train-2"]["spec"]["template"]["spec"]["affinity"])
+    assert "node-0" in affinity
+    assert world.events[-2].message.endswith("free of charge. It keeps away from node node-0.")
+
+
+def test_a_failed_pod_ends_an_attempt_whose_controller_does_nothing_about_it():
+    world = training(served=("mpijob",))
+    world.end_pod("reviews-train-1-worker-0", 137, reason="OOMKilled")
+    world.settle()
+    assert world.stage("train") == ("Running", 1)
+    assert world.decide().wake_at == NOON + timedelta(seconds=60)
+    world.wait(60)
+    assert world.stage("train") == ("Failed", 1)
+
+
+def test_a_child_deleted_by_hand_counts_against_the_restarts():
+    world = training()
+    world.delete_child("reviews-train-1")
+    world.settle()
+    status = world.job().status
+    assert status.failure is not None
+    assert (status.failure.failure_class, status.failure.message, status.counted_restarts) == (
+        "ChildDeleted",
+        "Job reviews-train-1 is not there any more, and the operator did not delete it.",
+        1,
+    )
+    world.wait(61)
+    assert world.stage("train") == ("Running", 2)
+
+
+def test_word_of_the_pods_may_come_after_word_of_the_child():
+    world = training()
+    world.end_child("reviews-train-1", succeeded=True)
+    world.settle()
+    assert world.stage("train") == ("Running", 1)
+    assert world.decide().wake_at == NOON + timedelta(seconds=30)
+    world.end_pod("reviews-train-1-0", 0, report("train"))
+    world.settle()
+    assert world.stage("train") == ("Succeeded", 1)
+
+
+def test_a_better_cause_may_come_after_an_echo():
+    world = training(spec=TWO_NODES)
+    world.end_pod("reviews-train-1-0", 150, report("train", (FailureClass.COLLECTIVE, 1.0)))
+    world.end_child("reviews-train-1", succeeded=False)
+    world.settle()
+    assert world.stage("train") == ("Running", 1)
+    world.end_pod("reviews-train-1-1", 10, report("train", (FailureClass.DATA, 2.0), rank=1))
+    world.settle()
+    assert world.phase == "Failed"
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (failure.failure_class, failure.rank, failure.pod) == ("DataError", 1, "reviews-train-1-1")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        pytest.param("", id="no report at all"),
+        pytest.param(report("evaluate"), id="a report of another stage"),
+        pytest.param(report("train", rank=1), id="a report of another rank"),
+        pytest.param(report("train").replace("reviews", "others"), id="a report of another job"),
+        pytest.param("{not json", id="a text that is no report"),
+    ],
+)
+def test_an_end_without_the_word_of_rank_0_is_no_success(word: str):
+    world = training()
+    world.end_pod("reviews-train-1-0", 0, word)
+    world.end_child("reviews-train-1", succeeded=True)
+    world.settle()
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (failure.failure_class, world.stage("train"), world.job().status.counted_restarts) == (
+        "NoReport",
+        ("Failed", 1),
+        1,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ out of memory
+
+
+def test_memory_that_runs_out_halves_the_micro_batch_and_keeps_the_global_one():
+    world = training()
+    world.fail_silently(137, reason="OOMKilled")
+    world.settle()
+    status = world.job().status
+    reason = (
+        "Attempt 1 of train ran out of memory with single and a micro-batch of 32: the next one takes single, batch "
+        "32 = 16 micro x 2 accumulation x 1 rank."
+    )
+    assert status.adaptation is not None
+    assert status.plan is not None
+    assert (status.adaptation.micro_batch_limit, status.adaptation.reasons) == (16, (reason,))
+    assert (status.plan.micro_batch_size, status.plan.gradient_accumulation) == (16, 2)
+    assert (status.restarts, status.counted_restarts) == (1, 0)
+    assert EventNote("Normal", "MemoryAdapted", reason) in world.events
+    world.wait(10)
+    batch = json.loads(world.configuration("reviews-train-2"))["training"]["batch"]
+    assert (batch["microBatchSize"], batch["gradientAccumulation"], batch["globalBatchSize"]) == (16, 2, 32)
+
+
+def test_memory_that_runs_out_on_every_rung_fails_the_job_and_says_that_nothing_is_left():
+    world = training()
+    world.spec["parallelism"] = {"strategy": "single", "activationCheckpointing": "none"}
+    for _ in range(12):
+        world.fail(FailureClass.OUT_OF_MEMORY)
+        world.settle()
+        if world.phase == "Failed":
+            break
+        world.wait(300)
+        world.start()
+    status = world.job().status
+    assert status.failure is not None
+    assert status.adaptation is not None
+    assert (world.phase, status.failure.failure_class, status.counted_restarts) == ("Failed", "OutOfMemory", 0)
+    assert "No plan that needs less memory is left" in (status.failure.hint or "")
+    assert len(status.adaptation.reasons) == status.restarts == 5  # 16, 8, 4, 2, 1
+
+
+def test_memory_that_runs_out_fails_a_job_that_wants_no_adaptation():
+    world = training()
+    world.edit(onOutOfMemory="fail")
+    world.fail(FailureClass.OUT_OF_MEMORY)
+    world.settle()
+    assert (world.phase, world.job().status.adaptation) == ("Failed", None)
+
+
+def test_memory_that_runs_out_where_nothing_can_be_adapted_counts():
+    world = World()
+    world.settle()
+    world.fail(FailureClass.OUT_OF_MEMORY)
+    world.settle()
+    assert (world.stage("prepare"), world.job().status.counted_restarts) == (("Failed", 1), 1)
+
+
+# ------------------------------------------------------------------------------------------------------ pods that wait
+
+
+def test_pods_without_a_node_are_told_at_once():
+    world = World()
+    world.settle()
+    assert world.said("Running") == (
+        "False",
+        "WaitingForPods",
+        "Waiting for the pods of reviews-prepare-1 to be created.",
+    )
+    (pod,) = world.make_pods("reviews-prepare-1")
+    world.pods[pod]["status"]["conditions"] = [
+        {
+            "type": "PodScheduled",
+            "status": "False",
+            "reason": "Unschedulable",
+            "message": "0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+            "lastTransitionTime": AT,
+        }
+    ]
+    world.settle()
+    assert world.said("Running") == (
+        "False",
+        "WaitingForPods",
+        "Waiting for 1 pod of reviews-prepare-1: 0/3 nodes are available: 3 Insufficient nvidia.com/gpu.",
+    )
+    world.wait(100_000)
+    assert world.phase == "Preparing"  # it waits for ever unless the settings say otherwise
+    world.settings = limits(unschedulableSeconds=60)
+    world.settle()
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (world.phase, failure.failure_class, failure.pod) == ("Failed", "Unschedulable", pod)
+
+
+@pytest.mark.parametrize(
+    ("reason", "seconds", "expected"),
+    [("ErrImagePull", 600, "ImagePull"), ("CreateContainerConfigError", 120, "ContainerConfig")],
+)
+def test_a_container_that_cannot_start_fails_the_job_after_a_while(reason: str, seconds: int, expected: str):
+    world = World()
+    world.settle()
+    (pod,) = world.make_pods("reviews-prepare-1")
+    waiting = {"name": "pytorch", "state": {"waiting": {"reason": reason, "message": 'secret "hub" not found'}}}
+    world.pods[pod]["status"]["containerStatuses"] = [waiting]
+    world.settle()
+    assert world.said("Running")[2] == f'Waiting for 1 pod of reviews-prepare-1: {reason}: secret "hub" not found'
+    assert world.decide().wake_at == NOON + timedelta(seconds=seconds)
+    world.wait(seconds - 1)
+    assert world.phase == "Preparing"
+    world.wait(1)
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (world.phase, failure.failure_class, failure.reason, list(world.children)) == (
+        "Failed",
+        expected,
+        reason,
+        [],
+    )
+    assert failure.message == f'Pod {pod} could not start for {seconds} s: {reason}: secret "hub" not found'
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+
+def test_a_quota_is_told_and_tried_again_with_growing_delay_until_it_allows():
+    world = World()
+    world.refuse["Job"] = (403, "exceeded quota: team")
+    world.settle()
+    assert world.said("Stalled") == (
+        "True",
+        "Refused",
+        "The API server refuses Job reviews-prepare-1 for now: exceeded quota: team",
+    )
+    assert (world.phase, world.stage("prepare"), list(world.others)) == (
+        "Pending",
+        ("Pending", 0),
+        [("PersistentVolumeClaim", "reviews-workspace")],
+    )
+    assert world.decide().wake_at == NOON + timedelta(seconds=10)
+    world.wait(10)
+    assert world.decide().wake_at == NOON + timedelta(seconds=30)
+    assert (world.told().count("Refused"), world.said("Stalled")[0]) == (1, "True")
+    world.refuse.clear()
+    world.wait(20)
+    assert (world.phase, world.stage("prepare"), world.said("Stalled")[0]) == ("Preparing", ("Running", 1), "False")
+
+
+def test_a_refused_attempt_is_made_from_the_spec_as_it_is_by_then():
+    world = World()
+    world.refuse["Job"] = (403, "exceeded quota: team")
+    world.settle()
+    world.refuse.clear()
+    world.spec["training"]["globalBatchSize"] = 64
+    world.generation += 1
+    world.wait(10)
+    batch = json.loads(world.configuration("reviews-prepare-1"))["training"]["batch"]
+    assert batch["globalBatchSize"] == 64
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(409, ("NameTaken", "NameTaken")), (422, ("Refused", "Refused")), (400, ("Refused", "Refused"))],
+)
+def test_an_object_that_will_never_be_taken_fails_the_job(code: int, expected: tuple[str, str]):
+    world = World()
+    world.refuse["Job"] = (code, "what the server says")
+    world.settle()
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (world.phase, (failure.failure_class, failure.reason)) == ("Failed", expected)
+    assert "what the server says" in failure.message
+    assert (failure.stage, failure.attempt, world.created) == ("prepare", 1, [])
+
+
+def test_what_belongs_to_somebody_else_is_never_deleted():
+    world = World()
+    world.refuse["ConfigMap"] = (409, "is there already")
+    world.settle()
+    assert world.phase == "Failed"
+    assert world.decide().delete == ()
+
+
+HUGE = BERT.model_copy(update={"parameters": 10**12, "block_parameters": 10**11})
+
+
+def test_measured_facts_that_cannot_be_planned_fail_the_job_as_its_spec_can_no_longer_change():
+    world = World()
+    world.settle()
+    world.start()
+    world.end_pod("reviews-prepare-1-0", 0, report("prepare", measured=MeasuredFacts(model=HUGE)))
+    world.end_child("reviews-prepare-1", succeeded=True)
+    world.settle()
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (world.phase, failure.failure_class, failure.reason) == ("Failed", "PlanRefused", "DoesNotFit")
+    assert failure.message.startswith("What prepare measured cannot be planned as asked: ")
+    assert (world.stage("prepare"), world.stage("train")) == (("Succeeded", 1), ("Pending", 0))
+
+
+def test_an_attempt_that_a_newer_operator_cannot_plan_fails_the_job():
+    world = training()
+    world.fail(FailureClass.COLLECTIVE)
+    world.settle()
+    world.status["measured"]["model"]["parameters"] = 10**12
+    world.status["measured"]["model"]["blockParameters"] = 10**11
+    world.wait(10)
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (world.phase, failure.failure_class, failure.attempt) == ("Failed", "PlanRefused", 2)
+
+
+# ----------------------------------------------------------------------------------------------------------- adoption
+
+
+@pytest.mark.parametrize("writes", range(5))
+def test_an_operator_that_dies_in_mid_pass_goes_on_where_it_was(writes: int):
+    world = World()
+    for _ in range(4):
+        world.step(crash_after=writes)
+        world.settle()
+        world.succeed()
+        world.step(crash_after=writes)
+    world.settle()
+    assert (world.phase, world.created) == (
+        "Succeeded",
+        ["reviews-prepare-1", "reviews-train-1", "reviews-evaluate-1", "reviews-predict-1"],
+    )
+    assert world.job().status.restarts == 0
+
+
+def test_a_child_that_the_status_does_not_know_yet_is_taken_up_as_the_current_attempt():
+    world = training()
+    world.fail(FailureClass.COLLECTIVE)
+    world.settle()
+    world.now += timedelta(seconds=10)
+    world.step(crash_after=2)  # ConfigMap and Job are made, the status is not written
+    assert (world.stage("train"), "reviews-train-2" in world.children) == (("Failed", 1), True)
+    world.settle()
+    assert (world.stage("train"), world.created.count("reviews-train-2")) == (("Running", 2), 1)
+    assert world.told()[-1] == "StageStarted"
+
+
+def test_a_status_that_cannot_be_read_is_found_again_from_the_children():
+    world = training()
+    world.status = {"phase": 7}
+    world.settle()
+    assert (world.phase, world.stage("prepare"), world.stage("train")) == ("Training", ("Succeeded", 1), ("Running", 1))
+    assert world.created == ["reviews-prepare-1", "reviews-train-1"]
+
+
+def test_settings_that_become_stricter_leave_a_running_attempt_alone_and_start_no_other():
+    world = training()
+    world.settings = Settings(schemes=("s3",))
+    world.settle()
+    assert (world.phase, world.said("Accepted")[0], "reviews-train-1" in world.children) == ("Training", "False", True)
+    world.fail(FailureClass.COLLECTIVE)
+    world.settle()
+    world.wait(1000)
+    assert world.created == ["reviews-prepare-1", "reviews-train-1"]
+
+
+def test_equal_worlds_give_equal_decisions():
+    world = training()
+    world.fail(FailureClass.OUT_OF_MEMORY)
+    first, second = world.decide(), world.decide()
+    assert first == second
+    assert first != replace(first, events=())

@@ -1,0 +1,357 @@
+"""Raw objects of the API server as the values that decisions rest on, trap by trap."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from finetune_contract.choices import Stage
+from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.types import FineTuneJobStatus, StageStatus
+from finetune_operator.reconcile.children import child_view
+from finetune_operator.reconcile.observed import job_view, pod_view, wanted_logs
+from finetune_operator.reconcile.types import ChildView, Ended, JobView, ObjectRef, Observed, PodView, Waiting
+from reconcile_world import SPEC, World, report
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+AT = "2026-01-01T12:00:00Z"
+LATER = "2026-01-01T12:05:00Z"
+LABELS = {
+    "finetune.dev/job": "reviews",
+    "finetune.dev/job-uid": "u",
+    "finetune.dev/stage": "train",
+    "finetune.dev/attempt": "2",
+}
+
+
+def says(type_: str, status: str = "True", reason: str = "R", message: str = "m.") -> dict[str, str]:
+    return {"type": type_, "status": status, "reason": reason, "message": message, "lastTransitionTime": LATER}
+
+
+def child(api_version: str, kind: str, status: Any, spec: Any = None, **metadata: Any) -> dict[str, Any]:
+    meta = {"name": "reviews-train-2", "uid": "u2", "labels": LABELS, "creationTimestamp": AT, **metadata}
+    return {"apiVersion": api_version, "kind": kind, "metadata": meta, "spec": spec or {}, "status": status}
+
+
+def job(status: Any, **more: Any) -> dict[str, Any]:
+    return child("batch/v1", "Job", status, **more)
+
+
+def pytorch(*conditions: dict[str, str], **status: Any) -> dict[str, Any]:
+    return child("kubeflow.org/v1", "PyTorchJob", {"conditions": list(conditions), **status})
+
+
+def mpi(*conditions: dict[str, str], **status: Any) -> dict[str, Any]:
+    return child("kubeflow.org/v2beta1", "MPIJob", {"conditions": list(conditions), **status})
+
+
+SUSPENDED = {"runPolicy": {"suspend": True}}
+END = NOON + timedelta(minutes=5)
+
+CHILDREN: dict[str, tuple[dict[str, Any], tuple[str, str, datetime | None]]] = {
+    "a Job in its first moment": (job({}), ("Pending", "", None)),
+    "a Job whose pods only wait counts them as active and is not running": (job({"active": 2}), ("Pending", "", None)),
+    "a Job with a ready pod": (job({"active": 2, "ready": 1, "startTime": AT}), ("Running", "", None)),
+    "a Job that is done": (job({"conditions": [says("Complete")], "completionTime": LATER}), ("Succeeded", "R", END)),
+    "a Job that is about to be done still ends its pods": (
+        job({"conditions": [says("SuccessCriteriaMet")], "ready": 1}),
+        ("Running", "", None),
+    ),
+    "a Job that is about to fail still ends its pods": (
+        job({"conditions": [says("FailureTarget", reason="PodFailurePolicy")]}),
+        ("Pending", "PodFailurePolicy", None),
+    ),
+    "a Job that failed has no completion time": (
+        job({"conditions": [says("FailureTarget"), says("Failed", reason="BackoffLimitExceeded")]}),
+        ("Failed", "BackoffLimitExceeded", END),
+    ),
+    "a Job that does not fail any more": (job({"conditions": [says("Failed", "False")]}), ("Pending", "", None)),
+    "a suspended Job": (
+        job({"conditions": [says("Suspended", reason="JobSuspended")]}, spec={"suspend": True}),
+        ("Suspended", "JobSuspended", None),
+    ),
+    "a Job that was suspended once": (job({"conditions": [says("Suspended", "False")]}), ("Pending", "", None)),
+    "a Job whose conditions are null": (job({"conditions": None}), ("Pending", "", None)),
+    "a PyTorchJob that is only created": (pytorch(says("Created")), ("Pending", "", None)),
+    "a PyTorchJob that runs": (pytorch(says("Created"), says("Running")), ("Running", "R", None)),
+    "a PyTorchJob that starts again": (
+        pytorch(says("Running", "False"), says("Restarting")),
+        ("Pending", "", None),
+    ),
+    "a PyTorchJob that succeeded": (
+        pytorch(says("Running", "False"), says("Succeeded"), completionTime=LATER),
+        ("Succeeded", "R", END),
+    ),
+    "a PyTorchJob's failure is sticky and counts whatever is said beside it": (
+        pytorch(says("Failed", reason="PyTorchJobFailed"), says("Running")),
+        ("Failed", "PyTorchJobFailed", END),
+    ),
+    "a suspended PyTorchJob": (
+        child("kubeflow.org/v1", "PyTorchJob", {"conditions": [says("Suspended")]}, SUSPENDED),
+        ("Suspended", "R", None),
+    ),
+    "an MPIJob that failed by an eviction is not over without a completion time": (
+        mpi(says("Running"), says("Failed", reason="MPIJobEvicted")),
+        ("Running", "R", None),
+    ),
+    "an MPIJob that failed": (mpi(says("Failed"), completionTime=LATER), ("Failed", "R", END)),
+    "an MPIJob that succeeded": (mpi(says("Succeeded"), completionTime=LATER), ("Succeeded", "R", END)),
+    "an MPIJob that says so before it is over": (mpi(says("Succeeded")), ("Pending", "", None)),
+    "a suspended MPIJob": (
+        child("kubeflow.org/v2beta1", "MPIJob", {"conditions": [says("Suspended")]}, SUSPENDED),
+        ("Suspended", "R", None),
+    ),
+}
+
+
+@pytest.mark.parametrize(("raw", "expected"), CHILDREN.values(), ids=CHILDREN.keys())
+def test_how_far_a_child_is(raw: dict[str, Any], expected: tuple[str, str, datetime | None]):
+    view = child_view(raw)
+    assert view is not None
+    assert (view.state, view.reason, view.finished) == expected
+
+
+def test_a_child_is_seen_whole():
+    raw = job({"conditions": [says("Failed")], "startTime": AT}, deletionTimestamp=LATER)
+    assert child_view(raw) == ChildView(
+        ref=ObjectRef("batch/v1", "Job", "reviews-train-2", "u2"),
+        stage=Stage.TRAIN,
+        attempt=2,
+        created=NOON,
+        state="Failed",
+        reason="R",
+        message="m.",
+        started=NOON,
+        finished=END,
+        deleting=True,
+    )
+
+
+NOT_OURS: dict[str, dict[str, Any]] = {
+    "another kind": child("kubeflow.org/v1", "TFJob", {}),
+    "another version of a kind": child("kubeflow.org/v1", "MPIJob", {}),
+    "without labels": job({}, labels={}),
+    "without an attempt": job({}, labels={"finetune.dev/stage": "train"}),
+    "an attempt that is no number": job({}, labels={**LABELS, "finetune.dev/attempt": "two"}),
+    "an attempt in digits of another script": job({}, labels={**LABELS, "finetune.dev/attempt": "٢"}),
+    "a stage that there is not": job({}, labels={**LABELS, "finetune.dev/stage": "rest"}),
+    "no metadata": {"apiVersion": "batch/v1", "kind": "Job"},
+}
+
+
+@pytest.mark.parametrize("raw", NOT_OURS.values(), ids=NOT_OURS.keys())
+def test_what_is_no_attempt_of_ours_is_not_seen(raw: dict[str, Any]):
+    assert child_view(raw) is None
+
+
+def pod(status: Any = None, spec: Any = None, labels: Any = None, **metadata: Any) -> dict[str, Any]:
+    meta = {"name": "p", "uid": "up", "labels": {**LABELS, **(labels or {})}, "creationTimestamp": AT, **metadata}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec or {}, "status": status or {}}
+
+
+def container(name: str, **state: Any) -> dict[str, Any]:
+    return {"name": name, "state": state}
+
+
+PLAIN = PodView("p", "up", Stage.TRAIN, 2, NOON, "Pending")
+BACK_OFF = {"reason": "ImagePullBackOff", "message": "Back-off pulling image"}
+TERMINATED = {"exitCode": 137, "reason": "OOMKilled", "finishedAt": LATER}
+
+PODS: dict[str, tuple[dict[str, Any], PodView]] = {
+    "a pod in its first moment": (pod(), PLAIN),
+    "a pod without a node": (
+        pod({"conditions": [says("PodScheduled", "False", "Unschedulable", "0/1 nodes")]}),
+        replace(PLAIN, unschedulable="0/1 nodes"),
+    ),
+    "a pod that waits at a gate is not without a node": (
+        pod({"conditions": [says("PodScheduled", "False", "SchedulingGated")]}),
+        PLAIN,
+    ),
+    "a pod with a node": (
+        pod({"conditions": [says("PodScheduled")]}, {"nodeName": "n1"}),
+        replace(PLAIN, node="n1", scheduled=END),
+    ),
+    "an image that cannot be pulled": (
+        pod({"containerStatuses": [container("pytorch", waiting=BACK_OFF)]}),
+        replace(PLAIN, waiting=Waiting("ImagePullBackOff", "Back-off pulling image")),
+    ),
+    "an image of an init container that cannot be pulled": (
+        pod(
+            {
+                "initContainerStatuses": [container("setup", waiting=BACK_OFF)],
+                "containerStatuses": [container("pytorch", waiting={"reason": "PodInitializing"})],
+            }
+        ),
+        replace(PLAIN, waiting=Waiting("ImagePullBackOff", "Back-off pulling image")),
+    ),
+    "a container that is being made does not wait": (
+        pod({"containerStatuses": [container("pytorch", waiting={"reason": "ContainerCreating"})]}),
+        PLAIN,
+    ),
+    "a container that was killed": (
+        pod({"phase": "Failed", "containerStatuses": [container("pytorch", terminated=TERMINATED)]}),
+        replace(PLAIN, phase="Failed", ended=Ended(137, "OOMKilled", END, None)),
+    ),
+    "the end of another container is not the trainer's": (
+        pod({"phase": "Running", "containerStatuses": [container("proxy", terminated=TERMINATED)]}),
+        replace(PLAIN, phase="Running"),
+    ),
+    "a disruption": (
+        pod({"conditions": [says("DisruptionTarget", reason="PreemptionByScheduler")]}),
+        replace(PLAIN, disruption="PreemptionByScheduler"),
+    ),
+    "a disruption that did not come": (pod({"conditions": [says("DisruptionTarget", "False")]}), PLAIN),
+    "an eviction": (
+        pod({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}),
+        replace(PLAIN, phase="Failed", status_reason="Evicted", status_message="low on memory"),
+    ),
+    "a pod that is to go": (pod(deletionTimestamp=LATER), replace(PLAIN, deleting_until=END)),
+    "a pod of an Indexed Job": (
+        pod(labels={"batch.kubernetes.io/job-completion-index": "3"}),
+        replace(PLAIN, index=3),
+    ),
+    "a worker of a PyTorchJob": (pod(labels={"training.kubeflow.org/replica-index": "1"}), replace(PLAIN, index=1)),
+    "the launcher of an MPIJob is no node": (
+        pod(labels={"training.kubeflow.org/replica-index": "0", "training.kubeflow.org/job-role": "launcher"}),
+        PLAIN,
+    ),
+    "a worker of an MPIJob": (
+        pod(labels={"training.kubeflow.org/replica-index": "2", "training.kubeflow.org/job-role": "worker"}),
+        replace(PLAIN, index=2),
+    ),
+    "lists that Go wrote as null": (pod({"conditions": None, "containerStatuses": None}), PLAIN),
+}
+
+
+@pytest.mark.parametrize(("raw", "expected"), PODS.values(), ids=PODS.keys())
+def test_how_a_pod_is_seen(raw: dict[str, Any], expected: PodView):
+    assert pod_view(raw) == expected
+
+
+def test_a_report_is_read_from_the_termination_message():
+    message = report("train", metrics={"train_loss": 0.25})
+    ended = {"exitCode": 0, "reason": "Completed", "message": message}
+    view = pod_view(pod({"phase": "Succeeded", "containerStatuses": [container("pytorch", terminated=ended)]}))
+    assert view is not None
+    assert view.ended is not None
+    assert view.ended.report is not None
+    assert (view.ended.report.stage, view.ended.report.metrics) == (Stage.TRAIN, {"train_loss": 0.25})
+
+
+@pytest.mark.parametrize("message", ["", "killed", "{}", '{"job": 1}', "[]", "null", '{"job": "reviews"'])
+def test_a_termination_message_of_others_is_no_report(message: str):
+    ended = {"exitCode": 1, "reason": "Error", "message": message}
+    view = pod_view(pod({"containerStatuses": [container("pytorch", terminated=ended)]}))
+    assert view is not None
+    assert view.ended == Ended(1, "Error", None, None)
+
+
+def test_a_pod_without_our_labels_is_not_seen():
+    assert pod_view({"metadata": {"name": "p"}}) is None
+    assert pod_view({}) is None
+
+
+# --------------------------------------------------------------------------------------------------------------- jobs
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    metadata = {
+        "name": "reviews",
+        "namespace": "team",
+        "uid": "u",
+        "generation": 3,
+        "creationTimestamp": AT,
+        "resourceVersion": "17",
+        "managedFields": [{"manager": "kubectl"}],
+        **changes.pop("metadata", {}),
+    }
+    return {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": metadata, "spec": SPEC, **changes}
+
+
+def test_a_job_is_seen_whole():
+    seen = job_view(document(status={"phase": "Training", "future": 1}), CLUSTER_SETTINGS)
+    assert seen.job is not None
+    assert replace(seen, job=None) == JobView(
+        name="reviews",
+        namespace="team",
+        uid="u",
+        generation=3,
+        created=NOON,
+        deleting=False,
+        managed_by=None,
+        job=None,
+        problems=(),
+        status=FineTuneJobStatus(phase="Training"),
+    )
+    assert (seen.job.metadata.uid, seen.job.spec.task) == ("u", "text-classification")
+
+
+def test_a_job_with_problems_cannot_be_run_and_still_names_its_manager():
+    seen = job_view(document(spec={"task": "poetry", "runPolicy": {"managedBy": "others"}}), CLUSTER_SETTINGS)
+    assert (seen.job, seen.managed_by) == (None, "others")
+    assert {problem.path for problem in seen.problems} >= {"spec.task", "spec.model"}
+
+
+@pytest.mark.parametrize("status", [{"phase": "Dancing"}, {"conditions": 1}, [], "x", None])
+def test_a_status_that_cannot_be_read_counts_as_empty(status: Any):
+    assert job_view(document(status=status), CLUSTER_SETTINGS).status == FineTuneJobStatus()
+
+
+def test_kubectls_own_copy_of_the_object_is_not_looked_at():
+    copy = '{"spec": {"secrets": {"hubToken": "hf_abcdefghijklmnopqrstuvwxyz"}}}'
+    annotations = {"kubectl.kubernetes.io/last-applied-configuration": copy}
+    assert job_view(document(metadata={"annotations": annotations}), CLUSTER_SETTINGS).problems == ()
+
+
+def test_a_job_that_is_to_go_is_seen_as_such():
+    assert job_view(document(metadata={"deletionTimestamp": LATER}), CLUSTER_SETTINGS).deleting
+
+
+# --------------------------------------------------------------------------------------------------------------- logs
+
+
+def failed_pods(*seconds: int, attempt: int = 1) -> tuple[PodView, ...]:
+    return tuple(
+        replace(
+            PLAIN,
+            name=f"p{index}",
+            phase="Failed",
+            attempt=attempt,
+            ended=Ended(1, "Error", NOON + timedelta(seconds=second), None),
+        )
+        for index, second in enumerate(seconds)
+    )
+
+
+def attempt(number: int) -> ChildView:
+    return ChildView(ObjectRef("batch/v1", "Job", f"c{number}"), Stage.TRAIN, number, NOON, "Failed")
+
+
+def test_logs_are_wanted_of_the_first_three_pods_that_failed():
+    seen = Observed(children=(attempt(1),), pods=failed_pods(50, 10, 40, 20))
+    view = job_view(document(), CLUSTER_SETTINGS)
+    assert wanted_logs(view, seen) == ("p1", "p3", "p2")
+    assert wanted_logs(view, replace(seen, logs=(("p3", ""),))) == ("p1", "p2")
+
+
+def test_logs_of_earlier_attempts_are_not_wanted():
+    seen = Observed(children=(attempt(1), attempt(2)), pods=failed_pods(50, attempt=1))
+    assert wanted_logs(job_view(document(), CLUSTER_SETTINGS), seen) == ()
+
+
+def test_logs_are_not_wanted_once_the_status_tells_of_the_failure():
+    told = FineTuneJobStatus(stages=(StageStatus(name="train", state="Failed", attempt=1),))
+    view = replace(job_view(document(), CLUSTER_SETTINGS), status=told)
+    assert wanted_logs(view, Observed(children=(attempt(1),), pods=failed_pods(50))) == ()
+
+
+def test_logs_are_not_wanted_without_a_child_or_a_failure():
+    view = job_view(document(), CLUSTER_SETTINGS)
+    assert wanted_logs(view, Observed(pods=failed_pods(1))) == ()
+    world = World()
+    world.settle()
+    world.start()
+    assert wanted_logs(world.job(), world.observed()) == ()

@@ -1,0 +1,318 @@
+"""The client: what answers mean, and what is tried again. Against a small server that answers as it is told."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from aiohttp import web
+from kubernetes.aio.client import ApiClient, Configuration
+
+from finetune_operator.shell.kube import (
+    FINETUNE_JOB,
+    FIRST_DELAY_SECONDS,
+    JOB,
+    POD,
+    TRIES,
+    AlreadyExistsError,
+    ApiError,
+    ConflictError,
+    ForbiddenError,
+    GoneError,
+    InvalidError,
+    Kube,
+    NotFoundError,
+    TooManyRequestsError,
+    UnauthorizedError,
+    UnavailableError,
+    error_of,
+    resource_of,
+)
+
+Answer = tuple[int, Any, dict[str, str]]
+
+
+def status(code: int, reason: str, message: str = "because") -> dict[str, Any]:
+    return {"kind": "Status", "apiVersion": "v1", "code": code, "reason": reason, "message": message}
+
+
+@dataclass
+class Server:
+    """Gives its answers one after the other, the last one for ever; keeps what it was asked."""
+
+    answers: list[Answer]
+    asked: list[tuple[str, str, Any]] = field(default_factory=list)
+    headers: list[dict[str, str]] = field(default_factory=list)
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.text()
+        self.asked.append((request.method, request.path_qs, json.loads(body) if body else None))
+        self.headers.append(dict(request.headers))
+        code, answer, headers = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if code == 0:
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        text = answer if isinstance(answer, str) else json.dumps(answer)
+        return web.Response(status=code, text=text, headers=headers)
+
+
+@dataclass
+class Ran:
+    """What came of a call."""
+
+    value: Any
+    error: ApiError | None
+    server: Server
+    slept: list[float]
+    ends_of_outages: int
+
+
+def call(work: Callable[[Kube], Awaitable[Any]], *answers: Answer | int) -> Ran:
+    """Do `work` against a server that answers so."""
+    server = Server([(each, status(each, "Odd"), {}) if isinstance(each, int) else each for each in answers])
+    slept: list[float] = []
+    ends: list[None] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def run() -> tuple[Any, ApiError | None]:
+        application = web.Application()
+        application.router.add_route("*", "/{path:.*}", server.handle)
+        runner = web.AppRunner(application)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        api = ApiClient(Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}"))
+        kube = Kube(api, sleep=sleep)
+        kube.outage.on_end = lambda: ends.append(None)
+        try:
+            return await work(kube), None
+        except ApiError as error:
+            return None, error
+        finally:
+            await api.close()
+            await runner.cleanup()
+
+    value, error = asyncio.run(run())
+    return Ran(value, error, server, slept, len(ends))
+
+
+def get(kube: Kube) -> Awaitable[Any]:
+    return kube.get(JOB, "team", "demo")
+
+
+OK: Answer = (200, {"kind": "Job"}, {})
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "expected"),
+    [
+        (400, "BadRequest", InvalidError),
+        (401, "Unauthorized", UnauthorizedError),
+        (403, "Forbidden", ForbiddenError),
+        (404, "NotFound", NotFoundError),
+        (409, "AlreadyExists", AlreadyExistsError),
+        (409, "Conflict", ConflictError),
+        (410, "Expired", GoneError),
+        (413, "RequestEntityTooLarge", InvalidError),
+        (422, "Invalid", InvalidError),
+        (429, "TooManyRequests", TooManyRequestsError),
+        (500, "InternalError", UnavailableError),
+        (503, "ServiceUnavailable", UnavailableError),
+        (418, "Teapot", ApiError),
+    ],
+)
+def test_an_error_says_what_an_answer_means(code: int, reason: str, expected: type[ApiError]):
+    error = error_of("get /x", code, json.dumps(status(code, reason)).encode(), "7")
+
+    assert type(error) is expected
+    assert (error.code, error.reason, error.message, error.retry_after) == (code, reason, "because", 7.0)
+
+
+def test_an_answer_of_a_proxy_is_an_error_too():
+    error = error_of("get /x", 502, b"<html>Bad \xff gateway</html>", "Wed, 21 Oct 2015 07:28:00 GMT")
+
+    assert type(error) is UnavailableError
+    assert (error.message, error.retry_after) == ("<html>Bad � gateway</html>", None)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(429, id="too many requests"),
+        pytest.param(500, id="a fault of the server"),
+        pytest.param(503, id="a server that starts"),
+    ],
+)
+def test_what_may_pass_is_tried_again(first: int):
+    ran = call(get, first, first, OK)
+
+    assert ran.value == {"kind": "Job"}
+    assert len(ran.server.asked) == 3
+    assert len(ran.slept) == 2
+    assert FIRST_DELAY_SECONDS / 2 <= ran.slept[0] <= FIRST_DELAY_SECONDS
+    assert FIRST_DELAY_SECONDS <= ran.slept[1] <= FIRST_DELAY_SECONDS * 2
+
+
+def test_a_create_whose_connection_breaks_is_tried_again():
+    manifest = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "demo"}}
+    ran = call(lambda kube: kube.create(manifest, "team"), 0, 0, OK)
+
+    asked = ("POST", "/apis/batch/v1/namespaces/team/jobs?fieldManager=finetune-operator", manifest)
+    assert ran.server.asked == [asked, asked, asked]
+    assert len(ran.slept) == 2
+
+
+@pytest.mark.parametrize("code", [400, 401, 403, 404, 409, 410, 422])
+def test_an_answer_that_says_no_is_not_asked_again(code: int):
+    ran = call(get, code, OK)
+
+    assert ran.error is not None
+    assert ran.error.code == code
+    assert len(ran.server.asked) == 1
+
+
+def test_the_server_says_how_long_to_wait():
+    ran = call(get, (429, status(429, "TooManyRequests"), {"Retry-After": "3"}), OK)
+
+    assert ran.slept == [3.0]
+
+
+def test_after_so_many_tries_it_is_an_error():
+    ran = call(get, 503)
+
+    assert isinstance(ran.error, UnavailableError)
+    assert len(ran.server.asked) == TRIES
+
+
+def test_the_end_of_an_outage_is_told_once():
+    async def twice(kube: Kube) -> None:
+        await get(kube)
+        await get(kube)
+
+    assert call(twice, 0, 0, OK).ends_of_outages == 1
+    assert call(twice, OK).ends_of_outages == 0
+
+
+def test_a_list_is_read_in_pages_and_items_get_their_kind():
+    pages: list[Answer] = [
+        (200, {"metadata": {"resourceVersion": "7", "continue": "more/="}, "items": [{"metadata": {"name": "a"}}]}, {}),
+        (200, {"metadata": {"resourceVersion": "7"}, "items": [{"metadata": {"name": "b"}}]}, {}),
+    ]
+    ran = call(lambda kube: kube.list_objects(POD, None, "finetune.dev/job"), *pages)
+
+    named = {"apiVersion": "v1", "kind": "Pod"}
+    assert ran.value == ([{**named, "metadata": {"name": "a"}}, {**named, "metadata": {"name": "b"}}], 7)
+    paths = [path for _, path, _ in ran.server.asked]
+    assert paths == [
+        "/api/v1/pods?limit=500&labelSelector=finetune.dev/job",
+        "/api/v1/pods?limit=500&labelSelector=finetune.dev/job&continue=more/%3D",
+    ]
+
+
+def test_a_list_whose_first_page_is_forgotten_is_begun_anew():
+    first: Answer = (200, {"metadata": {"resourceVersion": "7", "continue": "x"}, "items": [{"a": 1}]}, {})
+    whole: Answer = (200, {"metadata": {"resourceVersion": "9"}, "items": None}, {})
+    ran = call(lambda kube: kube.list_objects(POD), first, (410, status(410, "Expired"), {}), whole)
+
+    assert ran.value == ([], 9)
+
+
+def test_a_delete_names_the_object_that_is_meant():
+    ran = call(lambda kube: kube.delete(JOB, "team", "demo", "uid-1"), (200, status(200, "", ""), {}))
+
+    assert ran.value is None
+    assert ran.server.asked == [
+        (
+            "DELETE",
+            "/apis/batch/v1/namespaces/team/jobs/demo",
+            {
+                "apiVersion": "v1",
+                "kind": "DeleteOptions",
+                "propagationPolicy": "Background",
+                "preconditions": {"uid": "uid-1"},
+            },
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("answer", "left"),
+    [
+        pytest.param((404, status(404, "NotFound"), {}), None, id="it was gone before"),
+        pytest.param((200, {"kind": "Job", "metadata": {}}, {}), {"kind": "Job", "metadata": {}}, id="it still ends"),
+    ],
+)
+def test_a_delete_tells_what_is_left(answer: Answer, left: Any):
+    assert call(lambda kube: kube.delete(JOB, "team", "demo", None), answer).value == left
+
+
+def test_a_status_is_applied_to_the_version_it_was_computed_from():
+    ran = call(lambda kube: kube.apply_status("team", "demo", "uid-1", "42", {"phase": "Training"}), OK)
+
+    metadata = {"name": "demo", "namespace": "team", "uid": "uid-1", "resourceVersion": "42"}
+    assert ran.server.asked == [
+        (
+            "PATCH",
+            "/apis/finetune.dev/v1alpha1/namespaces/team/finetunejobs/demo/status"
+            "?fieldManager=finetune-operator&force=true",
+            {
+                "apiVersion": FINETUNE_JOB.api_version,
+                "kind": "FineTuneJob",
+                "metadata": metadata,
+                "status": {"phase": "Training"},
+            },
+        )
+    ]
+    assert ran.server.headers[0]["Content-Type"] == "application/apply-patch+yaml"
+
+
+def test_the_same_event_has_the_same_name_and_a_later_one_another():
+    involved = {"kind": "FineTuneJob", "namespace": "team", "name": "demo", "uid": "u"}
+
+    async def tell(kube: Kube) -> None:
+        await kube.create_event(involved, "Normal", "Started", "a" * 2000, salt="1")
+        await kube.create_event(involved, "Normal", "Started", "a" * 2000, salt="1")
+        await kube.create_event(involved, "Normal", "Started", "a" * 2000, salt="2")
+
+    ran = call(tell, OK, (409, status(409, "AlreadyExists"), {}), OK)
+
+    assert ran.error is None
+    bodies = [body for _, _, body in ran.server.asked]
+    first, again, later = (body["metadata"]["name"] for body in bodies)
+    assert first == again != later
+    assert len(bodies[0]["message"]) == 1024
+
+
+def test_of_a_log_the_end_is_kept():
+    ran = call(lambda kube: kube.pod_log("team", "demo-0", "pytorch"), (200, "x" * 5000 + "the cause\n", {}))
+
+    assert len(ran.value) == 4096
+    assert ran.value.endswith("the cause\n")
+
+
+@pytest.mark.parametrize("code", [400, 404, 500])
+def test_a_log_that_cannot_be_had_is_empty_and_costs_one_request(code: int):
+    ran = call(lambda kube: kube.pod_log("team", "demo-0", "pytorch"), code)
+
+    assert ran.value == ""
+    assert len(ran.server.asked) == 1
+
+
+def test_launchers_are_what_the_server_serves():
+    def served(*names: str) -> Answer:
+        return 200, {"kind": "APIResourceList", "resources": [{"name": name} for name in names]}, {}
+
+    ask = call(lambda kube: kube.served_launchers(), served("pytorchjobs", "mpijobs"), (404, status(404, "x"), {}))
+    assert ask.value == ("pytorchjob", "job")
+    ask = call(lambda kube: kube.served_launchers(), served("tfjobs"), served("mpijobs"))
+    assert ask.value == ("mpijob", "job")
+
+
+def test_a_kind_without_rights_is_refused_before_it_is_asked_for():
+    with pytest.raises(ValueError, match="Deployment of apps/v1 is no kind"):
+        resource_of("apps/v1", "Deployment")

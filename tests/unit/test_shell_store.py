@@ -1,0 +1,251 @@
+"""The store: the newer word wins, and what is gone stays gone."""
+
+from typing import Any
+
+import pytest
+
+from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.reconcile.types import ChildView, PodView
+from finetune_operator.shell.queue import JobKey
+from finetune_operator.shell.store import BURIED_SECONDS, Store, UnreadableError
+
+KEY = JobKey("team", "demo")
+CREATED = "2026-01-01T00:00:00Z"
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(clock: Clock) -> Store:
+    return Store(CLUSTER_SETTINGS, clock)
+
+
+def metadata(name: str, uid: str, version: int, **labels: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "namespace": "team",
+        "uid": uid,
+        "resourceVersion": str(version),
+        "generation": 1,
+        "creationTimestamp": CREATED,
+        "labels": {f"finetune.dev/{label.replace('_', '-')}": value for label, value in labels.items()},
+    }
+
+
+def job(version: int, uid: str = "job-1", phase: str = "Pending") -> dict[str, Any]:
+    return {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": metadata("demo", uid, version),
+        "spec": {"task": "text-classification", "model": {"uri": "hf://a/b"}},
+        "status": {"phase": phase},
+    }
+
+
+def child(version: int, uid: str = "child-1", attempt: str = "1", job_uid: str = "job-1") -> dict[str, Any]:
+    labels = {"job": "demo", "job_uid": job_uid, "stage": "train", "attempt": attempt}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": metadata(f"demo-train-{attempt}", uid, version, **labels),
+        "spec": {},
+        "status": {},
+    }
+
+
+def pod(version: int, name: str = "demo-train-1-0", uid: str = "pod-1") -> dict[str, Any]:
+    labels = {"job": "demo", "job_uid": "job-1", "stage": "train", "attempt": "1"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": metadata(name, uid, version, **labels),
+        "spec": {"containers": []},
+        "status": {"phase": "Running"},
+    }
+
+
+def children(store: Store) -> list[tuple[str, str | None]]:
+    return [(view.ref.name, view.ref.uid) for view in store.children("job-1")]
+
+
+def phase(store: Store) -> str | None:
+    view = store.job(KEY)
+    return None if view is None else view.status.phase
+
+
+def test_what_was_put_is_found_by_job_and_by_name(store: Store):
+    for raw in (job(1), child(2), pod(3)):
+        store.put(raw)
+
+    found = store.job(KEY)
+    assert found is not None
+    assert (found.name, found.uid, store.job_version(KEY)) == ("demo", "job-1", "1")
+    assert [type(view) for view in (*store.children("job-1"), *store.pods("job-1"))] == [ChildView, PodView]
+    entry = store.get("Pod", "team", "demo-train-1-0")
+    assert entry is not None
+    assert (entry.job, entry.job_uid, entry.uid) == (KEY, "job-1", "pod-1")
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        pytest.param([(5, "Training"), (4, "Pending")], "Training", id="an older word comes late"),
+        pytest.param([(5, "Training"), (5, "Pending")], "Training", id="the same version is told again"),
+        pytest.param([(9, "Pending"), (10, "Training")], "Training", id="versions are numbers, not text"),
+    ],
+)
+def test_the_newer_version_wins(store: Store, versions: list[tuple[int, str]], expected: str):
+    for version, told in versions:
+        store.put(job(version, phase=told))
+
+    assert phase(store) == expected
+
+
+def test_only_news_is_told_as_news(store: Store):
+    assert store.put(child(5)) is not None
+    assert store.put(child(5)) is None
+    assert store.put(child(4)) is None
+    assert store.put(child(6)) is not None
+
+
+def test_a_late_answer_does_not_bring_back_what_was_deleted(store: Store):
+    store.put(child(5))
+    store.remove(child(8))
+
+    assert store.put(child(7)) is None
+    assert children(store) == []
+
+
+def test_a_deletion_that_is_told_before_the_create_was_answered_counts(store: Store):
+    store.remove(child(8))
+
+    assert store.put(child(5)) is None
+    assert children(store) == []
+
+
+def test_an_object_that_comes_back_under_our_label_is_seen_again(store: Store):
+    """A watch by label tells of a label that was removed as of a deletion."""
+    store.put(child(5))
+    store.remove(child(8))
+
+    assert store.put(child(9)) is not None
+    assert children(store) == [("demo-train-1", "child-1")]
+
+
+def test_the_end_of_an_earlier_object_does_not_remove_a_later_one_of_the_same_name(store: Store):
+    store.put(child(5, uid="old"))
+    store.put(child(9, uid="new"))
+    store.remove(child(8, uid="old"))
+
+    assert children(store) == [("demo-train-1", "new")]
+
+
+def test_what_the_api_server_does_not_find_is_gone_whatever_is_told_later(store: Store):
+    store.put(child(5))
+    store.gone("Job", "team", "demo-train-1")
+
+    assert store.put(child(6)) is None
+    assert children(store) == []
+
+
+def test_that_another_object_is_gone_changes_nothing(store: Store):
+    store.put(child(5, uid="new"))
+    store.gone("Job", "team", "demo-train-1", uid="old")
+
+    assert children(store) == [("demo-train-1", "new")]
+
+
+def test_deleted_objects_are_forgotten_after_a_while(store: Store, clock: Clock):
+    store.remove(child(8))
+    clock.now += BURIED_SECONDS + 1
+    store.remove(child(9, uid="child-2", attempt="2"))
+
+    assert store.put(child(7)) is not None
+
+
+def test_a_list_removes_what_it_does_not_name_and_tells_whose_it_was(store: Store):
+    for raw in (child(5), child(6, uid="child-2", attempt="2"), pod(7)):
+        store.put(raw)
+
+    assert store.replace_all("Job", [child(5)], version=20) == {KEY}
+    assert children(store) == [("demo-train-1", "child-1")]
+    assert len(store.pods("job-1")) == 1
+
+
+def test_a_list_leaves_what_is_newer_than_the_list(store: Store):
+    store.put(child(30))
+
+    assert store.replace_all("Job", [], version=20) == set()
+    assert children(store) == [("demo-train-1", "child-1")]
+
+
+def test_a_list_of_one_namespace_leaves_the_others(store: Store):
+    store.put(child(5))
+
+    assert store.replace_all("Job", [], version=20, namespaces={"elsewhere"}) == set()
+    assert children(store) == [("demo-train-1", "child-1")]
+
+
+def test_a_list_does_not_go_back_to_an_older_state(store: Store):
+    store.put(job(25, phase="Training"))
+
+    assert store.replace_all("FineTuneJob", [job(10)], version=20) == set()
+    assert phase(store) == "Training"
+
+
+def test_a_list_of_one_job_removes_its_missing_pods_only(store: Store):
+    store.put(pod(5))
+    store.put(pod(6, name="demo-train-1-1", uid="pod-2"))
+    store.put(child(7))
+    store.replace_of_job("Pod", "job-1", [pod(5)], version=20)
+
+    assert [view.name for view in store.pods("job-1")] == ["demo-train-1-0"]
+    assert len(children(store)) == 1
+
+
+def test_children_of_a_deleted_job_of_the_same_name_are_not_those_of_the_new_one(store: Store):
+    store.put(child(5, job_uid="old"))
+    store.put(job(9, uid="job-1"))
+
+    assert children(store) == []
+
+
+def test_a_changed_owner_label_moves_the_object(store: Store):
+    store.put(child(5, job_uid="old"))
+    store.put(child(6, job_uid="job-1"))
+
+    assert store.children("old") == ()
+    assert children(store) == [("demo-train-1", "child-1")]
+
+
+def test_only_news_breaks_the_silence(store: Store, clock: Clock):
+    store.put(child(5))
+    clock.now += 100
+    store.put(child(5))
+    assert store.heard_of("job-1") == 1000.0
+
+    store.put(pod(6))
+    assert store.heard_of("job-1") == 1100.0
+    assert store.heard_of("nobody") == 0.0
+
+
+@pytest.mark.parametrize("version", ["", "abc", "1.5", "-3"])
+def test_a_version_that_cannot_be_compared_is_refused(store: Store, version: str):
+    raw = child(5)
+    raw["metadata"]["resourceVersion"] = version
+
+    with pytest.raises(UnreadableError, match="whole numbers"):
+        store.put(raw)
