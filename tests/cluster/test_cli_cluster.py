@@ -402,7 +402,7 @@ def test_following_logs_of_pods_that_never_show_ends_with_the_job(
     assert (*process.communicate(timeout=60), process.returncode) == (shown, told, code)
 
 
-# ------------------------------------------------------------------------------------------------------- with an operator
+# ----------------------------------------------------------------------------------------------------- with an operator
 
 
 def written(world: World, tmp_path: Path) -> Jobs:

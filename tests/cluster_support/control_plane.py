@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -80,10 +81,21 @@ class Cluster:
         access, session = self.access, new_session()
 
         def ready() -> bool:
+            assert started.poll() is None, (folder / "kube-apiserver.log").read_text()[-2000:]
             answer = session.get(f"{access.host}/readyz", headers=access.headers, verify=access.ca, timeout=5)
             return answer.status_code == 200
 
         wait_until(ready, "the API server is ready again", 60)
+
+    @contextmanager
+    def slow_controllers(self) -> Iterator[None]:
+        """A controller manager that does not get round to anything: no garbage is collected, no Job gets pods."""
+        pid = int((self.own("stopping the controllers") / "kube-controller-manager.pid").read_text())
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
     def audit_mark(self) -> int:
         """A place in the audit log: now."""
@@ -109,10 +121,15 @@ def _gone(pid: int) -> bool:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on, below those that the kernel gives to clients: while a server restarts, a client
+    that tries to reach it could otherwise be given the very port, connect to itself, and keep it taken.
+    """
+    for _ in range(100):
+        port = random.randrange(15_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("no free port among 100 between 15000 and 32000")
 
 
 def assets_folder() -> Path:

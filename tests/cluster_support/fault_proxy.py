@@ -114,11 +114,13 @@ class FaultProxy:
             self._watches.add(task)
         try:
             return await self._forward(request, lose=write and self._happens("lost answer", faults.lost_answers))
-        except (aiohttp.ClientError, asyncio.CancelledError):
-            # The real server is away, or the watch is cut: the connection breaks, as it would without us.
-            if request.transport is not None:
-                request.transport.abort()
+        except asyncio.CancelledError:
+            _break(request)
             raise
+        except aiohttp.ClientError:
+            # The real server is away, or the answer shall be lost.
+            _break(request)
+            return web.Response(status=502)
         finally:
             self._watches.discard(task)
 
@@ -127,7 +129,8 @@ class FaultProxy:
         async with self._session.request(
             request.method,
             f"{self._access.host}{request.rel_url}",
-            data=await request.read(),
+            # None rather than an empty body, which would get a Content-Type that nobody sent.
+            data=await request.read() or None,
             headers=headers,
         ) as answer:
             if lose:
@@ -139,6 +142,12 @@ class FaultProxy:
                 await response.write(chunk)
             await response.write_eof()
             return response
+
+
+def _break(request: web.Request) -> None:
+    """Cut the connection without a word, as a server does that is gone."""
+    if request.transport is not None:
+        request.transport.abort()
 
 
 def _refusal(code: int, reason: str, headers: dict[str, str]) -> web.Response:

@@ -11,7 +11,7 @@ from typing import get_args
 from finetune_contract.layout import ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN, ENV_KUBEFLOW_URL
 from finetune_operator.api.types import ConditionType, Phase
 from finetune_operator.planning.placement import LAUNCHER_ORDER
-from finetune_operator.reconcile.failures import REMEDIES, Remedy
+from finetune_operator.reconcile.remedies import REMEDIES, Remedy
 from finetune_operator.shell.metrics import Metrics
 from finetune_operator.shell.progress_protocol import progress_of
 

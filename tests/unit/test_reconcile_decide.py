@@ -213,6 +213,18 @@ def test_a_refused_spec_tells_all_problems_and_may_be_edited():
     assert (world.phase, world.said("Accepted")[0], world.said("Stalled")[0]) == ("Preparing", "True", "False")
 
 
+def test_a_spec_that_is_edited_into_a_bad_one_before_the_start_loses_its_plan():
+    world = World()
+    world.edit(suspend=True)
+    world.settle()
+    assert world.job().status.plan is not None
+    world.spec["task"] = "poetry"
+    world.generation += 1
+    world.settle()
+    status = world.job().status
+    assert (world.phase, status.plan, status.stages, world.said("Planned")[0]) == ("Pending", None, (), "Unknown")
+
+
 def test_a_refused_plan_is_tried_again_when_the_cluster_serves_more():
     world = World()
     world.spec["launcher"] = "mpijob"
@@ -303,6 +315,15 @@ def test_a_stage_that_ended_while_suspension_was_asked_for_has_succeeded():
     )
 
 
+def test_an_operator_that_dies_while_it_suspends_takes_the_deletion_for_its_own():
+    world = training()
+    world.edit(suspend=True)
+    world.step(crash_after=1)  # the Job is deleted, the status is not written
+    assert (world.stage("train"), "reviews-train-1" in world.children) == (("Running", 1), False)
+    world.settle()
+    assert (world.phase, world.stage("train"), world.job().status.failure) == ("Suspended", ("Suspended", 1), None)
+
+
 # ---------------------------------------------------------------------------------------------------- the end of a job
 
 
@@ -332,6 +353,9 @@ def test_a_job_past_its_deadline_fails_and_its_running_child_goes():
     world.now += timedelta(seconds=100)
     world.step()
     assert (world.phase, list(world.children)) == ("Failed", ["reviews-prepare-1", "reviews-train-1"])
+    cost = world.job().status.cost
+    assert cost is not None
+    assert cost.node_seconds == 100
     world.settle()
     assert list(world.children) == ["reviews-prepare-1"]
     failure = world.job().status.failure
@@ -720,6 +744,44 @@ def test_a_quota_is_told_and_tried_again_with_growing_delay_until_it_allows():
     assert (world.phase, world.stage("prepare"), world.said("Stalled")[0]) == ("Preparing", ("Running", 1), "False")
 
 
+def test_a_quota_that_is_met_between_two_stages_holds_the_second_and_not_the_first():
+    world = World()
+    world.settle()
+    world.refuse["Job"] = (403, "exceeded quota: team")
+    world.succeed()
+    world.settle()
+    assert (world.stage("prepare"), world.stage("train"), world.said("Stalled")[1]) == (
+        ("Succeeded", 1),
+        ("Pending", 0),
+        "Refused",
+    )
+    world.refuse.clear()
+    world.wait(10)
+    assert (world.stage("train"), world.told().count("StageSucceeded")) == (("Running", 1), 1)
+
+
+def test_a_quota_that_is_met_by_a_restart_keeps_the_failure_that_led_to_it():
+    world = training()
+    world.fail(FailureClass.COLLECTIVE)
+    world.settle()
+    world.refuse["Job"] = (403, "exceeded quota: team")
+    world.wait(10)
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (failure.failure_class, world.stage("train"), world.phase) == ("CollectiveFailed", ("Failed", 1), "Training")
+    world.refuse.clear()
+    world.wait(20)
+    assert (world.stage("train"), world.job().status.restarts) == (("Running", 2), 1)
+
+
+def test_a_refusal_is_not_met_again_in_the_same_second_also_when_restarts_have_no_delay():
+    world = World(settings=limits(restartDelaySeconds=0))
+    world.refuse["Job"] = (403, "exceeded quota: team")
+    world.settle()
+    assert world.decide().create == ()
+    assert world.decide().wake_at == NOON + timedelta(seconds=1)
+
+
 def test_a_refused_attempt_is_made_from_the_spec_as_it_is_by_then():
     world = World()
     world.refuse["Job"] = (403, "exceeded quota: team")
@@ -813,6 +875,18 @@ def test_a_child_that_the_status_does_not_know_yet_is_taken_up_as_the_current_at
     world.settle()
     assert (world.stage("train"), world.created.count("reviews-train-2")) == (("Running", 2), 1)
     assert world.told()[-1] == "StageStarted"
+
+
+def test_an_older_attempt_that_runs_beside_the_current_one_is_deleted():
+    world = training()
+    old = json.loads(json.dumps(world.children["reviews-train-1"]))
+    world.fail(FailureClass.COLLECTIVE)
+    world.settle()
+    world.wait(10)
+    world.children["reviews-train-1"] = old  # as after a backup of the cluster was played back
+    decision = world.decide()
+    assert decision.delete == (ObjectRef("batch/v1", "Job", "reviews-train-1", "uid-reviews-train-1"),)
+    assert world.stage("train") == ("Running", 2)
 
 
 def test_a_status_that_cannot_be_read_is_found_again_from_the_children():

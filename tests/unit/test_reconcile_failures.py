@@ -11,7 +11,8 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import EXIT_CODES, FailureClass, retryable
 from finetune_contract.report import FailureReport, TrainerReport
 from finetune_operator.api.types import FailureStatus
-from finetune_operator.reconcile.failures import REMEDIES, OperatorCause, Remedy, first_cause, on_node_lost
+from finetune_operator.reconcile.failures import first_cause, on_node_lost
+from finetune_operator.reconcile.remedies import REMEDIES, OperatorCause, Remedy
 from finetune_operator.reconcile.types import ChildView, Ended, ObjectRef, PodView
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -223,6 +224,25 @@ CASES = {
         (),
         ("ChildFailed", "BackoffLimitExceededEvicted", Remedy.COUNTED, None),
         child=replace(CHILD, reason="BackoffLimitExceeded/Evicted"),
+    ),
+    "a disruption of which only the Job's pod failure policy is left to tell": Case(
+        (),
+        ("Preempted", "DisruptionTarget", Remedy.FREE, None),
+        child=replace(
+            CHILD,
+            reason="PodFailurePolicy",
+            message="Pod team/reviews-train-1-0 has condition DisruptionTarget matching FailJob rule at index 0",
+        ),
+    ),
+    "an exit code of which only the Job's pod failure policy is left to tell": Case(
+        (),
+        ("DataError", "NoReport", Remedy.FAIL, None),
+        child=replace(
+            CHILD,
+            reason="PodFailurePolicy",
+            message="Container pytorch for pod team/reviews-train-1-0 failed with exit code 10 matching FailJob rule "
+            "at index 1",
+        ),
     ),
     "a deadline that the child's own controller kept": Case(
         (), ("DeadlineExceeded", "DeadlineExceeded", Remedy.FAIL, None), child=replace(CHILD, reason="DeadlineExceeded")

@@ -79,7 +79,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(sorted(ACTIONS)), st.none() | st.inte
 
 
 @pytest.mark.parametrize("launcher", ["job", "pytorchjob", "mpijob"])
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS)
 def test_every_walk_ends_well_or_tells_why(launcher: LauncherName, steps: list[tuple[str, int | None]]):
     world = World(served=("job", launcher))

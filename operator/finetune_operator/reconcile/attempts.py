@@ -14,14 +14,8 @@ from finetune_contract.report import TrainerReport
 from finetune_operator.api.types import StageStatus
 from finetune_operator.reconcile.course import Course, reference
 from finetune_operator.reconcile.endings import attempt_failed, stage_succeeded
-from finetune_operator.reconcile.failures import (
-    ECHOES,
-    Cause,
-    OperatorCause,
-    first_cause,
-    on_node_lost,
-    without_report,
-)
+from finetune_operator.reconcile.failures import ECHOES, first_cause, on_node_lost, without_report
+from finetune_operator.reconcile.remedies import Cause, OperatorCause
 from finetune_operator.reconcile.times import earliest, stamp
 from finetune_operator.reconcile.types import ChildView, PodView
 from finetune_operator.reconcile.waiting import waits
@@ -126,18 +120,18 @@ def _failed(course: Course, stage: StageStatus, child: ChildView, pods: Sequence
     ended = child.finished or course.now
     cause = first_cause(child.stage, child, pods)
     patience = ended + timedelta(seconds=CAUSE_SECONDS)
-    vague = cause.cause in ECHOES or cause.cause in (OperatorCause.CHILD_FAILED, OperatorCause.DEADLINE_EXCEEDED)
+    vague = cause.pod is None or cause.cause in ECHOES
     if vague and course.now < patience and not (pods and all(pod.over for pod in pods)):
         return replace(course.wake(patience), waiting=f"{child.ref.name} has failed; its pods are still ending.")
     return attempt_failed(course, stage, cause, ended)
 
 
 def _underway(course: Course, stage: StageStatus, child: ChildView, pods: Sequence[PodView]) -> Course:
-    if child.deleting:
-        return replace(course, waiting=f"{child.ref.kind} {child.ref.name} is being deleted.")
     if (broken := _broken(course, child, pods)) is not None:
         return attempt_failed(course, stage, broken)
     course = course.wake(_next_look(pods))
+    if child.deleting:
+        return replace(course, waiting=f"{child.ref.kind} {child.ref.name} is being deleted.")
     held = waits(child, pods, course.now, course.settings.limits)
     if held is not None and held.cause is not None:
         return attempt_failed(course, stage, held.cause)

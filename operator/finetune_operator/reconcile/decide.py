@@ -18,8 +18,8 @@ from finetune_operator.planning.types import JobPlan, PlanRefused
 from finetune_operator.reconcile.attempts import gone_after, settle
 from finetune_operator.reconcile.course import Course, Stalled, reference
 from finetune_operator.reconcile.endings import delay_seconds, give_up, refused
-from finetune_operator.reconcile.failures import Cause, OperatorCause
 from finetune_operator.reconcile.planned import plan_now, plan_sentence, plan_status, problems_text
+from finetune_operator.reconcile.remedies import Cause, OperatorCause
 from finetune_operator.reconcile.results import cost_after, with_report
 from finetune_operator.reconcile.status import complete, condition, ended
 from finetune_operator.reconcile.times import moment, stamp
@@ -46,7 +46,7 @@ def decide(
     course = Course(job, observed, now, settings, progress, job.status, end=ended(job.status))
     if course.end is not None:
         return after_the_end(course).decision()
-    for phase in (accept, plan_ahead, meet_refusals, settle, keep_deadline, hold, finish, proceed):
+    for phase in (accept, plan_ahead, settle, meet_refusals, keep_deadline, hold, finish, proceed):
         course = phase(course)
         if course.over or course.end is not None:
             break
@@ -105,7 +105,7 @@ def accept(course: Course) -> Course:
         return course
     if not course.started:
         course = course.with_status(plan=None, stages=())
-    return replace(course, over=True, suspended=course.job.status.phase == "Suspended")
+    return replace(course, over=True, suspended=course.started and course.job.status.phase == "Suspended")
 
 
 def context(course: Course) -> RenderContext:
@@ -137,9 +137,9 @@ def _unbegun(course: Course, name: Stage) -> StageStatus:
 
 
 def meet_refusals(course: Course) -> Course:
-    """What the API server did not take the last time: final, or to be tried again."""
+    """What the API server did not take of the next attempt the last time: final, or to be tried again."""
     current = course.current
-    if current is None or not course.observed.refusals:
+    if current is None or current.state == "Running" or not course.observed.refusals:
         return course
     refusal = course.observed.refusals[0]
     what = f"{refusal.ref.kind} {refusal.ref.name}"
@@ -149,13 +149,8 @@ def meet_refusals(course: Course) -> Course:
     elif refusal.code in (400, 405, 406, 413, 415, 422):
         cause = refused(OperatorCause.REFUSED, what, refusal.message)
     if cause is not None:
-        return give_up(course, current, cause.told(Stage(current.name), _next_number(current)))
+        return give_up(course, current, cause.told(Stage(current.name), current.attempt + 1))
     return _tried_again(course, current, refusal, what)
-
-
-def _next_number(current: StageStatus) -> int:
-    """The attempt that was to be made."""
-    return current.attempt if current.state == "Running" else current.attempt + 1
 
 
 def _tried_again(course: Course, current: StageStatus, refusal: Refusal, what: str) -> Course:
@@ -164,8 +159,6 @@ def _tried_again(course: Course, current: StageStatus, refusal: Refusal, what: s
     seconds = max(LEAST_REFUSED_SECONDS, delay_seconds(course.settings.limits, in_row))
     held = current.model_copy(
         update={
-            "state": "Pending" if current.state == "Running" else current.state,
-            "child": None if current.state == "Running" else current.child,
             "next_attempt_time": stamp(course.now + timedelta(seconds=seconds)),
             "failures_in_row": in_row,
         }
@@ -181,7 +174,7 @@ def _tried_again(course: Course, current: StageStatus, refusal: Refusal, what: s
 def _made_before(course: Course, current: StageStatus, ref: ObjectRef) -> tuple[ObjectRef, ...]:
     """What the refused attempt did get: it is made anew, as the spec may change until then."""
     try:
-        manifests = _attempt(course, plan_now(course), current, _next_number(current))
+        manifests = _attempt(course, plan_now(course), current, current.attempt + 1)
     except PlanRefused:
         return ()
     refs = [_ref(manifest) for manifest in manifests]

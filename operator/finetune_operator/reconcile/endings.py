@@ -17,7 +17,6 @@ from finetune_operator.api.types import FailureStatus, StageStatus
 from finetune_operator.planning.quantities import human_seconds
 from finetune_operator.planning.types import PlanRefused
 from finetune_operator.reconcile.course import Course
-from finetune_operator.reconcile.failures import Cause, CauseClass, OperatorCause, Remedy
 from finetune_operator.reconcile.planned import (
     NothingLeftToAdapt,
     adapt,
@@ -27,6 +26,7 @@ from finetune_operator.reconcile.planned import (
     plan_status,
     problems_text,
 )
+from finetune_operator.reconcile.remedies import Cause, CauseClass, OperatorCause, Remedy
 from finetune_operator.reconcile.results import artifacts, cost_after, finished_progress, headline, numbers, with_report
 from finetune_operator.reconcile.times import moment, stamp
 

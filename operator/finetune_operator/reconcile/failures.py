@@ -3,7 +3,7 @@
 When one process breaks, the others lose their connection, the launcher reports a lost worker, and the Job says that its
 backoff limit is reached. All of that is true and none of it helps. So the witnesses are heard in order of trust: what
 the trainer itself reported, what the kubelet and the scheduler did to a pod, the exit code by the contract's table, and
-last the child's own word. What a cause leads to is in one table, `REMEDIES`.
+last the child's own word.
 """
 
 from __future__ import annotations
@@ -11,141 +11,21 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
-from enum import StrEnum
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import EXIT_CODES, EXIT_OK, FailureClass
 from finetune_contract.report import FailureReport
-from finetune_operator.api.types import FailureStatus
+from finetune_operator.reconcile.remedies import Cause, OperatorCause
 from finetune_operator.reconcile.types import ChildView, PodView
-
-MESSAGE_LIMIT = 4096
-LOG_LIMIT = 4096
-"""Characters of a log's end that the status holds."""
-
-
-class Remedy(StrEnum):
-    """What a failure leads to."""
-
-    FAIL = "fail"
-    """The same again would fail the same way: the job has failed."""
-    FREE = "free"
-    """The infrastructure's doing: a new attempt, which counts against nothing."""
-    ADAPT = "adapt"
-    """Memory ran out: a new attempt with a plan that needs less of it."""
-    COUNTED = "counted"
-    """It may go well another time: a new attempt, which counts against `runPolicy.maxRestarts`."""
-
-
-class OperatorCause(StrEnum):
-    """Classes of failures that no trainer can report; they stand beside the contract's `FailureClass`."""
-
-    NODE_LOST = "NodeLost"
-    EVICTED = "Evicted"
-    POD_REJECTED = "PodRejected"
-    IMAGE_PULL = "ImagePull"
-    CONTAINER_CONFIG = "ContainerConfig"
-    UNSCHEDULABLE = "Unschedulable"
-    KILLED = "Killed"
-    CHILD_DELETED = "ChildDeleted"
-    CHILD_FAILED = "ChildFailed"
-    NAME_TAKEN = "NameTaken"
-    REFUSED = "Refused"
-    DEADLINE_EXCEEDED = "DeadlineExceeded"
-    NO_REPORT = "NoReport"
-    PLAN_REFUSED = "PlanRefused"
-
-
-CauseClass = FailureClass | OperatorCause
-
-REMEDIES: dict[CauseClass, Remedy] = {
-    FailureClass.DATA: Remedy.FAIL,
-    FailureClass.CONFIG: Remedy.FAIL,
-    FailureClass.MODEL: Remedy.FAIL,
-    FailureClass.STRATEGY_NOT_IN_EFFECT: Remedy.FAIL,
-    FailureClass.WORLD_SIZE: Remedy.FAIL,
-    FailureClass.GATE_NOT_MET: Remedy.FAIL,
-    FailureClass.STORAGE_FULL: Remedy.FAIL,
-    FailureClass.LOSS_NOT_FINITE: Remedy.FAIL,
-    FailureClass.CHECKPOINT: Remedy.FAIL,
-    FailureClass.PROGRAM: Remedy.FAIL,
-    FailureClass.OUT_OF_MEMORY: Remedy.ADAPT,
-    FailureClass.PREEMPTED: Remedy.FREE,
-    FailureClass.COLLECTIVE: Remedy.FREE,
-    # Storage and Hub may be away for good, or wrong in the job: tried again, but not for ever.
-    FailureClass.STORAGE_LOST: Remedy.COUNTED,
-    FailureClass.HUB_UNAVAILABLE: Remedy.COUNTED,
-    OperatorCause.NODE_LOST: Remedy.FREE,
-    OperatorCause.EVICTED: Remedy.FREE,
-    OperatorCause.POD_REJECTED: Remedy.FREE,
-    OperatorCause.IMAGE_PULL: Remedy.FAIL,
-    OperatorCause.CONTAINER_CONFIG: Remedy.FAIL,
-    OperatorCause.UNSCHEDULABLE: Remedy.FAIL,
-    OperatorCause.KILLED: Remedy.COUNTED,
-    OperatorCause.CHILD_DELETED: Remedy.COUNTED,
-    OperatorCause.CHILD_FAILED: Remedy.COUNTED,
-    OperatorCause.NAME_TAKEN: Remedy.FAIL,
-    OperatorCause.REFUSED: Remedy.FAIL,
-    OperatorCause.DEADLINE_EXCEEDED: Remedy.FAIL,
-    OperatorCause.NO_REPORT: Remedy.COUNTED,
-    OperatorCause.PLAN_REFUSED: Remedy.FAIL,
-}
 
 ECHOES = frozenset({FailureClass.COLLECTIVE, FailureClass.PREEMPTED})
 """What the other pods report once one is gone: their connection broke, or they were told to end."""
 
+_EXIT_CODE = re.compile(r"failed with exit code (\d+)")
+"""In the message of a Job's pod failure policy (kubernetes `pkg/controller/job/pod_failure_policy.go`)."""
 _CLASS_OF_EXIT_CODE = {code: cause for cause, code in EXIT_CODES.items()}
-
-
-@dataclass(frozen=True)
-class Cause:
-    """One failure, told."""
-
-    cause: CauseClass
-    reason: str
-    message: str
-    hint: str = ""
-    pod: PodView | None = None
-    """The pod that failed first."""
-    rank: int | None = None
-    exit_code: int | None = None
-    node_at_fault: bool = False
-    """Whether another attempt should keep away from the pod's node."""
-
-    @property
-    def remedy(self) -> Remedy:
-        return REMEDIES[self.cause]
-
-    @property
-    def bad_node(self) -> str | None:
-        """The node to keep away from."""
-        return self.pod.node if self.pod is not None and self.node_at_fault else None
-
-    def told(self, stage: Stage | None, attempt: int | None, logs: Sequence[tuple[str, str]] = ()) -> FailureStatus:
-        """As the status has it."""
-        pod = self.pod
-        ended = None if pod is None else pod.ended
-        tail = next((text for name, text in logs if pod is not None and name == pod.name), "")
-        return FailureStatus(
-            failure_class=self.cause.value,
-            reason=self.reason,
-            message=_shortened(self.message, MESSAGE_LIMIT),
-            hint=self.hint or None,
-            stage=None if stage is None else stage.value,
-            attempt=attempt,
-            pod=None if pod is None else pod.name,
-            node=None if pod is None else pod.node,
-            rank=self.rank,
-            exit_code=ended.exit_code if ended is not None and self.exit_code is None else self.exit_code,
-            log_tail=tail.rstrip()[-LOG_LIMIT:] or None,
-        )
-
-
-def _shortened(text: str, limit: int) -> str:
-    half = limit // 2 - 3
-    return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
 
 
 def first_cause(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Cause:
@@ -300,7 +180,7 @@ def _evicted(pod: PodView) -> Cause:
     )
 
 
-def _out_of_memory(pod: PodView, reason: str, message: str) -> Cause:
+def _out_of_memory(pod: PodView | None, reason: str, message: str) -> Cause:
     return Cause(FailureClass.OUT_OF_MEMORY, reason, message, _MEMORY_HINT, pod)
 
 
@@ -310,34 +190,37 @@ def _out_of_memory(pod: PodView, reason: str, message: str) -> Cause:
 def _from_exit_code(pod: PodView) -> Cause:
     """What the contract's table says about a process that could not say it itself."""
     assert pod.ended is not None
-    code = pod.ended.exit_code
-    if code == EXIT_OK:
+    if pod.ended.exit_code == EXIT_OK:
         return _no_report(pod)
+    return _by_code(pod.ended.exit_code, f"in pod {pod.name}", pod)
+
+
+def _by_code(code: int, where: str, pod: PodView | None) -> Cause:
     cause = _CLASS_OF_EXIT_CODE.get(code)
     if cause is FailureClass.OUT_OF_MEMORY:
         return _out_of_memory(
             pod,
             "Killed",
-            f"The process in pod {pod.name} was killed from outside (SIGKILL, exit code 137) and could not say why. "
+            f"The process {where} was killed from outside (SIGKILL, exit code 137) and could not say why. "
             "Most often the kernel does this when memory runs out.",
         )
     if cause is FailureClass.PREEMPTED:
         return Cause(
-            cause, "Terminated", f"The process in pod {pod.name} was told to end (SIGTERM) and did.",
+            cause, "Terminated", f"The process {where} was told to end (SIGTERM) and did.",
             "Nothing needs to be done: the stage goes on from its last checkpoint.", pod,
         )  # fmt: skip
     if cause is None and code >= 128:
         return Cause(
             OperatorCause.KILLED,
             "KilledBySignal",
-            f"The process in pod {pod.name} was ended by signal {code - 128} (exit code {code}) and could not say why.",
+            f"The process {where} was ended by signal {code - 128} (exit code {code}) and could not say why.",
             "The log's last lines are in logTail; a crash in a native library leaves its trace there.",
             pod,
         )
     return Cause(
         FailureClass.PROGRAM if cause is None else cause,
         "NoReport",
-        f"The process in pod {pod.name} ended with exit code {code} and left no report.",
+        f"The process {where} ended with exit code {code} and left no report.",
         "The log's last lines are in logTail.",
         pod,
     )
@@ -361,8 +244,17 @@ def without_report(pods: Sequence[PodView]) -> Cause:
 
 
 def _from_child(child: ChildView) -> Cause:
-    """The child's own word, when no pod is left that says more."""
+    """The child's own word, when no pod is left that says more; a Job's pod failure policy repeats what a pod said."""
     what = f"{child.ref.kind} {child.ref.name}"
+    if child.reason == "PodFailurePolicy" and "DisruptionTarget" in child.message:
+        return Cause(
+            FailureClass.PREEMPTED,
+            "DisruptionTarget",
+            f"A pod of {what} had to go: {child.message}",
+            "Nothing needs to be done: the stage goes on from its last checkpoint.",
+        )
+    if child.reason == "PodFailurePolicy" and (code := _EXIT_CODE.search(child.message)):
+        return replace(_by_code(int(code[1]), f"of {what}", None), exit_code=int(code[1]))
     if child.reason == "DeadlineExceeded":
         return Cause(
             OperatorCause.DEADLINE_EXCEEDED, "DeadlineExceeded", f"{what} ran longer than it may: {child.message}",

@@ -76,6 +76,9 @@ def phase(course: Course) -> Phase:
     current = course.current
     if current is None or not course.started:
         return "Pending"
+    queue = admitted(course)
+    if current.state == "Running" and queue is not None and queue.status == "False":
+        return "Queued"
     return _PHASES[Stage(current.name)]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from finetune_operator.api.settings import Limits
-from finetune_operator.reconcile.failures import Cause, CauseClass, OperatorCause
+from finetune_operator.reconcile.remedies import Cause, CauseClass, OperatorCause
 from finetune_operator.reconcile.types import ChildView, PodView
 
 IMAGE_REASONS = frozenset(

@@ -262,6 +262,8 @@ async def connect(kubeconfig: Path | None = None, context: str | None = None, po
 
     `pool` connections at most are open at once.
     """
+    if kubeconfig is not None and not kubeconfig.is_file():
+        raise config.ConfigException(f"there is no file {kubeconfig}")
     configuration = client.Configuration(connection_pool_maxsize=pool)
     in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
     if in_cluster and kubeconfig is None and context is None and "KUBECONFIG" not in os.environ:

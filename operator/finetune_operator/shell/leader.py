@@ -40,8 +40,8 @@ LEASE_NAME = "finetune-operator"
 LEASE_SECONDS = 20
 RENEW_SECONDS = 15.0
 """Without a renewal for this long, the leader stops acting: before the Lease ends."""
-RETRY_SECONDS = 4.0
-"""Between two renewals, and between two looks of the stand-by: 15 requests a minute for both."""
+RETRY_SECONDS = 5.0
+"""Between two renewals (two requests each), and between two looks of the stand-by (one)."""
 REQUEST_SECONDS = 5.0
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
@@ -197,17 +197,27 @@ class Leader:
     async def _won(self) -> None:
         """Called when the Lease became ours; cancelled when it is lost."""
         self._holding = True
+        self._begin_to_act()
         try:
-            await self._take_over()
             await asyncio.Event().wait()
         finally:
             self._holding = False
+            if self._taking_over is not None:
+                self._taking_over.cancel()
 
     async def _lost(self) -> None:
         self._stop_acting()
 
+    def _begin_to_act(self) -> None:
+        if self._taking_over is None or self._taking_over.done():
+            self._taking_over = asyncio.create_task(self._take_over(), name="taking over")
+
     async def _take_over(self) -> None:
-        await self._prepare()
+        try:
+            await self._prepare()
+        except Exception:
+            log.exception("this replica has the lease and cannot act yet; it will try again")
+            return
         # The Lease may have run out meanwhile.
         if self._holding and self._fence is not None and not self._leading.is_set():
             log.info("this replica leads now")
@@ -220,10 +230,9 @@ class Leader:
             self._fence.cancel()
         loop = asyncio.get_running_loop()
         self._fence = loop.call_later(asked_at + RENEW_SECONDS - time.monotonic(), self._stop_acting)
-        idle = self._taking_over is None or self._taking_over.done()
-        if self._holding and not self._leading.is_set() and idle:
-            # The renewal came after the fence had fallen, and before the election was given up.
-            self._taking_over = asyncio.create_task(self._take_over(), name="take-over")
+        if self._holding and not self._leading.is_set():
+            # The renewal came after the fence had fallen and before the election was given up, or taking over failed.
+            self._begin_to_act()
 
     def _stop_acting(self) -> None:
         if self._fence is not None:

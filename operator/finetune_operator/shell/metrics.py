@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from finetune_contract.layout import FailureClass
 from finetune_operator.api.types import FineTuneJobStatus, Phase, StageStatus
-from finetune_operator.reconcile.failures import OperatorCause
+from finetune_operator.reconcile.remedies import OperatorCause
 from finetune_operator.shell.kube import LAUNCHER_RESOURCES, RESOURCES
 
 OTHER = "other"

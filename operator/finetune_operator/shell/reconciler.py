@@ -10,6 +10,7 @@ the version that it was computed from.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import random
 import time
@@ -87,6 +88,7 @@ class Reconciler:
         self._discovery = discovery
         self._decide = decide
         self._memories: dict[JobKey, JobMemory] = {}
+        self._untold: asyncio.Queue[tuple[JobKey, str, str, EventNote]] = asyncio.Queue()
 
     async def work(self) -> None:
         """One worker, until the queue is closed."""
@@ -197,7 +199,7 @@ class Reconciler:
         outcome = await self._write_status(key, job, version, decision, memory)
         if outcome != "done":
             return outcome
-        await self._tell(key, job, version, decision.events, memory)
+        self._note(key, job, version, decision.events, memory)
         if decision.delete_job:
             await self._delete(key.namespace, ObjectRef(FINETUNE_JOB.api_version, FINETUNE_JOB.kind, key.name, job.uid))
         return "done"
@@ -246,6 +248,8 @@ class Reconciler:
         metadata = found["metadata"]
         if isinstance(metadata, dict) and metadata.get("deletionTimestamp") is not None:
             raise ConflictError(what, 409, "Conflict", "one of that name is still being deleted")
+        if _left_behind(found, job):
+            raise ConflictError(what, 409, "Conflict", "it is of a deleted job of this name, and will be collected")
         return found
 
     # -------------------------------------------------------------------------------------------------------- status
@@ -287,27 +291,37 @@ class Reconciler:
         except NotFoundError:
             self._state.store.gone(FINETUNE_JOB.kind, key.namespace, key.name)
 
-    async def _tell(
-        self, key: JobKey, job: JobView, version: str, notes: tuple[EventNote, ...], memory: JobMemory
-    ) -> None:
-        involved: dict[str, JsonValue] = {
-            "apiVersion": FINETUNE_JOB.api_version,
-            "kind": FINETUNE_JOB.kind,
-            "namespace": key.namespace,
-            "name": key.name,
-            "uid": job.uid,
-        }
+    def _note(self, key: JobKey, job: JobView, version: str, notes: tuple[EventNote, ...], memory: JobMemory) -> None:
+        """Have events told. Jobs do not wait for them: three events a job are half of its requests."""
         memory.told = {told for told in memory.told if told[0] == version}
         for note in notes:
             mark = (version, note.reason, note.message)
-            if mark in memory.told:
-                continue
+            if mark not in memory.told:
+                memory.told.add(mark)
+                self._untold.put_nowait((key, job.uid, version, note))
+
+    async def tell(self) -> None:
+        """Tell events in their order, for ever."""
+        while True:
+            key, uid, version, note = await self._untold.get()
+            involved: dict[str, JsonValue] = {
+                "apiVersion": FINETUNE_JOB.api_version,
+                "kind": FINETUNE_JOB.kind,
+                "namespace": key.namespace,
+                "name": key.name,
+                "uid": uid,
+            }
             try:
                 await self._state.kube.create_event(involved, note.type, note.reason, note.message, salt=version)
             except ApiError as error:
-                # The status has it all: a job does not wait for an event.
+                # The status has it all.
                 log.warning("%s: event %s was not told: %s", key, note.reason, error)
-            memory.told.add(mark)
+            finally:
+                self._untold.task_done()
+
+    async def told(self) -> None:
+        """Wait until all events are told."""
+        await self._untold.join()
 
     # ------------------------------------------------------------------------------------------------ times to come
 
@@ -386,6 +400,18 @@ def _is_ours(found: Mapping[str, JsonValue], job: JobView) -> bool:
     if found.get("kind") == CLAIM.kind:
         return labels.get(JOB_LABEL) == job.name
     return labels.get(UID_LABEL) == job.uid
+
+
+def _left_behind(found: Mapping[str, JsonValue], job: JobView) -> bool:
+    """Whether it belongs to an earlier job of the same name: the garbage collector has not come to it yet."""
+    metadata = found.get("metadata")
+    owners = metadata.get("ownerReferences") if isinstance(metadata, dict) else None
+    return isinstance(owners, list) and any(
+        isinstance(owner, dict)
+        and (owner.get("kind"), owner.get("name")) == (FINETUNE_JOB.kind, job.name)
+        and owner.get("uid") != job.uid
+        for owner in owners
+    )
 
 
 def _log_transition(key: JobKey, old: FineTuneJobStatus, new: FineTuneJobStatus) -> None:

@@ -17,7 +17,7 @@ import logging
 import signal
 import threading
 from collections.abc import Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 FINISH_SECONDS = 15.0
 """For the passes in hand at the end; Kubernetes gives 30 s in all."""
+EVENTS_SECONDS = 3.0
+"""And then for the events that are not told yet."""
 AGAIN_SECONDS = 2.0
 SPARE_CONNECTIONS = 8
 """Beside one for each worker: for lists, the Lease, tokens."""
@@ -117,6 +119,7 @@ class Operator:
             ]
             self._others = [
                 asyncio.create_task(self._syncer.run(), name="resync"),
+                asyncio.create_task(self._reconciler.tell(), name="events"),
                 asyncio.create_task(self._lead(), name="leading"),
             ]
             self.state.tasks += [self._watching, *self._workers, *self._others]
@@ -150,6 +153,8 @@ class Operator:
         self.state.queue.close()
         if self._workers:
             await asyncio.wait(self._workers, timeout=FINISH_SECONDS)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._reconciler.told(), EVENTS_SECONDS)
         for task in (*self._workers, *self._others):
             task.cancel()
         await asyncio.gather(*self._workers, *self._others, return_exceptions=True)

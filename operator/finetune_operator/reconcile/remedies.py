@@ -1,0 +1,137 @@
+"""What a failure is, once its cause is known: its class, its words, and what it leads to.
+
+The classes of the contract are what a trainer can report; the operator has its own for what happens around it. Every
+class leads to one remedy, and `REMEDIES` is the only place that says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from finetune_contract.choices import Stage
+from finetune_contract.layout import FailureClass
+from finetune_operator.api.types import FailureStatus
+from finetune_operator.reconcile.types import PodView
+
+MESSAGE_LIMIT = 4096
+LOG_LIMIT = 4096
+"""Characters of a log's end that the status holds."""
+
+
+class Remedy(StrEnum):
+    """What a failure leads to."""
+
+    FAIL = "fail"
+    """The same again would fail the same way: the job has failed."""
+    FREE = "free"
+    """The infrastructure's doing: a new attempt, which counts against nothing."""
+    ADAPT = "adapt"
+    """Memory ran out: a new attempt with a plan that needs less of it."""
+    COUNTED = "counted"
+    """It may go well another time: a new attempt, which counts against `runPolicy.maxRestarts`."""
+
+
+class OperatorCause(StrEnum):
+    """Classes of failures that no trainer can report; they stand beside the contract's `FailureClass`."""
+
+    NODE_LOST = "NodeLost"
+    EVICTED = "Evicted"
+    POD_REJECTED = "PodRejected"
+    IMAGE_PULL = "ImagePull"
+    CONTAINER_CONFIG = "ContainerConfig"
+    UNSCHEDULABLE = "Unschedulable"
+    KILLED = "Killed"
+    CHILD_DELETED = "ChildDeleted"
+    CHILD_FAILED = "ChildFailed"
+    NAME_TAKEN = "NameTaken"
+    REFUSED = "Refused"
+    DEADLINE_EXCEEDED = "DeadlineExceeded"
+    NO_REPORT = "NoReport"
+    PLAN_REFUSED = "PlanRefused"
+
+
+CauseClass = FailureClass | OperatorCause
+
+REMEDIES: dict[CauseClass, Remedy] = {
+    FailureClass.DATA: Remedy.FAIL,
+    FailureClass.CONFIG: Remedy.FAIL,
+    FailureClass.MODEL: Remedy.FAIL,
+    FailureClass.STRATEGY_NOT_IN_EFFECT: Remedy.FAIL,
+    FailureClass.WORLD_SIZE: Remedy.FAIL,
+    FailureClass.GATE_NOT_MET: Remedy.FAIL,
+    FailureClass.STORAGE_FULL: Remedy.FAIL,
+    FailureClass.LOSS_NOT_FINITE: Remedy.FAIL,
+    FailureClass.CHECKPOINT: Remedy.FAIL,
+    FailureClass.PROGRAM: Remedy.FAIL,
+    FailureClass.OUT_OF_MEMORY: Remedy.ADAPT,
+    FailureClass.PREEMPTED: Remedy.FREE,
+    FailureClass.COLLECTIVE: Remedy.FREE,
+    # Storage and Hub may be away for good, or wrong in the job: tried again, but not for ever.
+    FailureClass.STORAGE_LOST: Remedy.COUNTED,
+    FailureClass.HUB_UNAVAILABLE: Remedy.COUNTED,
+    OperatorCause.NODE_LOST: Remedy.FREE,
+    OperatorCause.EVICTED: Remedy.FREE,
+    OperatorCause.POD_REJECTED: Remedy.FREE,
+    OperatorCause.IMAGE_PULL: Remedy.FAIL,
+    OperatorCause.CONTAINER_CONFIG: Remedy.FAIL,
+    OperatorCause.UNSCHEDULABLE: Remedy.FAIL,
+    OperatorCause.KILLED: Remedy.COUNTED,
+    OperatorCause.CHILD_DELETED: Remedy.COUNTED,
+    OperatorCause.CHILD_FAILED: Remedy.COUNTED,
+    OperatorCause.NAME_TAKEN: Remedy.FAIL,
+    OperatorCause.REFUSED: Remedy.FAIL,
+    OperatorCause.DEADLINE_EXCEEDED: Remedy.FAIL,
+    OperatorCause.NO_REPORT: Remedy.COUNTED,
+    OperatorCause.PLAN_REFUSED: Remedy.FAIL,
+}
+
+
+@dataclass(frozen=True)
+class Cause:
+    """One failure, told."""
+
+    cause: CauseClass
+    reason: str
+    message: str
+    hint: str = ""
+    pod: PodView | None = None
+    """The pod that failed first."""
+    rank: int | None = None
+    exit_code: int | None = None
+    node_at_fault: bool = False
+    """Whether another attempt should keep away from the pod's node."""
+
+    @property
+    def remedy(self) -> Remedy:
+        return REMEDIES[self.cause]
+
+    @property
+    def bad_node(self) -> str | None:
+        """The node to keep away from."""
+        return self.pod.node if self.pod is not None and self.node_at_fault else None
+
+    def told(self, stage: Stage | None, attempt: int | None, logs: Sequence[tuple[str, str]] = ()) -> FailureStatus:
+        """As the status has it."""
+        pod = self.pod
+        ended = None if pod is None else pod.ended
+        tail = next((text for name, text in logs if pod is not None and name == pod.name), "")
+        return FailureStatus(
+            failure_class=self.cause.value,
+            reason=self.reason,
+            message=_shortened(self.message, MESSAGE_LIMIT),
+            hint=self.hint or None,
+            stage=None if stage is None else stage.value,
+            attempt=attempt,
+            pod=None if pod is None else pod.name,
+            node=None if pod is None else pod.node,
+            rank=self.rank,
+            exit_code=ended.exit_code if ended is not None and self.exit_code is None else self.exit_code,
+            log_tail=tail.rstrip()[-LOG_LIMIT:] or None,
+        )
+
+
+def _shortened(text: str, limit: int) -> str:
+    half = limit // 2 - 3
+    return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"

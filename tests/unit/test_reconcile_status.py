@@ -1,0 +1,231 @@
+"""Phase and conditions: what `kubectl get`, `kubectl wait` and kstatus make of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+
+import pytest
+
+from finetune_contract.layout import FailureClass
+from finetune_operator.api.settings import CLUSTER_SETTINGS, Limits
+from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.endings import delay_seconds
+from finetune_operator.reconcile.results import headline, numbers
+from finetune_operator.reconcile.status import complete
+from finetune_operator.reconcile.times import earliest, moment, stamp
+from finetune_operator.reconcile.types import PodView, Waiting
+from finetune_operator.reconcile.waiting import Waits, waits
+from reconcile_world import NOON, World
+
+
+@dataclass(frozen=True)
+class Case:
+    act: Callable[[World], object]
+    phase: str
+    holds: tuple[str, ...]
+    """Conditions that are True; all others are False, or Unknown in `unknown`."""
+    unknown: tuple[str, ...] = ()
+
+
+def through(world: World, stages: int) -> None:
+    """That many stages succeed, and the next one runs."""
+    world.settle()
+    for _ in range(stages):
+        world.succeed()
+        world.settle()
+    if world.phase not in ("Succeeded", "Failed"):
+        world.start()
+    world.settle()
+
+
+def failing(world: World, failure: FailureClass) -> None:
+    through(world, 1)
+    world.fail(failure)
+    world.settle()
+
+
+def suspended(world: World) -> None:
+    through(world, 1)
+    world.edit(suspend=True)
+    world.settle()
+
+
+def refused(world: World) -> None:
+    world.refuse["Job"] = (403, "exceeded quota")
+    world.settle()
+
+
+def invalid(world: World) -> None:
+    world.spec["task"] = "poetry"
+    world.settle()
+
+
+def unplannable(world: World) -> None:
+    world.spec["launcher"] = "mpijob"
+    world.settle()
+
+
+BEFORE = ("Accepted", "Planned")
+CASES = {
+    "a spec that is refused": Case(invalid, "Pending", ("Stalled",), ("Planned",)),
+    "a plan that is refused": Case(unplannable, "Pending", ("Accepted", "Stalled")),
+    "a first stage whose pods are not made yet": Case(lambda w: w.settle(), "Preparing", BEFORE),
+    "prepare runs": Case(lambda w: through(w, 0), "Preparing", (*BEFORE, "Running")),
+    "train runs": Case(lambda w: through(w, 1), "Training", (*BEFORE, "Running")),
+    "evaluate runs": Case(lambda w: through(w, 2), "Evaluating", (*BEFORE, "Running")),
+    "predict runs": Case(lambda w: through(w, 3), "Predicting", (*BEFORE, "Running")),
+    "all is done": Case(lambda w: through(w, 4), "Succeeded", (*BEFORE, "Ready", "Succeeded")),
+    "a stage that starts again": Case(lambda w: failing(w, FailureClass.COLLECTIVE), "Training", BEFORE),
+    "a job that has failed": Case(lambda w: failing(w, FailureClass.DATA), "Failed", (*BEFORE, "Stalled", "Failed")),
+    "a suspended job": Case(suspended, "Suspended", BEFORE),
+    "a quota in the way": Case(refused, "Pending", (*BEFORE, "Stalled")),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_phase_and_conditions(case: Case):
+    world = World()
+    case.act(world)
+    conditions = {one.type: one for one in world.job().status.conditions}
+    # without a queue nobody admits
+    types = ("Accepted", "Planned", "Running", "Ready", "Stalled", "Succeeded", "Failed")
+    expected = {
+        kind: "True" if kind in case.holds else "Unknown" if kind in case.unknown else "False" for kind in types
+    }
+    assert ({kind: one.status for kind, one in conditions.items()}, world.phase) == (expected, case.phase)
+    for one in conditions.values():
+        assert one.message.endswith((".", "quota")), one
+        assert one.observed_generation == world.generation
+
+
+def test_a_condition_keeps_its_time_until_its_status_changes():
+    world = World()
+    world.settle()
+    world.wait(60)
+    world.start()
+    world.settle()
+    times = {one.type: one.last_transition_time for one in world.job().status.conditions}
+    later = stamp(NOON + timedelta(seconds=60))
+    assert times == {**dict.fromkeys(times, stamp(NOON)), "Running": later}
+    world.wait(60)
+    world.succeed()
+    world.settle()  # another message of Ready, the same status
+    times = {one.type: one.last_transition_time for one in world.job().status.conditions}
+    assert times == {**dict.fromkeys(times, stamp(NOON)), "Running": stamp(NOON + timedelta(seconds=120))}
+    assert world.said("Ready") == ("False", "InProgress", "1 of 4 stages are done.")
+
+
+def test_the_observed_generation_is_the_one_that_was_looked_at():
+    world = World()
+    world.settle()
+    world.edit(ttlSecondsAfterFinished=5)
+    world.settle()
+    assert world.job().status.observed_generation == 2
+
+
+def queued(suspend: bool) -> Course:
+    """A job in a queue whose first child is there."""
+    world = World()
+    world.settle()
+    child = world.children["reviews-prepare-1"]
+    child["spec"]["suspend"] = suspend
+    job = world.job()
+    assert job.job is not None
+    policy = job.job.spec.run_policy.model_copy(update={"queue": "team-queue"})
+    spec = job.job.spec.model_copy(update={"run_policy": policy})
+    view = replace(job, job=job.job.model_copy(update={"spec": spec}))
+    return Course(view, world.observed(), world.now, CLUSTER_SETTINGS, None, view.status)
+
+
+@pytest.mark.parametrize(
+    ("suspend", "expected"),
+    [
+        (True, ("Queued", "False", "The queue has not admitted it yet.")),
+        (False, ("Preparing", "True", "Queue team-queue has admitted reviews-prepare-1.")),
+    ],
+)
+def test_a_queue_admits_a_job_by_letting_its_child_run(suspend: bool, expected: tuple[str, str, str]):
+    status = complete(queued(suspend))
+    admitted = next(one for one in status.conditions if one.type == "Admitted")
+    assert (status.phase, admitted.status, admitted.message) == expected
+
+
+# ------------------------------------------------------------------------------------------------------------- waiting
+
+
+def pending(name: str, **fields: object) -> PodView:
+    world = World()
+    world.settle()
+    world.make_pods("reviews-prepare-1")
+    return replace(world.observed().pods[0], name=name, **fields)  # type: ignore[arg-type]
+
+
+PULL = Waiting("ErrImagePull", "not found")
+OF_ONE = "Waiting for 1 pod of reviews-prepare-1"
+WAITS: dict[str, tuple[tuple[PodView, ...], Limits, Waits | None]] = {
+    "no pods": ((), Limits(), Waits("Waiting for the pods of reviews-prepare-1 to be created.")),
+    "pods that run": ((pending("a", phase="Running"),), Limits(), None),
+    "pods of which nothing is said": (
+        (pending("a"), pending("b"), pending("c", phase="Running")),
+        Limits(),
+        Waits("Waiting for 2 pods of reviews-prepare-1 to start."),
+    ),
+    "a pod that finds no node, for as long as it takes": (
+        (pending("a", unschedulable="0/1 nodes"),),
+        Limits(),
+        Waits(f"{OF_ONE}: 0/1 nodes"),
+    ),
+    "a pod that finds no node, with a bound": (
+        (pending("a", unschedulable="0/1 nodes"),),
+        Limits.model_validate({"unschedulableSeconds": 60}),
+        Waits(f"{OF_ONE}: 0/1 nodes", until=NOON + timedelta(seconds=60)),
+    ),
+    "an image counts from when the pod got its node": (
+        (pending("a", waiting=PULL, created=NOON - timedelta(days=1), scheduled=NOON),),
+        Limits(),
+        Waits(f"{OF_ONE}: ErrImagePull: not found", until=NOON + timedelta(seconds=600)),
+    ),
+    "the bound that comes first": (
+        (pending("a", waiting=PULL), pending("b", waiting=Waiting("CreateContainerConfigError", "no secret"))),
+        Limits(),
+        Waits("Waiting for 2 pods of reviews-prepare-1: ErrImagePull: not found", until=NOON + timedelta(seconds=120)),
+    ),
+    "a reason that we do not know": (
+        (pending("a", waiting=Waiting("Thinking", "")),),
+        Limits(),
+        Waits(f"{OF_ONE}: Thinking"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("pods", "limits", "expected"), WAITS.values(), ids=WAITS.keys())
+def test_what_an_attempt_waits_for(pods: tuple[PodView, ...], limits: Limits, expected: Waits | None):
+    world = World()
+    world.settle()
+    (child,) = world.observed().children
+    assert waits(child, pods, NOON, limits) == expected
+
+
+# --------------------------------------------------------------------------------------------------------- small parts
+
+
+def test_times_are_whole_seconds_and_read_back():
+    assert stamp(NOON + timedelta(seconds=1.9)) == "2026-01-01T12:00:01Z"
+    assert moment("2026-01-01T12:00:00Z") == NOON
+    assert moment("2026-01-01T14:00:00+02:00") == NOON
+    assert (moment(None), moment("soon")) == (None, None)
+    assert isinstance(moment("2026-01-01T12:00:00"), datetime)
+    assert earliest(None, NOON, NOON - timedelta(seconds=1)) == NOON - timedelta(seconds=1)
+    assert earliest(None) is None
+
+
+def test_the_delay_is_bounded_however_often_a_stage_failed():
+    limits = Limits()
+    assert [delay_seconds(limits, count) for count in (0, 1, 2, 6, 10_000)] == [10, 10, 20, 300, 300]
+
+
+def test_the_headline_is_the_first_metric_that_people_ask_for():
+    assert headline(numbers({"loss": 0.25, "accuracy": 0.8765, "split": "test", "best": True})) == "accuracy 0.8765"
+    assert headline({"rows": 5.0}) == ""
