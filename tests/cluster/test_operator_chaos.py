@@ -17,7 +17,7 @@ from cluster_support.access import Api, ApiError, Object, wait_until
 from cluster_support.control_plane import Cluster
 from cluster_support.fault_proxy import NONE, FaultProxy, Faults
 from cluster_support.operator_process import USER, OperatorProcess, install
-from cluster_support.plays import OUT_OF_MEMORY, PREEMPTED, WRONG_COLUMN, Play, Playbook
+from cluster_support.plays import OUT_OF_MEMORY, PREEMPTED, RUNS, SUCCEEDS, WRONG_COLUMN, Play, Playbook
 from cluster_support.world import SETTINGS, World, fresh_namespace, states
 
 SEED = 20_240_601
@@ -129,6 +129,39 @@ def test_nothing_is_lost_and_nothing_done_twice_whatever_breaks(chaotic: World, 
     }
     assert set(made) == wanted
     assert [name for name, times in made.items() if times != 1] == []
+
+
+# What clients are told while an API server starts and does not know its accounts and roles yet, or is overloaded.
+REFUSALS = {"unauthorized": 401, "forbidden": 403, "an internal error": 500, "unavailable": 503}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+@pytest.mark.parametrize("moment", ["while it runs", "while it starts"])
+def test_an_api_server_that_refuses_everything_for_a_while_is_waited_for(
+    chaotic: World, proxy: FaultProxy, case: str, moment: str
+) -> None:
+    world = chaotic
+    world.kubelet.playbook.set("patient", "train", RUNS)
+    world.apply("patient")
+    world.wait_running("patient", "train")
+    if moment == "while it starts":
+        world.operator.kill()
+    before = proxy.refused
+    proxy.faults = Faults(refuse_all=REFUSALS[case])
+    proxy.cut_watches()
+    wait_until(lambda: _restarted(world) and proxy.refused >= before + 3, "the operator has been refused three times")
+    proxy.faults = NONE
+    wait_until(lambda: _restarted(world) and world.operator.ready(), "the operator is ready", 60)
+    world.kubelet.tell("patient", "train", SUCCEEDS)
+    status = world.wait_phase("patient", "Succeeded", 60)
+    assert (states(status), status["restarts"]) == (WELL[1], 0)
+
+
+def _restarted(world: World) -> bool:
+    """The operator may end when it cannot start; then it is started again, as the kubelet does with containers."""
+    if not world.operator.running:
+        world.operator.start(wait=False)
+    return True
 
 
 def _carry_out(world: World, proxy: FaultProxy, acts: list[tuple[float, str, str]]) -> dict[str, int]:

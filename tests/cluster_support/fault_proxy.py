@@ -29,6 +29,8 @@ class Faults:
     """Requests that are answered with 429 and Retry-After: 1."""
     lost_answers: float = 0.0
     """Writes that are carried out and whose answer is lost with the connection."""
+    refuse_all: int | None = None
+    """HTTP status that every request gets."""
     delay_seconds: float = 0.0
     """Longest delay of a request."""
 
@@ -42,6 +44,8 @@ class FaultProxy:
     def __init__(self, access: Access, background: Background, folder: Path, seed: int) -> None:
         self.faults = NONE
         self.injected: dict[str, int] = {}
+        self.refused = 0
+        """Requests that `refuse_all` has met."""
         self._access = access
         self._background = background
         self._random = random.Random(seed)
@@ -103,6 +107,9 @@ class FaultProxy:
         faults, write = self.faults, request.method in _WRITES
         if faults.delay_seconds:
             await asyncio.sleep(self._random.uniform(0, faults.delay_seconds))
+        if faults.refuse_all is not None:
+            self.refused += 1
+            return _refusal(faults.refuse_all, "Refused", {})
         if self._happens("429", faults.too_many):
             return _refusal(429, "TooManyRequests", {"Retry-After": "1"})
         if write and self._happens("409", faults.conflicts):

@@ -96,10 +96,13 @@ class OperatorProcess:
         if wait:
             self.wait_ready()
 
+    def ready(self) -> bool:
+        return new_session().get(f"http://127.0.0.1:{self.http_port}/readyz", timeout=5).status_code == 200
+
     def wait_ready(self, seconds: float = 60) -> None:
         def ready() -> bool:
             assert self.running, f"the operator ended: {self.logs()[-4000:]}"
-            return new_session().get(f"http://127.0.0.1:{self.http_port}/readyz", timeout=5).status_code == 200
+            return self.ready()
 
         wait_until(ready, "the operator is ready", seconds, lambda: self.logs()[-4000:])
 

@@ -18,7 +18,7 @@ ATTEMPTS = st.integers(1, 99_999)
 
 def all_names(names: JobNames, attempt: int) -> list[str]:
     stages = [names.stage(stage, attempt) for stage in Stage]
-    return [*stages, names.serve, names.config_map, names.claim, names.service(attempt)]
+    return [*stages, names.claim, names.service(attempt)]
 
 
 def test_a_short_name_is_kept_and_readable():
@@ -29,14 +29,9 @@ def test_a_short_name_is_kept_and_readable():
         "deberta-rotten-tomatoes-evaluate-2",
         "deberta-rotten-tomatoes-predict-2",
         "deberta-rotten-tomatoes-serve-2",
-        "deberta-rotten-tomatoes-serve",
-        "deberta-rotten-tomatoes-config",
         "deberta-rotten-tomatoes-workspace",
         "deberta-rotten-tomatoes-train-2-ranks",
     ]
-    assert (names.train(1), names.prepare(1), names.evaluate(1), names.predict(1)) == tuple(
-        names.stage(stage, 1) for stage in (Stage.TRAIN, Stage.PREPARE, Stage.EVALUATE, Stage.PREDICT)
-    )
 
 
 @pytest.mark.parametrize("job", ["2026-run", "on", "a" * 63, "1", "0" * 63, "a.b", "j-" + "x" * 60])
@@ -50,7 +45,8 @@ def test_names_and_the_pods_that_launchers_make_of_them_are_labels(job, attempt,
     assert len(names.base) <= BASE_LIMIT
     for name in all_names(names, attempt):
         assert DNS_1035.fullmatch(name)
-    for pod in (f"{names.train(attempt)}-worker-{index}", f"{names.train(attempt)}-master-0"):
+    train = names.stage(Stage.TRAIN, attempt)
+    for pod in (f"{train}-worker-{index}", f"{train}-master-0"):
         assert DNS_1035.fullmatch(pod)
 
 
@@ -58,7 +54,7 @@ def test_names_and_the_pods_that_launchers_make_of_them_are_labels(job, attempt,
 def test_no_two_jobs_and_no_two_attempts_share_a_child(one, other, attempt, later):
     first, second = JobNames.of(one), JobNames.of(other)
     assert (first.base == second.base) == (one == other)
-    assert (first.train(attempt) == first.train(later)) == (attempt == later)
+    assert (first.stage(Stage.TRAIN, attempt) == first.stage(Stage.TRAIN, later)) == (attempt == later)
 
 
 def test_long_names_that_differ_at_their_end_stay_distinct():
@@ -69,4 +65,4 @@ def test_long_names_that_differ_at_their_end_stay_distinct():
 @pytest.mark.parametrize("attempt", [0, -1, 100_000])
 def test_an_attempt_outside_its_range_is_an_error(attempt):
     with pytest.raises(ValueError, match="outside 1 to 99999"):
-        JobNames.of("job").train(attempt)
+        JobNames.of("job").stage(Stage.TRAIN, attempt)

@@ -30,7 +30,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 than for ever.
 """
 
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 _MPI_PORTS = (20000, 10000)
 """First port and number of ports among which processes started by one mpirun agree without talking."""
 
@@ -146,17 +146,18 @@ def _rendezvous(environment: Mapping[str, str], world: ProcessWorld) -> tuple[st
             "Pass the host name of rank 0, e.g. mpirun -x MASTER_ADDR=host ...",
         )
     if port is not None:
-        return address or _LOOPBACK, int(port)
+        return address or LOOPBACK, int(port)
     if world.size == 1:
-        return address or _LOOPBACK, _free_port()
+        return address or LOOPBACK, free_port()
     first, count = _MPI_PORTS
     run = next((environment[name] for name in _MPI_RUN_VARIABLES if name in environment), "")
-    return address or _LOOPBACK, first + zlib.crc32(run.encode()) % count
+    return address or LOOPBACK, first + zlib.crc32(run.encode()) % count
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody uses now."""
     with closing(socket.socket()) as probe:
-        probe.bind((_LOOPBACK, 0))
+        probe.bind((LOOPBACK, 0))
         return int(probe.getsockname()[1])
 
 

@@ -1,9 +1,12 @@
-"""Files that a reader sees whole or not at all."""
+"""Files that a reader sees whole or not at all, and locks that keep writers apart."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -24,3 +27,11 @@ def write_atomically(path: Path, text: str) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Waits for the lock on `path` and holds it; the kernel gives it up with the process, however that ends."""
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

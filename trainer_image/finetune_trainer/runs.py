@@ -9,11 +9,8 @@ finetune command looks after the folder.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import JsonValue, ValidationError
@@ -24,7 +21,7 @@ from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
 from finetune_trainer.failures import StageError
-from finetune_trainer.files import write_atomically
+from finetune_trainer.files import locked, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +68,7 @@ def claim(paths: JobPaths, stage: Stage, job: TrainerJob) -> None:
         _refuse_other_run(paths, job.run)
         return
     paths.root.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(paths.root.with_name(f".{paths.root.name}.lock")):
+    with locked(paths.root.with_name(f".{paths.root.name}.lock")):
         found = _marked(paths)
         if found == job.run:
             return
@@ -102,14 +99,6 @@ def _marked(paths: JobPaths) -> str | None:
         return RunMarker.model_validate_json(paths.run.read_bytes()).run
     except (FileNotFoundError, NotADirectoryError, ValidationError):
         return None
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Keeps another attempt at prepare, and the finetune command, away; the kernel ends the lock with the process."""
-    with path.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _move_aside(folder: Path) -> Path:

@@ -17,20 +17,13 @@ from finetune_operator.api.types import Condition, FailureStatus, PlanStatus, Pr
 from finetune_operator.cli.cluster import ClusterJob, Happening
 from finetune_operator.cli.display import duration
 from finetune_operator.planning.quantities import human_bytes, human_seconds
+from finetune_operator.reconcile.times import moment
 
 EVENTS = 5
 LOG_LINES = 12
 BAR_WIDTH = 24
 PHASE_STYLES = {"Succeeded": "bold green", "Failed": "bold red", "Suspended": "yellow", "Queued": "yellow"}
 STATE_STYLES = {"Succeeded": "green", "Failed": "red", "Running": "bold", "Suspended": "yellow"}
-
-
-def time_of(text: str | None) -> datetime | None:
-    """A time of the status; None for one that is not there or none."""
-    try:
-        return None if text is None else datetime.fromisoformat(text)
-    except ValueError:
-        return None
 
 
 def ago(then: datetime, now: datetime) -> str:
@@ -90,7 +83,7 @@ class Page:
         job, phase = self.job, phase_of(self.job)
         line = Text.assemble((job.name, "bold"), "  ", (phase, PHASE_STYLES.get(phase, "bold cyan")))
         line.append(f"  namespace {job.metadata.namespace}, made {ago(job.metadata.creation_timestamp, self.now)} ago")
-        started, ended = time_of(job.status.start_time), time_of(job.status.completion_time)
+        started, ended = moment(job.status.start_time), moment(job.status.completion_time)
         if started is not None and ended is not None:
             line.append(f", ran {human_seconds((ended - started).total_seconds())}")
         if job.status.restarts:
@@ -127,8 +120,8 @@ class Page:
         return table
 
     def _time(self, stage: StageStatus) -> str:
-        started, ended = time_of(stage.start_time), time_of(stage.completion_time)
-        following = time_of(stage.next_attempt_time)
+        started, ended = moment(stage.start_time), moment(stage.completion_time)
+        following = moment(stage.next_attempt_time)
         if following is not None and following > self.now and ended is None:
             return f"again in {human_seconds((following - self.now).total_seconds())}"
         if started is None or (ended is None and stage.state != "Running"):
@@ -192,7 +185,7 @@ def figures(progress: ProgressStatus, now: datetime) -> str:
         parts.append(f"{progress.samples_per_second:,.0f} samples/s")
     if progress.remaining_seconds is not None and (progress.percent or 0) < 100:
         parts.append(f"{human_seconds(progress.remaining_seconds)} left")
-    told = time_of(progress.last_update_time)
+    told = moment(progress.last_update_time)
     if told is not None and (now - told).total_seconds() > STALE_SECONDS:
         parts.append(f"(told {ago(told, now)} ago)")
     return "  ".join(parts)

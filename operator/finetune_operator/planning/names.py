@@ -49,28 +49,6 @@ class JobNames:
             raise ValueError(f"attempt {attempt} is outside 1 to 99999")
         return f"{self.base}-{stage.value}-{attempt}"
 
-    def prepare(self, attempt: int) -> str:
-        return self.stage(Stage.PREPARE, attempt)
-
-    def train(self, attempt: int) -> str:
-        return self.stage(Stage.TRAIN, attempt)
-
-    def evaluate(self, attempt: int) -> str:
-        return self.stage(Stage.EVALUATE, attempt)
-
-    def predict(self, attempt: int) -> str:
-        return self.stage(Stage.PREDICT, attempt)
-
-    @property
-    def serve(self) -> str:
-        """The server: it outlives attempts, as its address must."""
-        return f"{self.base}-serve"
-
-    @property
-    def config_map(self) -> str:
-        """The ConfigMap with job.json and deepspeed.json."""
-        return f"{self.base}-config"
-
     @property
     def claim(self) -> str:
         """The claim that the operator makes when `storage.workspace` is left out."""
@@ -78,4 +56,4 @@ class JobNames:
 
     def service(self, attempt: int) -> str:
         """The headless Service through which the processes of a training attempt find each other."""
-        return f"{self.train(attempt)}-ranks"
+        return f"{self.stage(Stage.TRAIN, attempt)}-ranks"

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 
+from finetune_contract.causes import ECHOES
 from finetune_contract.report import TrainerReport
 from finetune_operator.api.types import StageStatus
 from finetune_operator.reconcile.course import Course, reference
 from finetune_operator.reconcile.endings import attempt_failed, stage_succeeded
-from finetune_operator.reconcile.failures import ECHOES, first_cause, on_node_lost, without_report
+from finetune_operator.reconcile.failures import first_cause, on_node_lost, without_report
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
 from finetune_operator.reconcile.times import earliest, stamp
 from finetune_operator.reconcile.types import ChildView, PodView

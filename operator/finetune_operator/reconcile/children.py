@@ -111,5 +111,3 @@ _READERS: Mapping[tuple[str, str], Callable[[RawChild], Verdict]] = {
     ("kubeflow.org/v1", "PyTorchJob"): _pytorch_job,
     ("kubeflow.org/v2beta1", "MPIJob"): _mpi_job,
 }
-CHILD_KINDS: tuple[tuple[str, str], ...] = tuple(_READERS)
-"""apiVersion and kind of everything that can run an attempt."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Literal, Self, TypeAlias
 
-from finetune_contract.choices import Stage
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import (
@@ -134,8 +133,3 @@ Phase: TypeAlias = Callable[[Course], Course]
 def reference(ref: ObjectRef) -> ChildReference:
     """As the status names a child."""
     return ChildReference(api_version=ref.api_version, kind=ref.kind, name=ref.name)
-
-
-def stage_of(stage: StageStatus) -> Stage:
-    """As the contract names it."""
-    return Stage(stage.name)

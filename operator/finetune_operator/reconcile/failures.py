@@ -10,28 +10,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 
+from finetune_contract.causes import ECHOES, of_exit
 from finetune_contract.choices import Stage
-from finetune_contract.layout import EXIT_CODES, EXIT_OK, FailureClass
+from finetune_contract.layout import CLASS_OF_EXIT_CODE, EXIT_OK, FailureClass, retryable
 from finetune_contract.report import FailureReport
-from finetune_operator.reconcile.remedies import Cause, OperatorCause
+from finetune_operator.reconcile.remedies import Cause, CauseClass, OperatorCause
 from finetune_operator.reconcile.types import ChildView, PodView
-
-ECHOES = frozenset({FailureClass.COLLECTIVE, FailureClass.PREEMPTED})
-"""What the other pods report once one is gone: their connection broke, or they were told to end."""
 
 _EXIT_CODE = re.compile(r"failed with exit code (\d+)")
 """In the message of a Job's pod failure policy (kubernetes `pkg/controller/job/pod_failure_policy.go`)."""
-_CLASS_OF_EXIT_CODE = {code: cause for cause, code in EXIT_CODES.items()}
 
 
 def first_cause(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Cause:
     """The first cause of the failure of `child`, an attempt at `stage`; `pods` are the attempt's."""
     failed = sorted((pod for pod in pods if _broke(pod)), key=_end)
-    reports = sorted(_reported(stage, failed), key=lambda one: _when(one[1]))
+    reports = sorted(_reported(stage, failed), key=lambda one: one[1].known_time)
     own = [one for one in reports if one[1].failure_class not in ECHOES]
     done_to_pods = [found for found in map(_done_to, failed) if found is not None]
     for pod, report in own:
@@ -69,10 +66,6 @@ def _end(pod: PodView) -> tuple[float, str]:
 def _seconds(time: datetime | None) -> float:
     """For sorting: what has no time comes last."""
     return math.inf if time is None else time.timestamp()
-
-
-def _when(report: FailureReport) -> float:
-    return report.time or math.inf
 
 
 def _reported(stage: Stage, pods: Sequence[PodView]) -> Iterator[tuple[PodView, FailureReport]]:
@@ -186,52 +179,33 @@ def _out_of_memory(pod: PodView | None, reason: str, message: str) -> Cause:
 
 # ------------------------------------------------------------------------------------------------- exit code, child
 
+_SEE_LOG = "The log's last lines are in logTail."
+_HINTS: Mapping[CauseClass, str] = {
+    FailureClass.OUT_OF_MEMORY: _MEMORY_HINT,
+    FailureClass.PREEMPTED: "Nothing needs to be done: the stage goes on from its last checkpoint.",
+    OperatorCause.KILLED: "The log's last lines are in logTail; a crash in a native library leaves its trace there.",
+}
+"""What to do in a cluster, where the operator tries again by itself."""
+
 
 def _from_exit_code(pod: PodView) -> Cause:
-    """What the contract's table says about a process that could not say it itself."""
+    """What the contract says about a process that could not say it itself."""
     assert pod.ended is not None
-    if pod.ended.exit_code == EXIT_OK:
-        return _no_report(pod)
-    return _by_code(pod.ended.exit_code, f"in pod {pod.name}", pod)
+    return _no_report(pod) if pod.ended.exit_code == EXIT_OK else _by_code(pod.ended.exit_code, f"in pod {pod.name}", pod)
 
 
 def _by_code(code: int, where: str, pod: PodView | None) -> Cause:
-    cause = _CLASS_OF_EXIT_CODE.get(code)
-    if cause is FailureClass.OUT_OF_MEMORY:
-        return _out_of_memory(
-            pod,
-            "Killed",
-            f"The process {where} was killed from outside (SIGKILL, exit code 137) and could not say why. "
-            "Most often the kernel does this when memory runs out.",
-        )
-    if cause is FailureClass.PREEMPTED:
-        return Cause(
-            cause, "Terminated", f"The process {where} was told to end (SIGTERM) and did.",
-            "Nothing needs to be done: the stage goes on from its last checkpoint.", pod,
-        )  # fmt: skip
-    if cause is None and code >= 128:
-        return Cause(
-            OperatorCause.KILLED,
-            "KilledBySignal",
-            f"The process {where} was ended by signal {code - 128} (exit code {code}) and could not say why.",
-            "The log's last lines are in logTail; a crash in a native library leaves its trace there.",
-            pod,
-        )
-    return Cause(
-        FailureClass.PROGRAM if cause is None else cause,
-        "NoReport",
-        f"The process {where} ended with exit code {code} and left no report.",
-        "The log's last lines are in logTail.",
-        pod,
-    )
+    told = of_exit(code, who=f"The process {where}")
+    cause = CLASS_OF_EXIT_CODE.get(code) or (OperatorCause.KILLED if retryable(code) else FailureClass.PROGRAM)
+    return Cause(cause, told.reason, told.message, _HINTS.get(cause, _SEE_LOG), pod)
 
 
 def _no_report(pod: PodView | None) -> Cause:
-    where = "" if pod is None else f" in pod {pod.name}"
+    told = of_exit(EXIT_OK, who="The process" if pod is None else f"The process in pod {pod.name}")
     return Cause(
         OperatorCause.NO_REPORT,
-        "NoReport",
-        f"The process{where} ended with exit code 0 and left no report of success, so its results may not be whole.",
+        told.reason,
+        told.message,
         "Something inside the process ended it early, e.g. os._exit in a library, or the pod was deleted before its "
         "last word could be read; see the log.",
         pod,

@@ -86,9 +86,8 @@ class ChildStatus(Raw):
     conditions: Conditions = ()
     start_time: Time | None = None
     completion_time: Time | None = None
-    active: int | None = None
-    """Pods of a batch/v1 Job that are not over, waiting ones among them."""
     ready: int | None = None
+    """Of a batch/v1 Job."""
 
 
 class RawChild(Raw):

@@ -121,7 +121,7 @@ def run(
             "--leader-election/--no-leader-election", help="Act only while holding the Lease; no: for one process."
         ),
     ] = True,
-    workers: Annotated[int, typer.Option("--workers", min=1, max=256, help="Jobs that are looked at at once.")] = 8,
+    workers: Annotated[int, typer.Option("--workers", min=1, max=256, help="Jobs that are looked at at once.")] = 16,
     listen: Annotated[
         str | None, typer.Option("--listen", metavar="ADDRESS", help="Address to serve on. Left out: all.")
     ] = None,

@@ -28,6 +28,8 @@ class Discovery:
         self._asked = float("-inf")
         self._asking = asyncio.Lock()
         self.served: tuple[LauncherName, ...] = ("job",)
+        self.changed = asyncio.Event()
+        """Set when other launchers are served than before; for one listener, who clears it."""
 
     @property
     def resources(self) -> tuple[Resource, ...]:
@@ -42,6 +44,7 @@ class Discovery:
             served = await self._kube.served_launchers()
             if served != self.served:
                 log.info("the API server serves the launchers %s", ", ".join(served))
+                self.changed.set()
             self.served = served
             self._asked = time.monotonic()
 

@@ -1,12 +1,14 @@
-"""What kopf hears, put into the store: nothing is decided here.
+"""What kopf hears of jobs, put into the store: nothing is decided here.
 
-Only `on.event` handlers are used. They watch and never write: no finalizers, no annotations on users' objects, no
-events of kopf's own. Objects without our label are filtered out by the API server.
+Only an `on.event` handler is used. It watches and never writes: no finalizers, no annotations on users' objects, no
+events of kopf's own. What runs the jobs is followed by following.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -15,15 +17,15 @@ import kopf
 from kubernetes.aio.client import Configuration
 
 from finetune_operator.api.settings import Settings
-from finetune_operator.rendering.types import JOB_LABEL
-from finetune_operator.shell.kube import FINETUNE_JOB, JOB, MPI_JOB, POD, PYTORCH_JOB, Resource
+from finetune_operator.api.types import GROUP, KIND, PLURAL, VERSION
 from finetune_operator.shell.state import OperatorState
 from finetune_operator.shell.store import UnreadableError
 from finetune_operator.shell.sync import Syncer
 
 log = logging.getLogger(__name__)
 
-WATCHED = (FINETUNE_JOB, JOB, POD, PYTORCH_JOB, MPI_JOB)
+LOGIN_AGAIN_SECONDS = 1.0
+"""Before a connection whose credentials were not taken is tried again."""
 
 
 class _Backoffs:
@@ -47,15 +49,7 @@ def kopf_settings(wanted: Settings) -> kopf.OperatorSettings:
     settings.watching.connect_timeout = 10
     # Each object with news has a task of kopf's for this long: enough to take a burst, and none stays.
     settings.queueing.idle_timeout = 1.0
-    for resource in WATCHED:
-        if resource is not FINETUNE_JOB:
-            settings.watching.label_selectors[_selector(resource)] = JOB_LABEL
     return settings
-
-
-def _selector(resource: Resource) -> tuple[str, str, str]:
-    group, _, version = resource.api_version.rpartition("/")
-    return group, version, resource.plural
 
 
 def registry(
@@ -63,42 +57,44 @@ def registry(
 ) -> kopf.OperatorRegistry:
     """The handlers. What they hear is handed over to `loop`, which owns the store."""
     handlers = kopf.OperatorRegistry()
+    logins = itertools.count()
 
     @kopf.on.login(registry=handlers)
     async def login(**_: Any) -> kopf.ConnectionInfo:
-        return await connection(api)
+        if number := next(logins):
+            await asyncio.sleep(LOGIN_AGAIN_SECONDS)
+        # An API server that starts says 401 to tokens that are good. kopf never takes a connection again that has met
+        # one, and its watches would end for ever: the number makes it another connection.
+        return dataclasses.replace(await connection(api), priority=number)
 
-    for resource in WATCHED:
-        group, version, plural = _selector(resource)
-
-        @kopf.on.event(group, version, plural, id=f"heard-of-{plural}", param=resource.kind, registry=handlers)
-        async def heard(event: kopf.RawEvent, param: Any = "", **_: Any) -> None:
-            loop.call_soon_threadsafe(take, state, syncer, param, event)
+    @kopf.on.event(GROUP, VERSION, PLURAL, registry=handlers)
+    async def heard_of_job(event: kopf.RawEvent, **_: Any) -> None:
+        loop.call_soon_threadsafe(take, state, syncer, event)
 
     return handlers
 
 
-def take(state: OperatorState, syncer: Syncer, kind: str, event: kopf.RawEvent) -> None:
-    """Put what a watch tells into the store, and have the job looked at when it is news."""
-    raw: dict[str, Any] = {"kind": kind, **event["object"]}
+def take(state: OperatorState, syncer: Syncer, event: kopf.RawEvent) -> None:
+    """Put what the watch tells into the store, and have the job looked at when it is news."""
+    raw: dict[str, Any] = {"kind": KIND, **event["object"]}
     try:
         if event["type"] == "DELETED":
             entry = state.store.remove(raw)
         else:
-            if event["type"] is None and _known(state, kind, raw):
+            if event["type"] is None and _known(state, raw):
                 # A list that is told anew: what vanished before it is in no event.
-                syncer.request(kind, "relist")
+                syncer.request(KIND, "relist")
             entry = state.store.put(raw)
     except UnreadableError as error:
-        log.warning("passed over a %s that cannot be read: %s", kind, error)
+        log.warning("passed over a %s that cannot be read: %s", KIND, error)
         return
     if entry is not None:
         state.queue.add(entry.job)
 
 
-def _known(state: OperatorState, kind: str, raw: dict[str, Any]) -> bool:
+def _known(state: OperatorState, raw: dict[str, Any]) -> bool:
     metadata = raw["metadata"]
-    return state.store.get(kind, metadata.get("namespace", ""), metadata["name"]) is not None
+    return state.store.get(KIND, metadata.get("namespace", ""), metadata["name"]) is not None
 
 
 async def connection(api: Configuration) -> kopf.ConnectionInfo:

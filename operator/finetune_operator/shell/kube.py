@@ -35,7 +35,8 @@ import logging
 import os
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version as distribution_version
@@ -52,7 +53,7 @@ from finetune_operator.rendering.types import FIELD_OWNER, Manifest
 
 log = logging.getLogger(__name__)
 
-Verb: TypeAlias = Literal["get", "list", "create", "update", "patch", "delete"]
+Verb: TypeAlias = Literal["get", "list", "watch", "create", "update", "patch", "delete"]
 Query: TypeAlias = Mapping[str, str]
 
 TRIES = 5
@@ -63,6 +64,10 @@ LONGEST_RETRY_AFTER_SECONDS = 30.0
 REQUEST_SECONDS = 30.0
 LIST_SECONDS = 60.0
 LOG_SECONDS = 10.0
+WATCH_SECONDS = 300
+"""A watch's life; up to a minute more by chance, so that not all of them are begun again at once."""
+SILENCE_SECONDS = 150.0
+"""Of a watch. The server sends a bookmark about once a minute; two that are missing mean a dead connection."""
 PAGE = 500
 LOG_LINES = 60
 LOG_BYTES = 256 * 1024
@@ -73,6 +78,7 @@ EVENT_MESSAGE = 1024
 _METHODS: Mapping[Verb, str] = {
     "get": "GET",
     "list": "GET",
+    "watch": "GET",
     "create": "POST",
     "update": "PUT",
     "patch": "PATCH",
@@ -224,6 +230,17 @@ def _seconds(written: str | None) -> float | None:
     return float(written) if written is not None and written.isascii() and written.isdecimal() else None
 
 
+@dataclass(frozen=True)
+class WatchEvent:
+    """One thing that a watch tells."""
+
+    type: Literal["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
+    object: Manifest
+    """As it is now, or was last; of a bookmark nothing but the version."""
+    version: int
+    """Where a later watch can begin."""
+
+
 # ----------------------------------------------------------------------------------------------------------- connection
 
 
@@ -264,7 +281,8 @@ async def connect(kubeconfig: Path | None = None, context: str | None = None, po
     """
     if kubeconfig is not None and not kubeconfig.is_file():
         raise config.ConfigException(f"there is no file {kubeconfig}")
-    configuration = client.Configuration(connection_pool_maxsize=pool)
+    # Without the environment: aiohttp would read ~/.netrc before each request. A proxy stands in the kubeconfig.
+    configuration = client.Configuration(connection_pool_maxsize=pool, client_session_kwargs={"trust_env": False})
     in_cluster = "KUBERNETES_SERVICE_HOST" in os.environ
     if in_cluster and kubeconfig is None and context is None and "KUBECONFIG" not in os.environ:
         config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
@@ -323,6 +341,35 @@ class Kube:
             query["continue"] = str(metadata.get("continue") or "")
             if not query["continue"]:
                 return items, int(str(metadata["resourceVersion"]))
+
+    async def watch(
+        self, resource: Resource, version: int, namespace: str | None = None, labels: str | None = None
+    ) -> AsyncIterator[WatchEvent]:
+        """What happens to objects after `version`, until the server ends the watch, as it does every few minutes.
+
+        GoneError when it has forgotten that version; UnavailableError when the connection breaks or is silent for
+        longer than the bookmarks that the server sends about once a minute.
+        """
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": str(version),
+            "timeoutSeconds": str(WATCH_SECONDS + random.randrange(60)),
+            **({} if labels is None else {"labelSelector": labels}),
+        }
+        path, began = resource.path(namespace), time.monotonic()
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=REQUEST_SECONDS, sock_read=SILENCE_SECONDS)
+        try:
+            async with self._sent("watch", path, query, None, "application/json", timeout) as answer:
+                self._count("watch", resource.plural, answer.status, began)
+                if answer.status >= 300:
+                    retry_after = answer.headers.get("Retry-After")
+                    raise error_of(f"watch {path}", answer.status, await answer.read(), retry_after)
+                self.outage.answered()
+                async for line in _lines(answer.content):
+                    yield _event(f"watch {path}", resource, line)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise UnavailableError(f"watch {path}", 0, "", f"broken: {error or type(error).__name__}") from error
 
     async def pod_log(self, namespace: str, name: str, container: str) -> str:
         """The end of a container's log, at most 4096 characters; empty when there is none to be had: the node may be
@@ -493,19 +540,10 @@ class Kube:
         self, verb: Verb, path: str, query: Query | None, body: Manifest | None, content_type: str, seconds: float
     ) -> bytes:
         what = f"{verb} {path}"
+        timeout = aiohttp.ClientTimeout(total=seconds)
         try:
-            method, url, headers, sent, _ = await self.api.param_serialize(
-                _METHODS[verb],
-                path,
-                query_params=list((query or {}).items()),
-                header_params={"Accept": "application/json, */*", "Content-Type": content_type},
-                body=body,
-                auth_settings=["BearerToken"],
-            )
-            response = await self.api.call_api(
-                method, url, headers, body=sent, _request_timeout=aiohttp.ClientTimeout(total=seconds)
-            )
-            answer: bytes = await response.read()  # type: ignore[no-untyped-call]
+            async with self._sent(verb, path, query, body, content_type, timeout) as response:
+                answer = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self.outage.failed()
             raise UnavailableError(what, 0, "", f"no answer: {error or type(error).__name__}") from error
@@ -514,9 +552,55 @@ class Kube:
         self.outage.answered()
         return answer
 
+    @asynccontextmanager
+    async def _sent(
+        self,
+        verb: Verb,
+        path: str,
+        query: Query | None,
+        body: Manifest | None,
+        content_type: str,
+        timeout: aiohttp.ClientTimeout,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The answer to one request, whose body is still to be read."""
+        method, url, headers, sent, _ = await self.api.param_serialize(
+            _METHODS[verb],
+            path,
+            query_params=list((query or {}).items()),
+            header_params={"Accept": "application/json, */*", "Content-Type": content_type},
+            body=body,
+            auth_settings=["BearerToken"],
+        )
+        answered = await self.api.call_api(method, url, headers, body=sent, _request_timeout=timeout)
+        response: aiohttp.ClientResponse = answered.response
+        async with response:
+            yield response
+
     def _count(self, verb: Verb, resource: str, code: int, began: float) -> None:
         if self.counter is not None:
             self.counter.request_done(verb, resource, code, time.monotonic() - began)
+
+
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """Lines of any length; the reader's own method gives up at long ones."""
+    buffer = b""
+    async for chunk in content.iter_any():
+        *lines, buffer = (buffer + chunk).split(b"\n")
+        for line in lines:
+            yield line
+
+
+def _event(what: str, resource: Resource, line: bytes) -> WatchEvent:
+    """One line of a watch. The error that it tells of; UnavailableError for a line that is no event."""
+    try:
+        read = json.loads(line)
+        kind, found = read["type"], read["object"]
+        if kind == "ERROR":
+            raise error_of(what, int(found.get("code", 500)), json.dumps(found).encode())
+        version = int(found["metadata"]["resourceVersion"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UnavailableError(what, 0, "", "a line of the watch cannot be read") from error
+    return WatchEvent(kind, {"apiVersion": resource.api_version, "kind": resource.kind, **found}, version)
 
 
 def _delay(attempt: int, retry_after: float | None) -> float:

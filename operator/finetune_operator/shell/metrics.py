@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable
-from datetime import datetime
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
@@ -17,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from finetune_contract.layout import FailureClass
 from finetune_operator.api.types import FineTuneJobStatus, Phase, StageStatus
 from finetune_operator.reconcile.remedies import OperatorCause
+from finetune_operator.reconcile.times import moment
 from finetune_operator.shell.kube import LAUNCHER_RESOURCES, RESOURCES
 
 OTHER = "other"
@@ -109,10 +109,10 @@ class Metrics:
             )
 
     def _stage_ended(self, stage: StageStatus) -> None:
-        if stage.start_time is None or stage.completion_time is None:
-            return
-        took = datetime.fromisoformat(stage.completion_time) - datetime.fromisoformat(stage.start_time)
-        self._stages.labels(stage.name, stage.state.lower()).observe(max(0.0, took.total_seconds()))
+        started, ended = moment(stage.start_time), moment(stage.completion_time)
+        if started is not None and ended is not None:
+            seconds = max(0.0, (ended - started).total_seconds())
+            self._stages.labels(stage.name, stage.state.lower()).observe(seconds)
 
     def pass_done(self, seconds: float, outcome: str) -> None:
         """One pass over a job."""

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from finetune_contract.choices import Stage
 from finetune_contract.report import KubeflowStatus, KubeflowUpdate
 from finetune_operator.api.types import ProgressStatus
+from finetune_operator.reconcile.times import stamp
 
 BODY_LIMIT_BYTES = 64 * 1024
 _NAME = r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
@@ -86,7 +87,7 @@ def _status(told: KubeflowStatus, now: datetime) -> ProgressStatus:
         samples_per_second=_number(values, _SAMPLES, least=0.0),
         tokens_per_second=_number(values, _TOKENS, least=0.0),
         remaining_seconds=None if remaining is None else float(min(remaining, _MOST_STEPS)),
-        last_update_time=now.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        last_update_time=stamp(now),
     )
 
 

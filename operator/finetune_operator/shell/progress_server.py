@@ -46,8 +46,6 @@ log = logging.getLogger(__name__)
 PORT = 8443
 RELAYED_FOR = "X-Finetune-Relayed-For"
 """Address of the pod whose report a replica relays."""
-TOKEN_LIMIT_BYTES = 8190
-"""Longest header line that is read at all; tokens of an API server are 1 to 2 KiB."""
 
 
 @dataclass(frozen=True)

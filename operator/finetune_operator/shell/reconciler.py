@@ -14,10 +14,11 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Literal, TypeAlias
+from functools import partial
+from typing import Any, Literal, TypeAlias
 
 from pydantic import JsonValue
 
@@ -49,6 +50,9 @@ log = logging.getLogger(__name__)
 
 Decide: TypeAlias = Callable[[JobView, Observed, datetime, Settings, ProgressEndpoint | None], Decision]
 Outcome: TypeAlias = Literal["done", "refused", "conflict", "gone", "failed"]
+
+Rest: TypeAlias = Callable[[], Coroutine[Any, Any, Outcome]]
+"""What remains of a pass."""
 
 SILENT_SECONDS = 300.0
 """After this long without a word of a running attempt, the API server is asked once whether a word was lost."""
@@ -88,32 +92,59 @@ class Reconciler:
         self._discovery = discovery
         self._decide = decide
         self._memories: dict[JobKey, JobMemory] = {}
+        self._rests: asyncio.Queue[tuple[JobKey, Rest]] = asyncio.Queue()
         self._untold: asyncio.Queue[tuple[JobKey, str, str, EventNote]] = asyncio.Queue()
 
     async def work(self) -> None:
         """One worker, until the queue is closed."""
         while (key := await self._state.queue.take()) is not None:
+            rest: Rest | None = None
             try:
-                await self.look(key)
+                rest = await self.look(key)
+            finally:
+                if rest is None:
+                    self._state.queue.done(key)
+            if rest is not None:
+                self._rests.put_nowait((key, rest))
+
+    async def conclude(self) -> None:
+        """Write down what was created, for ever. The key stays in hand until then, so that no second pass begins."""
+        while True:
+            key, rest = await self._rests.get()
+            try:
+                await self._measured(key, rest())
             finally:
                 self._state.queue.done(key)
+                self._rests.task_done()
 
-    async def look(self, key: JobKey) -> None:
-        """One pass. Only who leads acts; whoever gains leadership looks at every job anew."""
+    async def look(self, key: JobKey) -> Rest | None:
+        """One pass. Only who leads acts; whoever gains leadership looks at every job anew.
+
+        What remains to be done of a pass that has created something is given back: when many jobs come at once, the
+        children of all of them are more urgent than words about the first.
+        """
         if not self._state.leading.is_set():
-            return
+            return None
+        return await self._measured(key, self._pass(key))
+
+    async def _measured(self, key: JobKey, work: Coroutine[Any, Any, Outcome | Rest]) -> Rest | None:
+        """Do it, count it, and see to it that an error is followed by another try."""
         began = time.monotonic()
         outcome: Outcome
         try:
-            outcome = await self._pass(key)
+            result = await work
         except ApiError as error:
             outcome = self._failed(key, str(error), None)
         except Exception as error:
             outcome = self._failed(key, f"{type(error).__name__}: {error}", error)
         else:
+            if not isinstance(result, str):
+                return result
+            outcome = result
             if (memory := self._memories.get(key)) is not None:
                 memory.failures = 0
         self._state.measurements.pass_done(time.monotonic() - began, outcome)
+        return None
 
     def _failed(self, key: JobKey, what: str, error: Exception | None) -> Outcome:
         """Told once in a row, with its trace when it is a fault of ours, and tried again ever more slowly."""
@@ -129,7 +160,7 @@ class Reconciler:
 
     # ------------------------------------------------------------------------------------------------------ the pass
 
-    async def _pass(self, key: JobKey) -> Outcome:
+    async def _pass(self, key: JobKey) -> Outcome | Rest:
         job = self._state.store.job(key)
         if job is None:
             self.forget(key)
@@ -147,11 +178,26 @@ class Reconciler:
         observed = self._observed(job, memory)
         now = datetime.now(UTC)
         decision = self._decide(job, observed, now, self._state.settings, self._state.progress_endpoint)
-        outcome = await self._carry_out(key, job, version, decision, memory)
-        if outcome == "done":
-            if memory.refusals == observed.refusals:
-                memory.refusals = ()
-            self._wake_later(key, job, decision, memory)
+        for ref in decision.delete:
+            await self._delete(key.namespace, ref)
+        if not await self._make(key, job, decision, memory):
+            return "refused"
+        rest = partial(self._write_down, key, job, version, observed, decision, memory)
+        return rest if decision.create else await rest()
+
+    async def _write_down(
+        self, key: JobKey, job: JobView, version: str, observed: Observed, decision: Decision, memory: JobMemory
+    ) -> Outcome:
+        """The status, then events, and when to look again."""
+        outcome = await self._write_status(key, job, version, decision, memory)
+        if outcome != "done":
+            return outcome
+        self._note(key, job, version, decision.events, memory)
+        if decision.delete_job:
+            await self._delete(key.namespace, ObjectRef(FINETUNE_JOB.api_version, FINETUNE_JOB.kind, key.name, job.uid))
+        if memory.refusals == observed.refusals:
+            memory.refusals = ()
+        self._wake_later(key, job, decision, memory)
         return outcome
 
     def _observed(self, job: JobView, memory: JobMemory) -> Observed:
@@ -179,30 +225,22 @@ class Reconciler:
         for name in wanted_logs(job, self._observed(job, memory)):
             memory.logs[name] = await self._state.kube.pod_log(key.namespace, name, CONTAINER_NAME)
 
-    async def _carry_out(
-        self, key: JobKey, job: JobView, version: str, decision: Decision, memory: JobMemory
-    ) -> Outcome:
-        for ref in decision.delete:
-            await self._delete(key.namespace, ref)
+    async def _make(self, key: JobKey, job: JobView, decision: Decision, memory: JobMemory) -> bool:
+        """Create what was decided; False when something of it was refused."""
         for manifest in decision.create:
             refusal = await self._create(job, manifest)
-            if refusal is not None:
-                log.warning("%s: %s %s was refused: %s", key, refusal.ref.kind, refusal.ref.name, refusal.message)
-                repeated = refusal in memory.refusals
-                memory.refusals = (refusal,)
-                # The status that this pass decided names what is not there: it is decided anew.
-                if repeated:
-                    self._state.queue.add_after(key, FIRST_RETRY_SECONDS)
-                else:
-                    self._state.queue.add(key)
-                return "refused"
-        outcome = await self._write_status(key, job, version, decision, memory)
-        if outcome != "done":
-            return outcome
-        self._note(key, job, version, decision.events, memory)
-        if decision.delete_job:
-            await self._delete(key.namespace, ObjectRef(FINETUNE_JOB.api_version, FINETUNE_JOB.kind, key.name, job.uid))
-        return "done"
+            if refusal is None:
+                continue
+            log.warning("%s: %s %s was refused: %s", key, refusal.ref.kind, refusal.ref.name, refusal.message)
+            repeated = refusal in memory.refusals
+            memory.refusals = (refusal,)
+            # The status that this pass decided names what is not there: it is decided anew.
+            if repeated:
+                self._state.queue.add_after(key, FIRST_RETRY_SECONDS)
+            else:
+                self._state.queue.add(key)
+            return False
+        return True
 
     # ------------------------------------------------------------------------------------------------------- objects
 
@@ -318,6 +356,10 @@ class Reconciler:
                 log.warning("%s: event %s was not told: %s", key, note.reason, error)
             finally:
                 self._untold.task_done()
+
+    async def written_down(self) -> None:
+        """Wait until the status tells of all that was created."""
+        await self._rests.join()
 
     async def told(self) -> None:
         """Wait until all events are told."""

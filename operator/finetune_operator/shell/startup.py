@@ -1,6 +1,6 @@
 """Puts the operator together, runs it, and ends it in order.
 
-    lists -> store <- kopf's watches
+    lists -> store <- watches: kopf's of the jobs, ours of what runs them
                |
     queue -> workers: store -> decide -> API server -> store
 
@@ -28,9 +28,10 @@ from kubernetes.aio.client import ApiClient
 from finetune_operator.api.settings import Settings
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.endpoints import HTTP_PORT
+from finetune_operator.shell.following import Followers
 from finetune_operator.shell.handlers import kopf_settings, registry
 from finetune_operator.shell.kube import Kube, TooManyRequestsError, UnavailableError, connect
-from finetune_operator.shell.leader import Leader
+from finetune_operator.shell.leader import Leader, identity
 from finetune_operator.shell.metrics import Metrics
 from finetune_operator.shell.progress_server import PORT
 from finetune_operator.shell.queue import WorkQueue
@@ -42,13 +43,17 @@ from finetune_operator.shell.sync import Syncer
 
 log = logging.getLogger(__name__)
 
-FINISH_SECONDS = 15.0
+FINISH_SECONDS = 10.0
 """For the passes in hand at the end; Kubernetes gives 30 s in all."""
 EVENTS_SECONDS = 3.0
 """And then for the events that are not told yet."""
 AGAIN_SECONDS = 2.0
+STATUS_WRITERS = 4
+"""Fewer than workers: under load, what jobs need to run comes before words about them."""
 SPARE_CONNECTIONS = 8
-"""Beside one for each worker: for lists, the Lease, tokens."""
+"""Beside one for each worker: for lists, the Lease, tokens, events."""
+FOLLOWED_KINDS = 4
+"""At most; each has a connection for each namespace that is followed."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Options:
     kubeconfig: Path | None = None
     context: str | None = None
     leader_election: bool = True
-    workers: int = 8
+    workers: int = 16
     listen: str | None = None
     """Address to serve on; None: all."""
     http_port: int = HTTP_PORT
@@ -119,7 +124,12 @@ class Operator:
             ]
             self._others = [
                 asyncio.create_task(self._syncer.run(), name="resync"),
+                asyncio.create_task(Followers(self.state, self._discovery).run(), name="following"),
                 asyncio.create_task(self._reconciler.tell(), name="events"),
+                *(
+                    asyncio.create_task(self._reconciler.conclude(), name=f"statuses {number}")
+                    for number in range(1, STATUS_WRITERS + 1)
+                ),
                 asyncio.create_task(self._lead(), name="leading"),
             ]
             self.state.tasks += [self._watching, *self._workers, *self._others]
@@ -153,6 +163,8 @@ class Operator:
         self.state.queue.close()
         if self._workers:
             await asyncio.wait(self._workers, timeout=FINISH_SECONDS)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._reconciler.written_down(), FINISH_SECONDS)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._reconciler.told(), EVENTS_SECONDS)
         for task in (*self._workers, *self._others):
@@ -192,6 +204,8 @@ class Operator:
             standalone=True,
             clusterwide=not namespaces,
             namespaces=namespaces,
+            # Left out, kopf looks for a user's name, and a container's user need not have one.
+            identity=identity(),  # type: ignore[arg-type]
             stop_flag=self._stop_kopf,
         )
 
@@ -204,7 +218,9 @@ async def run(options: Options, decide: Decide) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
-    api = await connect(options.kubeconfig, options.context, pool=options.workers + SPARE_CONNECTIONS)
+    watches = FOLLOWED_KINDS * max(1, len(options.settings.namespaces))
+    pool = 2 * options.workers + SPARE_CONNECTIONS + watches
+    api = await connect(options.kubeconfig, options.context, pool=pool)
     try:
         metrics = Metrics()
         servers = Servers(

@@ -10,13 +10,14 @@ import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from finetune_contract.layout import EXIT_CODES, EXIT_OK, FailureClass
+from finetune_contract.layout import CLASS_OF_EXIT_CODE, EXIT_OK, FailureClass
 from finetune_contract.report import FailureReport, TrainerReport
 
 ECHOES = (FailureClass.COLLECTIVE, FailureClass.PREEMPTED)
 """What the other ranks report once one is gone: their connection broke, or the launcher told them to end."""
 
-_CLASS_OF_CODE = {code: failure_class for failure_class, code in EXIT_CODES.items()}
+_SIGNAL_BASE = 128
+"""Shells and container runtimes tell a signal as 128 + its number."""
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,12 @@ class Cause:
 def first_cause(reports: Iterable[TrainerReport], ends: Mapping[int, int], time: float = 0.0) -> Cause | None:
     """The earliest failure that is not an echo; None when neither a report nor an end tells of one.
 
-    `ends`: rank -> exit code of the processes that are known to have failed, minus the signal for a killed one, in the
-    order in which they were seen to end. A rank that failed without a report is a cause of its own, unless it was told
+    `ends`: rank -> exit code of the processes that are known to have failed, as `of_exit` takes it, in the order in
+    which they were seen to end. A rank that failed without a report is a cause of its own, unless it was told
     to end; `time` (Unix, seconds) is when that was seen.
     """
     failed = sorted(
-        ((report.failure.time, report.rank, report.failure) for report in reports if report.failure is not None),
+        ((report.failure.known_time, report.rank, report.failure) for report in reports if report.failure is not None),
         key=lambda entry: entry[:2],
     )
     for _, rank, failure in failed:
@@ -52,32 +53,50 @@ def first_cause(reports: Iterable[TrainerReport], ends: Mapping[int, int], time:
     return silent[0] if silent else None
 
 
-def of_exit(code: int, time: float = 0.0) -> FailureReport:
-    """What the end of a process says that could not report; `code` is minus the signal for a killed one.
+def of_exit(code: int, time: float = 0.0, who: str = "The process") -> FailureReport:
+    """What the end of a process says that could not report.
 
-    Raises ValueError for exit code 0.
+    `code` is minus the signal for a killed one, or 128 + it where a shell or a container tells of it; the contract's
+    own codes above that mean what its table says. `who` begins the message.
     """
+    signalled = signal_of(code)
+    if signalled is not None:
+        return _killed(signalled, time, who)
     if code == EXIT_OK:
-        raise ValueError("exit code 0 tells of no failure")
-    if code < 0:
-        return _killed(-code, time)
-    failure_class = _CLASS_OF_CODE.get(code, FailureClass.PROGRAM)
+        return FailureReport(
+            failure_class=FailureClass.PROGRAM,
+            reason="NoReport",
+            message=f"{who} ended with exit code 0 and left no report of success, so its results may not be whole.",
+            hint="Something inside the process ended it early, e.g. os._exit in a library.",
+            time=time,
+        )
     return FailureReport(
-        failure_class=failure_class,
+        failure_class=CLASS_OF_EXIT_CODE.get(code, FailureClass.PROGRAM),
         reason="NoReport",
-        message=f"The process ended with exit code {code} and left no report.",
+        message=f"{who} ended with exit code {code} and left no report.",
         hint="The log's last lines may say more.",
         time=time,
     )
 
 
-def _killed(number: int, time: float) -> FailureReport:
-    name = signal.Signals(number).name if number in signal.valid_signals() else f"signal {number}"
+def signal_of(code: int) -> int | None:
+    """The signal that ended the process; None when it ended by itself."""
+    if code < 0:
+        return -code
+    number = code - _SIGNAL_BASE
+    known = CLASS_OF_EXIT_CODE.get(code)
+    if number not in signal.valid_signals() or (known is not None and number not in (signal.SIGKILL, signal.SIGTERM)):
+        return None
+    return number
+
+
+def _killed(number: int, time: float, who: str) -> FailureReport:
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     if number == signal.SIGKILL:
         return FailureReport(
             failure_class=FailureClass.OUT_OF_MEMORY,
             reason="Killed",
-            message=f"The process was killed from outside with {name} (exit code 137) and could not say why. "
+            message=f"{who} was killed from outside with {name} (exit code 137) and could not say why. "
             "Most often the kernel does this when memory runs out.",
             hint="Look at the kernel's log (dmesg). If it was memory, set training.microBatchSize or "
             "preparation.maxLength lower, or shard or offload more under parallelism.",
@@ -87,14 +106,14 @@ def _killed(number: int, time: float) -> FailureReport:
         return FailureReport(
             failure_class=FailureClass.PREEMPTED,
             reason="Terminated",
-            message=f"The process was told to end ({name}) before it could save or say anything.",
+            message=f"{who} was told to end ({name}) before it could save or say anything.",
             hint="Run the job again; it goes on from its last checkpoint.",
             time=time,
         )
     return FailureReport(
         failure_class=FailureClass.PROGRAM,
         reason="KilledBySignal",
-        message=f"The process was ended by {name} and could not say why.",
+        message=f"{who} was ended by {name} and could not say why.",
         hint="The log's last lines may say more; a crash in a native library leaves its trace there.",
         time=time,
     )

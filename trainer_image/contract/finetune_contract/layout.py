@@ -78,6 +78,9 @@ EXIT_CODES: dict[FailureClass, int] = {
 }
 
 
+CLASS_OF_EXIT_CODE = {code: failure_class for failure_class, code in EXIT_CODES.items()}
+
+
 def retryable(exit_code: int) -> bool:
     """Whether another attempt can end differently."""
     return exit_code >= 128

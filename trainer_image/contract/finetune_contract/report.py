@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal, TypeAlias
 
@@ -70,6 +71,11 @@ class FailureReport(Message):
     """The way out."""
     time: float = 0.0
     """Unix time in seconds at which it happened: the earliest over all ranks is the cause."""
+
+    @property
+    def known_time(self) -> float:
+        """`time`, for finding the earliest: one without a time comes last."""
+        return self.time or math.inf
 
     @property
     def exit_code(self) -> int:

@@ -7,7 +7,6 @@ it was made from is the same: contents of the raw files, columns, tokenizer, tru
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -15,7 +14,6 @@ import shutil
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from multiprocessing import get_context
@@ -34,6 +32,7 @@ from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
 from finetune_trainer.data.prepared import FACTS_FILE, INPUTS_FILE, PreparedInputs, arrow_table
 from finetune_trainer.data.sources import ColumnNeed, RawSplit, Role, SplitSource, predict_split, splits_by_role
 from finetune_trainer.failures import StageError
+from finetune_trainer.files import locked
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.tasks.base import Labels, TaskModule, task_module
@@ -96,7 +95,7 @@ def prepare(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> DataFac
     StageError DATA, CONFIG, MODEL or HUB_UNAVAILABLE; an earlier result stays when it fails.
     """
     paths.root.mkdir(parents=True, exist_ok=True)
-    with _only_one(paths.root / ".prepare.lock"):
+    with locked(paths.root / ".prepare.lock"):
         order = _order(job)
         done = _same(paths, order.key)
         if done is not None:
@@ -113,14 +112,6 @@ def prepare(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> DataFac
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     return facts
-
-
-@contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    """Holds the lock on `path`; the kernel gives it up when the process dies, however it dies."""
-    with path.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _same(paths: JobPaths, key: str) -> DataFacts | None:

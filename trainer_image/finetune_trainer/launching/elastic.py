@@ -20,6 +20,7 @@ from pathlib import Path
 from finetune_contract.base import Message
 from finetune_contract.layout import EXIT_CODES, EXIT_OK, FailureClass
 from finetune_contract.report import FailureReport
+from finetune_trainer.distributed import LOOPBACK, free_port
 from finetune_trainer.failures import StageError, classify
 from finetune_trainer.files import write_atomically
 
@@ -27,7 +28,6 @@ DEFAULT_TIMEOUT_SECONDS = 1800
 """Pods of one gang may start minutes apart: images are pulled and nodes are added."""
 _DEFAULT_PORT = 29400
 _POLL_SECONDS = 1.0
-_LOOPBACK = "127.0.0.1"
 
 
 class AgentReport(Message):
@@ -69,7 +69,7 @@ class Rendezvous:
             )
         return cls(
             backend=environment.get("PET_RDZV_BACKEND") or "c10d",
-            endpoint=endpoint or f"{_LOOPBACK}:{_free_port()}",
+            endpoint=endpoint or f"{LOOPBACK}:{free_port()}",
             run_id=environment.get("PET_RDZV_ID") or "finetune",
             timeout_seconds=int(timeout),
         )
@@ -88,12 +88,6 @@ class Rendezvous:
                 "Correct it.",
             )
         return host.strip("[]"), int(port)
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind((_LOOPBACK, 0))
-        return int(probe.getsockname()[1])
 
 
 def is_own_name(host: str) -> bool:

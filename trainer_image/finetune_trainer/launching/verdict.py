@@ -83,13 +83,5 @@ def _stopped(asked_at: float) -> FailureReport:
 
 def _silent(end: End) -> FailureReport:
     words = f" Its last words: {end.last_words[-_SHOWN:]}" if end.last_words else ""
-    if end.code != EXIT_OK:
-        told = of_exit(end.code, time.time())
-        return told.model_copy(update={"message": told.message + words})
-    return FailureReport(
-        failure_class=FailureClass.PROGRAM,
-        reason="NoReport",
-        message=f"The process ended with exit code 0 and left no report, so its results may not be whole.{words}",
-        hint="Something inside the process ended it early, e.g. os._exit in a library.",
-        time=time.time(),
-    )
+    told = of_exit(end.code, time.time())
+    return told.model_copy(update={"message": told.message + words})

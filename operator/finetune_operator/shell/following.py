@@ -1,0 +1,95 @@
+"""Follows what runs the attempts, and their pods: a list, and then a watch from the list's version on.
+
+kopf follows the jobs. These are followed here, for two reasons. What vanished while a watch was interrupted is in no
+event of kopf's, and for a child that is the difference between running and deleted; a list that is read again tells.
+And kopf copies and compares each object for handlers that we do not have, which with thousands of pods would be most of
+the operator's work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+
+from finetune_operator.rendering.types import JOB_LABEL
+from finetune_operator.shell.discovery import Discovery
+from finetune_operator.shell.kube import POD, ApiError, GoneError, Resource, WatchEvent
+from finetune_operator.shell.state import OperatorState
+from finetune_operator.shell.store import UnreadableError
+
+log = logging.getLogger(__name__)
+
+AGAIN_SECONDS = 1.0
+"""Before a watch that broke is begun again, give or take a half: many would otherwise come back at once."""
+
+
+class Followers:
+    """One follower for each kind and namespace; a kind that is served later gets its own then."""
+
+    def __init__(self, state: OperatorState, discovery: Discovery) -> None:
+        self._state = state
+        self._discovery = discovery
+
+    async def run(self) -> None:
+        """Follow, for ever. A follower that ends with an error is a fault, and ends them all."""
+        following: set[tuple[Resource, str | None]] = set()
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                for resource in (POD, *self._discovery.resources):
+                    for namespace in self._state.settings.namespaces or (None,):
+                        if (resource, namespace) not in following:
+                            following.add((resource, namespace))
+                            name = f"following {resource.plural}"
+                            tasks.create_task(_Follower(self._state, resource, namespace).run(), name=name)
+                await self._discovery.changed.wait()
+                self._discovery.changed.clear()
+
+
+class _Follower:
+    """Keeps the store's view of one kind, in one namespace or in all."""
+
+    def __init__(self, state: OperatorState, resource: Resource, namespace: str | None) -> None:
+        self._state = state
+        self._resource = resource
+        self._namespace = namespace
+        self._version: int | None = None
+        """Where the next watch begins; None: nothing is known, so that a list comes first."""
+
+    async def run(self) -> None:
+        while True:
+            try:
+                if self._version is None:
+                    self._version = await self._list()
+                async for event in self._state.kube.watch(
+                    self._resource, self._version, self._namespace, labels=JOB_LABEL
+                ):
+                    self._take(event)
+            except GoneError:
+                # The server has forgotten what happened since: after a restart, or a long silence.
+                self._version = None
+                self._state.measurements.resynced("relist")
+                continue
+            except ApiError as error:
+                log.debug("following %s is begun again: %s", self._resource.plural, error)
+            await asyncio.sleep(AGAIN_SECONDS * (0.5 + random.random()))
+
+    async def _list(self) -> int:
+        found, version = await self._state.kube.list_objects(self._resource, self._namespace, JOB_LABEL)
+        within = None if self._namespace is None else {self._namespace}
+        for key in self._state.store.replace_all(self._resource.kind, found, version, within):
+            self._state.queue.add(key)
+        return version
+
+    def _take(self, event: WatchEvent) -> None:
+        self._version = event.version
+        if event.type == "BOOKMARK":
+            return
+        store = self._state.store
+        try:
+            entry = store.remove(event.object) if event.type == "DELETED" else store.put(event.object)
+        except UnreadableError as error:
+            log.warning("passed over a %s that cannot be read: %s", self._resource.kind, error)
+            return
+        if entry is not None:
+            self._state.queue.add(entry.job)
