@@ -158,10 +158,23 @@ class World:
             self.writes += 1
         self.status = status
         assert self.job().status == decision.status, "a status has to survive its way through the API server"
+        assert decision.wake_at is None or decision.wake_at > self.now, "a time that is over would be met for ever"
+        self._check_plan(decision)
         self.events.extend(decision.events)
         self.refusals = ()
         self.gone = decision.delete_job
         return decision
+
+    def _check_plan(self, decision: Decision) -> None:
+        """The plan that the status tells is the one that a new attempt at train gets."""
+        plan = decision.status.plan
+        for manifest in decision.create:
+            if manifest["kind"] != "ConfigMap" or "-train-" not in manifest["metadata"]["name"]:  # type: ignore[index, call-overload, operator]
+                continue
+            batch = json.loads(manifest["data"]["job.json"])["training"]["batch"]  # type: ignore[index, call-overload, arg-type]
+            assert plan is not None, "something is trained without a plan"
+            told = plan.micro_batch_size, plan.gradient_accumulation
+            assert told == (batch["microBatchSize"], batch["gradientAccumulation"]), "the plan in the status is a lie"
 
     def settle(self, passes: int = 12) -> None:
         """Pass after pass until nothing changes; fails when that takes too long."""

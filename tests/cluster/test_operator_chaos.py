@@ -26,7 +26,7 @@ KILLS = 20
 API_SERVER_RESTARTS = 5
 WATCH_CUTS = 10
 FAULTS = Faults(conflicts=0.05, too_many=0.05, lost_answers=0.05, delay_seconds=0.05)
-SECONDS_OF_CHAOS = 80.0
+SECONDS_OF_CHAOS = 60.0
 STAGES = ("prepare", "train", "evaluate", "predict")
 
 WELL = ("Succeeded", dict.fromkeys(STAGES, ("Succeeded", 1)))
@@ -135,10 +135,18 @@ def test_nothing_is_lost_and_nothing_done_twice_whatever_breaks(chaotic: World, 
 REFUSALS = {"unauthorized": 401, "forbidden": 403, "an internal error": 500, "unavailable": 503}
 
 
-@pytest.mark.parametrize("case", REFUSALS)
-@pytest.mark.parametrize("moment", ["while it runs", "while it starts"])
+@pytest.mark.parametrize(
+    ("moment", "case"),
+    [
+        ("while it runs", "unauthorized"),
+        ("while it runs", "forbidden"),
+        ("while it runs", "unavailable"),
+        ("while it starts", "unauthorized"),
+        ("while it starts", "an internal error"),
+    ],
+)
 def test_an_api_server_that_refuses_everything_for_a_while_is_waited_for(
-    chaotic: World, proxy: FaultProxy, case: str, moment: str
+    chaotic: World, proxy: FaultProxy, moment: str, case: str
 ) -> None:
     world = chaotic
     world.kubelet.playbook.set("patient", "train", RUNS)

@@ -14,9 +14,14 @@ from finetune_contract.layout import FailureClass
 HUB_AWAY = fails(FailureClass.HUB_UNAVAILABLE, "HubTimeout", "huggingface.co did not answer within 60 s")
 
 
+def short(world: World, name: str, spec: Object | None = None) -> None:
+    """A job without a prediction: its stages show nothing that the others do not."""
+    world.apply(name, {"predict": None, **(spec or {})})
+
+
 def test_a_stage_that_fails_ends_the_job_with_the_whole_story(world: World) -> None:
     world.kubelet.playbook.set("wrong", "train", WRONG_COLUMN)
-    world.apply("wrong")
+    short(world, "wrong")
     world.cluster.must("wait", "ftj/wrong", "--for=condition=Failed", "--timeout=60s", "-n", world.namespace)
     status = world.status("wrong")
     failure = status["failure"]
@@ -40,7 +45,6 @@ def test_a_stage_that_fails_ends_the_job_with_the_whole_story(world: World) -> N
         "prepare": ("Succeeded", 1),
         "train": ("Failed", 1),
         "evaluate": ("Pending", 0),
-        "predict": ("Pending", 0),
     }
     expected = {"Failed": "True", "Stalled": "True", "Ready": "False", "Succeeded": "False"}
     assert expected.items() <= conditions(status).items()
@@ -54,7 +58,7 @@ def test_the_first_cause_is_told_and_not_its_echo(world: World) -> None:
     world.kubelet.playbook.set("two", "train", WRONG_COLUMN, index=1)
     echo = fails(FailureClass.COLLECTIVE, "ConnectionLost", "rank 1 has gone", lasts=0.6)
     world.kubelet.playbook.set("two", "train", echo, index=0)
-    world.apply("two", {"resources": {"nodes": 2}})
+    short(world, "two", {"resources": {"nodes": 2}})
     failure = world.wait_phase("two", "Failed", 60)["failure"]
     assert (failure["class"], failure["rank"], failure["attempt"]) == ("DataError", 1, 1)
     assert failure["pod"].startswith("two-train-1-1")
@@ -63,7 +67,7 @@ def test_the_first_cause_is_told_and_not_its_echo(world: World) -> None:
 def test_a_failure_that_may_pass_is_tried_again_with_growing_delay_and_not_for_ever(world: World) -> None:
     history = world.record("hub")
     world.kubelet.playbook.set("hub", "prepare", HUB_AWAY)
-    world.apply("hub", {"runPolicy": {"maxRestarts": 2}})
+    short(world, "hub", {"runPolicy": {"maxRestarts": 2}})
     status = world.wait_phase("hub", "Failed", 60)
     assert (status["failure"]["class"], status["failure"]["attempt"]) == ("HubUnavailable", 3)
     assert (status["restarts"], status["countedRestarts"]) == (2, 2)
@@ -97,7 +101,7 @@ FREE: dict[str, Play] = {
 @pytest.mark.parametrize("case", FREE)
 def test_failures_of_the_infrastructure_are_free_of_charge(world: World, case: str) -> None:
     world.kubelet.playbook.set("free", "train", FREE[case], attempt=1)
-    world.apply("free", {"runPolicy": {"maxRestarts": 0}})
+    short(world, "free", {"runPolicy": {"maxRestarts": 0}})
     status = world.wait_phase("free", "Succeeded", 60)
     assert states(status)["train"] == ("Succeeded", 2)
     assert (status["restarts"], status.get("countedRestarts", 0), status.get("failure")) == (1, 0, None)
@@ -112,7 +116,7 @@ MEMORY: dict[str, Play] = {
 @pytest.mark.parametrize("case", MEMORY)
 def test_memory_that_runs_out_halves_the_micro_batch_and_keeps_the_global_batch(world: World, case: str) -> None:
     world.kubelet.playbook.set("memory", "train", MEMORY[case], attempt=1)
-    world.apply("memory", {"runPolicy": {"maxRestarts": 0}})
+    short(world, "memory", {"runPolicy": {"maxRestarts": 0}})
     status = world.wait_phase("memory", "Succeeded", 60)
     assert states(status)["train"] == ("Succeeded", 2)
     before, after = (_batch(world, f"memory-train-{attempt}") for attempt in (1, 2))
@@ -132,7 +136,7 @@ def _batch(world: World, attempt: str) -> Object:
 
 def test_memory_that_runs_out_ends_the_job_when_it_is_asked_to(world: World) -> None:
     world.kubelet.playbook.set("strict", "train", OUT_OF_MEMORY)
-    world.apply("strict", {"runPolicy": {"onOutOfMemory": "fail"}})
+    short(world, "strict", {"runPolicy": {"onOutOfMemory": "fail"}})
     status = world.wait_phase("strict", "Failed")
     assert (status["failure"]["class"], states(status)["train"]) == ("OutOfMemory", ("Failed", 1))
 
@@ -140,7 +144,7 @@ def test_memory_that_runs_out_ends_the_job_when_it_is_asked_to(world: World) -> 
 def test_an_image_that_cannot_be_pulled_ends_the_job_after_a_while(world: World) -> None:
     never = Play(waiting=("ImagePullBackOff", 'Back-off pulling image "nowhere/none:1"'))
     world.kubelet.playbook.set("image", "prepare", never)
-    world.apply("image", {"image": "nowhere/none:1"})
+    short(world, "image", {"image": "nowhere/none:1"})
     failure = world.wait_phase("image", "Failed")["failure"]
     assert (failure["class"], failure["stage"]) == ("ImagePull", "prepare")
     assert "nowhere/none:1" in failure["message"]
@@ -149,13 +153,13 @@ def test_an_image_that_cannot_be_pulled_ends_the_job_after_a_while(world: World)
 
 def test_exit_code_zero_without_a_report_is_a_failure(world: World) -> None:
     world.kubelet.playbook.set("silent", "prepare", Play(message=""))
-    world.apply("silent", {"runPolicy": {"maxRestarts": 0}})
+    short(world, "silent", {"runPolicy": {"maxRestarts": 0}})
     assert world.wait_phase("silent", "Failed")["failure"]["class"] == "NoReport"
 
 
 def test_a_child_that_is_deleted_by_hand_is_made_again_as_a_new_attempt(world: World) -> None:
     world.kubelet.playbook.set("hand", "train", RUNS, attempt=1)
-    world.apply("hand")
+    short(world, "hand")
     world.wait_running("hand", "train")
     world.api.delete(world.path("batch/v1", "jobs", "hand-train-1"))
     status = world.wait_phase("hand", "Succeeded")
@@ -165,7 +169,7 @@ def test_a_child_that_is_deleted_by_hand_is_made_again_as_a_new_attempt(world: W
 
 def test_a_child_that_is_deleted_too_often_fails_the_job(world: World) -> None:
     world.kubelet.playbook.set("often", "train", RUNS)
-    world.apply("often", {"runPolicy": {"maxRestarts": 1}})
+    short(world, "often", {"runPolicy": {"maxRestarts": 1}})
     for attempt in (1, 2):
         world.wait_running("often", "train", attempt)
         world.api.delete(world.path("batch/v1", "jobs", f"often-train-{attempt}"))
@@ -208,7 +212,7 @@ FOREIGN: dict[str, tuple[str, str, Object]] = {
 def test_a_name_that_is_taken_by_somebody_elses_object_is_left_alone_and_told(world: World, case: str) -> None:
     version, plural, body = FOREIGN[case]
     before: dict[str, Any] = world.api.create(world.path(version, plural), {"apiVersion": version, **body})
-    world.apply("taken")
+    short(world, "taken")
     failure = world.wait_phase("taken", "Failed")["failure"]
     name = body["metadata"]["name"]
     assert failure["class"] == "NameTaken"
@@ -221,7 +225,7 @@ def test_a_name_that_is_taken_by_somebody_elses_object_is_left_alone_and_told(wo
 
 def test_a_deadline_ends_what_runs(world: World) -> None:
     world.kubelet.playbook.set("late", "train", RUNS)
-    world.apply("late", {"runPolicy": {"activeDeadlineSeconds": 4}})
+    short(world, "late", {"runPolicy": {"activeDeadlineSeconds": 4}})
     status = world.wait_phase("late", "Failed")
     assert (status["failure"]["class"], stage_of(status, "train")["state"]) == (  # type: ignore[index]
         "DeadlineExceeded",
@@ -232,12 +236,12 @@ def test_a_deadline_ends_what_runs(world: World) -> None:
 
 def test_a_terminal_job_creates_nothing_ever(world: World) -> None:
     world.kubelet.playbook.set("over", "train", WRONG_COLUMN)
-    world.apply("over")
+    short(world, "over")
     world.wait_phase("over", "Failed")
     world.api.delete(world.path("batch/v1", "jobs", "over-train-1"))
     world.operator.kill()
     world.operator.start()
-    world.apply("other")
+    short(world, "other")
     world.wait_phase("other", "Succeeded")
     assert world.children("over") == ["over-prepare-1"]
     assert world.status("over")["failure"]["class"] == "DataError"

@@ -76,6 +76,15 @@ CASES = {
     "out of memory that the process could report keeps its own words": Case(
         137, {0: (FailureClass.OUT_OF_MEMORY, 1.0)}, expected=("OutOfMemory", "Told", 0, 137)
     ),
+    "a rank that ended by itself in silence is the cause of the broken connection of the other": Case(
+        1,
+        {0: (FailureClass.COLLECTIVE, 1.0)},
+        SUMMARY.format(rank=0, code=150) + SUMMARY.format(rank=1, code=3),
+        ("ProgramError", "NoReport", 1, 1),
+    ),
+    "a rank whose report is lost is told of by its exit code": Case(
+        1, log=SUMMARY.format(rank=1, code=16), expected=("StorageFull", "NoReport", 1, 16)
+    ),
     "a broken connection alone is all that is known": Case(
         150, {0: (FailureClass.COLLECTIVE, 1.0)}, expected=("CollectiveFailed", "Told", 0, 150)
     ),
@@ -84,6 +93,12 @@ CASES = {
     ),
     "an end without a report keeps its exit code in the message": Case(
         3, expected=("ProgramError", "NoReport", None, 1)
+    ),
+    "a code of the contract without a report is no signal": Case(
+        150, expected=("CollectiveFailed", "NoReport", None, 150)
+    ),
+    "a process that was told to end from the terminal is worth another try": Case(
+        130, expected=("Preempted", "Terminated", 0, 143)
     ),
 }
 

@@ -318,8 +318,9 @@ def test_a_stage_that_ended_while_suspension_was_asked_for_has_succeeded():
 def test_an_operator_that_dies_while_it_suspends_takes_the_deletion_for_its_own():
     world = training()
     world.edit(suspend=True)
-    world.step(crash_after=1)  # the Job is deleted, the status is not written
-    assert (world.stage("train"), "reviews-train-1" in world.children) == (("Running", 1), False)
+    world.step()
+    world.step(crash_after=1)  # the Job is deleted, and nothing is written after that
+    assert (world.stage("train"), "reviews-train-1" in world.children) == (("Suspended", 1), False)
     world.settle()
     assert (world.phase, world.stage("train"), world.job().status.failure) == ("Suspended", ("Suspended", 1), None)
 

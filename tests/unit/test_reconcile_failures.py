@@ -193,6 +193,7 @@ CASES = {
     "a code of the contract's table without a report": Case(
         (pod(0, ended=ended(16)),), ("StorageFull", "NoReport", Remedy.FAIL, "pod-0")
     ),
+    "a code above all signals": Case((pod(0, ended=ended(255)),), ("Killed", "NoReport", Remedy.COUNTED, "pod-0")),
     "a code that is in no table": Case((pod(0, ended=ended(2)),), ("ProgramError", "NoReport", Remedy.FAIL, "pod-0")),
     "exit code 0 in a failed attempt": Case(
         (pod(0, ended=ended(0)),), ("NoReport", "NoReport", Remedy.COUNTED, "pod-0")

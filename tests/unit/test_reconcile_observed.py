@@ -164,15 +164,15 @@ PODS: dict[str, tuple[dict[str, Any], PodView]] = {
     "a pod in its first moment": (pod(), PLAIN),
     "a pod without a node": (
         pod({"conditions": [says("PodScheduled", "False", "Unschedulable", "0/1 nodes")]}),
-        replace(PLAIN, unschedulable="0/1 nodes"),
+        replace(PLAIN, unschedulable="0/1 nodes", changed=END),
     ),
     "a pod that waits at a gate is not without a node": (
         pod({"conditions": [says("PodScheduled", "False", "SchedulingGated")]}),
-        PLAIN,
+        replace(PLAIN, changed=END),
     ),
     "a pod with a node": (
         pod({"conditions": [says("PodScheduled")]}, {"nodeName": "n1"}),
-        replace(PLAIN, node="n1", scheduled=END),
+        replace(PLAIN, node="n1", scheduled=END, changed=END),
     ),
     "an image that cannot be pulled": (
         pod({"containerStatuses": [container("pytorch", waiting=BACK_OFF)]}),
@@ -201,9 +201,12 @@ PODS: dict[str, tuple[dict[str, Any], PodView]] = {
     ),
     "a disruption": (
         pod({"conditions": [says("DisruptionTarget", reason="PreemptionByScheduler")]}),
-        replace(PLAIN, disruption="PreemptionByScheduler"),
+        replace(PLAIN, disruption="PreemptionByScheduler", changed=END),
     ),
-    "a disruption that did not come": (pod({"conditions": [says("DisruptionTarget", "False")]}), PLAIN),
+    "a disruption that did not come": (
+        pod({"conditions": [says("DisruptionTarget", "False")]}),
+        replace(PLAIN, changed=END),
+    ),
     "an eviction": (
         pod({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}),
         replace(PLAIN, phase="Failed", status_reason="Evicted", status_message="low on memory"),
@@ -246,7 +249,7 @@ def test_a_termination_message_of_others_is_no_report(message: str):
     ended = {"exitCode": 1, "reason": "Error", "message": message}
     view = pod_view(pod({"containerStatuses": [container("pytorch", terminated=ended)]}))
     assert view is not None
-    assert view.ended == Ended(1, "Error", None, None)
+    assert view.ended == Ended(1, "Error", None, None, message)
 
 
 def test_a_pod_without_our_labels_is_not_seen():

@@ -165,7 +165,11 @@ def pending(name: str, **fields: object) -> PodView:
 PULL = Waiting("ErrImagePull", "not found")
 OF_ONE = "Waiting for 1 pod of reviews-prepare-1"
 WAITS: dict[str, tuple[tuple[PodView, ...], Limits, Waits | None]] = {
-    "no pods": ((), Limits(), Waits("Waiting for the pods of reviews-prepare-1 to be created.")),
+    "no pods": (
+        (),
+        Limits(),
+        Waits("Waiting for the pods of reviews-prepare-1 to be created.", until=NOON + timedelta(seconds=60)),
+    ),
     "pods that run": ((pending("a", phase="Running"),), Limits(), None),
     "pods of which nothing is said": (
         (pending("a"), pending("b"), pending("c", phase="Running")),
@@ -182,15 +186,19 @@ WAITS: dict[str, tuple[tuple[PodView, ...], Limits, Waits | None]] = {
         Limits.model_validate({"unschedulableSeconds": 60}),
         Waits(f"{OF_ONE}: 0/1 nodes", until=NOON + timedelta(seconds=60)),
     ),
-    "an image counts from when the pod got its node": (
-        (pending("a", waiting=PULL, created=NOON - timedelta(days=1), scheduled=NOON),),
+    "an image counts from when its pull first failed": (
+        (pending("a", waiting=PULL, created=NOON - timedelta(days=1), scheduled=NOON - timedelta(days=1)),),
         Limits(),
-        Waits(f"{OF_ONE}: ErrImagePull: not found", until=NOON + timedelta(seconds=600)),
+        Waits(f"{OF_ONE}: ErrImagePull: not found", until=NOON + timedelta(seconds=600), blocked_since=NOON),
     ),
     "the bound that comes first": (
         (pending("a", waiting=PULL), pending("b", waiting=Waiting("CreateContainerConfigError", "no secret"))),
         Limits(),
-        Waits("Waiting for 2 pods of reviews-prepare-1: ErrImagePull: not found", until=NOON + timedelta(seconds=120)),
+        Waits(
+            "Waiting for 2 pods of reviews-prepare-1: ErrImagePull: not found",
+            until=NOON + timedelta(seconds=120),
+            blocked_since=NOON,
+        ),
     ),
     "a reason that we do not know": (
         (pending("a", waiting=Waiting("Thinking", "")),),

@@ -44,6 +44,22 @@ def lose_node(world: World, name: str) -> None:
     pod["metadata"]["deletionTimestamp"] = world.after(60)
 
 
+def evict_half(world: World, name: str) -> None:
+    """A pod is evicted, and the child's controller does nothing about it."""
+    if not world.pods_of(name):
+        world.start(name)
+    disrupted = {"type": "DisruptionTarget", "status": "True", "lastTransitionTime": world.after(0)}
+    evicted = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: ephemeral-storage."}
+    world.pods[world.pods_of(name)[-1]]["status"] = {**evicted, "conditions": [disrupted]}
+
+
+def suspend_for_a_moment(world: World) -> None:
+    """Resumed while what suspension has begun is under way."""
+    world.edit(suspend=True)
+    world.step()
+    world.edit(suspend=False)
+
+
 def vanish(world: World, name: str) -> None:
     """The pods are gone before anyone has read their last word."""
     for pod in world.pods_of(name):
@@ -66,6 +82,8 @@ ACTIONS: dict[str, Callable[[World], object]] = {
     "pods vanish": lambda w: with_newest(w, lambda n: vanish(w, n)),
     "the child is deleted by hand": lambda w: with_newest(w, w.delete_child),
     "suspend": lambda w: w.edit(suspend=True),
+    "suspend for a moment": suspend_for_a_moment,
+    "an eviction that the controller ignores": lambda w: with_newest(w, lambda n: evict_half(w, n)),
     "resume": lambda w: w.edit(suspend=False),
     "jobs may not be made": lambda w: w.refuse.update({"Job": (403, "exceeded quota")}),
     "jobs may be made again": lambda w: w.refuse.clear(),

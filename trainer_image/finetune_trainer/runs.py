@@ -68,6 +68,7 @@ def claim(paths: JobPaths, stage: Stage, job: TrainerJob) -> None:
         _refuse_other_run(paths, job.run)
         return
     paths.root.parent.mkdir(parents=True, exist_ok=True)
+    # The lock of the finetune command: it keeps that away, too, and other attempts at prepare.
     with locked(paths.root.with_name(f".{paths.root.name}.lock")):
         found = _marked(paths)
         if found == job.run:

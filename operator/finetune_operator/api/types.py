@@ -786,6 +786,11 @@ class StageStatus(StatusModel):
     failures_in_row: int = Field(
         default=0, ge=0, description="Failed attempts since one ran for long; the delay before the next grows with it."
     )
+    blocked_since: str | None = Field(
+        default=None,
+        description="Since when a container of the current attempt cannot start, for its image or for what it mounts, "
+        "RFC 3339.",
+    )
     avoided_nodes: tuple[str, ...] = Field(
         default=(), max_length=16, description="Nodes on which an attempt broke; later pods prefer others."
     )

@@ -218,7 +218,7 @@ def _across_fields(
     """Rules, missing support, settings and foreign vocabularies; silent about fields that are faulty by themselves."""
     defaults = spec.model_dump(mode="json", by_alias=True)
     for rule in RULES:
-        if _reads(rule, gone):
+        if gone and _reads(rule, gone):
             continue
         if not rule.holds(spec):
             path: Path = tuple(rule.path.split("."))

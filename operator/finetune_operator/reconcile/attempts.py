@@ -11,15 +11,17 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from finetune_contract.causes import ECHOES
-from finetune_contract.report import TrainerReport
 from finetune_operator.api.types import StageStatus
+from finetune_operator.planning.types import PlanRefused
 from finetune_operator.reconcile.course import Course, reference
 from finetune_operator.reconcile.endings import attempt_failed, stage_succeeded
-from finetune_operator.reconcile.failures import first_cause, on_node_lost, without_report
+from finetune_operator.reconcile.failures import first_cause, on_node_lost, reported_success, without_report
+from finetune_operator.reconcile.planned import configuration
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
-from finetune_operator.reconcile.times import earliest, stamp
+from finetune_operator.reconcile.times import earliest, moment, stamp
 from finetune_operator.reconcile.types import ChildView, PodView
 from finetune_operator.reconcile.waiting import waits
+from finetune_operator.rendering.types import Attempt
 
 GONE_SECONDS = 30
 """A pod that is to be deleted and is still there that long after its grace period has a node that does not answer."""
@@ -45,6 +47,8 @@ def _look(course: Course, stage: StageStatus) -> Course:
     newest = next(iter(course.children(stage.name)[-1:]), None)
     if newest is not None and newest.attempt > stage.attempt:
         course, stage = _taken_up(course, stage, newest)
+        if _superseded(course, stage, newest):
+            return _replaced(course, stage, newest)
     if stage.state != "Running":
         return course
     if newest is None or newest.attempt < stage.attempt:
@@ -68,15 +72,39 @@ def _taken_up(course: Course, stage: StageStatus, child: ChildView) -> tuple[Cou
             "start_time": stamp(started),
             "completion_time": None,
             "next_attempt_time": None,
+            "blocked_since": None,
             "child": reference(child.ref),
         }
     )
     first = course.status.start_time or stamp(started)
     return (
         course.with_stage(current)
-        .with_status(start_time=first)
+        .with_status(start_time=first, progress=None)
         .tell("StageStarted", f"Stage {stage.name} runs as {child.ref.kind} {child.ref.name}, attempt {child.attempt}.")
     ), current
+
+
+def _superseded(course: Course, stage: StageStatus, child: ChildView) -> bool:
+    """Whether the job's first child was made from an earlier spec.
+
+    Until the status tells of an attempt the API server lets the spec be edited, so that the child may be of the one
+    before. All that follows would be planned from the new one.
+    """
+    first = stage.name == course.status.stages[0].name and child.attempt == 1
+    if course.begun or not first or child.configuration is None or child.state in ("Succeeded", "Failed"):
+        return False
+    try:
+        wanted = configuration(course, Attempt(child.stage, child.attempt))
+    except PlanRefused:
+        return True
+    return wanted != child.configuration
+
+
+def _replaced(course: Course, stage: StageStatus, child: ChildView) -> Course:
+    """Deleted once the status tells of it, and made anew; nobody is to blame for it."""
+    stopped = stage.model_copy(update={"state": "Suspended", "completion_time": stamp(course.now)})
+    message = f"{child.ref.kind} {child.ref.name} was made from a spec that was edited since: it is made anew."
+    return course.with_stage(stopped).tell("SpecEdited", message)
 
 
 def _deleted(stage: StageStatus) -> Cause:
@@ -89,29 +117,17 @@ def _deleted(stage: StageStatus) -> Cause:
     )
 
 
-def success_report(course: Course, pods: Sequence[PodView], stage: StageStatus) -> TrainerReport | None:
-    """The word of rank 0 that the stage of this very job ended well."""
-    reports = (pod.ended.report for pod in pods if pod.ended is not None)
-    return next(
-        (
-            report
-            for report in reports
-            if report is not None
-            and report.outcome == "succeeded"
-            and report.rank == 0
-            and report.stage.value == stage.name
-            and report.job == course.job.name
-        ),
-        None,
-    )
+def _end_told(child: ChildView) -> datetime:
+    """From when on word of the pods is waited for; a moving time would be waited for for ever."""
+    return child.finished or child.started or child.created
 
 
 def _succeeded(course: Course, stage: StageStatus, child: ChildView, pods: Sequence[PodView]) -> Course:
     ended = child.finished or course.now
-    report = success_report(course, pods, stage)
+    report = reported_success(pods)
     if report is not None:
         return stage_succeeded(course, stage, report, ended)
-    patience = ended + timedelta(seconds=LAST_WORD_SECONDS)
+    patience = _end_told(child) + timedelta(seconds=LAST_WORD_SECONDS)
     if course.now < patience and not (pods and all(pod.over for pod in pods)):
         return replace(course.wake(patience), waiting=f"{child.ref.name} is done; its last word is on its way.")
     return attempt_failed(course, stage, without_report(pods), ended)
@@ -120,7 +136,7 @@ def _succeeded(course: Course, stage: StageStatus, child: ChildView, pods: Seque
 def _failed(course: Course, stage: StageStatus, child: ChildView, pods: Sequence[PodView]) -> Course:
     ended = child.finished or course.now
     cause = first_cause(child.stage, child, pods)
-    patience = ended + timedelta(seconds=CAUSE_SECONDS)
+    patience = _end_told(child) + timedelta(seconds=CAUSE_SECONDS)
     vague = cause.pod is None or cause.cause in ECHOES
     if vague and course.now < patience and not (pods and all(pod.over for pod in pods)):
         return replace(course.wake(patience), waiting=f"{child.ref.name} has failed; its pods are still ending.")
@@ -133,7 +149,10 @@ def _underway(course: Course, stage: StageStatus, child: ChildView, pods: Sequen
     course = course.wake(_next_look(pods))
     if child.deleting:
         return replace(course, waiting=f"{child.ref.kind} {child.ref.name} is being deleted.")
-    held = waits(child, pods, course.now, course.settings.limits)
+    held = waits(child, pods, course.now, course.settings.limits, moment(stage.blocked_since))
+    blocked = None if held is None or held.blocked_since is None else stamp(held.blocked_since)
+    stage = stage.model_copy(update={"blocked_since": blocked})
+    course = course.with_stage(stage)
     if held is not None and held.cause is not None:
         return attempt_failed(course, stage, held.cause)
     if held is not None:
@@ -141,8 +160,9 @@ def _underway(course: Course, stage: StageStatus, child: ChildView, pods: Sequen
     if child.state == "Suspended":
         said = f" {child.message}" if child.message else ""
         return replace(course, waiting=f"{child.ref.kind} {child.ref.name} is suspended.{said}")
-    progress = course.observed.progress
-    return course if progress is None else course.with_status(progress=progress)
+    progress, stored = course.observed.progress, course.stored(stage.name)
+    told = stored is not None and (stored.state, stored.attempt) == ("Running", stage.attempt)
+    return course.with_status(progress=progress) if progress is not None and told else course
 
 
 def _broken(course: Course, child: ChildView, pods: Sequence[PodView]) -> Cause | None:
@@ -170,7 +190,11 @@ def gone_after(pod: PodView) -> datetime | None:
 
 
 def _dead_after(pod: PodView) -> datetime | None:
-    """When a failed pod is a failure of the attempt, whatever its child says."""
-    if pod.phase != "Failed" or pod.ended is None or pod.ended.finished is None:
+    """When a failed pod is a failure of the attempt, whatever its child says.
+
+    One that was evicted or refused by its node may tell of no container, and so of no time of its own.
+    """
+    if pod.phase != "Failed":
         return None
-    return pod.ended.finished + timedelta(seconds=HALF_DEAD_SECONDS)
+    ended = None if pod.ended is None else pod.ended.finished
+    return (ended or pod.changed or pod.scheduled or pod.created) + timedelta(seconds=HALF_DEAD_SECONDS)

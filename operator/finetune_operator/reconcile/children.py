@@ -16,7 +16,7 @@ from pydantic import JsonValue, ValidationError
 from finetune_contract.choices import Stage
 from finetune_operator.reconcile.raw import Meta, RawChild, RawCondition
 from finetune_operator.reconcile.types import ChildState, ChildView, ObjectRef
-from finetune_operator.rendering.types import ATTEMPT_LABEL, STAGE_LABEL
+from finetune_operator.rendering.types import ATTEMPT_LABEL, HASH_ANNOTATION, STAGE_LABEL
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ def child_view(value: Mapping[str, JsonValue]) -> ChildView | None:
         started=raw.status.start_time,
         finished=verdict.finished,
         deleting=raw.metadata.deletion_timestamp is not None,
+        configuration=raw.spec.template.metadata.annotations.get(HASH_ANNOTATION),
     )
 
 

@@ -75,6 +75,11 @@ class Course:
         return any(stage.attempt > 0 for stage in self.status.stages)
 
     @property
+    def begun(self) -> bool:
+        """The same of the stored status, by which the API server goes."""
+        return any(stage.attempt > 0 for stage in self.job.status.stages)
+
+    @property
     def current(self) -> StageStatus | None:
         """The first stage that is not done; None when all are."""
         return next((stage for stage in self.status.stages if stage.state != "Succeeded"), None)
@@ -89,8 +94,9 @@ class Course:
         return tuple(sorted(own, key=lambda child: child.attempt))
 
     def pods(self, stage: str, attempt: int) -> tuple[PodView, ...]:
-        """The pods of one attempt."""
-        return tuple(pod for pod in self.observed.pods if pod.stage.value == stage and pod.attempt == attempt)
+        """The pods of one attempt; a report of another job or stage is no word of theirs."""
+        own = (pod for pod in self.observed.pods if pod.stage.value == stage and pod.attempt == attempt)
+        return tuple(heard_by(pod, self.job.name) for pod in own)
 
     def with_status(self, **changes: object) -> Self:
         """Fields of the status, by their Python names."""
@@ -125,6 +131,14 @@ class Course:
             wake_at=self.wake_at,
             delete_job=self.delete_job,
         )
+
+
+def heard_by(pod: PodView, job: str) -> PodView:
+    """The pod with its report only when that speaks of this job and of the pod's stage."""
+    ended = pod.ended
+    if ended is None or ended.report is None or (ended.report.job, ended.report.stage) == (job, pod.stage):
+        return pod
+    return replace(pod, ended=replace(ended, report=None))
 
 
 Phase: TypeAlias = Callable[[Course], Course]

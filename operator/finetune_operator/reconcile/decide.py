@@ -18,14 +18,14 @@ from finetune_operator.planning.types import JobPlan, PlanRefused
 from finetune_operator.reconcile.attempts import gone_after, settle
 from finetune_operator.reconcile.course import Course, Stalled, reference
 from finetune_operator.reconcile.endings import delay_seconds, give_up, refused
-from finetune_operator.reconcile.planned import plan_now, plan_sentence, plan_status, problems_text
+from finetune_operator.reconcile.planned import context, plan_now, plan_sentence, plan_status, problems_text
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
 from finetune_operator.reconcile.results import cost_after, with_report
 from finetune_operator.reconcile.status import complete, condition, ended
 from finetune_operator.reconcile.times import moment, stamp
 from finetune_operator.reconcile.types import ChildView, Decision, EventNote, JobView, ObjectRef, Observed, Refusal
 from finetune_operator.rendering.manifests import shared, stage
-from finetune_operator.rendering.types import Attempt, Manifest, Owner, ProgressEndpoint, RenderContext
+from finetune_operator.rendering.types import Attempt, Manifest, ProgressEndpoint
 
 MANAGER = "finetune.dev/operator"
 """`runPolicy.managedBy` of jobs that are ours; left out, they are ours too."""
@@ -108,16 +108,12 @@ def accept(course: Course) -> Course:
     return replace(course, over=True, suspended=course.started and course.job.status.phase == "Suspended")
 
 
-def context(course: Course) -> RenderContext:
-    """What rendering needs to know of the surroundings."""
-    owner = Owner(course.job.name, course.job.uid)
-    return RenderContext(course.job.namespace, course.spec, course.settings, owner, course.endpoint)
-
-
 def plan_ahead(course: Course) -> Course:
     """The plan of a job of which nothing has started, anew in each pass: the spec or the cluster may have changed."""
     if course.started and course.status.plan is not None:
-        return course
+        # They are followed in this order, whatever the order is that somebody has stored them in.
+        order = [stage.value for stage in Stage]
+        return course.with_status(stages=tuple(sorted(course.status.stages, key=lambda one: order.index(one.name))))
     try:
         made = plan_now(course)
     except PlanRefused as problems:
@@ -207,7 +203,11 @@ def keep_deadline(course: Course) -> Course:
 
 
 def hold(course: Course) -> Course:
-    """Stop for as long as `runPolicy.suspend` holds; the running attempt saves a checkpoint when it is deleted."""
+    """Stop for as long as `runPolicy.suspend` holds; the running attempt saves a checkpoint when it is deleted.
+
+    That is in the next pass, when the stored status tells of it: else a job that is resumed in the same moment would
+    find its child gone and nobody who had deleted it.
+    """
     was = course.job.status.phase == "Suspended"
     current = course.current
     if not course.spec.run_policy.suspend:
@@ -218,7 +218,7 @@ def hold(course: Course) -> Course:
     if current.state == "Running":
         cost = cost_after(course.status, course.spec, course.settings, current, course.now)
         stopped = current.model_copy(update={"state": "Suspended", "completion_time": stamp(course.now)})
-        course = course.with_status(cost=cost).with_stage(stopped).deleting(*course.children(current.name))
+        course = course.with_status(cost=cost).with_stage(stopped)
         message = f"Stage {current.name}, attempt {current.attempt}, is stopped: runPolicy.suspend is true."
     else:
         message = "Nothing is started: runPolicy.suspend is true."
@@ -295,8 +295,9 @@ def _still_running(course: Course, current: StageStatus) -> Course | None:
         return None
     for pod in pods:
         course = course.wake(gone_after(pod))
-    names = ", ".join(pod.name for pod in pods[:3]) or ", ".join(child.ref.name for child in children)
-    return replace(course, waiting=f"Waiting for the end of attempt {current.attempt}: {names} still runs.")
+    left = [pod.name for pod in pods[:3]] or [child.ref.name for child in children]
+    names = f"{', '.join(left)} still {'runs' if len(left) == 1 else 'run'}"
+    return replace(course, waiting=f"Waiting for the end of attempt {current.attempt}: {names}.")
 
 
 def _delayed(course: Course, current: StageStatus, at: datetime) -> Course:
@@ -337,6 +338,9 @@ def _started(course: Course, current: StageStatus) -> Course:
         return give_up(course, current, cause.told(Stage(current.name), number))
     child = _ref(own[-1])
     now = stamp(course.now)
+    if (after := plan_status(made)) != course.status.plan:
+        # Settings, prices or the operator may be others than when it was planned.
+        course = course.with_status(plan=after).tell("Planned", f"Planned anew: {plan_sentence(made)}")
     running = current.model_copy(
         update={
             "state": "Running",
@@ -344,6 +348,9 @@ def _started(course: Course, current: StageStatus) -> Course:
             "start_time": now,
             "completion_time": None,
             "next_attempt_time": None,
+            "blocked_since": None,
+            # Before the first attempt these are refusals of the API server, which are over.
+            "failures_in_row": current.failures_in_row if current.attempt else 0,
             "child": reference(child),
         }
     )

@@ -16,13 +16,18 @@ from datetime import datetime
 
 from finetune_contract.causes import ECHOES, of_exit
 from finetune_contract.choices import Stage
-from finetune_contract.layout import CLASS_OF_EXIT_CODE, EXIT_OK, FailureClass, retryable
-from finetune_contract.report import FailureReport
+from finetune_contract.layout import CLASS_OF_EXIT_CODE, EXIT_CODES, EXIT_OK, FailureClass, retryable
+from finetune_contract.report import FailureReport, TrainerReport
 from finetune_operator.reconcile.remedies import Cause, CauseClass, OperatorCause
 from finetune_operator.reconcile.types import ChildView, PodView
 
 _EXIT_CODE = re.compile(r"failed with exit code (\d+)")
 """In the message of a Job's pod failure policy (kubernetes `pkg/controller/job/pod_failure_policy.go`)."""
+_SECOND_HAND = frozenset({"UnexpectedError", "NoReport", "Killed", "KilledBySignal"})
+"""Reasons of reports that only tell how a process ended: by an error that the trainer has no word for, or, as its
+launcher infers (`finetune_contract.causes.of_exit`), without a word. All of these may be the shock of losing others.
+"""
+_KILLED_BY_SIGNAL = "KilledBySignal"
 
 
 def first_cause(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Cause:
@@ -32,8 +37,7 @@ def first_cause(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Caus
     own = [one for one in reports if one[1].failure_class not in ECHOES]
     done_to_pods = [found for found in map(_done_to, failed) if found is not None]
     for pod, report in own:
-        # An error that the trainer has no word for may well be the shock of losing the others.
-        if not (done_to_pods and report.reason == "UnexpectedError"):
+        if not (done_to_pods and report.reason in _SECOND_HAND):
             return _from_report(pod, report)
     if done_to_pods:
         return min(done_to_pods, key=lambda one: _weight(one))
@@ -77,8 +81,10 @@ def _reported(stage: Stage, pods: Sequence[PodView]) -> Iterator[tuple[PodView, 
 
 def _from_report(pod: PodView, failure: FailureReport) -> Cause:
     report = pod.ended.report if pod.ended else None
+    crashed = failure.failure_class is FailureClass.PROGRAM and failure.reason == _KILLED_BY_SIGNAL
     return Cause(
-        cause=failure.failure_class,
+        # The launcher in the pod has no class for it; 128 + the signal is worth another try by the contract's table.
+        cause=OperatorCause.KILLED if crashed else failure.failure_class,
         reason=failure.reason,
         message=failure.message,
         hint=failure.hint,
@@ -93,8 +99,12 @@ _MEMORY_HINT = (
     "Set resources.memory higher, or training.microBatchSize or preparation.maxLength lower, or shard or offload more "
     "under parallelism."
 )
-_NODE_REASONS = frozenset({"NodeLost", "NodeShutdown", "Shutdown", "Terminated", "NodeAffinity"})
+_NODE_REASONS = frozenset({"NodeLost", "NodeShutdown", "Shutdown", "Terminated"})
 """`status.reason` of pods whose node went away or was told to shut down (kubelet, node lifecycle controller)."""
+_ROOM_REASONS = frozenset({"Preempting", "Preempted"})
+"""The kubelet's preemption for a critical pod has the disruption reason TerminationByKubelet, as a shutdown has."""
+_REJECTED_REASONS = frozenset({"UnexpectedAdmissionError", "TopologyAffinityError", "NodeAffinity"})
+"""Refusals of the kubelet that another node may not have; `OutOf...` is one more."""
 _NODE_DISRUPTIONS = frozenset({"DeletionByTaintManager", "DeletionByPodGC", "TerminationByKubelet"})
 _OWN_LIMIT = re.compile(r"exceeds? the (total )?limit|exceeded its local ephemeral storage", re.IGNORECASE)
 _LOW_ON_MEMORY = re.compile(r"low on resource: memory", re.IGNORECASE)
@@ -111,8 +121,9 @@ def _done_to(pod: PodView) -> Cause | None:
         )
     if pod.status_reason == "Evicted":
         return _evicted(pod)
-    said = f": {pod.status_message}" if pod.status_message else ""
-    if pod.status_reason in _NODE_REASONS or pod.disruption in _NODE_DISRUPTIONS:
+    said = f": {pod.status_message}" if pod.status_message else "."
+    made_room = pod.status_reason in _ROOM_REASONS
+    if not made_room and (pod.status_reason in _NODE_REASONS or pod.disruption in _NODE_DISRUPTIONS):
         return Cause(
             OperatorCause.NODE_LOST,
             pod.disruption or pod.status_reason or "NodeLost",
@@ -121,7 +132,7 @@ def _done_to(pod: PodView) -> Cause | None:
             pod,
             node_at_fault=True,
         )
-    if pod.status_reason == "UnexpectedAdmissionError" or (pod.status_reason or "").startswith("OutOf"):
+    if pod.status_reason in _REJECTED_REASONS or (pod.status_reason or "").startswith("OutOf"):
         return Cause(
             OperatorCause.POD_REJECTED,
             pod.status_reason or "Rejected",
@@ -130,11 +141,11 @@ def _done_to(pod: PodView) -> Cause | None:
             pod,
             node_at_fault=True,
         )
-    if pod.disruption is not None or pod.status_reason in ("Preempting", "Preempted"):
+    if pod.disruption is not None or made_room:
         return Cause(
             FailureClass.PREEMPTED,
-            pod.disruption or pod.status_reason or "Preempted",
-            f"Pod {pod.name} had to make room{said or '.'}",
+            (pod.status_reason if made_room else pod.disruption) or "Preempted",
+            f"Pod {pod.name} had to make room{said}",
             "Nothing needs to be done: the stage goes on from its last checkpoint. A higher "
             "runPolicy.priorityClassName is preempted less often.",
             pod,
@@ -147,6 +158,32 @@ def _done_to(pod: PodView) -> Cause | None:
             "Nothing needs to be done: the stage goes on from its last checkpoint.",
             pod,
             node_at_fault=True,
+        )
+    return _not_begun(pod, said)
+
+
+_NOT_STARTED = frozenset({"StartError", "ContainerCannotRun"})
+"""What the kubelet calls a container that its runtime could not start, with exit code 128."""
+
+
+def _not_begun(pod: PodView, said: str) -> Cause | None:
+    """A container that never ran, for a reason that is in no list above; the kubelet's words are all there is."""
+    if pod.ended is not None and pod.ended.reason in _NOT_STARTED:
+        words = pod.ended.message or "the runtime does not say why"
+        return Cause(
+            OperatorCause.CHILD_FAILED,
+            pod.ended.reason,
+            f"The container of pod {pod.name} could not be started: {words}",
+            "Check that the image is a trainer image, and on GPU nodes that their container runtime works.",
+            pod,
+        )
+    if pod.ended is None and pod.phase == "Failed" and pod.status_reason:
+        return Cause(
+            OperatorCause.CHILD_FAILED,
+            camel(pod.status_reason),
+            f"Pod {pod.name} failed before its container ran ({pod.status_reason}){said}",
+            "Change what the message names; often it is something under template.",
+            pod,
         )
     return None
 
@@ -191,7 +228,17 @@ _HINTS: Mapping[CauseClass, str] = {
 def _from_exit_code(pod: PodView) -> Cause:
     """What the contract says about a process that could not say it itself."""
     assert pod.ended is not None
-    return _no_report(pod) if pod.ended.exit_code == EXIT_OK else _by_code(pod.ended.exit_code, f"in pod {pod.name}", pod)
+    if pod.ended.exit_code == EXIT_OK:
+        return _no_report(pod)
+    if pod.deleting_until is not None and pod.ended.exit_code == EXIT_CODES[FailureClass.OUT_OF_MEMORY]:
+        return Cause(
+            FailureClass.PREEMPTED,
+            "Terminated",
+            f"Pod {pod.name} was told to end and was killed at the end of its grace period (exit code 137).",
+            _HINTS[FailureClass.PREEMPTED],
+            pod,
+        )
+    return _by_code(pod.ended.exit_code, f"in pod {pod.name}", pod)
 
 
 def _by_code(code: int, where: str, pod: PodView | None) -> Cause:
@@ -210,6 +257,12 @@ def _no_report(pod: PodView | None) -> Cause:
         "last word could be read; see the log.",
         pod,
     )
+
+
+def reported_success(pods: Sequence[PodView]) -> TrainerReport | None:
+    """The word of rank 0 that the stage ended well."""
+    reports = (pod.ended.report for pod in pods if pod.ended is not None)
+    return next((one for one in reports if one is not None and one.outcome == "succeeded" and one.rank == 0), None)
 
 
 def without_report(pods: Sequence[PodView]) -> Cause:

@@ -1,12 +1,12 @@
 """Raw JSON of the API server -> the values that decisions are made of.
 
-Parsed once, at the door. What cannot be read is never guessed: a status of ours that cannot be read counts as empty, as
-everything in it is found again from the children; an object without our labels is none of ours.
+Parsed once, at the door. What cannot be read is never guessed: a field of our status that cannot be read counts as left
+out, and what is missing is found again from the children; an object without our labels is none of ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from pydantic import JsonValue, ValidationError
 
@@ -16,8 +16,10 @@ from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus
 from finetune_operator.api.validation import validate_job
 from finetune_operator.reconcile.children import attempt_of
+from finetune_operator.reconcile.course import heard_by
+from finetune_operator.reconcile.failures import first_cause, reported_success, without_report
 from finetune_operator.reconcile.raw import Meta, RawPod
-from finetune_operator.reconcile.types import Ended, JobView, Observed, PodView, Waiting
+from finetune_operator.reconcile.types import ChildView, Ended, JobView, Observed, PodView, Waiting
 from finetune_operator.rendering.pods import CONTAINER_NAME
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
@@ -31,8 +33,11 @@ _NOT_WAITING = frozenset({"", "ContainerCreating", "PodInitializing"})
 """What the kubelet calls waiting and is a start that goes on."""
 
 
-def job_view(value: Mapping[str, JsonValue], settings: Settings) -> JobView:
-    """The FineTuneJob as it was read. ValidationError when it has no metadata, which no API server sends."""
+def job_view(value: Mapping[str, JsonValue], settings: Settings, before: JobView | None = None) -> JobView:
+    """The FineTuneJob as it was read. ValidationError when it has no metadata, which no API server sends.
+
+    `before` is an earlier view under the same settings: while the same job asks for the same, it is not checked again.
+    """
     meta = Meta.model_validate(value["metadata"])
     annotations: dict[str, JsonValue] = {key: text for key, text in meta.annotations.items() if key != LAST_APPLIED}
     labels: dict[str, JsonValue] = {**meta.labels}
@@ -50,7 +55,11 @@ def job_view(value: Mapping[str, JsonValue], settings: Settings) -> JobView:
         "metadata": metadata,
         "spec": value.get("spec"),
     }
-    job, problems = validate_job(document, settings)
+    if before is not None and _asks_the_same(before, meta, labels, annotations):
+        job, problems = before.job, before.problems
+    else:
+        job, found = validate_job(document, settings)
+        problems = tuple(found)
     return JobView(
         name=meta.name,
         namespace=meta.namespace,
@@ -60,8 +69,17 @@ def job_view(value: Mapping[str, JsonValue], settings: Settings) -> JobView:
         deleting=meta.deletion_timestamp is not None,
         managed_by=_managed_by(value.get("spec")),
         job=job,
-        problems=tuple(problems),
+        problems=problems,
         status=_status(value.get("status")),
+    )
+
+
+def _asks_the_same(before: JobView, meta: Meta, labels: object, annotations: object) -> bool:
+    """Kubernetes counts the generation up with each change of a spec, but not with one of labels and annotations."""
+    return (
+        before.job is not None
+        and (before.uid, before.generation) == (meta.uid, meta.generation)
+        and (before.job.metadata.labels, before.job.metadata.annotations) == (labels, annotations)
     )
 
 
@@ -74,8 +92,12 @@ def _managed_by(spec: JsonValue) -> str | None:
 def _status(value: JsonValue) -> FineTuneJobStatus:
     try:
         return FineTuneJobStatus.model_validate(value or {})
-    except ValidationError:
-        return FineTuneJobStatus()
+    except ValidationError as error:
+        if not isinstance(value, dict):
+            return FineTuneJobStatus()
+        # Whether the job has ended, and what it has used up, must not be lost with a condition of a newer operator.
+        unread = {str(one["loc"][0]) for one in error.errors(include_input=False, include_url=False)}
+        return FineTuneJobStatus.model_validate({name: field for name, field in value.items() if name not in unread})
 
 
 def pod_view(value: Mapping[str, JsonValue]) -> PodView | None:
@@ -107,6 +129,7 @@ def pod_view(value: Mapping[str, JsonValue]) -> PodView | None:
         disruption=disrupted.reason if disrupted is not None and disrupted.holds else None,
         status_reason=status.reason or None,
         status_message=status.message or None,
+        changed=max((one.last_transition_time for one in status.conditions if one.last_transition_time), default=None),
         deleting_until=raw.metadata.deletion_timestamp,
     )
 
@@ -133,7 +156,8 @@ def _ended(raw: RawPod) -> Ended | None:
     for container in raw.status.container_statuses:
         ended = container.state.terminated
         if container.name == CONTAINER_NAME and ended is not None:
-            return Ended(ended.exit_code, ended.reason, ended.finished_at, _report(ended.message))
+            report = _report(ended.message)
+            return Ended(ended.exit_code, ended.reason, ended.finished_at, report, "" if report else ended.message)
     return None
 
 
@@ -145,7 +169,8 @@ def _report(message: str) -> TrainerReport | None:
 
 
 def wanted_logs(job: JobView, observed: Observed) -> tuple[str, ...]:
-    """Pods of the current attempt that failed and whose log end is not known yet, the first to fail first, at most 3.
+    """Pods of the current attempt that failed and whose log end is not known yet, at most 3: the one with the cause,
+    then the first to fail.
 
     The shell reads them before it decides, and hands over an empty text where there is none to be had. An attempt whose
     failure the status tells already needs no log any more.
@@ -157,14 +182,22 @@ def wanted_logs(job: JobView, observed: Observed) -> tuple[str, ...]:
         told = stage.attempt >= newest.attempt and stage.state not in ("Pending", "Running")
         if stage.name == newest.stage.value and told:
             return ()
-    failed = [
-        pod
-        for pod in observed.pods
-        if pod.phase == "Failed" and (pod.stage, pod.attempt) == (newest.stage, newest.attempt)
+    own = [
+        heard_by(pod, job.name) for pod in observed.pods if (pod.stage, pod.attempt) == (newest.stage, newest.attempt)
     ]
-    first = sorted(failed, key=lambda pod: (_ended_at(pod), pod.name))[:MOST_LOGS]
+    failed = sorted((pod for pod in own if pod.phase == "Failed"), key=lambda pod: (_ended_at(pod), pod.name))
+    cause = _telling(newest, own)
+    first = [cause] if cause is not None and cause.over else []
+    wanted = dict.fromkeys(pod.name for pod in (*first, *failed))
     known = {name for name, _ in observed.logs}
-    return tuple(pod.name for pod in first if pod.name not in known)
+    return tuple(name for name in list(wanted)[:MOST_LOGS] if name not in known)
+
+
+def _telling(child: ChildView, pods: Sequence[PodView]) -> PodView | None:
+    """The pod whose end will be told as the cause; None when nothing has failed, or no pod tells why."""
+    if child.state == "Succeeded":
+        return None if reported_success(pods) is not None else without_report(pods).pod
+    return first_cause(child.stage, child, pods).pod if any(pod.phase == "Failed" for pod in pods) else None
 
 
 def _ended_at(pod: PodView) -> float:

@@ -21,6 +21,8 @@ from finetune_operator.planning.placement import LAUNCHER_ORDER
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Adaptation, Facts, JobPlan, PlanRefused
 from finetune_operator.reconcile.course import Course
+from finetune_operator.rendering.contract import fingerprint, stage_files
+from finetune_operator.rendering.types import Attempt, Owner, RenderContext
 
 MOST_REASONS = 64
 MOST_ADAPTATIONS = 32
@@ -30,6 +32,17 @@ Model = TypeVar("Model", bound=BaseModel)
 def plan_now(course: Course) -> JobPlan:
     """The plan in force; PlanRefused as `plan` does."""
     return plan(course.accepted, _facts(course), course.settings, _adaptation(course))
+
+
+def context(course: Course) -> RenderContext:
+    """What rendering needs to know of the surroundings."""
+    owner = Owner(course.job.name, course.job.uid)
+    return RenderContext(course.job.namespace, course.spec, course.settings, owner, course.endpoint)
+
+
+def configuration(course: Course, attempt: Attempt) -> str:
+    """sha256 of what the pods of an attempt would be told to do by the plan in force; PlanRefused as `plan` does."""
+    return fingerprint(stage_files(plan_now(course), context(course), attempt.stage))
 
 
 def _facts(course: Course) -> Facts:

@@ -72,11 +72,24 @@ class RunPolicy(Raw):
     suspend: bool | None = None
 
 
+class TemplateMeta(Raw):
+    """`metadata` of a pod template, which has no name."""
+
+    annotations: dict[str, str] = Field(default_factory=dict)
+
+
+class PodTemplate(Raw):
+    """What is read of the pod template of a batch/v1 Job."""
+
+    metadata: TemplateMeta = TemplateMeta()
+
+
 class ChildSpec(Raw):
     """What is read of the spec of any kind that runs a stage."""
 
     suspend: bool | None = None
     """Of batch/v1 Job; the others have it in their run policy."""
+    template: PodTemplate = PodTemplate()
     run_policy: RunPolicy = RunPolicy()
 
 

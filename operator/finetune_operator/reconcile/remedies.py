@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
-from finetune_operator.api.types import FailureStatus
+from finetune_operator.api.types import MAX_INT, FailureStatus
 from finetune_operator.reconcile.types import PodView
 
 MESSAGE_LIMIT = 4096
@@ -126,7 +126,8 @@ class Cause:
             attempt=attempt,
             pod=None if pod is None else pod.name,
             node=None if pod is None else pod.node,
-            rank=self.rank,
+            # A user's program may report any number; one that the API server refuses would stop every write.
+            rank=self.rank if self.rank is not None and self.rank <= MAX_INT else None,
             exit_code=ended.exit_code if ended is not None and self.exit_code is None else self.exit_code,
             log_tail=tail.rstrip()[-LOG_LIMIT:] or None,
         )

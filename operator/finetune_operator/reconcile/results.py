@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from datetime import datetime
 
@@ -35,11 +36,14 @@ def finished_progress(progress: ProgressStatus | None) -> ProgressStatus:
 
 
 def numbers(metrics: Mapping[str, JsonValue]) -> dict[str, float]:
-    """The metrics that are numbers; words and truth values are in metrics.json."""
+    """The metrics that are numbers; words and truth values are in metrics.json.
+
+    What a status cannot hold is left out (NaN, infinity, integers of hundreds of digits): no write would ever succeed.
+    """
     return {
         name: float(value)
         for name, value in metrics.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
+        if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     }
 
 

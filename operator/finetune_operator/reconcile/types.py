@@ -63,6 +63,8 @@ class ChildView:
     started: datetime | None = None
     finished: datetime | None = None
     deleting: bool = False
+    configuration: str | None = None
+    """sha256 of what its pods are told to do, as its pod template has it."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ class Ended:
     finished: datetime | None
     report: TrainerReport | None
     """The termination message, when it is one of ours."""
+    message: str = ""
+    """The termination message as it is, when it is none of ours: the container runtime's word, or a user's."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +115,8 @@ class PodView:
     status_reason: str | None = None
     """`status.reason` of the pod: Evicted, NodeLost, NodeShutdown, Preempting, UnexpectedAdmissionError, ..."""
     status_message: str | None = None
+    changed: datetime | None = None
+    """When a condition of it changed last: the end of a pod whose container never ran, or is not told of."""
     deleting_until: datetime | None = None
     """When its grace period is over; None: it is not being deleted."""
 

@@ -6,7 +6,7 @@ A missing image or Secret, or a full cluster, may come right by itself; nobody s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 
 from finetune_operator.api.settings import Limits
@@ -24,6 +24,8 @@ IMAGE_REASONS = frozenset(
         "SignatureValidationFailed",
     }
 )
+NO_PODS_SECONDS = 60
+"""A controller that can create pods does so within seconds."""
 CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
 _HINTS: dict[CauseClass, str] = {
     OperatorCause.IMAGE_PULL: "Check the name of the image (spec.image, or defaults.image in the operator's settings) "
@@ -43,36 +45,57 @@ class Waits:
     cause: Cause | None = None
     """When it has lasted too long."""
     until: datetime | None = None
-    """When that will be."""
+    """When that will be, or when there will be more to say."""
+    blocked_since: datetime | None = None
+    """Since when a container cannot start; a long pull of its image before that does not count."""
 
 
-def waits(child: ChildView, pods: Sequence[PodView], now: datetime, limits: Limits) -> Waits | None:
-    """What the attempt waits for; None when its pods run."""
+def waits(
+    child: ChildView, pods: Sequence[PodView], now: datetime, limits: Limits, blocked_since: datetime | None = None
+) -> Waits | None:
+    """What the attempt waits for; None when its pods run. `blocked_since`, as it was found the last time."""
     name = child.ref.name
     pending = [pod for pod in pods if pod.phase == "Pending"]
     if not pods and child.state in ("Pending", "Suspended"):
-        said = f" {child.message}" if child.message else ""
-        return Waits(f"Waiting for the pods of {name} to be created.{said}")
+        return _without_pods(child, now)
     if not pending:
         return None
     count = f"{len(pending)} pod{'s' * (len(pending) > 1)} of {name}"
-    told = [one for one in (_held(pod, now, limits) for pod in pending) if one is not None]
+    since = blocked_since or now
+    told = [one for one in (_held(pod, now, limits, since) for pod in pending) if one is not None]
     if not told:
         return Waits(f"Waiting for {count} to start.")
     overdue = next((one for one in told if one.cause is not None), None)
     first = overdue or told[0]
     ends = [one.until for one in told if one.until is not None]
-    return Waits(f"Waiting for {count}: {first.message}", first.cause, min(ends, default=None))
+    blocked = next((one.blocked_since for one in told if one.blocked_since is not None), None)
+    return Waits(f"Waiting for {count}: {first.message}", first.cause, min(ends, default=None), blocked)
 
 
-def _held(pod: PodView, now: datetime, limits: Limits) -> Waits | None:
+def _without_pods(child: ChildView, now: datetime) -> Waits:
+    """Only events of the child tell why its pods are not created, so that after a while the way to them is shown."""
+    kind, name = child.ref.kind, child.ref.name
+    said = f" {child.message}" if child.message else ""
+    until = child.created + timedelta(seconds=NO_PODS_SECONDS)
+    if child.state == "Suspended" or now < until:
+        return Waits(
+            f"Waiting for the pods of {name} to be created.{said}", until=until if child.state == "Pending" else None
+        )
+    return Waits(
+        f"No pod of {kind} {name} has been created in {NO_PODS_SECONDS} s: a quota, a policy or a missing service "
+        f"account may forbid it. kubectl describe {kind.lower()} {name} shows why.{said}"
+    )
+
+
+def _held(pod: PodView, now: datetime, limits: Limits, blocked_since: datetime) -> Waits | None:
     if pod.waiting is not None:
         kind = _kind(pod.waiting.reason)
         message = f"{pod.waiting.reason}: {pod.waiting.message}" if pod.waiting.message else pod.waiting.reason
         if kind is None:
             return Waits(message)
         seconds = limits.image_pull_seconds if kind is OperatorCause.IMAGE_PULL else limits.container_config_seconds
-        return _bounded(pod, kind, pod.waiting.reason, message, pod.scheduled or pod.created, seconds, now)
+        held = _bounded(pod, kind, pod.waiting.reason, message, blocked_since, seconds, now)
+        return replace(held, blocked_since=blocked_since)
     if pod.unschedulable is not None:
         return _bounded(
             pod, OperatorCause.UNSCHEDULABLE, "Unschedulable", pod.unschedulable, pod.created,

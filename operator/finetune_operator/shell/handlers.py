@@ -18,6 +18,7 @@ from kubernetes.aio.client import Configuration
 
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import GROUP, KIND, PLURAL, VERSION
+from finetune_operator.reconcile.types import JobView
 from finetune_operator.shell.state import OperatorState
 from finetune_operator.shell.store import UnreadableError
 from finetune_operator.shell.sync import Syncer
@@ -89,7 +90,7 @@ def take(state: OperatorState, syncer: Syncer, event: kopf.RawEvent) -> None:
         log.warning("passed over a %s that cannot be read: %s", KIND, error)
         return
     if entry is not None:
-        state.queue.add(entry.job)
+        state.queue.add(entry.job, new=isinstance(entry.view, JobView) and entry.view.status.plan is None)
 
 
 def _known(state: OperatorState, raw: dict[str, Any]) -> bool:

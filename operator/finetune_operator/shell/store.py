@@ -180,7 +180,9 @@ class Store:
         view: View | None
         match kind:
             case "FineTuneJob":
-                view, job, job_uid = job_view(raw, self._settings), name, uid
+                known = self._entries.get(key)
+                before = known.view if known is not None and isinstance(known.view, JobView) else None
+                view, job, job_uid = job_view(raw, self._settings, before), name, uid
             case "Pod":
                 view, job, job_uid = pod_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
             case _:

@@ -1,0 +1,429 @@
+"""What is done about a job where the moment, the cluster or the last stored word is an unlucky one."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+
+import pytest
+
+from finetune_contract.causes import of_exit
+from finetune_contract.choices import Stage
+from finetune_contract.layout import FailureClass
+from finetune_contract.report import TrainerReport
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.types import FailureStatus, ProgressStatus
+from reconcile_world import NOON, SPEC, World, report
+
+TWO_NODES = {**SPEC, "resources": {"nodes": 2}}
+
+
+def training(**changes: object) -> World:
+    """A job whose train stage runs its first attempt."""
+    world = World(**changes)  # type: ignore[arg-type]
+    world.settle()
+    world.succeed()
+    world.settle()
+    world.start()
+    world.settle()
+    assert world.stage("train") == ("Running", 1)
+    return world
+
+
+def failure_of(world: World) -> FailureStatus:
+    found = world.job().status.failure
+    assert found is not None
+    return found
+
+
+def ran_with(world: World, attempt: str) -> tuple[int, int]:
+    """Micro-batch and accumulation in the job.json of an attempt."""
+    batch = json.loads(world.configuration(attempt))["training"]["batch"]
+    return batch["microBatchSize"], batch["gradientAccumulation"]
+
+
+# ---------------------------------------------------------------------------------------------- words of user programs
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "9" * 400], ids=["nan", "inf", "1e999", "400 digits"])
+def test_a_metric_that_no_status_can_hold_is_left_out(value: str):
+    world = training()
+    word = f'{{"job":"reviews","stage":"train","outcome":"succeeded","metrics":{{"loss":{value},"f1":0.5}}}}'
+    world.end_pod("reviews-train-1-0", 0, word)
+    world.end_child("reviews-train-1", succeeded=True)
+    world.settle()
+    artifacts = world.job().status.artifacts
+    assert artifacts is not None
+    assert (world.stage("train"), artifacts.metrics) == (("Succeeded", 1), {"f1": 0.5})
+
+
+def test_a_rank_that_no_status_can_hold_is_left_out():
+    world = training()
+    word = report("train", (FailureClass.DATA, 1.0)).replace('"rank":0', f'"rank":{10**30}')
+    world.end_pod("reviews-train-1-0", 10, word)
+    world.end_child("reviews-train-1", succeeded=False)
+    world.settle()
+    assert (failure_of(world).failure_class, failure_of(world).rank) == ("DataError", None)
+
+
+def test_a_failure_that_a_report_of_another_job_tells_is_none_of_this_one():
+    world = training()
+    word = report("train", (FailureClass.HUB_UNAVAILABLE, 1.0)).replace('"reviews"', '"others"')
+    world.end_pod("reviews-train-1-0", 10, word)
+    world.end_child("reviews-train-1", succeeded=False)
+    world.settle()
+    assert (failure_of(world).failure_class, failure_of(world).reason) == ("DataError", "NoReport")
+
+
+# -------------------------------------------------------------------------------------------------------- first causes
+
+
+def silent(code: int) -> str:
+    """The report of a launcher whose process said nothing before it ended with that code."""
+    failure = of_exit(code, 5.0)
+    return TrainerReport(job="reviews", stage=Stage.TRAIN, outcome="failed", failure=failure).to_termination_message()
+
+
+@pytest.mark.parametrize("code", [1, -9, -11, 0])
+def test_what_a_launcher_infers_from_an_exit_code_is_no_match_for_what_was_done_to_a_pod(code: int):
+    world = training(spec=TWO_NODES, served=("mpijob",))
+    world.end_pod("reviews-train-1-launcher", 1, silent(code))
+    world.end_pod("reviews-train-1-worker-1", 143)
+    preempted = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
+    world.pods["reviews-train-1-worker-1"]["status"]["conditions"] = [preempted]
+    world.end_child("reviews-train-1", succeeded=False)
+    world.settle()
+    world.wait(10)  # the other worker may have more to say
+    assert (failure_of(world).failure_class, failure_of(world).pod) == ("Preempted", "reviews-train-1-worker-1")
+
+
+def test_a_crash_in_a_native_library_that_a_launcher_tells_of_is_tried_again():
+    world = training()
+    world.end_pod("reviews-train-1-0", 1, silent(-11))
+    world.end_child("reviews-train-1", succeeded=False)
+    world.settle()
+    status = world.job().status
+    assert (failure_of(world).failure_class, status.counted_restarts, world.phase) == ("Killed", 1, "Training")
+
+
+def test_a_pod_killed_at_the_end_of_its_grace_period_has_not_run_out_of_memory():
+    world = training()
+    world.end_pod("reviews-train-1-0", 137)
+    world.pods["reviews-train-1-0"]["metadata"]["deletionTimestamp"] = world.after(0)
+    world.end_child("reviews-train-1", succeeded=False)
+    world.settle()
+    assert (failure_of(world).failure_class, world.job().status.adaptation) == ("Preempted", None)
+
+
+def test_a_container_that_its_runtime_could_not_start_is_told_in_the_runtimes_words():
+    world = training()
+    words = 'exec: "python": executable file not found in $PATH'
+    world.end_pod("reviews-train-1-0", 128, words, reason="StartError")
+    world.end_child("reviews-train-1", succeeded=False)
+    world.settle()
+    failure = failure_of(world)
+    assert (failure.failure_class, failure.reason, failure.message) == (
+        "ChildFailed",
+        "StartError",
+        f"The container of pod reviews-train-1-0 could not be started: {words}",
+    )
+    assert world.job().status.counted_restarts == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected", "counted", "avoided"),
+    [
+        ("TopologyAffinityError", "PodRejected", 0, ("node-0",)),
+        ("NodeAffinity", "PodRejected", 0, ("node-0",)),
+        ("SysctlForbidden", "ChildFailed", 1, ()),
+    ],
+)
+def test_a_pod_that_failed_before_its_container_is_told_in_the_kubelets_words(
+    reason: str, expected: str, counted: int, avoided: tuple[str, ...]
+):
+    world = training()
+    world.pods["reviews-train-1-0"]["status"] = {"phase": "Failed", "reason": reason, "message": "said the kubelet"}
+    world.end_child("reviews-train-1", succeeded=False)
+    world.settle()
+    status = world.job().status
+    assert (failure_of(world).failure_class, failure_of(world).reason, status.counted_restarts) == (
+        expected,
+        reason,
+        counted,
+    )
+    assert "said the kubelet" in failure_of(world).message
+    assert next(one for one in status.stages if one.name == "train").avoided_nodes == avoided
+
+
+def test_a_pod_that_made_room_for_a_critical_one_did_not_lose_its_node():
+    world = training()
+    disrupted = {"type": "DisruptionTarget", "status": "True", "reason": "TerminationByKubelet"}
+    world.pods["reviews-train-1-0"]["status"] = {
+        "phase": "Failed",
+        "reason": "Preempting",
+        "message": "Preempted in order to admit critical pod",
+        "conditions": [disrupted],
+    }
+    world.end_child("reviews-train-1", succeeded=False)
+    world.settle()
+    assert (failure_of(world).failure_class, failure_of(world).reason) == ("Preempted", "Preempting")
+
+
+def test_an_evicted_worker_that_its_controller_does_nothing_about_ends_the_attempt():
+    world = training(served=("mpijob",))
+    disrupted = {
+        "type": "DisruptionTarget",
+        "status": "True",
+        "reason": "TerminationByKubelet",
+        "lastTransitionTime": world.after(0),
+    }
+    world.pods["reviews-train-1-worker-0"]["status"] = {
+        "phase": "Failed",
+        "reason": "Evicted",
+        "message": "The node was low on resource: ephemeral-storage.",
+        "conditions": [disrupted],
+    }
+    world.settle()
+    assert world.stage("train") == ("Running", 1)
+    assert world.decide().wake_at == NOON + timedelta(seconds=60)
+    world.wait(60)
+    assert (world.stage("train"), failure_of(world).failure_class) == (("Failed", 1), "Evicted")
+
+
+def test_a_child_whose_controller_tells_no_time_of_its_end_is_not_waited_for_for_ever():
+    world = training()
+    world.end_child("reviews-train-1", succeeded=False)
+    for one in world.children["reviews-train-1"]["status"]["conditions"]:
+        one.pop("lastTransitionTime")
+    world.pods.clear()
+    for _ in range(3):
+        world.wait(31)
+    assert failure_of(world).failure_class == "ChildFailed"
+
+
+# ---------------------------------------------------------------------------------------------------------------- logs
+
+
+def test_the_log_tail_is_of_the_pod_that_failed_first_in_cause_and_not_in_time():
+    world = training(spec={**SPEC, "resources": {"nodes": 6}, "training": {"globalBatchSize": 48}})
+    for rank in range(6):
+        world.logs[f"reviews-train-1-{rank}"] = f"log of {rank}"
+    for rank in range(5):
+        world.end_pod(f"reviews-train-1-{rank}", 150, report("train", (FailureClass.COLLECTIVE, 1.0), rank=rank))
+    world.now += timedelta(seconds=3)
+    world.end_pod("reviews-train-1-5", 10, report("train", (FailureClass.DATA, 2.0), rank=5))
+    world.end_child("reviews-train-1", succeeded=False)
+    world.settle()
+    assert (failure_of(world).pod, failure_of(world).log_tail) == ("reviews-train-1-5", "log of 5")
+
+
+def test_the_log_of_a_process_that_ended_without_a_word_is_kept():
+    world = training()
+    world.logs["reviews-train-1-0"] = "the only trace"
+    world.end_pod("reviews-train-1-0", 0)
+    world.end_child("reviews-train-1", succeeded=True)
+    world.settle()
+    assert (failure_of(world).failure_class, failure_of(world).log_tail) == ("NoReport", "the only trace")
+
+
+# --------------------------------------------------------------------------------------------------- plan and progress
+
+
+def test_the_plan_in_the_status_is_the_one_that_the_next_attempt_gets():
+    world = training()
+    world.fail(FailureClass.COLLECTIVE)
+    world.settle()
+    world.status["plan"]["microBatchSize"] = 7  # as an operator that plans otherwise has left it
+    world.wait(10)
+    plan = world.job().status.plan
+    assert plan is not None
+    assert (plan.micro_batch_size, plan.gradient_accumulation) == ran_with(world, "reviews-train-2") == (32, 1)
+    assert world.told()[-2:] == ["Planned", "StageStarted"]
+
+
+def test_progress_of_an_earlier_attempt_is_not_told_of_one_that_is_taken_up():
+    world = training()
+    world.progress = ProgressStatus(step=5, total_steps=20, percent=25)
+    world.settle()
+    world.fail(FailureClass.COLLECTIVE)
+    world.progress = None
+    world.settle()
+    world.now += timedelta(seconds=10)
+    world.step(crash_after=2)  # made, and the status is not written
+    world.settle()
+    assert (world.stage("train"), world.job().status.progress) == (("Running", 2), None)
+
+
+def test_delays_after_a_quota_do_not_count_as_failures_of_the_attempt_that_it_held_up():
+    world = World()
+    world.refuse["Job"] = (403, "exceeded quota: team")
+    world.settle()
+    for _ in range(6):
+        world.wait(300)
+    world.refuse.clear()
+    world.wait(300)
+    world.fail(FailureClass.COLLECTIVE)
+    world.step()
+    assert world.decide().wake_at == world.now + timedelta(seconds=10)
+
+
+# ---------------------------------------------------------------------------------------------------------- suspension
+
+
+def test_a_stage_is_told_to_be_stopped_before_it_is():
+    world = training()
+    world.edit(suspend=True)
+    told = world.step()
+    assert (told.delete, world.stage("train")) == ((), ("Suspended", 1))
+    world.edit(suspend=False)  # in the very moment between
+    world.settle()
+    world.wait(61)
+    status = world.job().status
+    assert (world.stage("train"), status.restarts, status.counted_restarts) == (("Running", 2), 0, 0)
+
+
+@pytest.mark.parametrize("passes", range(4))
+def test_resuming_at_any_moment_of_a_suspension_costs_no_restart(passes: int):
+    world = training()
+    world.edit(suspend=True)
+    for _ in range(passes):
+        world.step(crash_after=1)
+        world.step()
+    world.edit(suspend=False)
+    world.settle()
+    world.wait(61)
+    status = world.job().status
+    assert (world.phase, status.counted_restarts, status.failure) == ("Training", 0, None)
+
+
+def test_suspension_during_the_delay_after_a_failure_holds_the_next_attempt():
+    world = training()
+    world.fail(FailureClass.COLLECTIVE)
+    world.settle()
+    world.edit(suspend=True)
+    world.wait(1000)
+    assert (world.phase, world.stage("train"), world.decide().wake_at) == ("Suspended", ("Failed", 1), None)
+    world.edit(suspend=False)
+    world.settle()
+    assert world.stage("train") == ("Running", 2)
+
+
+def test_memory_that_was_adapted_stays_so_over_a_suspension():
+    world = training()
+    world.fail(FailureClass.OUT_OF_MEMORY)
+    world.settle()
+    world.edit(suspend=True)
+    world.wait(100)
+    world.edit(suspend=False)
+    world.settle()
+    assert ran_with(world, "reviews-train-2") == (16, 2)
+
+
+# ------------------------------------------------------------------------------------------------------ pods that wait
+
+
+def test_a_job_whose_pods_nobody_creates_says_where_to_look_after_a_while():
+    world = World()
+    world.settle()
+    assert world.decide().wake_at == NOON + timedelta(seconds=60)
+    world.wait(60)
+    assert world.said("Running") == (
+        "False",
+        "WaitingForPods",
+        "No pod of Job reviews-prepare-1 has been created in 60 s: a quota, a policy or a missing service account may "
+        "forbid it. kubectl describe job reviews-prepare-1 shows why.",
+    )
+    assert world.decide().wake_at is None
+    world.make_pods("reviews-prepare-1")
+    world.settle()
+    assert world.said("Running")[2] == "Waiting for 1 pod of reviews-prepare-1 to start."
+
+
+def pulling(world: World, pod: str, reason: str | None) -> None:
+    waiting = {"waiting": {"reason": reason, "message": "try again"}} if reason else {"running": {}}
+    world.pods[pod]["status"]["containerStatuses"] = [{"name": "pytorch", "state": waiting}]
+
+
+@pytest.mark.parametrize(("reason", "seconds"), [("ErrImagePull", 600), ("CreateContainerConfigError", 120)])
+def test_a_long_pull_before_an_error_is_not_the_errors(reason: str, seconds: int):
+    world = World()
+    world.settle()
+    (pod,) = world.make_pods("reviews-prepare-1")
+    pulling(world, pod, "ContainerCreating")
+    world.wait(3600)
+    pulling(world, pod, reason)
+    world.settle()
+    assert (world.phase, world.decide().wake_at) == ("Preparing", world.now + timedelta(seconds=seconds))
+    world.wait(seconds - 1)
+    assert world.phase == "Preparing"
+    world.wait(1)
+    assert world.phase == "Failed"
+
+
+def test_an_image_that_could_be_pulled_after_all_has_all_the_time_again():
+    world = World()
+    world.settle()
+    (pod,) = world.make_pods("reviews-prepare-1")
+    pulling(world, pod, "ImagePullBackOff")
+    world.wait(500)
+    pulling(world, pod, "ContainerCreating")
+    world.settle()
+    assert world.job().status.stages[0].blocked_since is None
+    world.wait(500)
+    pulling(world, pod, "ErrImagePull")
+    world.wait(599)
+    assert world.phase == "Preparing"
+
+
+# ------------------------------------------------------------------------------------------------------ stored statuses
+
+
+def test_one_field_that_cannot_be_read_does_not_cost_the_rest_of_the_status():
+    world = training()
+    world.fail(FailureClass.DATA)
+    world.settle()
+    assert world.phase == "Failed"
+    world.children.clear()
+    world.status["conditions"].append({"type": "Served", "status": "True", "reason": "x", "message": "y"})
+    world.status["progress"] = {"percent": 1000}
+    created = list(world.created)
+    world.step()
+    assert (world.phase, failure_of(world).failure_class, world.created) == ("Failed", "DataError", created)
+
+
+def test_stages_in_no_order_of_ours_are_put_in_order():
+    world = training()
+    world.status["stages"].reverse()
+    world.settle()
+    assert [one.name for one in world.job().status.stages] == ["prepare", "train", "evaluate", "predict"]
+    assert (world.phase, world.created) == ("Training", ["reviews-prepare-1", "reviews-train-1"])
+
+
+def test_a_stage_that_runs_its_attempt_0_is_begun():
+    world = World()
+    world.edit(suspend=True)
+    world.settle()
+    world.status["stages"][0]["state"] = "Running"
+    world.edit(suspend=False)
+    world.settle()
+    world.wait(10)
+    assert (world.stage("prepare"), world.phase) == (("Running", 1), "Preparing")
+
+
+def test_a_child_made_from_a_spec_that_was_edited_since_is_replaced():
+    world = World()
+    world.step(crash_after=3)  # made, and the status is not written: the API server lets the spec be edited
+    assert list(world.children) == ["reviews-prepare-1"]
+    world.spec["dataset"] = {"uri": "hf://org/other"}
+    world.generation += 1
+    world.settle()
+    assert (world.stage("prepare"), list(world.children)) == (("Running", 2), ["reviews-prepare-2"])
+    assert json.loads(world.configuration("reviews-prepare-2"))["dataset"]["uri"] == "hf://org/other"
+    assert world.job().status.counted_restarts == 0
+
+
+def test_a_job_past_the_deadline_with_no_time_to_live_goes_with_what_runs():
+    world = training(settings=Settings.model_validate({"defaults": {"ttlSecondsAfterFinished": 0}}))
+    world.edit(activeDeadlineSeconds=10)
+    world.wait(10)
+    assert (world.phase, world.gone, list(world.children)) == ("Failed", True, ["reviews-prepare-1"])

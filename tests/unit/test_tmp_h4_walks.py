@@ -1,0 +1,133 @@
+"""Whatever happens, in whatever order, and wherever the operator dies: what must hold of every job does hold.
+
+The world itself checks in every pass that no attempt is made twice or beside another one that still runs, that a job
+which has ended creates nothing, that a status survives its way through the API server, and that passes come to rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from finetune_contract.layout import FailureClass
+from finetune_operator.api.types import LauncherName
+from reconcile_world import World
+
+PASSES_TO_THE_END = 60
+"""Failures in a row are bounded by counted restarts and by the ladder; what is left then succeeds."""
+
+
+def with_newest(world: World, act: Callable[[str], object]) -> None:
+    """Do it to the newest child that still runs, if there is one."""
+    running = [name for name in world.created if name in world.children and world.unfinished(name)]
+    if running:
+        act(running[-1])
+
+
+def evict(world: World, name: str) -> None:
+    if not world.pods_of(name):
+        world.start(name)
+    pod = world.pods_of(name)[0]
+    world.end_pod(pod, 137, reason="Error")
+    world.pods[pod]["status"] |= {"reason": "Evicted", "message": "The node was low on resource: ephemeral-storage."}
+    world.end_child(name, succeeded=False)
+
+
+def lose_node(world: World, name: str) -> None:
+    if not world.pods_of(name):
+        world.start(name)
+    pod = world.pods[world.pods_of(name)[0]]
+    pod["stuck"] = True
+    pod["metadata"]["deletionTimestamp"] = world.after(60)
+
+
+def evict_half(world: World, name: str) -> None:
+    """A pod is evicted, and the child's controller does nothing about it."""
+    if not world.pods_of(name):
+        world.start(name)
+    disrupted = {"type": "DisruptionTarget", "status": "True", "lastTransitionTime": world.after(0)}
+    evicted = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on resource: ephemeral-storage."}
+    world.pods[world.pods_of(name)[-1]]["status"] = {**evicted, "conditions": [disrupted]}
+
+
+def suspend_for_a_moment(world: World) -> None:
+    """Resumed while what suspension has begun is under way."""
+    world.edit(suspend=True)
+    world.step()
+    world.edit(suspend=False)
+
+
+def vanish(world: World, name: str) -> None:
+    """The pods are gone before anyone has read their last word."""
+    for pod in world.pods_of(name):
+        del world.pods[pod]
+    world.end_child(name, succeeded=False)
+
+
+ACTIONS: dict[str, Callable[[World], object]] = {
+    "the child gets pods that wait": lambda w: with_newest(w, lambda n: w.pods_of(n) or w.make_pods(n)),
+    "the child runs": lambda w: with_newest(w, lambda n: w.pods_of(n) or w.start(n)),
+    "the child succeeds": lambda w: with_newest(w, w.succeed),
+    "a user error": lambda w: with_newest(w, lambda n: w.fail(FailureClass.DATA, n)),
+    "the Hub is away": lambda w: with_newest(w, lambda n: w.fail(FailureClass.HUB_UNAVAILABLE, n)),
+    "memory runs out": lambda w: with_newest(w, lambda n: w.fail(FailureClass.OUT_OF_MEMORY, n)),
+    "the kernel kills": lambda w: with_newest(w, lambda n: w.fail_silently(137, n, "OOMKilled")),
+    "the collective fails": lambda w: with_newest(w, lambda n: w.fail(FailureClass.COLLECTIVE, n)),
+    "exit 0 without a word": lambda w: with_newest(w, lambda n: w.fail_silently(0, n)),
+    "an eviction": lambda w: with_newest(w, lambda n: evict(w, n)),
+    "a node is lost": lambda w: with_newest(w, lambda n: lose_node(w, n)),
+    "pods vanish": lambda w: with_newest(w, lambda n: vanish(w, n)),
+    "the child is deleted by hand": lambda w: with_newest(w, w.delete_child),
+    "suspend": lambda w: w.edit(suspend=True),
+    "suspend for a moment": suspend_for_a_moment,
+    "an eviction that the controller ignores": lambda w: with_newest(w, lambda n: evict_half(w, n)),
+    "resume": lambda w: w.edit(suspend=False),
+    "jobs may not be made": lambda w: w.refuse.update({"Job": (403, "exceeded quota")}),
+    "jobs may be made again": lambda w: w.refuse.clear(),
+    "the status is lost": lambda w: with_newest(w, lambda _: setattr(w, "status", {"phase": 7})),
+    "a second passes": lambda w: w.wait(1),
+    "a minute passes": lambda w: w.wait(60),
+    "an hour passes": lambda w: w.wait(3600),
+}
+ENDED = ("Succeeded", "Failed")
+STEPS = st.lists(st.tuples(st.sampled_from(sorted(ACTIONS)), st.none() | st.integers(0, 3)), max_size=25)
+
+
+@pytest.mark.parametrize("launcher", ["job", "pytorchjob", "mpijob"])
+@settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+@given(steps=STEPS)
+def test_every_walk_ends_well_or_tells_why(launcher: LauncherName, steps: list[tuple[str, int | None]]):
+    world = World(served=("job", launcher))
+    world.spec["resources"] = {"nodes": 2}
+    for action, dies_after in steps:
+        ACTIONS[action](world)
+        if dies_after is not None:
+            world.step(crash_after=dies_after)
+        world.settle()
+    finish(world)
+    status = world.job().status
+    assert world.phase in ENDED
+    assert (status.failure is not None) == (world.phase == "Failed")
+    assert {one.type: one.status for one in status.conditions if one.type in ENDED} == {
+        "Succeeded": str(world.phase == "Succeeded"),
+        "Failed": str(world.phase == "Failed"),
+    }
+    assert all(stage.attempt <= 99 for stage in status.stages)
+
+
+def finish(world: World) -> None:
+    """Everything that is in the way goes, and every child succeeds from now on."""
+    world.refuse.clear()
+    world.edit(suspend=False)
+    for _ in range(PASSES_TO_THE_END):
+        world.settle()
+        if world.phase in ENDED:
+            break
+        with_newest(world, world.succeed)
+        world.wait(400)
+    running = [name for name in world.children if world.unfinished(name)]
+    world.settle()
+    assert not running or not [name for name in world.children if world.unfinished(name)]
