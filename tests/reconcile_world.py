@@ -8,6 +8,7 @@ once, a status goes through JSON) and lets everything else happen.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -26,6 +27,10 @@ from finetune_operator.reconcile.times import stamp
 from finetune_operator.reconcile.types import Decision, EventNote, JobView, ObjectRef, Observed, Refusal
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+NOT_FOR_PEOPLE = re.compile(
+    r"\bNone\b|\bTrue\b|\bFalse\b|<[A-Z]\w+[.:]|\b(FailureClass|OperatorCause|Stage)\.|\w+\(\w+="
+)
+"""What Python calls things."""
 CHILD_KINDS = ("Job", "PyTorchJob", "MPIJob")
 BERT = model_facts(
     {
@@ -160,6 +165,9 @@ class World:
         assert self.job().status == decision.status, "a status has to survive its way through the API server"
         assert decision.wake_at is None or decision.wake_at > self.now, "a time that is over would be met for ever"
         self._check_plan(decision)
+        for words in (*decision.events, *decision.status.conditions):
+            assert words.message, f"{words.reason} says nothing"
+            assert not NOT_FOR_PEOPLE.search(words.message), words.message
         self.events.extend(decision.events)
         self.refusals = ()
         self.gone = decision.delete_job

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -79,16 +80,39 @@ def operator(operator_process: OperatorProcess) -> OperatorProcess:
     return operator_process
 
 
+@pytest.fixture(scope="module")
+def new_world(
+    cluster: Cluster, stand_ins: StandIns, operator_process: OperatorProcess
+) -> Callable[[], AbstractContextManager[World]]:
+    """Makes a world: a new namespace in which PodSecurity admits only what is restricted."""
+
+    @contextmanager
+    def make() -> Iterator[World]:
+        with fresh_namespace(cluster) as name:
+            api = Api(cluster.access)
+            account = path_of("v1", "serviceaccounts", name, "default")
+            wait_until(lambda: api.get(account), "the namespace has the service account that pods run under")
+            yield World(
+                namespace=name,
+                cluster=cluster,
+                api=api,
+                kubelet=stand_ins.kubelet,
+                gangs=stand_ins.gangs,
+                operator=operator_process,
+                background=stand_ins.background,
+                watching=stand_ins.watching,
+            )
+
+    return make
+
+
 @pytest.fixture
-def world(cluster: Cluster, stand_ins: StandIns, operator: OperatorProcess) -> Iterator[World]:
-    """A new namespace in which PodSecurity admits only what is restricted."""
-    with fresh_namespace(cluster) as name:
-        api = Api(cluster.access)
-        account = path_of("v1", "serviceaccounts", name, "default")
-        wait_until(lambda: api.get(account), "the namespace has the service account that pods run under")
-        yield World(
-            name, cluster, api, stand_ins.kubelet, stand_ins.gangs, operator, stand_ins.background, stand_ins.watching
-        )
+def world(
+    operator: OperatorProcess, new_world: Callable[[], AbstractContextManager[World]], stand_ins: StandIns
+) -> Iterator[World]:
+    """A world of the test's own, with a running operator."""
+    with new_world() as made:
+        yield made
         complaints, stand_ins.kubelet.complaints[:] = list(stand_ins.kubelet.complaints), []
         stand_ins.kubelet.playbook.clear()
         stand_ins.background.check()

@@ -241,7 +241,6 @@ def test_a_terminal_job_creates_nothing_ever(world: World) -> None:
     world.api.delete(world.path("batch/v1", "jobs", "over-train-1"))
     world.operator.kill()
     world.operator.start()
-    short(world, "other")
-    world.wait_phase("other", "Succeeded")
+    world.catch_up()
     assert world.children("over") == ["over-prepare-1"]
     assert world.status("over")["failure"]["class"] == "DataError"

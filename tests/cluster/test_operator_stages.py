@@ -2,102 +2,119 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import pytest
 
-from cluster_support.access import path_of, wait_until
+from cluster_support.access import Object, path_of, wait_until
 from cluster_support.operator_process import USER
 from cluster_support.plays import RUNS, SUCCEEDS, Play
-from cluster_support.world import BASE, World, condition, conditions, stage_of, states
+from cluster_support.world import BASE, History, World, condition, conditions, stage_of, states
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 
 ONE_EACH = dict.fromkeys(("prepare", "train", "evaluate", "predict"), ("Succeeded", 1))
 
 
-def test_a_job_goes_through_its_stages_and_kubectl_tells_of_it(world: World) -> None:
-    history = world.record("whole")
-    world.kubelet.playbook.set("whole", "evaluate", Play(metrics={"accuracy": 0.91}))
-    world.apply("whole")
-    world.cluster.must("wait", "ftj/whole", "--for=condition=Succeeded", "--timeout=20s", "-n", world.namespace)
-    status = world.status("whole")
+@dataclass(frozen=True)
+class Finished:
+    """A job called `whole` that has gone well, and how it came to that."""
+
+    world: World
+    made: Object
+    """As the API server stored it first."""
+    history: History
+    waited: int
+    """Exit code of `kubectl wait --for=condition=Succeeded`."""
+
+
+@pytest.fixture(scope="module")
+def finished(new_world: Callable[[], AbstractContextManager[World]]) -> Iterator[Finished]:
+    """One run that several tests look at."""
+    with new_world() as world:
+        history = world.record("whole")
+        world.kubelet.playbook.set("whole", "evaluate", Play(metrics={"accuracy": 0.91}))
+        made = world.apply("whole")
+        for_it = ("wait", "ftj/whole", "--for=condition=Succeeded", "--timeout=60s", "-n", world.namespace)
+        waited = world.cluster.kubectl(*for_it).returncode
+        yield Finished(world, made, history, waited)
+
+
+def test_a_job_goes_through_its_stages_in_order(finished: Finished) -> None:
+    assert finished.waited == 0, finished.world.tell("whole")
+    status = finished.world.status("whole")
     assert states(status) == ONE_EACH
-    assert [phase for phase in history.phases() if phase != "Pending"] == [
+    assert [phase for phase in finished.history.phases() if phase != "Pending"] == [
         "Preparing", "Training", "Evaluating", "Predicting", "Succeeded",
     ]  # fmt: skip
-    assert {"Accepted": "True", "Planned": "True", "Ready": "True", "Succeeded": "True"}.items() <= conditions(
-        status
-    ).items()
-    assert conditions(status).get("Failed") == "False"
-    assert conditions(status).get("Stalled") in (None, "False")
-    assert status["observedGeneration"] == world.job("whole")["metadata"]["generation"]
+    expected = {
+        "Accepted": "True",
+        "Planned": "True",
+        "Ready": "True",
+        "Succeeded": "True",
+        "Failed": "False",
+        "Stalled": "False",
+    }
+    assert expected.items() <= conditions(status).items()
+    assert status["observedGeneration"] == finished.world.job("whole")["metadata"]["generation"]
     assert (status["restarts"], status.get("failure")) == (0, None)
     assert status["artifacts"]["metrics"]["accuracy"] == 0.91
     assert status["startTime"] <= status["completionTime"]
-    assert world.children("whole") == ["whole-prepare-1", "whole-train-1", "whole-evaluate-1", "whole-predict-1"]
+    names = ["whole-prepare-1", "whole-train-1", "whole-evaluate-1", "whole-predict-1"]
+    assert finished.world.children("whole") == names
 
 
-def test_the_plan_is_in_the_status_and_rests_on_what_prepare_measured(world: World) -> None:
-    history = world.record("planned")
-    world.apply("planned")
-    status = world.wait_phase("planned", "Succeeded")
+def test_the_plan_is_in_the_status_and_rests_on_what_prepare_measured(finished: Finished) -> None:
+    status = finished.world.status("whole")
     plan = status["plan"]
     assert plan["launcher"] == "job"
     assert plan["microBatchSize"] * plan["gradientAccumulation"] * plan["worldSize"] == 32
     assert plan["reasons"]
     assert "auto" not in json.dumps({key: value for key, value in plan.items() if key != "reasons"})
     assert status["measured"]["data"]["splits"]["train"]["rows"] == 8192
-    before = [seen for seen in history.statuses() if seen.get("plan") and not seen.get("measured")]
+    before = [seen for seen in finished.history.statuses() if seen.get("plan") and not seen.get("measured")]
     assert before, "the plan is there before prepare has run"
     # 8192 rows in batches of 32, as measured: nobody knew before.
-    assert world.order("planned-train-1")["training"]["maxSteps"] == 256
+    assert finished.world.order("whole-train-1")["training"]["maxSteps"] == 256
 
 
-def test_columns_and_events_can_be_read(world: World) -> None:
-    world.apply("told")
-    world.wait_phase("told", "Succeeded")
+def test_columns_and_events_can_be_read(finished: Finished) -> None:
+    world = finished.world
     header, row = world.cluster.must("get", "ftj", "-n", world.namespace).splitlines()
     cells = dict(zip(re.split(r"\s{2,}", header.strip()), re.split(r"\s{2,}", row.strip()), strict=False))
-    assert (cells["NAME"], cells["PHASE"]) == ("told", "Succeeded")
-    described = world.cluster.must("describe", "ftj", "told", "-n", world.namespace)
-    assert "Events:" in described
-    events = wait_until(lambda: world.events("told"), "there are events")
+    assert (cells["NAME"], cells["PHASE"]) == ("whole", "Succeeded")
+    assert "Events:" in world.cluster.must("describe", "ftj", "whole", "-n", world.namespace)
+    events = wait_until(lambda: world.events("whole"), "there are events")
     assert {kind for kind, _, _ in events} == {"Normal"}
     assert [message for _, _, message in events if not re.fullmatch(r"[A-Z].*\.", message, re.DOTALL)] == []
     assert [reason for _, reason, _ in events if not re.fullmatch(r"[A-Z][A-Za-z]+", reason)] == []
 
 
-def test_every_child_belongs_to_its_job_and_the_claim_to_nobody(world: World) -> None:
-    made = world.apply("owner")
-    world.wait_phase("owner", "Succeeded")
-    uid = made["metadata"]["uid"]
-    for version, plural in (("batch/v1", "jobs"), ("v1", "configmaps")):
-        for item in world.of_job("owner", version, plural):
-            (reference,) = item["metadata"]["ownerReferences"]
-            assert reference == {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "name": "owner",
-                "uid": uid,
-                "controller": True,
-            }
-            assert item["metadata"]["labels"]["finetune.dev/job-uid"] == uid
-    (claim,) = world.of_job("owner", "v1", "persistentvolumeclaims")
-    assert claim["metadata"]["name"] == "owner-workspace"
+def test_every_child_belongs_to_its_job_and_the_claim_to_nobody(finished: Finished) -> None:
+    world, uid = finished.world, finished.made["metadata"]["uid"]
+    children = [item for kind in (("batch/v1", "jobs"), ("v1", "configmaps")) for item in world.of_job("whole", *kind)]
+    assert len(children) == 8
+    owner = {"apiVersion": API_VERSION, "kind": KIND, "name": "whole", "uid": uid, "controller": True}
+    assert [item["metadata"]["ownerReferences"] for item in children] == [[owner]] * 8
+    assert {item["metadata"]["labels"]["finetune.dev/job-uid"] for item in children} == {uid}
+    (claim,) = world.of_job("whole", "v1", "persistentvolumeclaims")
+    assert claim["metadata"]["name"] == "whole-workspace"
     assert "ownerReferences" not in claim["metadata"]
-    assert all(item.get("immutable") is True for item in world.of_job("owner", "v1", "configmaps"))
+    assert all(item.get("immutable") is True for item in world.of_job("whole", "v1", "configmaps"))
 
 
-def test_the_users_object_gets_a_status_and_nothing_else(world: World) -> None:
-    before = world.apply("mine")
-    world.wait_phase("mine", "Succeeded")
-    after = world.job("mine")
+def test_the_users_object_gets_a_status_and_nothing_else(finished: Finished) -> None:
+    before, after = finished.made, finished.world.job("whole")
     assert after["spec"] == before["spec"]
-    kept = {key: value for key, value in after["metadata"].items() if key not in ("managedFields", "resourceVersion")}
-    assert kept == {
-        key: value for key, value in before["metadata"].items() if key not in ("managedFields", "resourceVersion")
-    }
+    changing = ("managedFields", "resourceVersion")
+    kept, was = (
+        {key: value for key, value in job["metadata"].items() if key not in changing} for job in (after, before)
+    )
+    assert kept == was
     ours = [entry for entry in after["metadata"]["managedFields"] if entry["manager"] == "finetune-operator"]
     assert [(entry["operation"], entry.get("subresource")) for entry in ours] == [("Apply", "status")]
 
@@ -183,15 +200,12 @@ def test_a_spec_is_refused_within_a_second(world: World) -> None:
 
 
 def _seconds(stamp: str) -> float:
-    import datetime
-
     return datetime.datetime.fromisoformat(stamp).timestamp()
 
 
 def test_kubectl_sees_a_job_that_somebody_else_manages_untouched(world: World) -> None:
     world.apply("theirs", {"runPolicy": {"managedBy": "example.com/other"}})
-    world.apply("ours")
-    world.wait_phase("ours", "Succeeded")
+    world.catch_up()
     assert world.everything("theirs") == []
     assert world.job("theirs").get("status", {}).get("phase") in (None, "Pending")
 
@@ -206,16 +220,14 @@ def test_nothing_is_written_while_nothing_changes(world: World) -> None:
     for number in range(5):
         patch = {"metadata": {"annotations": {"example.com/touched": str(number)}}}
         world.api.patch(path_of("v1", "pods", world.namespace, pod["metadata"]["name"]), patch)
-    # The operator has seen all of that once it has seen, and answered, something later.
-    world.apply("later", {"model": {"trustRemoteCode": True}})
-    world.wait("later", "refused", lambda found: condition(found, "Accepted").get("status") == "False")
+    world.catch_up()
     assert world.job("calm")["metadata"]["resourceVersion"] == settled
     asked = [
         (entry["verb"], entry["objectRef"]["resource"], entry["objectRef"].get("name"))
         for entry in world.cluster.audit(mark, USER)
         if entry.get("objectRef") and entry["objectRef"]["resource"] != "leases" and entry["verb"] != "watch"
     ]
-    assert [call for call in asked if call[2] not in ("later", None) and not str(call[2]).startswith("later.")] == []
+    assert [call for call in asked if not str(call[2]).startswith("barrier-")] == []
     world.kubelet.tell("calm", "train", SUCCEEDS)
     world.wait_phase("calm", "Succeeded")
 

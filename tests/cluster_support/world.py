@@ -186,6 +186,12 @@ class World:
         path = self.path(API_VERSION, PLURAL, name)
         wait_until(lambda: self.api.get(path) is None, f"job {name} is gone", seconds)
 
+    def catch_up(self) -> None:
+        """Wait until the operator has answered something that is newer than all that it was told before."""
+        name = f"barrier-{secrets.token_hex(4)}"
+        self.apply(name, {"model": {"trustRemoteCode": True}})
+        self.wait(name, "refused", lambda status: condition(status, "Accepted").get("status") == "False")
+
     def tell(self, name: str) -> str:
         """Everything that helps to understand why a test failed."""
         found = self.api.get(self.path(API_VERSION, PLURAL, name)) or {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -399,6 +400,37 @@ def test_stages_in_no_order_of_ours_are_put_in_order():
     assert (world.phase, world.created) == ("Training", ["reviews-prepare-1", "reviews-train-1"])
 
 
+def test_stages_that_an_old_status_does_not_have_are_not_skipped():
+    world = training()
+    world.status = {
+        "phase": "Training",
+        "stages": [
+            {"name": "prepare", "state": "Succeeded", "attempt": 1},
+            {"name": "train", "state": "Running", "attempt": 1},
+        ],
+    }
+    world.settle()
+    assert [(one.name, one.state) for one in world.job().status.stages] == [
+        ("prepare", "Succeeded"),
+        ("train", "Running"),
+        ("evaluate", "Pending"),
+        ("predict", "Pending"),
+    ]
+
+
+def test_a_running_stage_outlives_the_loss_of_the_status_and_of_the_children_before_it():
+    world = training()
+    world.status = {}
+    del world.children["reviews-prepare-1"]
+    world.settle()
+    assert (world.phase, world.stage("prepare"), world.stage("train")) == (
+        "Training",
+        ("Succeeded", 1),
+        ("Running", 1),
+    )
+    assert list(world.children) == ["reviews-train-1"]
+
+
 def test_a_stage_that_runs_its_attempt_0_is_begun():
     world = World()
     world.edit(suspend=True)
@@ -427,3 +459,99 @@ def test_a_job_past_the_deadline_with_no_time_to_live_goes_with_what_runs():
     world.edit(activeDeadlineSeconds=10)
     world.wait(10)
     assert (world.phase, world.gone, list(world.children)) == ("Failed", True, ["reviews-prepare-1"])
+
+
+# --------------------------------------------------------------------------------------------------------- every moment
+
+
+MOMENTS: dict[str, Callable[[World], object]] = {
+    "before anything": lambda _: None,
+    "while prepare waits": lambda w: w.settle(),
+    "while train runs": lambda w: to_train(w),
+    "after a failure, in the delay": lambda w: (to_train(w), w.fail(FailureClass.COLLECTIVE), w.settle()),
+    "while a failed attempt is deleted": lambda w: (to_train(w), w.fail(FailureClass.COLLECTIVE), w.step()),
+    "when memory has run out": lambda w: (to_train(w), w.fail(FailureClass.OUT_OF_MEMORY), w.settle()),
+    "when the child is gone": lambda w: (to_train(w), w.delete_child("reviews-train-1"), w.settle()),
+    "when a quota refuses": lambda w: (w.refuse.update(Job=(403, "exceeded quota")), w.settle(), w.refuse.clear()),
+}
+
+
+def to_train(world: World) -> None:
+    world.settle()
+    world.succeed()
+    world.settle()
+    world.start()
+    world.settle()
+
+
+def to_the_end(world: World) -> None:
+    for _ in range(8):
+        world.wait(400)
+        if any(world.unfinished(name) for name in world.children):
+            world.succeed()
+    world.settle()
+
+
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
+def test_a_job_suspended_and_resumed_at_any_moment_comes_to_its_good_end(moment: Callable[[World], object]):
+    world = World()
+    moment(world)
+    before = world.job().status.counted_restarts
+    world.edit(suspend=True)
+    world.wait(400)
+    assert (world.phase, [name for name in world.children if world.unfinished(name)]) == ("Suspended", [])
+    world.edit(suspend=False)
+    to_the_end(world)
+    assert (world.phase, world.job().status.failure) == ("Succeeded", None)
+    assert world.job().status.counted_restarts <= before + 1
+
+
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
+def test_every_pass_at_every_moment_comes_to_rest_and_tells_every_condition(moment: Callable[[World], object]):
+    world = World()
+    moment(world)
+    world.settle()
+    writes, events = world.writes, len(world.events)
+    world.now += timedelta(seconds=1)
+    for _ in range(3):
+        world.step()
+    assert (world.writes, len(world.events)) == (writes, events)
+    conditions = {one.type: one for one in world.job().status.conditions}
+    assert set(conditions) == {"Accepted", "Planned", "Running", "Ready", "Stalled", "Succeeded", "Failed"}
+    assert {one.observed_generation for one in conditions.values()} == {world.generation}
+
+
+@pytest.mark.parametrize("moment", MOMENTS.values(), ids=MOMENTS.keys())
+def test_a_job_deleted_at_any_moment_is_left_to_the_garbage_collector(moment: Callable[[World], object]):
+    world = World()
+    moment(world)
+    world.deleting = True
+    decision = world.decide()
+    assert (decision.status, decision.create, decision.delete, decision.events, decision.wake_at) == (
+        world.job().status,
+        (),
+        (),
+        (),
+        None,
+    )
+
+
+def test_a_first_restart_that_is_one_too_many_is_told_with_the_failure():
+    world = training()
+    world.edit(maxRestarts=0)
+    world.fail(FailureClass.HUB_UNAVAILABLE)
+    world.settle()
+    assert (world.phase, world.job().status.restarts, failure_of(world).failure_class) == (
+        "Failed",
+        0,
+        "HubUnavailable",
+    )
+    assert failure_of(world).hint == "runPolicy.maxRestarts (0) restarts are used up. Do so."
+
+
+def test_a_micro_batch_that_the_user_fixed_is_halved_too():
+    world = training(spec={**SPEC, "training": {"epochs": 1, "globalBatchSize": 32, "microBatchSize": 8}})
+    world.fail(FailureClass.OUT_OF_MEMORY)
+    world.settle()
+    world.wait(10)
+    assert ran_with(world, "reviews-train-2") == (4, 8)

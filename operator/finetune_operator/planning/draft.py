@@ -58,6 +58,8 @@ class Draft:
     hardware_known: bool
     """False: `hardware` follows from what the job asks for, and says nothing about any node."""
     model: ModelFacts
+    model_known: bool
+    """False: nobody has read the model, and its name says no more than a size, or nothing."""
     data: DataFacts | None
     lengths: Lengths
     stages: tuple[Stage, ...] = ()

@@ -26,6 +26,7 @@ __all__ = [
     "assumed_device",
     "assumed_hardware",
     "assumed_model",
+    "is_well_known",
     "model_facts",
     "node_words",
     "parse_hardware",
@@ -126,6 +127,16 @@ _SIZE_UNITS = {"b": 1e9, "m": 1e6}
 _SIZE_IN_NAME = re.compile(r"(?<![a-z0-9.])([0-9]+(?:\.[0-9]+)?)([bm])(?![a-z0-9])")
 
 
+def is_well_known(uri: str) -> bool:
+    """Whether the model's name gives its published shape."""
+    return _well_known_name(uri) is not None
+
+
+def _well_known_name(uri: str) -> str | None:
+    words = [part.lower() for part in uri.partition("://")[2].split("/") if part]
+    return next((word for word in reversed(words) if word in _BY_NAME), None)
+
+
 def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2) -> tuple[ModelFacts, str]:
     """Facts for a model that could not be read, and the sentence that says what was assumed.
 
@@ -133,7 +144,7 @@ def assumed_model(uri: str, task: Task = "text-classification", labels: int = 2)
     size, and any other name the shape of BERT base, which may be far off.
     """
     words = [part.lower() for part in uri.partition("://")[2].split("/") if part]
-    name = next((word for word in reversed(words) if word in _BY_NAME), None)
+    name = _well_known_name(uri)
     try:
         facts = model_facts(_BY_NAME[name or FALLBACK_NAME], task, labels)
     except UnknownArchitectureError:

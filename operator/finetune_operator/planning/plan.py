@@ -31,7 +31,7 @@ from finetune_operator.api.types import DatasetSpec, FineTuneJob
 from finetune_operator.planning.batch import check_batch
 from finetune_operator.planning.cost import estimate_training
 from finetune_operator.planning.draft import Draft, Lengths, decided
-from finetune_operator.planning.facts import assumed_device, assumed_hardware, assumed_model, node_words
+from finetune_operator.planning.facts import assumed_device, assumed_hardware, assumed_model, is_well_known, node_words
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
 from finetune_operator.planning.quantities import parse_quantity
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
@@ -126,6 +126,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         hardware=hardware,
         hardware_known=facts.hardware is not None,
         model=model,
+        model_known=facts.model is not None or is_well_known(job.spec.model.uri),
         data=facts.data,
         lengths=Lengths(longest=1, typical=1.0),
         assumptions=tuple(assumptions),

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from finetune_contract.choices import CheckpointingMode, OffloadDevice
+from finetune_contract.choices import CheckpointingMode, OffloadDevice, Stage
 from finetune_contract.job import Strategy, World
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.types import ParallelismSpec
 from finetune_operator.planning import memory
-from finetune_operator.planning.batch import batch_of, divisors, explain_batch, micro_batches
-from finetune_operator.planning.draft import Draft, decided
+from finetune_operator.planning.batch import batch_arithmetic, batch_of, divisors, explain_batch, micro_batches
+from finetune_operator.planning.draft import Draft, Lengths, decided
 from finetune_operator.planning.placement import asked_strategy
 from finetune_operator.planning.quantities import human_bytes
 from finetune_operator.planning.types import MemoryEstimate
@@ -158,12 +158,36 @@ def choose_strategy(draft: Draft) -> Draft:
     if not rungs(draft, asked):
         return _refuse_more(draft)
     found = first_fit(draft, asked, micro_batches(draft))
+    if found is None and _may_fit(draft):
+        found = _most_frugal(draft)
+        batch = batch_of(draft, found.micro_batch)
+        draft = replace(draft, strategy=found.strategy, batch=batch, memory=found.memory)
+        draft = draft.because(
+            f"strategy {found.strategy.label}, provisionally: the most frugal one; {batch_arithmetic(batch)}"
+        )
+        return draft.assuming(
+            f"memory: as assumed here nothing fits ({human_bytes(found.memory.total_bytes)} of "
+            f"{human_bytes(found.memory.capacity_bytes)} with {found.strategy.label}); prepare measures first, and the "
+            "plan is made anew before the training starts"
+        )
     if found is None:
         return _refuse(draft)
     batch = batch_of(draft, found.micro_batch)
     draft = replace(draft, strategy=found.strategy, batch=batch, memory=found.memory)
     draft = draft.because(_explain_strategy(draft, found)).because(explain_batch(draft, batch))
     return _explain_extras(draft, found.strategy)
+
+
+def _may_fit(draft: Draft) -> bool:
+    """Whether what prepare will measure can make the job fit: a model that nobody has read, or rows shorter than the
+    longest that are allowed.
+    """
+    if draft.data is not None or Stage.PREPARE not in draft.stages:
+        return False
+    if not draft.model_known:
+        return True
+    short = replace(draft, lengths=Lengths(longest=1, typical=1.0))
+    return first_fit(short, draft.spec.parallelism, micro_batches(short)) is not None
 
 
 def _explain_strategy(draft: Draft, found: Fit) -> str:

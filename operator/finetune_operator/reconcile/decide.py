@@ -123,13 +123,21 @@ def plan_ahead(course: Course) -> Course:
     after = plan_status(made)
     if after != course.status.plan:
         course = course.tell("Planned", f"Planned {plan_sentence(made)}")
-    stages = course.status.stages if course.started else tuple(_unbegun(course, name) for name in made.stages)
+    stages = tuple(_found(course, name, made.stages[place:]) for place, name in enumerate(made.stages, start=1))
     return course.with_status(plan=after, stages=stages)
 
 
-def _unbegun(course: Course, name: Stage) -> StageStatus:
-    """A stage before its first attempt; a refusal of the API server that it waits out is kept."""
-    return course.stored(name.value) or StageStatus(name=name.value, state="Pending", attempt=0)
+def _found(course: Course, name: Stage, later: Sequence[Stage]) -> StageStatus:
+    """A stage as it is stored (a refusal of the API server that it waits out is kept), or before its first attempt.
+
+    Where the status was lost, the child of a later stage proves the success of this one, whose own may be tidied away.
+    """
+    stored = course.stored(name.value)
+    if stored is not None:
+        return stored
+    if not course.children(name.value) and any(course.children(after.value) for after in later):
+        return StageStatus(name=name.value, state="Succeeded", attempt=1)
+    return StageStatus(name=name.value, state="Pending", attempt=0)
 
 
 def meet_refusals(course: Course) -> Course:

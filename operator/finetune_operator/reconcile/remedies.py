@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
+from finetune_contract.report import shortened
 from finetune_operator.api.types import MAX_INT, FailureStatus
 from finetune_operator.reconcile.types import PodView
 
@@ -120,7 +121,7 @@ class Cause:
         return FailureStatus(
             failure_class=self.cause.value,
             reason=self.reason,
-            message=_shortened(self.message, MESSAGE_LIMIT),
+            message=shortened(self.message, MESSAGE_LIMIT),
             hint=self.hint or None,
             stage=None if stage is None else stage.value,
             attempt=attempt,
@@ -131,8 +132,3 @@ class Cause:
             exit_code=ended.exit_code if ended is not None and self.exit_code is None else self.exit_code,
             log_tail=tail.rstrip()[-LOG_LIMIT:] or None,
         )
-
-
-def _shortened(text: str, limit: int) -> str:
-    half = limit // 2 - 3
-    return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"

@@ -14,6 +14,12 @@ from finetune_contract.facts import DataFacts, ModelFacts
 from finetune_contract.layout import EXIT_CODES, REPORT_LIMIT_BYTES, FailureClass
 
 
+def shortened(text: str, limit: int) -> str:
+    """The text in at most `limit` characters: of a longer one the middle goes."""
+    half = limit // 2 - 3
+    return text if len(text) <= limit else f"{text[:half]} ... {text[-half:]}"
+
+
 class Progress(Message):
     """Where a stage is. `step` counts optimizer steps in training and rows elsewhere."""
 
@@ -146,9 +152,8 @@ def _with_message_of(characters: int) -> _Shrinking:
         failure = report.failure
         if failure is None or len(failure.message) <= characters:
             return report
-        half = characters // 2
-        cut = f"{failure.message[:half]} ... {failure.message[-half:]}"
-        return report.model_copy(update={"failure": failure.model_copy(update={"message": cut})})
+        cut = failure.model_copy(update={"message": shortened(failure.message, characters)})
+        return report.model_copy(update={"failure": cut})
 
     return shrink
 
