@@ -6,7 +6,7 @@ WORKSPACE ?= runs
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint format generate benchmark clean
+.PHONY: help install quickstart test test-cluster lint format generate benchmark clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -25,8 +25,11 @@ $(VENV)/.installed: constraints.txt pyproject.toml operator/pyproject.toml train
 quickstart: install ## Fine-tune, evaluate and predict on this machine (about 2 minutes after installing)
 	$(BIN)/finetune run manifests/examples/quickstart.yaml --workspace $(WORKSPACE)
 
-test: install ## Run all tests (under 15 minutes on 2 cores)
+test: install ## Run all tests that need no cluster (under 15 minutes on 2 cores)
 	$(BIN)/python -m pytest
+
+test-cluster: install ## Run the operator's tests on a real API server (about 9 minutes; needs KUBEBUILDER_ASSETS or FINETUNE_TEST_KUBECONFIG)
+	$(BIN)/python -m pytest tests/cluster
 
 lint: install ## Check style, types and import layers
 	$(BIN)/ruff check .

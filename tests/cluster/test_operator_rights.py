@@ -15,7 +15,7 @@ from cluster_support.access import Api, Object, path_of, wait_until
 from cluster_support.control_plane import Cluster
 from cluster_support.operator_process import MANIFESTS, NAMESPACE, USER, OperatorProcess, install
 from cluster_support.plays import RUNS, WRONG_COLUMN
-from cluster_support.world import SETTINGS, World, fresh_namespace
+from cluster_support.world import SETTINGS, World, condition, fresh_namespace
 from finetune_operator.api.types import API_VERSION, PLURAL
 from finetune_operator.rendering.types import STAGE_LABEL
 
@@ -87,6 +87,7 @@ def scenes(cluster: Cluster, stand_ins: Any, own_operator: OperatorProcess) -> I
         tell_of_secrets(world)
         whole_jobs(world)
         damage_certificate(world)
+        meet_a_quota(world)
         write_beside_it(world, mark)
         yield world, mark
         stand_ins.kubelet.playbook.clear()
@@ -138,6 +139,23 @@ def damage_certificate(world: World) -> None:
     world.api.patch(secret, {"data": {"tls.crt": "bm9uZQ=="}})
     world.operator.start()
     wait_until(lambda: (world.api.get(secret) or {})["data"]["tls.crt"] != "bm9uZQ==", "a new certificate")
+
+
+def meet_a_quota(world: World) -> None:
+    """The gang's Job is refused for now; what was made for it goes, and it starts when there is room."""
+    there = len(world.api.items(world.path("batch/v1", "jobs")))
+    quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}}
+    hard = {"count/jobs.batch": str(there + 1)}
+    world.api.create(world.path("v1", "resourcequotas"), {**quota, "spec": {"hard": hard}})
+    path = world.path("v1", "resourcequotas", "few")
+    wait_until(lambda: (world.api.get(path) or {}).get("status", {}).get("used"), "the quota counts")
+    world.apply("crowded", {"resources": {"nodes": 2}})
+    told = world.wait(
+        "crowded", "refused", lambda status: "exceeded quota" in condition(status, "Stalled").get("message", "")
+    )
+    assert told["phase"] != "Failed"
+    world.api.delete(path)
+    world.wait_phase("crowded", "Succeeded", 60)
 
 
 def write_beside_it(world: World, mark: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -14,6 +15,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.report import TrainerReport
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FailureStatus, ProgressStatus
+from finetune_operator.reconcile.decide import decide
 from reconcile_world import NOON, SPEC, World, report
 
 TWO_NODES = {**SPEC, "resources": {"nodes": 2}}
@@ -41,6 +43,20 @@ def ran_with(world: World, attempt: str) -> tuple[int, int]:
     """Micro-batch and accumulation in the job.json of an attempt."""
     batch = json.loads(world.configuration(attempt))["training"]["batch"]
     return batch["microBatchSize"], batch["gradientAccumulation"]
+
+
+def test_a_job_waits_for_the_pods_of_a_deleted_one_of_its_name():
+    world, before = World(), training()
+    running = before.observed().pods
+    first = decide(world.job(), replace(world.observed(), pods_before=running), NOON, world.settings)
+    assert first.create == ()
+    (told,) = [one for one in first.status.conditions if one.type == "Running"]
+    assert "Waiting for the end of an earlier job of this name, now deleted: reviews-train-1-0." in told.message
+    ended = tuple(replace(pod, phase="Failed") for pod in running)
+    lost = tuple(replace(pod, deleting_until=NOON - timedelta(minutes=1)) for pod in running)
+    for over in (ended, lost):
+        after = decide(world.job(), replace(world.observed(), pods_before=over), NOON, world.settings)
+        assert [each["kind"] for each in after.create] == ["PersistentVolumeClaim", "ConfigMap", "Job"]
 
 
 # ---------------------------------------------------------------------------------------------- words of user programs

@@ -249,3 +249,12 @@ def test_a_version_that_cannot_be_compared_is_refused(store: Store, version: str
 
     with pytest.raises(UnreadableError, match="whole numbers"):
         store.put(raw)
+
+
+def test_pods_of_an_earlier_job_of_the_name_are_told_until_they_are_gone(store: Store):
+    store.put(job(10, uid="job-2"))
+    store.put(pod(11))
+    assert [found.name for found in store.pods_before(KEY, "job-2")] == ["demo-train-1-0"]
+    assert store.pods_before(KEY, "job-1") == ()
+    store.remove(pod(12))
+    assert store.pods_before(KEY, "job-2") == ()

@@ -23,7 +23,16 @@ from finetune_operator.reconcile.remedies import Cause, OperatorCause
 from finetune_operator.reconcile.results import cost_after, with_report
 from finetune_operator.reconcile.status import complete, condition, ended
 from finetune_operator.reconcile.times import moment, stamp
-from finetune_operator.reconcile.types import ChildView, Decision, EventNote, JobView, ObjectRef, Observed, Refusal
+from finetune_operator.reconcile.types import (
+    ChildView,
+    Decision,
+    EventNote,
+    JobView,
+    ObjectRef,
+    Observed,
+    PodView,
+    Refusal,
+)
 from finetune_operator.rendering.manifests import shared, stage
 from finetune_operator.rendering.types import Attempt, Manifest, ProgressEndpoint
 
@@ -261,7 +270,8 @@ def proceed(course: Course) -> Course:
     course = _deleting_told(course, current)
     if course.suspended:
         return course
-    if (waiting := _still_running(course, current)) is not None:
+    waiting = _predecessor(course) or _still_running(course, current)
+    if waiting is not None:
         return replace(waiting, stalled=course.stalled)
     at = moment(current.next_attempt_time)
     if at is not None and course.now < at:
@@ -287,12 +297,28 @@ def _deleting_told(course: Course, current: StageStatus) -> Course:
     return course.deleting(*(child for child in course.children(current.name) if child.attempt <= current.attempt))
 
 
+def _predecessor(course: Course) -> Course | None:
+    """The course of a job that has to wait for the end of a deleted one of its name, which writes to the same place."""
+    left = [pod for pod in course.observed.pods_before if not pod.over and not _gone(course, pod)]
+    if not left:
+        return None
+    for pod in left:
+        course = course.wake(gone_after(pod))
+    names = ", ".join(pod.name for pod in left[:3])
+    return replace(course, waiting=f"Waiting for the end of an earlier job of this name, now deleted: {names}.")
+
+
+def _gone(course: Course, pod: PodView) -> bool:
+    after = gone_after(pod)
+    return after is not None and after <= course.now
+
+
 def _still_running(course: Course, current: StageStatus) -> Course | None:
     """The course of a job that has to wait for the end of an earlier attempt: two would write to one place."""
     pods = [
         pod
         for pod in course.observed.pods
-        if pod.stage.value == current.name and not pod.over and ((gone := gone_after(pod)) is None or course.now < gone)
+        if pod.stage.value == current.name and not pod.over and not _gone(course, pod)
     ]
     children = [
         child

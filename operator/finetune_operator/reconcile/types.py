@@ -152,6 +152,8 @@ class Observed:
     """Launchers whose kinds the API server serves, as `planning.types.Facts.served` takes them."""
     refusals: tuple[Refusal, ...] = ()
     """What went wrong when the decision before this one was carried out."""
+    pods_before: tuple[PodView, ...] = ()
+    """Of an earlier job of the same name, whose results lie in the same place."""
 
 
 @dataclass(frozen=True)

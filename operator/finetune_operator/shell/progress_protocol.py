@@ -24,6 +24,8 @@ _NAME = r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"
 _PATH = re.compile(
     rf"/v1alpha1/namespaces/({_NAME})/finetunejobs/({_NAME})/stages/({'|'.join(Stage)})/attempts/([1-9][0-9]{{0,4}})"
 )
+DIGITS = 5
+"""Significant ones, of what changes while people look on; metrics at the end are kept whole."""
 _MOST_STEPS = 2**53
 """Beyond it a JSON number is not exact."""
 
@@ -92,20 +94,26 @@ def _status(told: KubeflowStatus, now: datetime) -> ProgressStatus:
 
 
 def _number(values: Mapping[str, str], names: tuple[str, ...], least: float = -math.inf) -> float | None:
-    """The first of `names` that has a finite number of at least `least`."""
+    """The first of `names` that has a finite number of at least `least`, as a column can show it."""
     for name in names:
         try:
             number = float(values.get(name, ""))
         except ValueError:
             continue
         if math.isfinite(number) and number >= least:
-            return number
+            return float(f"{number:.{DIGITS}g}")
     return None
 
 
 def _steps(values: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    number = _number(values, names, least=0.0)
-    return None if number is None or number > _MOST_STEPS else int(number)
+    for name in names:
+        try:
+            number = float(values.get(name, ""))
+        except ValueError:
+            continue
+        if 0 <= number <= _MOST_STEPS:
+            return int(number)
+    return None
 
 
 def later(before: ProgressStatus | None, now: ProgressStatus) -> ProgressStatus:

@@ -15,7 +15,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -204,6 +204,7 @@ class Reconciler:
         return Observed(
             children=self._state.store.children(job.uid),
             pods=self._state.store.pods(job.uid),
+            pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
             progress=self._progress(job),
             logs=tuple(sorted(memory.logs.items())),
             served=self._discovery.served,
@@ -262,11 +263,18 @@ class Reconciler:
         ref = _ref(manifest)
         try:
             made = await self._state.kube.create(manifest, job.namespace)
-        except AlreadyExistsError:
+        except AlreadyExistsError as error:
             made = await self._existing(job, ref)
             if not _is_ours(made, job):
                 taken = f'{ref.kind} "{ref.name}" is there already and does not belong to this job'
                 return Refusal(ref, TAKEN, taken)
+            if made.get("data") != manifest.get("data"):
+                # Of a pass that ended early, before the spec was edited: nothing runs with it yet, or the child would
+                # be there.
+                await self._delete(job.namespace, replace(ref, uid=_uid(made)))
+                raise ConflictError(
+                    f"{ref.kind} {ref.name}", 409, "Conflict", "it was made of an earlier spec"
+                ) from error
         except (InvalidError, ForbiddenError, NotFoundError) as error:
             self._discovery.outdated()
             return Refusal(ref, error.code, error.message)
@@ -431,6 +439,12 @@ def _ref(manifest: Manifest) -> ObjectRef:
     metadata = manifest["metadata"]
     assert isinstance(metadata, dict)
     return ObjectRef(str(manifest["apiVersion"]), str(manifest["kind"]), str(metadata["name"]))
+
+
+def _uid(found: Mapping[str, JsonValue]) -> str:
+    metadata = found["metadata"]
+    assert isinstance(metadata, dict)
+    return str(metadata["uid"])
 
 
 def _is_ours(found: Mapping[str, JsonValue], job: JobView) -> bool:

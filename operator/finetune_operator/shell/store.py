@@ -11,6 +11,7 @@ It tells nobody: who puts something in also says which job has to be looked at.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -71,6 +72,8 @@ class Store:
         self._clock = clock
         self._entries: dict[Key, Entry] = {}
         self._of_job: dict[str, dict[Key, Entry]] = {}
+        self._uids: dict[JobKey, Counter[str]] = {}
+        """By name: the uids of jobs that had it, with the number of their objects."""
         self._buried: dict[str, tuple[int, float]] = {}
         """By uid: newest version that is known to be over, and when we learnt of it. Oldest first."""
 
@@ -102,6 +105,11 @@ class Store:
         views = [view for view in found if isinstance(view, PodView)]
         return tuple(sorted(views, key=lambda view: (view.created, view.name)))
 
+    def pods_before(self, key: JobKey, job_uid: str) -> tuple[PodView, ...]:
+        """Pods of earlier jobs of that name; the garbage collector takes a while."""
+        others = [uid for uid in self._uids.get(key, ()) if uid != job_uid]
+        return tuple(pod for uid in others for pod in self.pods(uid))
+
     def get(self, kind: str, namespace: str, name: str) -> Entry | None:
         """One object."""
         return self._entries.get((kind, namespace, name))
@@ -131,6 +139,7 @@ class Store:
             self._drop(known)
         self._entries[key] = entry
         self._of_job.setdefault(entry.job_uid, {})[key] = entry
+        self._uids.setdefault(entry.job, Counter())[entry.job_uid] += 1
         return entry
 
     def remove(self, raw: Raw) -> Entry | None:
@@ -210,6 +219,12 @@ class Store:
         del of_job[entry.key]
         if not of_job:
             del self._of_job[entry.job_uid]
+        uids = self._uids[entry.job]
+        uids[entry.job_uid] -= 1
+        if not uids[entry.job_uid]:
+            del uids[entry.job_uid]
+        if not uids:
+            del self._uids[entry.job]
 
 
 def _metadata(raw: Raw) -> Mapping[str, JsonValue]:
