@@ -184,7 +184,8 @@ def used(cluster: Cluster, mark: int) -> tuple[set[Right], list[str]]:
             continue  # discovery, which every authenticated client may do
         resource = "/".join(part for part in (about["resource"], about.get("subresource")) if part)
         rights.add((about.get("apiGroup", ""), resource, entry["verb"]))
-        if entry.get("responseStatus", {}).get("code") == 403:
+        answer = entry.get("responseStatus", {})
+        if answer.get("code") == 403 and "exceeded quota" not in answer.get("message", ""):
             refused.append(f"{entry['verb']} {entry['requestURI']}")
     return rights, refused
 

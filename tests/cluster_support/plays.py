@@ -73,7 +73,7 @@ class Play:
             world_size=world_size,
             outcome="failed" if self.failure else "succeeded",
             failure=self.failure,
-            metrics=self.metrics,
+            metrics={stage.value: self.metrics} if self.metrics else {},
             artifacts={} if self.failure else _ARTIFACTS.get(stage, {}),
             measured=MEASURED if stage is Stage.PREPARE and not self.failure else None,
             fingerprint=DATA.fingerprint if stage is Stage.PREPARE and not self.failure else None,

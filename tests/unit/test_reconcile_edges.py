@@ -62,6 +62,26 @@ def test_a_job_waits_for_the_pods_of_a_deleted_one_of_its_name():
 # ---------------------------------------------------------------------------------------------- words of user programs
 
 
+def test_metrics_are_those_of_the_sections_that_the_trainer_writes():
+    world = training()
+    told = {
+        "train": {"loss_last": 0.46, "eval_accuracy": 0.88, "strategy": "ddp"},
+        "evaluate": {"accuracy": 0.9, "rows": 160, "split": "test"},
+    }
+    for stage in ("train", "evaluate"):
+        if stage == "evaluate":
+            world.start()
+            world.settle()
+        metrics = {stage: told[stage], "majority": {"accuracy": 0.5}}
+        world.end_pod(f"reviews-{stage}-1-0", 0, report(stage, metrics=metrics))
+        world.end_child(f"reviews-{stage}-1", succeeded=True)
+        world.settle()
+    artifacts = world.job().status.artifacts
+    assert artifacts is not None
+    assert artifacts.metrics == {"train_loss_last": 0.46, "eval_accuracy": 0.88, "accuracy": 0.9, "rows": 160.0}
+    assert any(note.message.endswith(": accuracy 0.9.") for note in world.events if note.reason == "StageSucceeded")
+
+
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "9" * 400], ids=["nan", "inf", "1e999", "400 digits"])
 def test_a_metric_that_no_status_can_hold_is_left_out(value: str):
     world = training()

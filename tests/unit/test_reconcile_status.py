@@ -12,7 +12,7 @@ from finetune_contract.layout import FailureClass
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Limits
 from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.endings import delay_seconds
-from finetune_operator.reconcile.results import headline, numbers
+from finetune_operator.reconcile.results import _numbers, headline
 from finetune_operator.reconcile.status import complete
 from finetune_operator.reconcile.times import earliest, moment, stamp
 from finetune_operator.reconcile.types import PodView, Waiting
@@ -235,5 +235,5 @@ def test_the_delay_is_bounded_however_often_a_stage_failed():
 
 
 def test_the_headline_is_the_first_metric_that_people_ask_for():
-    assert headline(numbers({"loss": 0.25, "accuracy": 0.8765, "split": "test", "best": True})) == "accuracy 0.8765"
+    assert headline(_numbers({"loss": 0.25, "accuracy": 0.8765, "split": "test", "best": True})) == "accuracy 0.8765"
     assert headline({"rows": 5.0}) == ""

@@ -27,7 +27,14 @@ from finetune_operator.reconcile.planned import (
     problems_text,
 )
 from finetune_operator.reconcile.remedies import Cause, CauseClass, OperatorCause, Remedy
-from finetune_operator.reconcile.results import artifacts, cost_after, finished_progress, headline, numbers, with_report
+from finetune_operator.reconcile.results import (
+    artifacts,
+    cost_after,
+    finished_progress,
+    headline,
+    metrics_of,
+    with_report,
+)
 from finetune_operator.reconcile.times import moment, stamp
 
 STEADY_SECONDS = 600
@@ -47,7 +54,7 @@ def stage_succeeded(course: Course, stage: StageStatus, report: TrainerReport, a
         progress=finished_progress(before),
         failure=None if failure is not None and failure.stage == stage.name else failure,
     )
-    figure = headline(numbers(report.metrics))
+    figure = headline(metrics_of(report))
     took = f" in {human_seconds(_ran(stage, at))}"
     course = course.tell("StageSucceeded", f"Stage {stage.name} succeeded{took}{f': {figure}' if figure else ''}.")
     if report.measured is None:

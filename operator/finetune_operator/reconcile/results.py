@@ -35,7 +35,22 @@ def finished_progress(progress: ProgressStatus | None) -> ProgressStatus:
     return last.model_copy(update={"percent": 100, "step": step, "remaining_seconds": 0.0})
 
 
-def numbers(metrics: Mapping[str, JsonValue]) -> dict[str, float]:
+def metrics_of(report: TrainerReport) -> dict[str, float]:
+    """The report's figures, by the names that Hugging Face has for them.
+
+    The trainer writes them as in metrics.json, in a section named after the stage. Those of the training get its name
+    before them, but for what it measured on validation rows; a program that knows no sections is read as it is.
+    """
+    section = report.metrics.get(report.stage.value)
+    if not isinstance(section, dict):
+        return _numbers(report.metrics)
+    found = _numbers(section)
+    if report.stage is not Stage.TRAIN:
+        return found
+    return {name if name.startswith("eval_") else f"train_{name}": value for name, value in found.items()}
+
+
+def _numbers(metrics: Mapping[str, JsonValue]) -> dict[str, float]:
     """The metrics that are numbers; words and truth values are in metrics.json.
 
     What a status cannot hold is left out (NaN, infinity, integers of hundreds of digits): no write would ever succeed.
@@ -80,7 +95,7 @@ def artifacts(
         changes["dataset_fingerprint"] = report.fingerprint
     before = status.artifacts or ArtifactsStatus()
     if stage in (Stage.TRAIN, Stage.EVALUATE):
-        changes["metrics"] = {**before.metrics, **numbers(report.metrics)}
+        changes["metrics"] = {**before.metrics, **metrics_of(report)}
     return before.model_copy(update=changes)
 
 
