@@ -1,8 +1,8 @@
 """Which jobs have to be looked at: each once however often it was asked for, never twice at a time.
 
 A key that is added while it is being worked on is worked on once more afterwards. Keys come out in the order in which
-they went in, so that a job with many events does not hold up the others; but of five, up to four are jobs that are new.
-When hundreds come at once, each then starts before there is much to say about the first. One event loop; not for
+they went in, so that a job with many events does not hold up the others; but jobs that are new come first, for the most
+part. When hundreds come at once, each then starts before there is much to say about the first. One event loop; not for
 threads.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ class JobKey(NamedTuple):
         return f"{self.namespace}/{self.name}"
 
 
-NEW_IN_A_ROW = 4
+NEW_IN_A_ROW = 16
 """New jobs that come out before one that is not, when both wait."""
 
 
@@ -39,6 +40,8 @@ class WorkQueue:
         self._in_hand: set[JobKey] = set()
         self._timers: dict[JobKey, asyncio.TimerHandle] = {}
         self._filled = asyncio.Event()
+        self._calm = asyncio.Event()
+        self._calm.set()
         self._closed = False
 
     def __len__(self) -> int:
@@ -52,6 +55,8 @@ class WorkQueue:
         if key not in self._in_hand:
             (self._new if new else self._waiting).append(key)
             self._filled.set()
+            if new:
+                self._calm.clear()
 
     def add_at(self, key: JobKey, when: datetime) -> None:
         """Have it looked at at `when`; of several times, the earliest counts, and only that one."""
@@ -95,7 +100,10 @@ class WorkQueue:
     def _next(self) -> JobKey:
         if self._new and (not self._waiting or self._new_in_a_row < NEW_IN_A_ROW):
             self._new_in_a_row += 1
-            return self._new.popleft()
+            key = self._new.popleft()
+            if not self._new:
+                self._calm.set()
+            return key
         self._new_in_a_row = 0
         return self._waiting.popleft()
 
@@ -106,9 +114,15 @@ class WorkQueue:
             self._waiting.append(key)
             self._filled.set()
 
+    async def calm(self, seconds: float) -> None:
+        """Wait until no new job waits, at most `seconds`: for work that new jobs go before."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._calm.wait(), seconds)
+
     def close(self) -> None:
         """Hand out no more keys: who works on one finishes it, who waits for one is told None."""
         self._closed = True
         self._filled.set()
+        self._calm.set()
         for key in list(self._timers):
             self.forget(key)

@@ -58,6 +58,8 @@ SILENT_SECONDS = 300.0
 """After this long without a word of a running attempt, the API server is asked once whether a word was lost."""
 FIRST_RETRY_SECONDS = 1.0
 LONGEST_RETRY_SECONDS = 60.0
+YIELD_SECONDS = 2.0
+"""How long a word about a job waits at most while there are jobs for which nothing was created yet."""
 CONFLICT_SECONDS = 0.2
 """Before the next look after a conflict, so that two writers do not race at full speed."""
 TAKEN = 409
@@ -111,6 +113,7 @@ class Reconciler:
         """Write down what was created, for ever. The key stays in hand until then, so that no second pass begins."""
         while True:
             key, rest = await self._rests.get()
+            await self._state.queue.calm(YIELD_SECONDS)
             try:
                 await self._measured(key, rest())
             finally:
@@ -350,6 +353,7 @@ class Reconciler:
         """Tell events in their order, for ever."""
         while True:
             key, uid, version, note = await self._untold.get()
+            await self._state.queue.calm(YIELD_SECONDS)
             involved: dict[str, JsonValue] = {
                 "apiVersion": FINETUNE_JOB.api_version,
                 "kind": FINETUNE_JOB.kind,
