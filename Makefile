@@ -44,8 +44,9 @@ format: install ## Format the code
 generate: install ## Write again what is generated: CRD, schema, API reference, lists of known arguments
 	$(BIN)/python tests/generate.py
 
-benchmark: install ## Measure training and prediction against the published form (see tests/benchmarks)
+benchmark: install ## Measure training, prediction and the operator (see tests/benchmarks)
 	$(BIN)/python tests/benchmarks/padding.py
+	$(BIN)/python tests/benchmarks/operator_load.py
 
 clean: ## Remove the virtual environment, caches and results of runs
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

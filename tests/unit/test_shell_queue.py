@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 
-from finetune_operator.shell.queue import JobKey, WorkQueue
+from finetune_operator.shell.queue import NEW_IN_A_ROW, JobKey, WorkQueue
 
 A, B, C = (JobKey("team", name) for name in "abc")
 
@@ -125,5 +125,32 @@ def test_a_closed_queue_sends_all_workers_home():
         queue.add(C)
         assert await queue.take() is None
         queue.done(A)
+
+    queued(work)
+
+
+def test_new_jobs_come_first_and_others_are_not_forgotten():
+    async def work(queue: WorkQueue) -> None:
+        old = [JobKey("team", f"old-{number}") for number in range(2)]
+        new = [JobKey("team", f"new-{number}") for number in range(NEW_IN_A_ROW + 2)]
+        for key in old:
+            queue.add(key)
+        for key in new:
+            queue.add(key, new=True)
+        assert await drained(queue) == [*new[:NEW_IN_A_ROW], old[0], *new[NEW_IN_A_ROW:], old[1]]
+
+    queued(work)
+
+
+def test_it_is_calm_once_no_new_job_waits_or_after_a_while():
+    async def work(queue: WorkQueue) -> None:
+        await queue.calm(60)
+        queue.add(A, new=True)
+        await queue.calm(0.01)
+        waiting = asyncio.create_task(queue.calm(60))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        assert await queue.take() == A
+        await waiting
 
     queued(work)

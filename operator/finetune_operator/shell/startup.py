@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -48,6 +49,8 @@ FINISH_SECONDS = 10.0
 EVENTS_SECONDS = 3.0
 """And then for the events that are not told yet."""
 AGAIN_SECONDS = 2.0
+SWITCH_SECONDS = 0.0005
+"""Between two threads that both want to run."""
 STATUS_WRITERS = 4
 """Fewer than workers: under load, what jobs need to run comes before words about them."""
 SPARE_CONNECTIONS = 8
@@ -187,6 +190,8 @@ class Operator:
 
     async def _watch(self) -> None:
         """Watch by kopf; begun anew, with lists, should kopf end."""
+        # kopf does little at a time, and would wait 5 ms for its turn each time that workers are busy.
+        sys.setswitchinterval(SWITCH_SECONDS)
         while not self._stop_kopf.is_set():
             try:
                 await asyncio.to_thread(self._kopf, asyncio.get_running_loop())
