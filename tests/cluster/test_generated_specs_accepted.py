@@ -1,0 +1,79 @@
+"""What `finetune validate` accepts of generated specs, a real API server accepts too, and so what they become."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from generated_specs import specs
+from hypothesis import HealthCheck, given, seed, settings
+
+from cluster_support.control_plane import Cluster
+from cluster_support.world import fresh_namespace
+from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.types import FineTuneJob
+from finetune_operator.api.validation import validate_job
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.types import Facts, PlanRefused
+from finetune_operator.rendering.manifests import render
+from finetune_operator.rendering.types import RenderContext
+
+EXAMPLES = 1500
+RENDERED = 60
+"""Jobs whose objects are tried too, of each launcher in turn."""
+LAUNCHERS = ("pytorchjob", "mpijob", "job")
+
+
+def accepted() -> list[tuple[dict[str, Any], FineTuneJob]]:
+    """Generated documents in which `finetune validate` finds nothing wrong."""
+    found: list[tuple[dict[str, Any], FineTuneJob]] = []
+
+    @seed(4)
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(specs())
+    def collect(spec: dict[str, Any]) -> None:
+        frame = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": {"name": f"g{len(found)}"}}
+        job, problems = validate_job({**frame, "spec": spec}, CLUSTER_SETTINGS)
+        if job is not None and not problems:
+            found.append(({**frame, "spec": spec}, job))
+
+    collect()
+    return found
+
+
+def refused(cluster: Cluster, namespace: str, documents: list[dict[str, Any]]) -> list[str]:
+    """What the API server says against them; nothing when it would take them all."""
+    # As JSON: kubectl's YAML reads more words as numbers than the library that would write it.
+    text = "\n---\n".join(json.dumps(document) for document in documents)
+    arguments = ("create", "--dry-run=server", "--validate=strict", "-n", namespace, "-f", "-")
+    ran = cluster.kubectl(*arguments, stdin=text, seconds=300)
+    created = len(re.findall(r" created \(server dry run\)$", ran.stdout, re.MULTILINE))
+    said = [line for line in ran.stderr.splitlines() if line.strip()]
+    return said if created == len(documents) else [*said, f"{created} of {len(documents)} were taken"]
+
+
+def test_generated_specs_that_are_valid_are_taken_by_the_api_server(cluster: Cluster, kinds: None) -> None:
+    jobs = accepted()
+    assert len(jobs) > EXAMPLES // 5
+    with fresh_namespace(cluster) as namespace:
+        said = refused(cluster, namespace, [document for document, _ in jobs])
+        assert said == [], "\n".join(said)
+
+
+def test_what_generated_specs_become_is_taken_by_the_api_server(cluster: Cluster, kinds: None) -> None:
+    manifests: dict[str, dict[str, Any]] = {}
+    rendered = 0
+    with fresh_namespace(cluster) as namespace:
+        for number, (_, job) in enumerate(accepted()):
+            try:
+                planned = plan(job, Facts(served=(LAUNCHERS[number % 3], "job")), CLUSTER_SETTINGS)
+            except PlanRefused:
+                continue
+            rendered += 1
+            for manifest in render(planned, RenderContext(namespace, job.spec)):
+                manifests[f"{manifest['kind']}/{json.dumps(manifest['metadata'])}"] = dict(manifest)
+            if rendered == RENDERED:
+                break
+        assert rendered == RENDERED
+        assert refused(cluster, namespace, list(manifests.values())) == []
