@@ -44,8 +44,8 @@ def accepted() -> list[tuple[dict[str, Any], FineTuneJob]]:
 
 def refused(cluster: Cluster, namespace: str, documents: list[dict[str, Any]]) -> list[str]:
     """What the API server says against them; nothing when it would take them all."""
-    # As JSON: kubectl's YAML reads more words as numbers than the library that would write it.
-    text = "\n---\n".join(json.dumps(document) for document in documents)
+    # As one JSON value: kubectl's YAML reads more words as numbers than the library that would write it.
+    text = json.dumps({"apiVersion": "v1", "kind": "List", "items": documents})
     arguments = ("create", "--dry-run=server", "--validate=strict", "-n", namespace, "-f", "-")
     ran = cluster.kubectl(*arguments, stdin=text, seconds=300)
     created = len(re.findall(r" created \(server dry run\)$", ran.stdout, re.MULTILINE))
