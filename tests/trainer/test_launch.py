@@ -239,7 +239,7 @@ def test_mpirun_gets_the_names_of_what_the_ranks_need_and_nothing_else():
     ]
     needed += ["PYTHONUNBUFFERED", "MASTER_ADDR", "FINETUNE_FORWARD_ENV", "MY_SETTING"]
     others = ["HOME", "HOSTNAME", "K_MPI_JOB_ROLE", "OMPI_MCA_plm_rsh_args", "KUBERNETES_SERVICE_HOST", "RANK"]
-    environment = dict.fromkeys([*needed, *others], "x") | {"FINETUNE_FORWARD_ENV": "MY_SETTING, "}
+    environment = dict.fromkeys([*needed, *others], "x") | {"FINETUNE_FORWARD_ENV": "MY_SETTING, OPTIONAL, "}
     assert forwarded(environment) == sorted(needed)
 
 

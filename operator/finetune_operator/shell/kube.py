@@ -49,6 +49,7 @@ from kubernetes.aio import client, config
 from pydantic import JsonValue
 
 from finetune_operator.api.types import LauncherName
+from finetune_operator.reconcile.times import stamp
 from finetune_operator.rendering.types import FIELD_OWNER, Manifest
 
 log = logging.getLogger(__name__)
@@ -457,7 +458,7 @@ class Kube:
         """One event about an object; the same event with the same `salt` is told once only."""
         namespace, name = str(involved["namespace"]), str(involved["name"])
         digest = hashlib.sha256("\0".join((str(involved.get("uid")), kind, reason, message, salt)).encode())
-        now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        now = stamp(datetime.now(UTC))
         event: Manifest = {
             "apiVersion": EVENT.api_version,
             "kind": EVENT.kind,

@@ -26,7 +26,6 @@ from finetune_operator.rendering.types import JOB_LABEL, UID_LABEL
 from finetune_operator.shell.queue import JobKey
 
 JOB_KIND = "FineTuneJob"
-POD_KIND = "Pod"
 BURIED_SECONDS = 600.0
 """How long a deleted object is remembered; no request takes longer than a fraction of it."""
 NEVER_AGAIN = 2**64
@@ -117,10 +116,6 @@ class Store:
     def heard_of(self, job_uid: str) -> float:
         """When anything of the job's children or pods changed last, on the monotonic clock; 0.0: never."""
         return max((entry.heard for entry in self._of_job.get(job_uid, {}).values()), default=0.0)
-
-    def namespaces_of(self, kind: str) -> set[str]:
-        """Namespaces in which objects of that kind are known."""
-        return {entry.namespace for entry in self._entries.values() if entry.kind == kind}
 
     # ------------------------------------------------------------------------------------------------------- writing
 

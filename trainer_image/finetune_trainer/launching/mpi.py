@@ -103,20 +103,12 @@ def mpirun_command(file: Path, world: World, environment: Mapping[str, str], pro
 
 
 def forwarded(environment: Mapping[str, str]) -> list[str]:
-    """Names of the variables that the ranks in other pods get. StageError CONFIG for one that is asked for and not
-    set.
+    """Names of the variables that the ranks in other pods get: ours, and those of the user's that are set, as a
+    reference may be optional and lead nowhere.
     """
-    own = [name.strip() for name in environment.get(ENV_FORWARD, "").split(",") if name.strip()]
-    unknown = [name for name in own if name not in environment]
-    if unknown:
-        raise StageError(
-            FailureClass.CONFIG,
-            "BadProcessVariable",
-            f"{ENV_FORWARD} names {', '.join(unknown)}, which the environment does not have.",
-            "Set them, or name only what is set.",
-        )
+    own = [name.strip() for name in environment.get(ENV_FORWARD, "").split(",")]
     ours = [name for name in environment if name in _FORWARDED or name.startswith(_FORWARDED_PREFIXES)]
-    return sorted({*ours, *own})
+    return sorted({*ours, *(name for name in own if name in environment)})
 
 
 def mpirun_environment(environment: Mapping[str, str], hosts: Sequence[str]) -> dict[str, str]:
