@@ -26,7 +26,7 @@ from finetune_operator.rendering import templates
 from finetune_operator.rendering.contract import fingerprint, stage_files
 from finetune_operator.rendering.manifests import render, shared, stage
 from finetune_operator.rendering.pods import literal
-from finetune_operator.rendering.templates import document, to_flow
+from finetune_operator.rendering.templates import document
 from finetune_operator.rendering.types import (
     HASH_ANNOTATION,
     Attempt,
@@ -307,8 +307,19 @@ def test_a_value_that_a_template_needs_and_nobody_gave_is_an_error():
         document("configmap", metadata={})
 
 
-def test_characters_beyond_16_bits_are_written_whole():
-    assert to_flow("🙂\\ud83d\\ude42") == '"\\U0001f642\\\\ud83d\\\\ude42"'
+TEXTS = ("🙂\\ud83d\\ude42", "value of the template, number 0", "a: &x {{ b }}\n--- #", "\x85\u2028\x00", "1e3", "no")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_value_stays_what_it_is_whatever_a_reader_of_yaml_would_make_of_it(text: str):
+    metadata, data = {"name": text, "labels": {text: [text, 1e-05, None]}}, {text: text}
+    made = document("configmap", metadata=metadata, data=data)
+    assert made == {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "immutable": True, "data": data}
+
+
+def test_a_value_that_is_no_json_is_an_error():
+    with pytest.raises(TypeError, match="no JSON value"):
+        document("configmap", metadata={}, data={"file": Path("x")})  # type: ignore[dict-item]
 
 
 # -------------------------------------------------------------------------------------------------------------- secrets
