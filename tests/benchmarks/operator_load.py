@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cluster_support.access import Api, AsyncApi, path_of, wait_until
 from cluster_support.control_plane import Cluster, needs_controllers, running_cluster
-from cluster_support.operator_process import USER, OperatorProcess, install
+from cluster_support.operator_process import NAMESPACE, USER, OperatorProcess, install
 from cluster_support.world import fresh_namespace, install_kinds
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
@@ -215,11 +215,20 @@ def table(arms: list[Arm]) -> None:
 
 
 def idle(cluster: Cluster, minutes: float) -> None:
+    """Nothing happens: the namespaces of the jobs are gone."""
+    namespaces = Api(cluster.access)
+    wait_until(lambda: not _left(namespaces), "the jobs' namespaces are gone", 300)
+    time.sleep(5)
     mark = cluster.audit_mark()
     time.sleep(60 * minutes)
     entries = cluster.audit(mark, USER)
     kinds = Counter(f"{e['verb']} {e.get('objectRef', {}).get('resource', e['requestURI'])}" for e in entries)
     print(f"\n{minutes:g} idle minutes: {len(entries)} requests: {dict(kinds)}")
+
+
+def _left(api: Api) -> list[str]:
+    names = [each["metadata"]["name"] for each in api.items("/api/v1/namespaces")]
+    return [name for name in names if name.startswith("finetune-") and name != NAMESPACE]
 
 
 def main() -> None:

@@ -23,6 +23,7 @@ from finetune_operator.shell.kube import (
     GoneError,
     InvalidError,
     Kube,
+    NamespaceTerminatingError,
     NotFoundError,
     TooManyRequestsError,
     UnauthorizedError,
@@ -131,6 +132,12 @@ def test_an_error_says_what_an_answer_means(code: int, reason: str, expected: ty
 
     assert type(error) is expected
     assert (error.code, error.reason, error.message, error.retry_after) == (code, reason, "because", 7.0)
+
+
+def test_a_namespace_that_is_being_deleted_is_no_matter_of_rights():
+    refused = {**status(403, "Forbidden"), "details": {"causes": [{"reason": "NamespaceTerminating"}]}}
+    error = error_of("create /x", 403, json.dumps(refused).encode())
+    assert (type(error), isinstance(error, ForbiddenError)) == (NamespaceTerminatingError, False)
 
 
 def test_an_answer_of_a_proxy_is_an_error_too():

@@ -182,6 +182,10 @@ class ForbiddenError(ApiError):
     """403: no rights, a quota, or an admission rule."""
 
 
+class NamespaceTerminatingError(ApiError):
+    """403 because the namespace is being deleted: whatever is asked about goes as well."""
+
+
 class UnauthorizedError(ApiError):
     """401: the credentials are not taken."""
 
@@ -223,7 +227,15 @@ def error_of(what: str, code: int, body: bytes, retry_after: str | None = None) 
     kind = UnavailableError if code >= 500 else _ERRORS.get(code, ApiError)
     if code == 409 and reason == "AlreadyExists":
         kind = AlreadyExistsError
+    if code == 403 and _is_caused_by(status, "NamespaceTerminating"):
+        kind = NamespaceTerminatingError
     return kind(what, code, reason, message or body[:200].decode("utf-8", "replace"), _seconds(retry_after))
+
+
+def _is_caused_by(status: JsonValue, reason: str) -> bool:
+    details = status.get("details") if isinstance(status, dict) else None
+    causes = details.get("causes") if isinstance(details, dict) else None
+    return isinstance(causes, list) and any(isinstance(each, dict) and each.get("reason") == reason for each in causes)
 
 
 def _seconds(written: str | None) -> float | None:

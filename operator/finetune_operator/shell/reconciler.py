@@ -279,6 +279,7 @@ class Reconciler:
                     f"{ref.kind} {ref.name}", 409, "Conflict", "it was made of an earlier spec"
                 ) from error
         except (InvalidError, ForbiddenError, NotFoundError) as error:
+            # Not when the namespace is being deleted: the job goes with it, and its status has nothing to tell.
             self._discovery.outdated()
             return Refusal(ref, error.code, error.message)
         else:
