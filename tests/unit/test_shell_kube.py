@@ -323,3 +323,44 @@ def test_launchers_are_what_the_server_serves():
 def test_a_kind_without_rights_is_refused_before_it_is_asked_for():
     with pytest.raises(ValueError, match="Deployment of apps/v1 is no kind"):
         resource_of("apps/v1", "Deployment")
+
+
+# ------------------------------------------------------------------------------------------------------------- watches
+
+
+def told(kind: str, version: int, **more: Any) -> str:
+    """One line of a watch."""
+    return json.dumps({"type": kind, "object": {"metadata": {"resourceVersion": str(version)}, **more}}) + "\n"
+
+
+async def watched(kube: Kube) -> list[tuple[str, int]]:
+    heard = kube.watch(POD, 5, "team", labels="finetune.dev/job")
+    return [(event.type, event.version) async for event in heard]
+
+
+def test_a_watch_tells_what_happened_and_where_the_next_one_begins():
+    long = told("MODIFIED", 8, spec={"text": "x" * 300_000})
+    ran = call(watched, (200, told("ADDED", 7) + long + told("DELETED", 9) + told("BOOKMARK", 12), {}))
+
+    assert (ran.value, ran.error) == ([("ADDED", 7), ("MODIFIED", 8), ("DELETED", 9), ("BOOKMARK", 12)], None)
+    ((_, asked, _),) = ran.server.asked
+    assert asked.startswith("/api/v1/namespaces/team/pods?watch=true&allowWatchBookmarks=true&resourceVersion=5&")
+    assert "labelSelector=finetune.dev" in asked
+
+
+WATCH_ERRORS: dict[str, tuple[Answer, type[ApiError]]] = {
+    "the version is forgotten, told at once": ((410, status(410, "Expired"), {}), GoneError),
+    "the version is forgotten, told in the watch": (
+        (200, json.dumps({"type": "ERROR", "object": status(410, "Expired")}) + "\n", {}), GoneError
+    ),
+    "no rights": ((403, status(403, "Forbidden"), {}), ForbiddenError),
+    "a line that is no event": ((200, "<html>\n", {}), UnavailableError),
+    "an event without a version": ((200, json.dumps({"type": "ADDED", "object": {}}) + "\n", {}), UnavailableError),
+    "no answer": ((0, "", {}), UnavailableError),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WATCH_ERRORS)
+def test_a_watch_that_cannot_go_on_says_why(case: str):
+    answer, expected = WATCH_ERRORS[case]
+    assert type(call(watched, answer).error) is expected
