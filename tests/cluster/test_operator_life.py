@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cluster_support.access import wait_until
+from cluster_support.access import Object, wait_until
 from cluster_support.control_plane import Cluster
 from cluster_support.operator_process import USER, OperatorProcess
 from cluster_support.plays import RUNS, SUCCEEDS, Play
-from cluster_support.world import SETTINGS, World, conditions, fresh_namespace, states
+from cluster_support.world import SETTINGS, World, condition, conditions, fresh_namespace, states
 from finetune_operator.api.types import API_VERSION, PLURAL
 
 STAGES = ("prepare", "train", "evaluate", "predict")
@@ -170,10 +170,8 @@ def test_a_job_that_is_deleted_in_the_foreground_gets_no_more_children(world: Wo
 
 def test_a_job_of_the_same_name_can_follow_at_once(world: World) -> None:
     """What the first one has made is still there then, in a cluster whose garbage collector has much to do."""
-    world.kubelet.playbook.set("again", "prepare", RUNS)
     first = world.apply("again")
-    world.wait_running("again", "prepare")
-    world.kubelet.playbook.set("again", "prepare", SUCCEEDS)
+    world.wait_phase("again", "Succeeded", 60)
     mark = world.cluster.audit_mark()
     with world.cluster.slow_controllers():
         world.delete("again")
@@ -183,6 +181,25 @@ def test_a_job_of_the_same_name_can_follow_at_once(world: World) -> None:
     status = world.wait_phase("again", "Succeeded", 60)
     assert (states(status), status["restarts"]) == (ONE_EACH, 0)
     assert len(world.of_job("again", "v1", "persistentvolumeclaims")) == 1
+
+
+def test_a_job_of_the_same_name_waits_for_pods_that_still_write_to_its_place(world: World) -> None:
+    world.kubelet.playbook.set("heir", "prepare", RUNS)
+    world.apply("heir")
+    world.wait_running("heir", "prepare")
+    world.kubelet.playbook.set("heir", "prepare", SUCCEEDS)
+    mark = world.cluster.audit_mark()
+    with world.cluster.slow_controllers():
+        world.delete("heir")
+        world.apply("heir")
+
+        def waits(status: Object) -> bool:
+            return "earlier job of this name" in condition(status, "Running").get("message", "")
+
+        world.wait("heir", "it waits", waits)
+        assert [name for _, name in _creations(world, mark) if name.startswith("heir-")] == []
+    status = world.wait_phase("heir", "Succeeded", 60)
+    assert (states(status), status["restarts"]) == (ONE_EACH, 0)
 
 
 def _creations(world: World, mark: int) -> list[tuple[int, str]]:

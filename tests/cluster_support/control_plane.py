@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -73,19 +74,29 @@ class Cluster:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: _gone(pid), "the API server is dead")
-        with (folder / "kube-apiserver.log").open("ab") as log:
-            started = subprocess.Popen(
-                command, cwd=folder, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True
-            )
-        file.write_text(str(started.pid))
-        access, session = self.access, new_session()
+        log = folder / "kube-apiserver.log"
+        access, session, since = self.access, new_session(), log.stat().st_size
+
+        def start() -> subprocess.Popen[bytes]:
+            with log.open("ab") as output:
+                return subprocess.Popen(
+                    command, cwd=folder, stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+
+        started = start()
 
         def ready() -> bool:
-            assert started.poll() is None, (folder / "kube-apiserver.log").read_text()[-2000:]
+            nonlocal started
+            if started.poll() is not None:
+                said = log.read_text(errors="replace")[since:]
+                assert "address already in use" in said, said[-2000:]
+                time.sleep(0.5)  # Somebody else was given the port for a moment.
+                started = start()
             answer = session.get(f"{access.host}/readyz", headers=access.headers, verify=access.ca, timeout=5)
             return answer.status_code == 200
 
         wait_until(ready, "the API server is ready again", 60)
+        file.write_text(str(started.pid))
 
     @contextmanager
     def slow_controllers(self) -> Iterator[None]:

@@ -151,7 +151,7 @@ class Gangs:
     async def _clean(self, uid: str) -> None:
         """What cleanPodPolicy asks for."""
         policy = self._jobs[uid]["spec"].get("runPolicy", {}).get("cleanPodPolicy", "None")
-        for name, pod in self._pods.get(uid, {}).items():
+        for name, pod in list(self._pods.get(uid, {}).items()):
             if policy == "All" or (
                 policy == "Running" and pod.get("status", {}).get("phase") in ("Pending", "Running")
             ):
