@@ -17,6 +17,7 @@ from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.kube import POD, ApiError, GoneError, Resource, WatchEvent
 from finetune_operator.shell.state import OperatorState
 from finetune_operator.shell.store import UnreadableError
+from finetune_operator.shell.sync import read_all
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class _Follower:
         while True:
             try:
                 if self._version is None:
-                    self._version = await self._list()
+                    self._version = await read_all(self._state, self._resource, self._namespace)
                 async for event in self._state.kube.watch(
                     self._resource, self._version, self._namespace, labels=JOB_LABEL
                 ):
@@ -73,13 +74,6 @@ class _Follower:
             except ApiError as error:
                 log.debug("following %s is begun again: %s", self._resource.plural, error)
             await asyncio.sleep(AGAIN_SECONDS * (0.5 + random.random()))
-
-    async def _list(self) -> int:
-        found, version = await self._state.kube.list_objects(self._resource, self._namespace, JOB_LABEL)
-        within = None if self._namespace is None else {self._namespace}
-        for key in self._state.store.replace_all(self._resource.kind, found, version, within):
-            self._state.queue.add(key)
-        return version
 
     def _take(self, event: WatchEvent) -> None:
         self._version = event.version

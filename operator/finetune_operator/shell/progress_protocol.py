@@ -94,25 +94,25 @@ def _status(told: KubeflowStatus, now: datetime) -> ProgressStatus:
 
 
 def _number(values: Mapping[str, str], names: tuple[str, ...], least: float = -math.inf) -> float | None:
-    """The first of `names` that has a finite number of at least `least`, as a column can show it."""
-    for name in names:
-        try:
-            number = float(values.get(name, ""))
-        except ValueError:
-            continue
-        if math.isfinite(number) and number >= least:
-            return float(f"{number:.{DIGITS}g}")
-    return None
+    """As a column can show it."""
+    number = _first(values, names, least)
+    return None if number is None else float(f"{number:.{DIGITS}g}")
 
 
 def _steps(values: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    number = _first(values, names, 0.0, _MOST_STEPS)
+    return None if number is None else int(number)
+
+
+def _first(values: Mapping[str, str], names: tuple[str, ...], least: float, most: float = math.inf) -> float | None:
+    """The first of `names` that has a finite number from `least` to `most`."""
     for name in names:
         try:
             number = float(values.get(name, ""))
         except ValueError:
             continue
-        if 0 <= number <= _MOST_STEPS:
-            return int(number)
+        if math.isfinite(number) and least <= number <= most:
+            return number
     return None
 
 

@@ -80,13 +80,18 @@ class Syncer:
         async with self._listing:
             for resource in resources:
                 for namespace in self._state.settings.namespaces or (None,):
-                    await self._list_one(resource, namespace)
+                    await read_all(self._state, resource, namespace)
         for reason in reasons:
             self._state.measurements.resynced(reason)
 
-    async def _list_one(self, resource: Resource, namespace: str | None) -> None:
-        labels = None if resource is FINETUNE_JOB else JOB_LABEL
-        found, version = await self._state.kube.list_objects(resource, namespace, labels)
-        within = None if namespace is None else {namespace}
-        for key in self._state.store.replace_all(resource.kind, found, version, within):
-            self._state.queue.add(key)
+
+async def read_all(state: OperatorState, resource: Resource, namespace: str | None) -> int:
+    """Read a kind whole, from one namespace or from all, and have every job looked at for which something is new. Gives
+    the version at which it was read.
+    """
+    labels = None if resource is FINETUNE_JOB else JOB_LABEL
+    found, version = await state.kube.list_objects(resource, namespace, labels)
+    within = None if namespace is None else {namespace}
+    for key in state.store.replace_all(resource.kind, found, version, within):
+        state.queue.add(key)
+    return version
