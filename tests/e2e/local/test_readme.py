@@ -14,7 +14,7 @@ import pytest
 
 from finetune_operator.cli.main import main  # noqa: F401  (the command that the blocks call must be installed)
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

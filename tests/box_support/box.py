@@ -1,0 +1,292 @@
+"""A cluster with nodes for whole jobs: the one that a kubeconfig names, or a cluster in a box on this machine.
+
+The box is a real control plane whose nodes are pretended: pods run as local processes out of images that are really
+built from the Dockerfiles. Only there can a test take a node away; `Box.own` skips a test that needs it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster_support.access import Api, Object
+from cluster_support.control_plane import AUDIT_POLICY, ROOT, SHARED, Cluster, assets_folder, free_port
+
+TOOLS = SHARED / "tools"
+PROCESS_KUBELET = TOOLS / "process-kubelet"
+OPERATOR, TRAINER = "finetune-operator", "finetune-trainer"
+IMAGES = (OPERATOR, TRAINER)
+CONTROLLERS = ("training-operator", "mpi-operator")
+SYSTEM = "finetune-system"
+CONTAINER = "pytorch"
+"""Name of the trainer's container in every pod."""
+
+SETTINGS: Object = {
+    # Short enough for a test to see the end of a delay, long enough for a pod to be told of before it is replaced.
+    "limits": {
+        "restartDelaySeconds": 1,
+        "imagePullSeconds": 15,
+        "containerConfigSeconds": 10,
+        "unschedulableSeconds": 25,
+    },
+    "progress": {"statusSeconds": 1},
+    "defaults": {"terminationGraceSeconds": 30},
+}
+"""Of the operator under test; what is left out is as an administrator gets it."""
+
+
+@dataclass(frozen=True)
+class Box:
+    """A cluster with nodes, and where its state lies when it is ours."""
+
+    cluster: Cluster
+    api: Api
+    folder: Path | None = None
+    """None: somebody else's cluster, whose nodes no test takes away."""
+    nodes: tuple[str, ...] = ()
+    controllers: set[str] = field(default_factory=set)
+    """Training operators that `install_controller` has installed."""
+
+    def kubectl(self, *arguments: str, stdin: str | None = None, seconds: float = 120) -> str:
+        """Run kubectl, which has to succeed, and return its output."""
+        ran = self.cluster.kubectl(*arguments, stdin=stdin, seconds=seconds)
+        assert ran.returncode == 0, f"kubectl {' '.join(arguments)}\n{ran.stdout}{ran.stderr}"
+        return ran.stdout
+
+    def own(self, what: str) -> Path:
+        """The box's folder; a test that cannot do without is skipped."""
+        if self.folder is None:
+            pytest.skip(f"{what} needs a cluster in a box; FINETUNE_TEST_KUBECONFIG names another cluster")
+        return self.folder
+
+    # -------------------------------------------------------------------------------------------------------- faults
+
+    def fault(self, verb: str, target: str, *options: str) -> str:
+        """`kill`, `preempt`, `node-down` or `node-up` of process-kubelet, see its --help; what it says."""
+        state = self.own(f"`{verb}`") / "kubelet"
+        command = [sys.executable, str(PROCESS_KUBELET), verb, target, "--state", str(state), *options]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert ran.returncode == 0, f"{verb} {target}: {ran.stdout}{ran.stderr}"
+        return ran.stdout
+
+    def inside(self, namespace: str, pod: str, *command: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+        """Run a command in the trainer's container of a pod."""
+        if self.folder is None:
+            return self.cluster.kubectl("exec", "-n", namespace, pod, "-c", CONTAINER, "--", *command, seconds=seconds)
+        call = [sys.executable, str(PROCESS_KUBELET), "exec", pod, "-n", namespace, "-c", CONTAINER]
+        state = ["--state", str(self.folder / "kubelet")]
+        return subprocess.run([*call, *state, "--", *command], capture_output=True, text=True, timeout=seconds)
+
+    # --------------------------------------------------------------------------------------------- training operators
+
+    def install_controller(self, name: str) -> None:
+        """Training Operator or MPI Operator, as their own manifests install it; done when it is ready."""
+        if name in self.controllers:
+            return
+        file = assets_folder() / "manifests" / f"{name}.yaml"
+        self.own(f"installing the {name}")
+        apply = ("apply", "--server-side", "--force-conflicts", "-f", str(file))
+        # CRDs first: the same file holds resources of theirs.
+        if self.cluster.kubectl(*apply).returncode != 0:
+            self.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+            self.kubectl(*apply)
+        for document in yaml.safe_load_all(file.read_text()):
+            if document and document["kind"] == "Deployment":
+                meta = document["metadata"]
+                where = ("-n", meta["namespace"], f"deployment/{meta['name']}")
+                self.kubectl("rollout", "status", *where, "--timeout=120s", seconds=150)
+        self.controllers.add(name)
+
+    # -------------------------------------------------------------------------------------------------- our operator
+
+    def install_operator(self, work: Path, settings: Object = SETTINGS) -> None:
+        """What an administrator does: an overlay of `manifests/operator` with settings of its own, applied."""
+        overlay = work / "overlay"
+        overlay.mkdir(parents=True, exist_ok=True)
+        base = yaml.safe_load((ROOT / "manifests" / "operator" / "settings.yaml").read_text())
+        whole = {**base, **settings, "defaults": {**base.get("defaults", {}), **settings.get("defaults", {})}}
+        (overlay / "settings.yaml").write_text(yaml.safe_dump(whole))
+        kustomization = {
+            "apiVersion": "kustomize.config.k8s.io/v1beta1",
+            "kind": "Kustomization",
+            "namespace": SYSTEM,
+            "resources": [os.path.relpath(ROOT / "manifests" / "operator", overlay)],
+            "configMapGenerator": [
+                {"name": "finetune-operator-settings", "behavior": "merge", "files": ["settings.yaml"]}
+            ],
+        }
+        if self.folder is None:
+            kustomization["images"] = [{"name": OPERATOR, **_named_image(OPERATOR)}]
+        (overlay / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+        self.kubectl("apply", "--server-side", "--force-conflicts", "-k", str(overlay))
+        self.kubectl("rollout", "status", "-n", SYSTEM, f"deployment/{OPERATOR}", "--timeout=120s", seconds=150)
+
+    def operator_log(self, lines: int = 60) -> str:
+        """The end of what the operator's pods say, for a failed test."""
+        chosen = ("-l", "app.kubernetes.io/component=operator", f"--tail={lines}", "--prefix")
+        return self.cluster.kubectl("logs", "-n", SYSTEM, *chosen).stdout
+
+    # -------------------------------------------------------------------------------------------------------- claims
+
+    def claim_folder(self, namespace: str, claim: str) -> Path:
+        """Where the files of a bound claim lie on this machine."""
+        volumes = self.own("looking into a claim") / "kubelet" / "volumes"
+        bound = self.api.get(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{claim}")
+        assert bound is not None, f"there is no claim {namespace}/{claim}"
+        return volumes / bound["spec"]["volumeName"]
+
+    def fill_claim(self, namespace: str, claim: str, files: Path, size: str = "2Gi") -> None:
+        """Make a claim with a copy of the folder `files`, readable by anyone."""
+        document = {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": claim, "namespace": namespace},
+            "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": size}}},
+        }
+        filler = _filler(namespace, claim)
+        self.kubectl(
+            "apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": [document, filler]})
+        )
+        where = ("-n", namespace, "pod/filler-" + claim)
+        self.kubectl("wait", "--for=condition=Ready", *where, "--timeout=120s", seconds=150)
+        if self.folder is not None:
+            shutil.copytree(files, self.claim_folder(namespace, claim), dirs_exist_ok=True)
+        else:
+            with subprocess.Popen(["tar", "-C", str(files), "-c", "."], stdout=subprocess.PIPE) as packed:
+                unpack = [self.cluster.kubectl_program, "--kubeconfig", str(self.cluster.kubeconfig), "exec", "-i"]
+                subprocess.run(
+                    [*unpack, "-n", namespace, "filler-" + claim, "--", "tar", "-C", "/in", "-x"],
+                    stdin=packed.stdout, check=True, timeout=300,
+                )  # fmt: skip
+        self.kubectl("delete", *where, "--grace-period=1")
+
+
+def _filler(namespace: str, claim: str) -> Object:
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": f"filler-{claim}", "namespace": namespace},
+        "spec": {
+            "restartPolicy": "Never",
+            "securityContext": {
+                "runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000, "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [
+                {
+                    "name": "filler",
+                    "image": trainer_image(),
+                    "command": ["sleep", "3600"],
+                    "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+                    "volumeMounts": [{"name": "in", "mountPath": "/in"}],
+                }
+            ],
+            "volumes": [{"name": "in", "persistentVolumeClaim": {"claimName": claim}}],
+        },
+    }  # fmt: skip
+
+
+def trainer_image() -> str:
+    """The trainer's image as jobs get it that name none."""
+    settings = yaml.safe_load((ROOT / "manifests" / "operator" / "settings.yaml").read_text())
+    named = os.environ.get("FINETUNE_TEST_TRAINER_IMAGE")
+    return named or str(settings["defaults"]["image"])
+
+
+def _named_image(name: str) -> Object:
+    """An image that somebody else's cluster can pull, for kustomize."""
+    variable = "FINETUNE_TEST_OPERATOR_IMAGE"
+    named = os.environ.get(variable)
+    if named is None:
+        pytest.skip(f"FINETUNE_TEST_KUBECONFIG names a cluster; {variable} has to name the image of {name} for it")
+    repository, _, tag = named.rpartition(":")
+    return {"newName": repository, "newTag": tag}
+
+
+def image_folders() -> dict[str, str]:
+    """Our images by name: the folders that FINETUNE_TEST_IMAGES names (`NAME=FOLDER,...`, as process-kubelet takes
+    them), the others built now.
+    """
+    given = dict(entry.split("=", 1) for entry in os.environ.get("FINETUNE_TEST_IMAGES", "").split(",") if entry)
+    return {name: given.get(name) or build_image(name) for name in IMAGES}
+
+
+def build_image(name: str) -> str:
+    """Build one of our Dockerfiles for real; what has not changed since the last time is not built again."""
+    file = f"images/{name.removeprefix('finetune-')}/Dockerfile"
+    command = [str(TOOLS / "image-build"), "-f", file, "-t", f"{name}:test", "."]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    assert ran.returncode == 0, f"{' '.join(command)}\n{ran.stdout[-2000:]}{ran.stderr[-6000:]}"
+    return ran.stdout.strip().splitlines()[-1]
+
+
+def _why_not() -> str | None:
+    """What this machine lacks for a cluster in a box."""
+    if not (TOOLS / "cluster").is_file():
+        return "FINETUNE_TEST_KUBECONFIG is not set and ../shared/tools/cluster is not there"
+    if os.geteuid() != 0:
+        return "FINETUNE_TEST_KUBECONFIG is not set and a cluster in a box needs root"
+    missing = [
+        name for name in ("ip", "iptables", "openssl", "curl", "buildah", "debootstrap") if not shutil.which(name)
+    ]
+    if missing:
+        return f"FINETUNE_TEST_KUBECONFIG is not set and a cluster in a box needs {', '.join(missing)}"
+    assets = assets_folder()
+    lacking = [name for name in ("kube-apiserver", "kubectl", "kube-scheduler") if not (assets / name).is_file()]
+    return f"KUBEBUILDER_ASSETS ({assets}) has no {', '.join(lacking)}" if lacking else None
+
+
+@contextmanager
+def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[str] = ()) -> Iterator[Box]:
+    """The cluster of FINETUNE_TEST_KUBECONFIG, or a box without training operators; skipped when there is neither.
+
+    `options` go to process-kubelet.
+    """
+    if given := os.environ.get("FINETUNE_TEST_KUBECONFIG"):
+        kubectl = shutil.which("kubectl") or str(assets_folder() / "kubectl")
+        cluster = Cluster(kubectl, Path(given))
+        names = cluster.must("get", "nodes", "-o", "jsonpath={.items[*].metadata.name}").split()
+        yield Box(cluster, Api(cluster.access), nodes=tuple(names))
+        return
+    if why := _why_not():
+        pytest.skip(why)
+    assets = assets_folder()
+    images = [f"{name}:*={place}" for name, place in image_folders().items()]
+    for name in CONTROLLERS:
+        place = assets / "images" / name
+        if place.is_dir():
+            program = next(one.name for one in (place / "bin").iterdir())
+            images.append(f"*/{program.removesuffix('.v1')}:*={place}")
+    (folder / "audit-policy.yaml").write_text(AUDIT_POLICY)
+    audit = f"--audit-policy-file {folder}/audit-policy.yaml --audit-log-path {folder}/control-plane/audit.log"
+    environment = {
+        **os.environ,
+        "KUBE_ASSETS": str(assets),
+        "PYTHON": sys.executable,
+        "PATH": f"{assets}:{os.environ['PATH']}",
+        "APISERVER_FLAGS": f"{audit} --audit-log-mode blocking --audit-log-maxsize 10000",
+    }
+    mapped = [part for image in images for part in ("--image", image)]
+    up = ["up", str(folder), "--nodes", str(nodes), "--gpus", str(gpus), "--with", "none", "--port", str(free_port())]
+    try:
+        # The servers outlive the call and would hold a pipe open: output goes to a file.
+        with (folder / "up.log").open("w") as log:
+            command = [str(TOOLS / "cluster"), *up, *mapped, *(["--", *options] if options else [])]
+            started = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=300)
+        assert started.returncode == 0, (folder / "up.log").read_text()
+        place = folder / "control-plane"
+        cluster = Cluster(str(assets / "kubectl"), place / "admin.kubeconfig", place)
+        names = tuple(f"node-{number}" for number in range(nodes))
+        yield Box(cluster, Api(cluster.access), folder, names if nodes > 1 else ("node",))
+    finally:
+        down = [str(TOOLS / "cluster"), "down", str(folder)]
+        subprocess.run(down, env=environment, capture_output=True, timeout=120)

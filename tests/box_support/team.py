@@ -1,0 +1,183 @@
+"""A data scientist's namespace: jobs are applied, watched and judged by what the API server says of them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from box_support.box import Box
+from cluster_support.access import ApiError, Object, path_of, wait_until
+from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+from finetune_operator.rendering.types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL
+
+T = TypeVar("T")
+
+INPUTS = "inputs"
+"""Claim with the folders tiny/{model,data}, minilm/, rotten_tomatoes/ and reviews/."""
+TERMINAL = ("Succeeded", "Failed")
+RESTRICTED = {
+    "pod-security.kubernetes.io/enforce": "restricted",
+    "pod-security.kubernetes.io/enforce-version": "latest",
+}
+
+
+def tiny_spec(**spec: Any) -> Object:
+    """A job over the tiny model and data that ends within a minute; blocks of `spec` replace those here."""
+    base: Object = {
+        "task": "text-classification",
+        "model": {"uri": f"pvc://{INPUTS}/tiny/model"},
+        "dataset": {"uri": f"pvc://{INPUTS}/tiny/data"},
+        "training": {"epochs": 1, "globalBatchSize": 16, "learningRate": 0.002, "precision": "fp32"},
+        "parallelism": {"strategy": "ddp"},
+        "resources": {"nodes": 2, "processesPerNode": 1, "cpu": "1", "memory": "2Gi"},
+        "launcher": "job",
+        "storage": {"size": "1Gi"},
+    }
+    return {**base, **spec}
+
+
+@dataclass(frozen=True)
+class Team:
+    """One namespace of a cluster, in which PodSecurity admits only what is restricted."""
+
+    box: Box
+    namespace: str
+
+    # ----------------------------------------------------------------------------------------------------------- jobs
+
+    def new_name(self, stem: str) -> str:
+        """A name that no other job has, also not one of an earlier run of the suite."""
+        return f"{stem}-{secrets.token_hex(2)}"
+
+    def apply(self, name: str, spec: Object) -> None:
+        """`kubectl apply` of a job."""
+        self.apply_manifest({"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec})
+
+    def apply_manifest(self, *documents: Object) -> None:
+        """The same for whole documents, into this namespace."""
+        self.box.kubectl("apply", "-n", self.namespace, "-f", "-", stdin=yaml.safe_dump_all(documents))
+
+    def patch(self, name: str, spec: Object) -> None:
+        """Merge into the job's spec."""
+        self.box.api.patch(self._path(name), {"spec": spec})
+
+    def delete(self, name: str) -> None:
+        """The job; what it made goes in the background, its claim stays."""
+        self.box.api.delete(self._path(name))
+
+    def get(self, name: str) -> Object:
+        found = self.box.api.get(self._path(name))
+        assert found is not None, f"there is no job {name}"
+        return found
+
+    def status(self, name: str) -> Object:
+        found: Object = self.get(name).get("status", {})
+        return found
+
+    def _path(self, name: str) -> str:
+        return path_of(API_VERSION, PLURAL, self.namespace, name)
+
+    # -------------------------------------------------------------------------------------------------------- waiting
+
+    def wait(self, name: str, look: Callable[[Object], T | None], what: str, seconds: float = 120) -> T:
+        """The first value of `look` at the job's status that counts; a job that ends before has failed the test."""
+
+        def see() -> T | None:
+            status = self.status(name)
+            found = look(status)
+            if not found and status.get("phase") in TERMINAL:
+                raise AssertionError(f"{name} ended before: {what}\n{self.tell(name)}")
+            return found
+
+        return wait_until(see, f"{name}: {what}", seconds, lambda: self.tell(name))
+
+    def wait_phase(self, name: str, phase: str, seconds: float = 120) -> Object:
+        return self.wait(name, lambda status: status if status.get("phase") == phase else None, phase, seconds)
+
+    def wait_step(self, name: str, step: int, attempt: int = 1, seconds: float = 120) -> Object:
+        """Until attempt `attempt` (or a later one) of the training has reported `step`; the status then."""
+
+        def reached(status: Object) -> Object | None:
+            train = stage_of(status, "train")
+            there = train.get("attempt", 0) >= attempt and train.get("state") == "Running"
+            return status if there and status.get("progress", {}).get("step", 0) >= step else None
+
+        return self.wait(name, reached, f"step {step} of attempt {attempt}", seconds)
+
+    def wait_end(self, name: str, seconds: float = 240) -> Object:
+        """The status of a job that has ended, well or not."""
+
+        def ended() -> Object | None:
+            status = self.status(name)
+            return status if status.get("phase") in TERMINAL else None
+
+        return wait_until(ended, f"the end of {name}", seconds, lambda: self.tell(name))
+
+    def succeeds(self, name: str, seconds: float = 240) -> Object:
+        """The status of a job that has to end well."""
+        status = self.wait_end(name, seconds)
+        assert status["phase"] == "Succeeded", self.tell(name)
+        return status
+
+    def fails(self, name: str, seconds: float = 240) -> Object:
+        """`status.failure` of a job that has to fail."""
+        status = self.wait_end(name, seconds)
+        assert status["phase"] == "Failed", self.tell(name)
+        failure: Object = status["failure"]
+        return failure
+
+    # -------------------------------------------------------------------------------------------------- what it made
+
+    def pods(self, name: str, stage: str | None = None, attempt: int | None = None) -> list[Object]:
+        """Pods of the job, of a stage, of one attempt at it; by name."""
+        chosen = [f"{JOB_LABEL}={name}"]
+        chosen += [f"{STAGE_LABEL}={stage}"] if stage else []
+        chosen += [f"{ATTEMPT_LABEL}={attempt}"] if attempt else []
+        found = self.box.api.items(path_of("v1", "pods", self.namespace), labelSelector=",".join(chosen))
+        return sorted(found, key=lambda pod: str(pod["metadata"]["name"]))
+
+    def of_job(self, name: str, api_version: str, plural: str) -> list[Object]:
+        """Objects of another kind that carry the job's label."""
+        return self.box.api.items(path_of(api_version, plural, self.namespace), labelSelector=f"{JOB_LABEL}={name}")
+
+    def events(self, name: str) -> list[Object]:
+        """Events of the job itself, oldest first."""
+        found = self.box.api.items(
+            path_of("v1", "events", self.namespace),
+            fieldSelector=f"involvedObject.name={name},involvedObject.kind={KIND}",
+        )
+        return sorted(found, key=lambda event: str(event.get("eventTime") or event.get("firstTimestamp")))
+
+    def results(self, name: str) -> Path:
+        """The job's folder on its own claim, on this machine."""
+        return self.box.claim_folder(self.namespace, f"{name}-workspace") / name
+
+    def tell(self, name: str) -> str:
+        """Everything that explains a failed test."""
+        try:
+            status = yaml.safe_dump(self.status(name), sort_keys=False)
+        except (ApiError, AssertionError) as error:
+            status = str(error)
+        events = "\n".join(f"  {event['reason']}: {event['message']}" for event in self.events(name))
+        pods = [
+            f"  {pod['metadata']['name']} {pod['status'].get('phase')} "
+            f"{json.dumps(pod['status'].get('containerStatuses', [{}])[0].get('state', {}))[:600]}"
+            for pod in self.pods(name)
+        ]
+        logs = [
+            f"--- {pod['metadata']['name']}\n"
+            + self.box.cluster.kubectl("logs", "-n", self.namespace, pod["metadata"]["name"], "--tail=25").stdout
+            for pod in self.pods(name)[-3:]
+        ]
+        return "\n".join([status, "events:", events, "pods:", *pods, *logs, "operator:", self.box.operator_log(30)])
+
+
+def stage_of(status: Object, name: str) -> Object:
+    """The stage's entry in a status; empty before there is one."""
+    return next((one for one in status.get("stages", []) if one["name"] == name), {})

