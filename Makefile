@@ -6,7 +6,7 @@ WORKSPACE ?= runs
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-cluster lint format generate benchmark clean
+.PHONY: help install quickstart test test-cluster test-e2e images lint format generate benchmark clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -31,11 +31,18 @@ test: install ## Run all tests that need no cluster (under 15 minutes on 2 cores
 test-cluster: install ## Run the operator's tests on a real API server (about 9 minutes; needs KUBEBUILDER_ASSETS or FINETUNE_TEST_KUBECONFIG)
 	$(BIN)/python -m pytest tests/cluster
 
-lint: install ## Check style, types and import layers
+test-e2e: install ## Run whole jobs on a cluster with nodes (about 20 minutes; a box of its own as root, or FINETUNE_TEST_KUBECONFIG)
+	$(BIN)/python -m pytest tests/e2e/cluster
+
+images: ## Build both images (REGISTRY=ghcr.io/acme TAG=1.2 ACCELERATOR=cpu; see images/README.md)
+	@images/build
+
+lint: install ## Check style, types, import layers and Dockerfiles
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/hadolint images/*/Dockerfile
 
 format: install ## Format the code
 	$(BIN)/ruff check --fix .
