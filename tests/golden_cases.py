@@ -10,11 +10,20 @@ from pydantic import TypeAdapter
 
 from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
-from finetune_operator.api.types import FineTuneJob
+from finetune_operator.api.types import FineTuneJob, LauncherName
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.types import Facts
+from finetune_operator.rendering.types import Owner, ProgressEndpoint, RenderContext
 
+NAMESPACE = "finetune-golden"
+OWNER_UID = "6f1c9a52-0f0e-4a59-9a34-2b1d7c5e8f00"
+PROGRESS = ProgressEndpoint(
+    "https://finetune-operator-progress.finetune-system.svc:8443",
+    "-----BEGIN CERTIFICATE-----\nbm90IGEgY2VydGlmaWNhdGU=\n-----END CERTIFICATE-----\n",
+    "finetune-system",
+)
+LAUNCHERS: tuple[LauncherName, ...] = ("pytorchjob", "mpijob", "job")
 FOLDER = Path(__file__).parent / "golden"
 CASES = sorted(file.stem for file in FOLDER.glob("*.yaml"))
 JSON = TypeAdapter[Any](Any)
@@ -40,3 +49,8 @@ def read_case(name: str) -> tuple[FineTuneJob, Facts, Settings]:
     changes = facts_document.get("settings", {})
     settings = Settings.model_validate_json(JSON.dump_json(base.model_dump(by_alias=True, mode="json") | changes))
     return job, facts, settings
+
+
+def golden_context(job: FineTuneJob, settings: Settings) -> RenderContext:
+    """The surroundings of all manifests on record."""
+    return RenderContext(NAMESPACE, job.spec, settings, Owner(job.name, OWNER_UID), PROGRESS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -100,6 +100,9 @@ class World:
     """Kind -> code and message with which its creation is refused."""
     refusals: tuple[Refusal, ...] = ()
     progress: ProgressStatus | None = None
+    moved: datetime | None = None
+    heard_since: datetime | None = None
+    """Since when the operator can hear reports; None, as here: it cannot."""
     logs: dict[str, str] = field(default_factory=dict)
     """What the pods have logged."""
     events: list[EventNote] = field(default_factory=list)
@@ -127,10 +130,13 @@ class World:
         """Everything else, with the logs that are asked for."""
         children = tuple(view for raw in self.children.values() if (view := child_view(raw)) is not None)
         pods = tuple(view for raw in self.pods.values() if (view := pod_view(raw)) is not None)
-        seen = Observed(children, pods, self.progress, served=self.served, refusals=self.refusals)
-        wanted = wanted_logs(self.job(), seen)
+        seen = Observed(
+            children, pods, self.progress, served=self.served, refusals=self.refusals, moved=self.moved,
+            heard_since=self.heard_since,
+        )  # fmt: skip
+        wanted = wanted_logs(self.job(), seen, self.now, self.settings)
         logs = tuple((name, self.logs.get(name, "")) for name in wanted)
-        return Observed(children, pods, self.progress, logs, self.served, self.refusals)
+        return replace(seen, logs=logs)
 
     def decide(self) -> Decision:
         """What the operator would do now."""
@@ -179,10 +185,11 @@ class World:
         for manifest in decision.create:
             if manifest["kind"] != "ConfigMap" or "-train-" not in manifest["metadata"]["name"]:  # type: ignore[index, call-overload, operator]
                 continue
-            batch = json.loads(manifest["data"]["job.json"])["training"]["batch"]  # type: ignore[index, call-overload, arg-type]
+            training = json.loads(manifest["data"]["job.json"])["training"]  # type: ignore[index, call-overload, arg-type]
             assert plan is not None, "something is trained without a plan"
             told = plan.micro_batch_size, plan.gradient_accumulation
-            assert told == (batch["microBatchSize"], batch["gradientAccumulation"]), "the plan in the status is a lie"
+            batch = training["batch"] if training else {}
+            assert told == (batch.get("microBatchSize"), batch.get("gradientAccumulation")), "the status tells a lie"
 
     def settle(self, passes: int = 12) -> None:
         """Pass after pass until nothing changes; fails when that takes too long."""
@@ -219,6 +226,8 @@ class World:
         raw["metadata"] |= {"uid": f"uid-{name}", "creationTimestamp": stamp(self.now)}
         self.children[name] = raw
         self.created.append(name)
+        # What was told is of the attempt before.
+        self.progress = self.moved = None
         return None
 
     def _delete(self, ref: ObjectRef) -> None:
@@ -345,14 +354,14 @@ class World:
         if succeeded or raw["kind"] != "Job":
             status["completionTime"] = stamp(self.now)
 
-    def succeed(self, name: str | None = None) -> str:
-        """The newest child, or that one, runs and ends well."""
+    def succeed(self, name: str | None = None, **fields: Any) -> str:
+        """The newest child, or that one, runs and ends well; `fields` of its reports replace the usual ones."""
         name = name or self.newest()
         if not self.pods_of(name):
             self.start(name)
         stage = self.children[name]["metadata"]["labels"]["finetune.dev/stage"]
         for rank, pod in enumerate(self.pods_of(name)):
-            self.end_pod(pod, 0, report(stage, rank=rank))
+            self.end_pod(pod, 0, report(stage, rank=rank, **fields))
         self.end_child(name, succeeded=True)
         return name
 

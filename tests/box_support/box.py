@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 import yaml
@@ -31,6 +33,9 @@ SYSTEM = "finetune-system"
 CONTAINER = "pytorch"
 """Name of the trainer's container in every pod."""
 
+GIT_HOST = "git.code.svc"
+"""From which users' own programs are fetched: a Service that `git_pod` makes."""
+
 SETTINGS: Object = {
     # Short enough for a test to see the end of a delay, long enough for a pod to be told of before it is replaced.
     "limits": {
@@ -41,6 +46,7 @@ SETTINGS: Object = {
     },
     "progress": {"statusSeconds": 1},
     "defaults": {"terminationGraceSeconds": 30},
+    "gitHosts": [GIT_HOST],
 }
 """Of the operator under test; what is left out is as an administrator gets it."""
 
@@ -212,6 +218,11 @@ def _named_image(name: str) -> Object:
     return {"newName": repository, "newTag": tag}
 
 
+def built_images() -> None:
+    """Build them ahead of the suite, where a box can be had; says why not elsewhere."""
+    print(_why_not() or image_folders())
+
+
 def image_folders() -> dict[str, str]:
     """Our images by name: the folders that FINETUNE_TEST_IMAGES names (`NAME=FOLDER,...`, as process-kubelet takes
     them), the others built now.
@@ -286,7 +297,55 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
         place = folder / "control-plane"
         cluster = Cluster(str(assets / "kubectl"), place / "admin.kubeconfig", place)
         names = tuple(f"node-{number}" for number in range(nodes))
-        yield Box(cluster, Api(cluster.access), folder, names if nodes > 1 else ("node",))
+        with _ending_orphans(folder):
+            yield Box(cluster, Api(cluster.access), folder, names if nodes > 1 else ("node",))
     finally:
         down = [str(TOOLS / "cluster"), "down", str(folder)]
         subprocess.run(down, env=environment, capture_output=True, timeout=120)
+        _end_left_processes(folder)
+
+
+@contextmanager
+def _ending_orphans(folder: Path) -> Iterator[None]:
+    """Kill what process-kubelet believes to have killed: of a container whose user is not root only the outermost
+    process dies by its SIGKILL, as changing the user takes the death signal off the others. They would train on.
+    """
+    over = Event()
+
+    def look() -> None:
+        while not over.wait(0.2):
+            for process in Path("/proc").glob("[0-9]*"):
+                with suppress(OSError):
+                    if _is_orphan(process, folder):
+                        os.kill(int(process.name), signal.SIGKILL)
+
+    thread = Thread(target=look, name="orphans", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _is_orphan(process: Path, folder: Path) -> bool:
+    """Whether it is the first process of a container of ours and has lost its parent; with it, all others go."""
+    parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
+    if parent != "1" or (process / "ns" / "pid").readlink() == Path("/proc/self/ns/pid").readlink():
+        return False
+    return _mark(folder) in (process / "mountinfo").read_bytes()
+
+
+def _mark(folder: Path) -> bytes:
+    """What the mounts of every pod's processes tell."""
+    return f"{folder}/kubelet/pods/".encode()
+
+
+def _end_left_processes(folder: Path) -> None:
+    """Containers whose user is not root outlive process-kubelet: changing the user takes the death signal off them.
+    Their mounts tell that they are ours.
+    """
+    for process in Path("/proc").iterdir():
+        with suppress(OSError):
+            if process.name.isdigit() and _mark(folder) in (process / "mountinfo").read_bytes():
+                os.kill(int(process.name), signal.SIGKILL)

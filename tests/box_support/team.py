@@ -142,6 +142,12 @@ class Team:
         found = self.box.api.items(path_of("v1", "pods", self.namespace), labelSelector=",".join(chosen))
         return sorted(found, key=lambda pod: str(pod["metadata"]["name"]))
 
+    def pod(self, name: str) -> Object:
+        """One pod, by its own name."""
+        found = self.box.api.get(path_of("v1", "pods", self.namespace, name))
+        assert found is not None, f"there is no pod {name}"
+        return found
+
     def of_job(self, name: str, api_version: str, plural: str) -> list[Object]:
         """Objects of another kind that carry the job's label."""
         return self.box.api.items(path_of(api_version, plural, self.namespace), labelSelector=f"{JOB_LABEL}={name}")
@@ -157,6 +163,15 @@ class Team:
     def results(self, name: str) -> Path:
         """The job's folder on its own claim, on this machine."""
         return self.box.claim_folder(self.namespace, f"{name}-workspace") / name
+
+    def step(self, name: str) -> int:
+        """The last step that the training has written down, without the delay of its reports; 0 before the first."""
+        try:
+            lines = (self.results(name) / "history.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return 0
+        # The last line may be half written.
+        return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
     def tell(self, name: str) -> str:
         """Everything that explains a failed test."""

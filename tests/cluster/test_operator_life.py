@@ -182,7 +182,7 @@ def test_a_job_of_the_same_name_can_follow_at_once(world: World) -> None:
     with world.cluster.slow_controllers():
         world.delete("again")
         second = world.apply("again")
-        wait_until(lambda: (409, "again-prepare-1") in _creations(world, mark), "the operator has met the old objects")
+        wait_until(lambda: (409, "again-network") in _creations(world, mark), "the operator has met the old objects")
     assert first["metadata"]["uid"] != second["metadata"]["uid"]
     status = world.wait_phase("again", "Succeeded", 60)
     assert (states(status), status["restarts"]) == (ONE_EACH, 0)

@@ -17,7 +17,7 @@ from cluster_support.operator_process import MANIFESTS, NAMESPACE, USER, Operato
 from cluster_support.plays import RUNS, WRONG_COLUMN
 from cluster_support.world import SETTINGS, World, condition, fresh_namespace
 from finetune_operator.api.types import API_VERSION, PLURAL
-from finetune_operator.rendering.types import STAGE_LABEL
+from finetune_operator.rendering.types import PROGRESS_AUDIENCE, STAGE_LABEL
 
 LEASE = "finetune-operator"
 TLS_SECRET = "finetune-operator-tls"
@@ -32,6 +32,8 @@ FOREIGN: dict[str, tuple[str, str, str, Object, Object]] = {
     "claim": ("v1", "persistentvolumeclaims", "claim-workspace", {
         "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}}}, {}),
     "config": ("v1", "configmaps", "config-prepare-1", {}, {}),
+    "network": ("networking.k8s.io/v1", "networkpolicies", "network-network", {
+        "spec": {"podSelector": {"matchLabels": {"nobody": "has-this"}}}}, {}),
     "batch": ("batch/v1", "jobs", "batch-prepare-1", {
         "spec": {"suspend": True, "template": {"spec": {
             "restartPolicy": "Never", "containers": [{"name": "c", "image": "i"}]}}}}, {}),
@@ -47,6 +49,7 @@ KIND_OF = {
     "configmaps": "ConfigMap",
     "jobs": "Job",
     "services": "Service",
+    "networkpolicies": "NetworkPolicy",
     "pytorchjobs": "PyTorchJob",
     "mpijobs": "MPIJob",
 }
@@ -262,6 +265,19 @@ def test_pods_get_the_references_and_never_the_values(scenes: tuple[World, int])
     made = {ref["resource"] for ref in about if ref.get("namespace") == world.namespace}
     assert made >= {"configmaps", "jobs", "persistentvolumeclaims", "events"}
     assert "secrets" not in made
+    (policy,) = world.of_job("whole-job", "networking.k8s.io/v1", "networkpolicies")
+    assert "In: pods of this job." in policy["metadata"]["annotations"]["finetune.dev/allows"]
     pods = world.pods("whole-job")
     assert {pod["metadata"]["labels"][STAGE_LABEL] for pod in pods} == {"prepare", "train", "evaluate", "predict"}
-    assert {pod["spec"].get("automountServiceAccountToken") for pod in pods} == {False}
+    gangs = [pod for launcher in ("pytorchjob", "mpijob") for pod in world.pods(f"whole-{launcher}", "train")]
+    assert any(pod["metadata"]["name"].endswith("-launcher") for pod in gangs)
+    assert {pod["spec"].get("automountServiceAccountToken") for pod in (*pods, *gangs)} == {False}
+    audiences = [
+        source["serviceAccountToken"]["audience"]
+        for pod in (*pods, *gangs)
+        for volume in pod["spec"]["volumes"]
+        for source in volume.get("projected", {}).get("sources", [])
+        if "serviceAccountToken" in source
+    ]
+    assert len(audiences) == len(pods) + len(gangs)
+    assert set(audiences) == {PROGRESS_AUDIENCE}

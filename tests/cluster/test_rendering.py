@@ -15,7 +15,8 @@ import yaml
 from cluster_support.control_plane import Cluster
 
 MANIFESTS = Path(__file__).parents[1] / "golden" / "manifests"
-RECORDED = sorted(MANIFESTS.glob("*.yaml"))
+OF_EXAMPLES = MANIFESTS.with_name("examples")
+RECORDED = [*sorted(MANIFESTS.glob("*.yaml")), *sorted(OF_EXAMPLES.glob("*.manifests.yaml"))]
 NAMESPACE = "finetune-golden"
 PRIORITY_CLASSES = ("finetune-golden-high",)
 SURROUNDINGS: list[dict[str, Any]] = [
@@ -103,7 +104,7 @@ def needs(cluster: Cluster, manifests: list[dict[str, Any]]) -> None:
 
 def test_there_are_manifests_of_every_kind_of_child():
     kinds = {document["kind"] for path in RECORDED for document in documents_in(path)}
-    assert kinds == {"PersistentVolumeClaim", "ConfigMap", "Service", "Job", "PyTorchJob", "MPIJob"}
+    assert kinds == {"NetworkPolicy", "PersistentVolumeClaim", "ConfigMap", "Service", "Job", "PyTorchJob", "MPIJob"}
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import ssl
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +30,16 @@ class Certificate:
 
 def for_loopback(folder: Path, name: str) -> Certificate:
     """A new certificate for 127.0.0.1 and localhost in `folder`."""
+    return for_hosts(folder, name, names=("localhost",), addresses=("127.0.0.1",))
+
+
+def for_hosts(folder: Path, name: str, *, names: Iterable[str] = (), addresses: Iterable[str] = ()) -> Certificate:
+    """A new certificate for hosts by their names and addresses, in `folder`."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
-    addresses = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+    hosts: list[x509.GeneralName] = [x509.DNSName(each) for each in names]
+    hosts += [x509.IPAddress(ipaddress.ip_address(each)) for each in addresses]
     usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
     built = (
         x509.CertificateBuilder()
@@ -42,7 +49,7 @@ def for_loopback(folder: Path, name: str) -> Certificate:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))
         .not_valid_after(now + datetime.timedelta(days=2))
-        .add_extension(x509.SubjectAlternativeName(addresses), critical=False)
+        .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)

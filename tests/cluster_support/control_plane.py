@@ -68,12 +68,27 @@ class Cluster:
 
     def restart_api_server(self) -> None:
         """Kill it, start it again with the same command line, and wait until it is ready."""
-        folder = self.own("restarting the API server")
-        file = folder / "kube-apiserver.pid"
-        pid = int(file.read_text())
+        self._start_api_server(self._kill_api_server())
+
+    @contextmanager
+    def api_server_away(self) -> Iterator[None]:
+        """No API server for as long as this lasts; afterwards it is ready again."""
+        command = self._kill_api_server()
+        try:
+            yield
+        finally:
+            self._start_api_server(command)
+
+    def _kill_api_server(self) -> list[bytes]:
+        """Its command line; it is dead."""
+        pid = int((self.own("killing the API server") / "kube-apiserver.pid").read_text())
         command = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
         os.kill(pid, signal.SIGKILL)
         wait_until(lambda: _gone(pid), "the API server is dead")
+        return command
+
+    def _start_api_server(self, command: list[bytes]) -> None:
+        folder = self.own("starting the API server")
         log = folder / "kube-apiserver.log"
         access, session, since = self.access, new_session(), log.stat().st_size
 
@@ -96,7 +111,7 @@ class Cluster:
             return answer.status_code == 200
 
         wait_until(ready, "the API server is ready again", 60)
-        file.write_text(str(started.pid))
+        (folder / "kube-apiserver.pid").write_text(str(started.pid))
 
     @contextmanager
     def slow_controllers(self) -> Iterator[None]:

@@ -35,6 +35,7 @@ OTHER_KINDS: tuple[tuple[str, str], ...] = (
     ("v1", "services"),
     ("v1", "pods"),
     ("v1", "persistentvolumeclaims"),
+    ("networking.k8s.io/v1", "networkpolicies"),
 )
 
 SETTINGS: Object = {

@@ -7,21 +7,12 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from golden_cases import CASES, FOLDER, read_case
+from golden_cases import CASES, FOLDER, LAUNCHERS, golden_context, read_case
 
 from finetune_operator.api.types import LauncherName
 from finetune_operator.cli.console import emit
 from finetune_operator.planning.plan import plan
 from finetune_operator.rendering.manifests import render
-from finetune_operator.rendering.types import Owner, ProgressEndpoint, RenderContext
-
-NAMESPACE = "finetune-golden"
-OWNER_UID = "6f1c9a52-0f0e-4a59-9a34-2b1d7c5e8f00"
-PROGRESS = ProgressEndpoint(
-    "https://finetune-operator-progress.finetune-system.svc:8443",
-    "-----BEGIN CERTIFICATE-----\nbm90IGEgY2VydGlmaWNhdGU=\n-----END CERTIFICATE-----\n",
-)
-LAUNCHERS: tuple[LauncherName, ...] = ("pytorchjob", "mpijob", "job")
 
 
 def rendered_cases() -> list[tuple[str, LauncherName]]:
@@ -50,8 +41,7 @@ def test_the_manifests_are_those_on_record(
     job, facts, settings = read_case(name)
     job = job.model_copy(update={"spec": job.spec.model_copy(update={"launcher": launcher})})
     result = plan(job, replace(facts, served=LAUNCHERS), settings)
-    context = RenderContext(NAMESPACE, job.spec, settings, Owner(job.name, OWNER_UID), PROGRESS)
-    manifests = render(result, context)
+    manifests = render(result, golden_context(job, settings))
     emit(manifests, "yaml")
     text = capsys.readouterr().out
     assert tuple(yaml.safe_load_all(text)) == manifests

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from finetune_contract.facts import ModelFacts
+from finetune_contract.facts import LinearWidths, ModelFacts
 from finetune_contract.job import TrainerJob
 from finetune_trainer.facts import model_facts, trainer_facts, usable_cores, usable_memory_bytes
 
@@ -38,6 +38,15 @@ def test_minilm_has_the_shape_that_its_paper_and_config_say():
         max_positions=positions,
         tied_embeddings=False,
         parameter_bytes=90_868_376,
+        head_parameters=pooler + head,
+        linear_layers={
+            "attention.self.query": LinearWidths(inputs=6 * hidden, outputs=6 * hidden),
+            "attention.self.key": LinearWidths(inputs=6 * hidden, outputs=6 * hidden),
+            "attention.self.value": LinearWidths(inputs=6 * hidden, outputs=6 * hidden),
+            "attention.output.dense": LinearWidths(inputs=6 * hidden, outputs=6 * hidden),
+            "intermediate.dense": LinearWidths(inputs=6 * hidden, outputs=6 * inner),
+            "output.dense": LinearWidths(inputs=6 * inner, outputs=6 * hidden),
+        },
     )
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from finetune_contract.choices import Stage
-from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.layout import ENV_GRACE_SECONDS, ENV_STACKS_SECONDS, FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
 from finetune_trainer.distributed import free_port
 
@@ -161,6 +161,54 @@ def test_a_killed_rank_is_its_pods_cause_and_the_other_pod_only_lost_a_peer(benc
     assert (other_code, other.failure.failure_class) == (150, FailureClass.COLLECTIVE), other_output
     assert {report.rank, other.rank} == {0, 1}
     assert report.failure.time > 0
+
+
+HANGS = """
+import signal, time
+
+def hangs_in_a_library(number, frame):
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    time.sleep(600)
+
+signal.signal(signal.SIGUSR2, hangs_in_a_library)
+"""
+
+
+def read_until(pod: Pod, holds: Callable[[str], bool]) -> list[str]:
+    """Lines of its log up to the first of which that is true."""
+    assert pod.process.stdout is not None
+    lines: list[str] = []
+    for line in pod.process.stdout:
+        lines.append(line.rstrip())
+        if holds(lines[-1]):
+            return lines
+    raise AssertionError("\n".join(lines))
+
+
+def test_a_rank_that_hangs_is_seen_in_the_stacks_and_gone_at_the_end_of_the_grace_period(
+    bench, cluster_of, tmp_path: Path
+):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(HANGS)
+    cluster = cluster_of(spread_over_nodes(bench, steps=100_000))
+    environment = {ENV_STACKS_SECONDS: "2", ENV_GRACE_SECONDS: "13", "PYTHONPATH": str(tmp_path / "site")}
+    pods = two_pods(cluster, **environment)
+    cluster.wait_for_steps(2)
+    (victim,) = pods[1].ranks()
+    victim.send_signal(signal.SIGUSR2)
+    read_until(pods[1], lambda line: line.endswith(" in hangs_in_a_library"))
+    stack = read_until(pods[1], lambda line: " in rank_" in line)
+    assert all(line.startswith("  File ") for line in stack), "another process wrote between them"
+    assert any(line.endswith((" in rank_0_of_2", " in rank_1_of_2")) for line in stack)
+    read_until(pods[0], lambda line: " in rank_" in line)
+    below = [process for pod in pods for process in psutil.Process(pod.process.pid).children(recursive=True)]
+    assert len(below) >= 4
+    for pod in pods:
+        pod.process.send_signal(signal.SIGTERM)
+    ended = [pod.end() for pod in pods]
+    assert [code for code, _, _ in ended] == [143, 143], ended[0][2] + ended[1][2]
+    assert {report.failure.failure_class for _, report, _ in ended} == {FailureClass.PREEMPTED}
+    assert [process for process in below if process.is_running()] == []
 
 
 def test_pods_that_do_not_come_together_end_with_a_class_that_is_worth_another_try(bench, cluster_of):

@@ -37,6 +37,30 @@ WRONG: dict[str, tuple[Any, list[tuple[str, str | None, str]]]] = {
         {"images": ["registry.example.com/*"]},
         [("defaults.image", '"finetune-trainer:0.1.0"', "Forbidden")],
     ),
+    "rules for the network that the API server would refuse of every job": (
+        {
+            "networkPolicy": {
+                "extraEgress": [
+                    {"to": [{"ipBlock": {"cidr": "10.0.0.1/8", "except": ["10/8"]}}, {}]},
+                    {"to": [{"podSelector": {}, "ipBlock": {"cidr": "10.0.0.0/8"}}]},
+                ]
+            }
+        },
+        [
+            ("networkPolicy.extraEgress[0].to[0].ipBlock.cidr", '"10.0.0.1/8"', "Invalid"),
+            ("networkPolicy.extraEgress[0].to[0].ipBlock.except[0]", '"10/8"', "Invalid"),
+            ("networkPolicy.extraEgress[0].to[1]", None, "Invalid"),
+            ("networkPolicy.extraEgress[1].to[0]", None, "Invalid"),
+        ],
+    ),
+    "ports that are none, and a misspelt rule": (
+        {"networkPolicy": {"egressPorts": [443, 0], "extraEgress": [{"ports": [{"prot": 1}]}]}},
+        [
+            ("networkPolicy.egressPorts[1]", "0", "Invalid"),
+            ("networkPolicy.extraEgress[0].ports[0].port", None, "Required"),
+            ("networkPolicy.extraEgress[0].ports[0].prot", "1", "Unknown"),
+        ],
+    ),
     "a currency in words": ({"currency": "dollars"}, [("currency", '"dollars"', "Invalid")]),
     "two prices for the same node": (
         {"prices": [PRICE, {**PRICE, "gpus": 4}, PRICE]},
@@ -54,6 +78,27 @@ WRONG: dict[str, tuple[Any, list[tuple[str, str | None, str]]]] = {
             ("prices[0].perHour", None, "Required"),
         ],
     ),
+    "labels and tolerations of spot nodes that no node can have": (
+        {
+            "spot": {
+                "nodes": [{"pool": "cheap", "tier": 3}],
+                "tolerations": [{"key": "spot", "effect": "Never"}],
+            }
+        },
+        [
+            ("spot.nodes[0].tier", "3", "Invalid"),
+            ("spot.tolerations[0].effect", '"Never"', "NotSupported"),
+        ],
+    ),
+    "spot nodes without a label, a label that is none, and a toleration that says nothing": (
+        {"spot": {"nodes": [{"pool": "spot nodes"}, {}], "tolerations": [{"value": "x"}]}},
+        [
+            ("spot.nodes[0].pool", '"spot nodes"', "Invalid"),
+            ("spot.nodes[1]", None, "Required"),
+            ("spot.tolerations[0].operator", '"Equal"', "Invalid"),
+        ],
+    ),
+    "no spot nodes at all": ({"spot": {"nodes": []}}, [("spot.nodes", "a list of 0 items", "Invalid")]),
     "numbers outside of their bounds": (
         {"progress": {"statusSeconds": 0}, "defaults": {"terminationGraceSeconds": "120"}},
         [("defaults.terminationGraceSeconds", '"120"', "Invalid"), ("progress.statusSeconds", "0", "Invalid")],

@@ -216,7 +216,6 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.parallelism.tensor", "NotYetSupported", "is not supported in this version"),
         ("spec.launcher", "NotYetSupported", "is not supported in this version"),
         ("spec.storage.workspace", "NotYetSupported", "is not supported in this version"),
-        ("spec.spot.enabled", "NotYetSupported", "is not supported in this version"),
         ("spec.endpoint", "NotYetSupported", "is not supported in this version"),
         ("spec.runPolicy.queue", "NotYetSupported", "is not supported in this version"),
     ],
@@ -246,8 +245,23 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.runPolicy.onOutOfMemory", "NotSupported", "must be one of adapt, fail"),
         ("spec.runPolicy.priorityClassName", "Invalid", "must be a name of small letters, digits, - and ., with a"),
     ],
+    "script-beside-the-loop": [
+        ("spec.training.epochs", "Invalid", "is what the built-in loop obeys, and spec.training.script takes its"),
+        ("spec.training.learningRate", "Invalid", "is what the built-in loop obeys, and spec.training.script take"),
+        ("spec.training.arguments", "Invalid", "is what the built-in loop obeys, and spec.training.script takes i"),
+        ("spec.parallelism.strategy", "Invalid", "is what the built-in loop obeys, and spec.training.script takes"),
+        ("spec.checkpoints.every", "Invalid", "is what the built-in loop obeys, and spec.training.script takes it"),
+        ("spec.preparation.maxLength", "Invalid", "is what the built-in loop obeys, and spec.training.script takes"),
+    ],
+    "script-form": [
+        ("spec.training.script.git.ref", "Invalid", "must be a branch, tag or commit"),
+        ("spec.training.script.git.path", "Invalid", "must be a path without / in front and without :"),
+        ("spec.training.script.entryPoint", "Invalid", "may not lead out of the repository"),
+        ('spec.training.script.hyperparameters["--x"]', "Invalid", "is not a name of letters, digits, -, _ and ."),
+        ('spec.training.script.hyperparameters["a b"]', "Invalid", "is not a name of letters, digits, -, _ and ."),
+        ("spec.training.script.hyperparameters.nul", "Invalid", "holds a NUL character, which no argument of a"),
+    ],
     "script-host": [
-        ("spec.training.script", "NotYetSupported", "is not supported in this version"),
         ("spec.training.script.git.url", "Forbidden", "is an address of the machine or its cloud, never fetched"),
     ],
     "secret-as-text": [

@@ -232,6 +232,13 @@ def test_a_job_that_needs_a_cluster_is_not_run_here(tmp_path: Path) -> None:
     )
 
 
+def test_a_job_that_asks_for_spot_nodes_runs_here_all_the_same_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text(f"{JOB}  spot: {{enabled: true}}\n")
+    ran = finetune("run", "job.yaml", "--no-measure", "--dry-run", folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stderr.startswith("Note: first: it trains on this machine, as there are no spot nodes without a cluster")
+
+
 def test_a_namespace_beside_another_one_in_the_file_is_refused_as_kubectl_does(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(CLUSTER_JOB.replace("{name: first}", "{name: first, namespace: team-b}"))
     both = finetune("render", "job.yaml", "-n", "team-a", folder=tmp_path)
@@ -368,7 +375,7 @@ def test_settings_that_cannot_be_used_are_described_in_the_words_of_the_file(tmp
     assert finetune("validate", "job.yaml", "--settings", "settings.yaml", folder=tmp_path).stderr.splitlines()[-1] == (
         "Error: --settings: settings.yaml: prices[0].gpus: is required; set it: GPUs on the node, a count; "
         'settings.yaml: colour "blue": there is no such field; the fields here are namespaces, defaults, limits, '
-        "progress, schemes, gitHosts, images, trustRemoteCode, currency, prices"
+        "progress, spot, networkPolicy, schemes, gitHosts, images, trustRemoteCode, currency, prices"
     )
 
 

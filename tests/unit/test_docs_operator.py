@@ -13,7 +13,7 @@ from finetune_operator.api.types import ConditionType, Phase
 from finetune_operator.planning.placement import LAUNCHER_ORDER
 from finetune_operator.reconcile.remedies import REMEDIES, Remedy
 from finetune_operator.shell.metrics import Metrics
-from finetune_operator.shell.progress_protocol import progress_of
+from finetune_operator.shell.progress_protocol import progress_of, update_of
 
 TEXT = (Path(__file__).parents[2] / "docs" / "operator.md").read_text(encoding="utf-8")
 WORDS = {
@@ -74,7 +74,7 @@ def test_the_example_posts_what_the_progress_server_reads(monkeypatch, tmp_path:
     exec(built, names)
     request = names["request"]
     now = datetime(2026, 1, 1, tzinfo=UTC)
-    read = progress_of(request.data, now)  # type: ignore[attr-defined]
+    read = progress_of(update_of(request.data), now)  # type: ignore[attr-defined]
     assert (read.percent, read.loss, read.remaining_seconds) == (45, 0.412, 312)
     assert request.get_header("Authorization") == "Bearer secret"  # type: ignore[attr-defined]
     assert json.loads(request.data)["trainerStatus"]["metrics"]  # type: ignore[attr-defined]

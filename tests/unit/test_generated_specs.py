@@ -107,9 +107,9 @@ def check_manifests(spec: dict[str, Any], job: FineTuneJob, launcher: str, manif
 
 
 def escaped(found: dict[str, Any], expected: dict[str, Any], path: str) -> bool:
-    """The kubelet expands $(NAME) in the value of a variable; written with two dollars it arrives as it was."""
+    """The kubelet expands $(NAME) in the value of a variable, and reads two dollars as one: each is written twice."""
     there, meant = found.get(path), expected.get(path)
-    return isinstance(there, str) and isinstance(meant, str) and ".env[" in path and there == meant.replace("$(", "$$(")
+    return isinstance(there, str) and isinstance(meant, str) and ".env[" in path and there == meant.replace("$", "$$")
 
 
 def test_generated_specs_are_refused_with_reasons_or_rendered_with_every_text_in_its_place() -> None:

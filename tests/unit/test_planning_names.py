@@ -18,7 +18,7 @@ ATTEMPTS = st.integers(1, 99_999)
 
 def all_names(names: JobNames, attempt: int) -> list[str]:
     stages = [names.stage(stage, attempt) for stage in Stage]
-    return [*stages, names.claim, names.service(attempt)]
+    return [*stages, names.claim, names.network_policy, names.service(attempt)]
 
 
 def test_a_short_name_is_kept_and_readable():
@@ -30,6 +30,7 @@ def test_a_short_name_is_kept_and_readable():
         "deberta-rotten-tomatoes-predict-2",
         "deberta-rotten-tomatoes-serve-2",
         "deberta-rotten-tomatoes-workspace",
+        "deberta-rotten-tomatoes-network",
         "deberta-rotten-tomatoes-train-2-ranks",
     ]
 

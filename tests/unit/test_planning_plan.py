@@ -184,7 +184,7 @@ def test_a_launcher_that_is_not_served_is_refused():
             "spec.launcher",
             '"mpijob"',
             "the cluster has to serve it; it serves job",
-            "install its operator, or set launcher to auto or job",
+            "install the MPI Operator, which serves MPIJob (kubeflow.org/v2beta1), or set launcher to auto or job",
         )
     ]
 

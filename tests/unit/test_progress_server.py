@@ -99,7 +99,7 @@ class Operator:
     def pod(self, namespace: str, name: str) -> KnownPod | None:
         return self.known.get((namespace, name))
 
-    def report(self, pod: KnownPod, progress: ProgressStatus) -> None:
+    def report(self, pod: KnownPod, progress: ProgressStatus, mark: str) -> None:
         self.reported.append((pod, progress))
 
     async def review_token(self, token: str, audience: str) -> Mapping[str, Any]:

@@ -19,7 +19,15 @@ from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts
 from finetune_operator.rendering.manifests import stage
 from finetune_operator.rendering.types import Attempt, Owner, ProgressEndpoint, RenderContext
-from finetune_operator.shell.progress_protocol import AttemptKey, BadBodyError, attempt_of, later, progress_of
+from finetune_operator.shell.progress_protocol import (
+    AttemptKey,
+    BadBodyError,
+    attempt_of,
+    later,
+    mark_of,
+    progress_of,
+    update_of,
+)
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678, tzinfo=UTC)
 TIME = "2026-01-02T03:04:05Z"
@@ -154,13 +162,13 @@ BODIES: dict[str, tuple[bytes, ProgressStatus]] = {
 @pytest.mark.parametrize("case", BODIES)
 def test_a_body_says_where_the_stage_is(case: str) -> None:
     given_body, expected = BODIES[case]
-    assert progress_of(given_body, NOW) == expected
+    assert progress_of(update_of(given_body), NOW) == expected
 
 
 def test_an_error_names_the_fields_and_repeats_no_value() -> None:
     bad = {"progressPercentage": "canary", "metrics": [{"name": 7, "value": ["canary"]}], "canary": "canary"}
     with pytest.raises(BadBodyError) as caught:
-        progress_of(json.dumps({"trainerStatus": bad}).encode(), NOW)
+        update_of(json.dumps({"trainerStatus": bad}).encode())
     assert str(caught.value) == (
         "the body is no progress update: "
         "trainerStatus.progressPercentage: Input should be a valid integer, unable to parse string as an integer; "
@@ -173,7 +181,7 @@ def test_an_error_names_the_fields_and_repeats_no_value() -> None:
 @given(st.binary(max_size=200) | st.text(max_size=200).map(str.encode))
 def test_bytes_that_are_no_update_are_a_bad_body(text: bytes) -> None:
     with pytest.raises(BadBodyError, match=r"^the body is no progress update: "):
-        progress_of(text, NOW)
+        update_of(text)
 
 
 def test_what_the_last_word_leaves_out_stays_as_it_was() -> None:
@@ -192,7 +200,38 @@ def test_what_our_trainer_sends_arrives_as_it_meant_it() -> None:
         stage=Stage.TRAIN, step=4, total_steps=10, epoch=0.4, loss=1.25, samples_per_second=2.5,
         tokens_per_second=320.0, remaining_seconds=30.0, metrics={"eval_accuracy": 0.5}, time=1.0,
     )  # fmt: skip
-    assert progress_of(kubeflow_update(told).to_json().encode(), NOW) == ProgressStatus(
+    assert progress_of(update_of(kubeflow_update(told).to_json().encode()), NOW) == ProgressStatus(
         step=4, total_steps=10, epoch=0.4, percent=40, loss=1.25, samples_per_second=2.5, tokens_per_second=320.0,
         remaining_seconds=30.0, last_update_time=TIME,
     )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ movement
+
+MOVED: dict[str, tuple[dict[str, Any], bool]] = {
+    "the same again": ({}, False),
+    "later, with another remaining time": (
+        {"lastUpdatedTime": "2026-01-01T13:00:00Z", "estimatedRemainingSeconds": 9}, False,
+    ),
+    "a rate that sinks with the clock": ({"metrics": {"train_samples_per_second": "1"}}, False),
+    "figures in another order": ({"metrics": {"loss": "0.5", "current_step": "7"}}, False),
+    "another step": ({"metrics": {"current_step": "8"}}, True),
+    "another loss": ({"metrics": {"loss": "0.4"}}, True),
+    "the percentage of a program that names no step": ({"progressPercentage": 36}, True),
+    "a figure that we do not know": ({"metrics": {"validation_batches": "12"}}, True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MOVED)
+def test_movement_is_anything_but_time(case: str) -> None:
+    changes, expected = MOVED[case]
+    first = {"lastUpdatedTime": "2026-01-01T12:00:00Z", "progressPercentage": 35, "estimatedRemainingSeconds": 90}
+    figures = {"current_step": "7", "loss": "0.5", "train_samples_per_second": "3"}
+
+    def mark(update: dict[str, Any], metrics: dict[str, str]) -> str:
+        listed = [{"name": name, "value": value} for name, value in metrics.items()]
+        return mark_of(update_of(json.dumps({"trainerStatus": {**update, "metrics": listed}}).encode()))
+
+    more = changes.get("metrics", {})
+    after = mark({**first, **changes}, {**more, **{name: value for name, value in figures.items() if name not in more}})
+    assert (after != mark(first, figures)) == expected

@@ -42,6 +42,7 @@ def test_the_first_pass_plans_and_creates_the_first_stage():
     world = World()
     decision = world.decide()
     assert [(one["kind"], one["metadata"]["name"]) for one in decision.create] == [  # type: ignore[index, call-overload]
+        ("NetworkPolicy", "reviews-network"),
         ("PersistentVolumeClaim", "reviews-workspace"),
         ("ConfigMap", "reviews-prepare-1"),
         ("Job", "reviews-prepare-1"),
@@ -117,6 +118,23 @@ def test_a_job_goes_through_its_stages_and_tells_the_story_in_events():
         "dataset_fingerprint": "f00d",
     }
     assert list(world.children) == ["reviews-prepare-1", "reviews-train-1", "reviews-evaluate-1", "reviews-predict-1"]
+
+
+def test_later_stages_take_the_commit_at_which_prepare_found_the_model():
+    """A branch may move while a job runs."""
+    world, commit = World(), "c0ffee" * 6 + "c0de"
+    world.settle()
+    prepare = world.newest()
+    world.start()
+    for pod in world.pods_of(prepare):
+        world.end_pod(pod, 0, report("prepare", model_revision=commit))
+    world.end_child(prepare, succeeded=True)
+    world.settle()
+    artifacts = world.job().status.artifacts
+    assert artifacts is not None
+    assert artifacts.model_revision == commit
+    revisions = [json.loads(world.configuration(one))["model"]["revision"] for one in (prepare, "reviews-train-1")]
+    assert revisions == ["main", commit]
 
 
 def test_what_prepare_measured_is_kept_and_planned_with():
@@ -497,13 +515,36 @@ def test_the_next_attempt_waits_until_every_pod_of_the_last_is_over_or_gone():
     pod = world.pods["reviews-train-1-1"]
     pod["stuck"] = True
     pod["metadata"]["deletionTimestamp"] = world.after(60)
-    world.end_pod("reviews-train-1-0", 150, report("train", (FailureClass.COLLECTIVE, 1.0)))
+    world.end_pod("reviews-train-1-0", 151, report("train", (FailureClass.STORAGE_LOST, 1.0)))
     world.end_child("reviews-train-1", succeeded=False)
     world.settle()
-    world.wait(10)  # a better cause may come until then
-    world.wait(79)
+    assert world.stage("train") == ("Failed", 1)
+    world.wait(89)
     assert world.stage("train") == ("Failed", 1)
     world.wait(1)  # 30 s after its grace period its node counts as gone
+    assert world.stage("train") == ("Running", 2)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["the child has failed", "the child waits for its pods"])
+def test_a_lost_connection_to_a_pod_that_does_not_end_is_the_fault_of_its_node(told: bool):
+    world = training(spec=TWO_NODES)
+    pod = world.pods["reviews-train-1-1"]
+    pod["stuck"] = True
+    pod["metadata"]["deletionTimestamp"] = world.after(60)
+    world.end_pod("reviews-train-1-0", 150, report("train", (FailureClass.COLLECTIVE, 1.0)))
+    if told:
+        world.end_child("reviews-train-1", succeeded=False)
+    world.settle()
+    world.wait(89)
+    assert world.stage("train") == ("Running", 1)
+    world.wait(1)
+    assert world.stage("train") == ("Failed", 1)
+    status = world.job().status
+    assert status.failure is not None
+    assert (status.failure.failure_class, status.failure.pod) == ("NodeLost", "reviews-train-1-1")
+    assert next(one for one in status.stages if one.name == "train").avoided_nodes == (status.failure.node,)
+    assert (status.restarts, status.counted_restarts) == (1, 0)
+    world.wait(10)
     assert world.stage("train") == ("Running", 2)
 
 
@@ -734,7 +775,7 @@ def test_a_quota_is_told_and_tried_again_with_growing_delay_until_it_allows():
     assert (world.phase, world.stage("prepare"), list(world.others)) == (
         "Pending",
         ("Pending", 0),
-        [("PersistentVolumeClaim", "reviews-workspace")],
+        [("NetworkPolicy", "reviews-network"), ("PersistentVolumeClaim", "reviews-workspace")],
     )
     assert world.decide().wake_at == NOON + timedelta(seconds=10)
     world.wait(10)

@@ -56,7 +56,7 @@ def test_a_job_waits_for_the_pods_of_a_deleted_one_of_its_name():
     lost = tuple(replace(pod, deleting_until=NOON - timedelta(minutes=1)) for pod in running)
     for over in (ended, lost):
         after = decide(world.job(), replace(world.observed(), pods_before=over), NOON, world.settings)
-        assert [each["kind"] for each in after.create] == ["PersistentVolumeClaim", "ConfigMap", "Job"]
+        assert [each["kind"] for each in after.create] == ["NetworkPolicy", "PersistentVolumeClaim", "ConfigMap", "Job"]
 
 
 # ---------------------------------------------------------------------------------------------- words of user programs
@@ -480,7 +480,7 @@ def test_a_stage_that_runs_its_attempt_0_is_begun():
 
 def test_a_child_made_from_a_spec_that_was_edited_since_is_replaced():
     world = World()
-    world.step(crash_after=3)  # made, and the status is not written: the API server lets the spec be edited
+    world.step(crash_after=4)  # made, and the status is not written: the API server lets the spec be edited
     assert list(world.children) == ["reviews-prepare-1"]
     world.spec["dataset"] = {"uri": "hf://org/other"}
     world.generation += 1

@@ -48,6 +48,10 @@ def ended(
     return Ended(code, reason, NOON + timedelta(seconds=second), report)
 
 
+def after(seconds: float) -> datetime:
+    return NOON + timedelta(seconds=seconds)
+
+
 @dataclass(frozen=True)
 class Case:
     pods: tuple[PodView, ...]
@@ -57,6 +61,7 @@ class Case:
     child: ChildView = CHILD
 
 
+T0 = NOON.timestamp()
 PREEMPTED_BY_SCHEDULER = "PreemptionByScheduler"
 LOW_ON_DISK = "The node was low on resource: ephemeral-storage. Threshold quantity: 1Gi, available: 0."
 LOW_ON_MEMORY = (
@@ -217,6 +222,56 @@ CASES = {
         ),
         ("DataError", "NoReport", Remedy.FAIL, "pod-0"),
     ),
+    "a pod that somebody deleted is why all of them stop": Case(
+        (
+            pod(0, ended=ended(143, 11, told=FailureClass.PREEMPTED, at=T0 + 10.2)),
+            pod(1, ended=ended(143, 12, told=FailureClass.PREEMPTED, at=T0 + 10.4), deleting_since=after(10)),
+        ),
+        ("Preempted", "PodDeleted", Remedy.FREE, "pod-1"),
+    ),
+    "a pod that somebody deleted, and that could not say anything any more": Case(
+        (
+            pod(0, ended=ended(150, 46, told=FailureClass.COLLECTIVE, at=T0 + 45)),
+            pod(1, ended=ended(137, 44), deleting_since=after(10), deleting_until=after(40)),
+        ),
+        ("Preempted", "PodDeleted", Remedy.FREE, "pod-1"),
+    ),
+    "a pod that was removed by force": Case(
+        (
+            pod(0, ended=ended(150, 13, told=FailureClass.COLLECTIVE, at=T0 + 12)),
+            pod(1, phase="Running", gone=True, deleting_since=after(10)),
+        ),
+        ("Preempted", "PodDeleted", Remedy.FREE, "pod-1"),
+    ),
+    "a pod that its controller deleted, as another one had failed": Case(
+        (
+            pod(0, ended=ended(150, 11, told=FailureClass.COLLECTIVE, at=T0 + 10.3)),
+            pod(1, ended=ended(143, 12, told=FailureClass.PREEMPTED, at=T0 + 11.4), deleting_since=after(11)),
+        ),
+        ("CollectiveFailed", "Told", Remedy.FREE, "pod-0"),
+    ),
+    "a pod that its controller deleted after a failure without a report": Case(
+        (
+            pod(0, ended=ended(150, 10)),
+            pod(1, ended=ended(143, 12), deleting_since=after(11)),
+        ),
+        ("CollectiveFailed", "NoReport", Remedy.FREE, "pod-0"),
+    ),
+    "a pod that somebody deleted has no say in an error of the program": Case(
+        (
+            pod(0, ended=ended(1, 12, told=FailureClass.PROGRAM, case="UnexpectedError", at=T0 + 11)),
+            pod(1, ended=ended(143, 12, told=FailureClass.PREEMPTED, at=T0 + 10.4), deleting_since=after(10)),
+        ),
+        ("ProgramError", "UnexpectedError", Remedy.FAIL, "pod-0"),
+    ),
+    "a preempted pod that is gone by now": Case(
+        (
+            pod(0, ended=ended(143, 11, told=FailureClass.PREEMPTED, at=T0 + 10.2)),
+            pod(1, ended=ended(143, 12), gone=True, deleting_since=after(10), disruption="DeletionByTaintManager"),
+        ),
+        ("NodeLost", "DeletionByTaintManager", Remedy.FREE, "pod-1"),
+        bad_node="node-1",
+    ),
     "no pod is left": Case((), ("ChildFailed", "BackoffLimitExceeded", Remedy.COUNTED, None)),
     "a pod that still runs says nothing": Case(
         (pod(0, phase="Running"),), ("ChildFailed", "BackoffLimitExceeded", Remedy.COUNTED, None)
@@ -282,7 +337,7 @@ def test_a_failure_is_told_whole():
         reason="OOMKilled",
         message="Container memory ran out in pod pod-3: the kernel killed the process (exit code 137).",
         hint="Set resources.memory higher, or training.microBatchSize or preparation.maxLength lower, or shard or "
-        "offload more under parallelism.",
+        "offload more under parallelism; a script has its own settings for all of that.",
         stage="train",
         attempt=4,
         pod="pod-3",
@@ -291,6 +346,35 @@ def test_a_failure_is_told_whole():
         exit_code=137,
         log_tail="x" * (4096 - len("the end")) + "the end",
     )
+
+
+def test_of_a_pod_that_is_gone_the_others_logs_are_told_with_their_names():
+    gone = pod(1, ended=ended(143, 12), gone=True, deleting_since=after(10))
+    left = pod(0, ended=ended(143, 11, told=FailureClass.PREEMPTED, at=T0 + 10.2))
+    found = first_cause(Stage.TRAIN, CHILD, (left, gone, pod(2, phase="Running")))
+    told = found.told(Stage.TRAIN, 1, (("pod-0", "stopped after step 28\n"), ("pod-1", "")))
+    assert (told.pod, told.node, told.exit_code) == ("pod-1", "node-1", 143)
+    assert told.log_tail == "==> pod-0 <==\nstopped after step 28"
+
+
+def test_of_a_pod_that_has_logged_nothing_the_others_logs_are_told_with_their_names():
+    killed = pod(1, ended=ended(137, 12, "OOMKilled"))
+    left = pod(0, ended=ended(150, 13, told=FailureClass.COLLECTIVE, at=T0 + 12))
+    found = first_cause(Stage.TRAIN, CHILD, (left, killed))
+    assert (
+        found.told(Stage.TRAIN, 1, (("pod-0", "step 28/300\n"), ("pod-1", ""))).log_tail == "==> pod-0 <==\nstep 28/300"
+    )
+    assert found.told(Stage.TRAIN, 1, (("pod-0", "step 28/300\n"), ("pod-1", "mine\n"))).log_tail == "mine"
+
+
+def test_the_traceback_of_a_program_is_not_above_but_in_the_status():
+    raised = pod(0, ended=ended(1, told=FailureClass.PROGRAM, case="UnexpectedError"))
+    assert "logTail" in first_cause(Stage.TRAIN, CHILD, (raised,)).hint
+
+
+def test_somebody_in_a_cluster_is_not_asked_to_start_again_what_starts_by_itself():
+    stopped = pod(0, ended=ended(143, told=FailureClass.PREEMPTED))
+    assert first_cause(Stage.TRAIN, CHILD, (stopped,)).hint.startswith("Nothing needs to be done")
 
 
 def test_a_reported_failure_has_the_rank_of_its_process():

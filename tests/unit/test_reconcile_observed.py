@@ -211,7 +211,10 @@ PODS: dict[str, tuple[dict[str, Any], PodView]] = {
         pod({"phase": "Failed", "reason": "Evicted", "message": "low on memory"}),
         replace(PLAIN, phase="Failed", status_reason="Evicted", status_message="low on memory"),
     ),
-    "a pod that is to go": (pod(deletionTimestamp=LATER), replace(PLAIN, deleting_until=END)),
+    "a pod that is to go": (
+        pod(deletionTimestamp=LATER, deletionGracePeriodSeconds=30),
+        replace(PLAIN, deleting_until=END, deleting_since=END - timedelta(seconds=30)),
+    ),
     "a pod of an Indexed Job": (
         pod(labels={"batch.kubernetes.io/job-completion-index": "3"}),
         replace(PLAIN, index=3),
@@ -336,25 +339,25 @@ def attempt(number: int) -> ChildView:
 def test_logs_are_wanted_of_the_first_three_pods_that_failed():
     seen = Observed(children=(attempt(1),), pods=failed_pods(50, 10, 40, 20))
     view = job_view(document(), CLUSTER_SETTINGS)
-    assert wanted_logs(view, seen) == ("p1", "p3", "p2")
-    assert wanted_logs(view, replace(seen, logs=(("p3", ""),))) == ("p1", "p2")
+    assert wanted_logs(view, seen, NOON, CLUSTER_SETTINGS) == ("p1", "p3", "p2")
+    assert wanted_logs(view, replace(seen, logs=(("p3", ""),)), NOON, CLUSTER_SETTINGS) == ("p1", "p2")
 
 
 def test_logs_of_earlier_attempts_are_not_wanted():
     seen = Observed(children=(attempt(1), attempt(2)), pods=failed_pods(50, attempt=1))
-    assert wanted_logs(job_view(document(), CLUSTER_SETTINGS), seen) == ()
+    assert wanted_logs(job_view(document(), CLUSTER_SETTINGS), seen, NOON, CLUSTER_SETTINGS) == ()
 
 
 def test_logs_are_not_wanted_once_the_status_tells_of_the_failure():
     told = FineTuneJobStatus(stages=(StageStatus(name="train", state="Failed", attempt=1),))
     view = replace(job_view(document(), CLUSTER_SETTINGS), status=told)
-    assert wanted_logs(view, Observed(children=(attempt(1),), pods=failed_pods(50))) == ()
+    assert wanted_logs(view, Observed(children=(attempt(1),), pods=failed_pods(50)), NOON, CLUSTER_SETTINGS) == ()
 
 
 def test_logs_are_not_wanted_without_a_child_or_a_failure():
     view = job_view(document(), CLUSTER_SETTINGS)
-    assert wanted_logs(view, Observed(pods=failed_pods(1))) == ()
+    assert wanted_logs(view, Observed(pods=failed_pods(1)), NOON, CLUSTER_SETTINGS) == ()
     world = World()
     world.settle()
     world.start()
-    assert wanted_logs(world.job(), world.observed()) == ()
+    assert wanted_logs(world.job(), world.observed(), NOON, CLUSTER_SETTINGS) == ()

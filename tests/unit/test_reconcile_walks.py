@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from finetune_contract.layout import FailureClass
-from finetune_operator.api.types import LauncherName
+from finetune_operator.api.types import LauncherName, ProgressStatus
 from reconcile_world import World
 
 PASSES_TO_THE_END = 60
@@ -67,6 +67,20 @@ def vanish(world: World, name: str) -> None:
     world.end_child(name, succeeded=False)
 
 
+def report_progress(world: World, name: str) -> None:
+    """It tells how far it is, and from then on silence counts."""
+    if not world.pods_of(name):
+        world.start(name)
+    world.settle()
+    world.progress, world.moved, world.heard_since = ProgressStatus(step=1, total_steps=9), world.now, world.now
+
+
+def forget_progress(world: World) -> None:
+    """Another replica leads from now on."""
+    world.progress = world.moved = None
+    world.heard_since = world.now
+
+
 ACTIONS: dict[str, Callable[[World], object]] = {
     "the child gets pods that wait": lambda w: with_newest(w, lambda n: w.pods_of(n) or w.make_pods(n)),
     "the child runs": lambda w: with_newest(w, lambda n: w.pods_of(n) or w.start(n)),
@@ -88,6 +102,9 @@ ACTIONS: dict[str, Callable[[World], object]] = {
     "jobs may not be made": lambda w: w.refuse.update({"Job": (403, "exceeded quota")}),
     "jobs may be made again": lambda w: w.refuse.clear(),
     "the status is lost": lambda w: with_newest(w, lambda _: setattr(w, "status", {"phase": 7})),
+    "progress is told": lambda w: with_newest(w, lambda n: report_progress(w, n)),
+    "another replica leads": forget_progress,
+    "reports cannot be heard": lambda w: setattr(w, "heard_since", None),
     "a second passes": lambda w: w.wait(1),
     "a minute passes": lambda w: w.wait(60),
     "an hour passes": lambda w: w.wait(3600),

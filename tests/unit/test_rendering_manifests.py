@@ -122,6 +122,7 @@ def mounted(pod: dict[str, Any]) -> dict[str, str]:
 def test_objects_come_in_the_order_in_which_they_are_needed(launcher: str, train: list[str]):
     manifests = rendered(spec_with(launcher=launcher, resources={"nodes": 2}))
     assert [f"{each['kind']} {each['metadata']['name']}" for each in manifests] == [  # type: ignore[index, call-overload]
+        "NetworkPolicy reviews-network",
         "PersistentVolumeClaim reviews-workspace",
         *("ConfigMap reviews-prepare-1", "Job reviews-prepare-1"),
         *train,
@@ -167,7 +168,9 @@ def test_another_attempt_is_another_set_of_objects_with_the_same_configuration(l
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_every_object_but_the_claim_belongs_to_the_job_and_every_pod_says_whose_it_is(launcher: str):
     result, context = planned(spec_with(launcher=launcher))
-    (claim,) = shared(result, context)
+    policy, claim = shared(result, context)
+    owners = policy["metadata"]["ownerReferences"]  # type: ignore[index, call-overload]
+    assert [(owner["kind"], owner["uid"]) for owner in owners] == [("FineTuneJob", "uid-1")]  # type: ignore[index, call-overload, union-attr]
     assert claim["metadata"] == {
         "name": "reviews-workspace",
         "namespace": "team-a",
@@ -297,7 +300,7 @@ def test_a_folder_name_with_a_variable_in_it_is_the_folder_of_that_name():
 def test_every_value_of_every_template_goes_through_the_filter():
     files = sorted((Path(templates.__file__).parent / "templates").glob("*.jinja"))
     values = [value for file in files for value in re.findall(r"\{\{(.*?)\}\}", file.read_text(encoding="utf-8"))]
-    assert len(files) == 6
+    assert len(files) == 7
     assert len(values) > 20
     assert [value for value in values if not re.fullmatch(r" [a-z_.]+ \| tojson ", value)] == []
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+import yaml
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
@@ -28,6 +30,7 @@ from finetune_operator.shell.kube import (
     TooManyRequestsError,
     UnauthorizedError,
     UnavailableError,
+    as_yaml,
     error_of,
     resource_of,
 )
@@ -275,7 +278,29 @@ def test_a_status_is_applied_to_the_version_it_was_computed_from():
             },
         )
     ]
-    assert ran.server.headers[0]["Content-Type"] == "application/apply-patch+yaml"
+    assert ran.server.headers[0]["Content-Type"] == "application/apply-patch+yaml; charset=utf-8"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a beach \N{BEACH WITH UMBRELLA}\ufe0f and a \N{GRINNING FACE}",
+        "backslashes \\ \\\\ud83d\\ude00 before what is no escape",
+        "quotes \" and ' and new\nlines \t",
+        "controls \x00 \x1b[31m \x7f \x85 \u2028 \ufeff",
+        "---\n%YAML: {{ }} # &a *a !!x",
+    ],
+)
+def test_a_status_with_any_text_is_json_and_the_same_yaml(text: str):
+    ran = call(lambda kube: kube.apply_status("team", "demo", "uid-1", "42", {"failure": {"logTail": text}}), OK)
+    assert ran.server.asked[0][2]["status"] == {"failure": {"logTail": text}}
+    assert yaml.safe_load(as_yaml({"failure": {"logTail": text}})) == {"failure": {"logTail": text}}
+    # The reader of the API server, unlike this one, refuses halves of a pair.
+    assert not re.search(r"(?<!\\)(\\\\)*\\ud[89a-f]", as_yaml({"logTail": text}))
+
+
+def test_half_a_character_in_a_status_becomes_the_sign_for_a_broken_one():
+    assert as_yaml({"\udc00": "cut \ud83c"}) == r'{"\ufffd": "cut \ufffd"}'
 
 
 def test_the_same_event_has_the_same_name_and_a_later_one_another():

@@ -1,20 +1,30 @@
 """The small decisions of the operator's shell: when a status is written, who leads where, which settings are taken."""
 
+import asyncio
 import json
 import logging
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from kubernetes.aio import client
 from typer.testing import CliRunner
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus, StageStatus
+from finetune_operator.rendering.types import ProgressEndpoint
 from finetune_operator.settings_file import SettingsError, read_settings_file
 from finetune_operator.shell.command import LogFormat, LogLevel, _set_up_logs, app
+from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.leader import address_in
+from finetune_operator.shell.queue import WorkQueue
 from finetune_operator.shell.reconciler import only_progress_differs, status_body
-from finetune_operator.shell.state import ProgressBook
+from finetune_operator.shell.state import Hearing, OperatorState, ProgressBook
+from finetune_operator.shell.store import Store
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 STATUS = FineTuneJobStatus(
     observed_generation=1,
@@ -51,17 +61,87 @@ def test_a_status_that_was_written_reads_back_as_equal():
 def test_the_progress_of_an_attempt_is_that_attempts_alone():
     book = ProgressBook()
     early, late = ProgressStatus(step=1), ProgressStatus(step=2)
-    book.note("uid", Stage.TRAIN, 2, late)
-    book.note("uid", Stage.TRAIN, 1, early)
+    book.note("uid", Stage.TRAIN, 2, late, "", NOON)
+    book.note("uid", Stage.TRAIN, 1, early, "", NOON)
 
     assert book.of("uid", Stage.TRAIN, 2) == late
     assert book.of("uid", Stage.TRAIN, 1) is None
     assert book.of("uid", Stage.EVALUATE, 2) is None
-    book.note("uid", Stage.EVALUATE, 1, early)
+    book.note("uid", Stage.EVALUATE, 1, early, "", NOON)
     assert book.of("uid", Stage.EVALUATE, 1) == early
     assert book.heard_of("uid") > 0
     book.forget("uid")
     assert (book.of("uid", Stage.EVALUATE, 1), book.heard_of("uid")) == (None, 0.0)
+
+
+def test_a_report_moves_when_its_mark_is_another_or_the_attempt_is():
+    book, progress = ProgressBook(), ProgressStatus(step=1)
+    told = [(1, "a", 0), (1, "a", 5), (1, "b", 7), (1, "b", 9), (2, "b", 11), (1, "c", 13)]
+    moved = []
+    for attempt, mark, second in told:
+        book.note("uid", Stage.TRAIN, attempt, progress, mark, NOON + timedelta(seconds=second))
+        at = book.moved("uid", Stage.TRAIN, attempt)
+        moved.append(None if at is None else (at - NOON).seconds)
+
+    # The last one is a late word of the attempt before.
+    assert moved == [0, 0, 7, 7, 11, None]
+    assert book.moved("uid", Stage.TRAIN, 2) == NOON + timedelta(seconds=11)
+
+
+HEARING: dict[str, tuple[list[tuple[float, bool]], float | None]] = {
+    # (Second, whether reports can be heard) -> since which second none can have been missed.
+    "nothing is heard before it can be": ([(0, False), (1, False)], None),
+    "from the first moment on": ([(0, False), (1, True), (2, True), (9, True)], 1),
+    "leadership was lost for a moment": ([(0, True), (1, True), (2, False), (3, True), (4, True)], 3),
+    "it cannot be heard now": ([(0, True), (1, True), (2, False)], None),
+    "the process stood still": ([(0, True), (1, True), (3600, True), (3601, True)], 3600),
+    "the clock was set back": ([(100, True), (101, True), (50, True), (51, True)], 50),
+    "a slow moment is no break": ([(0, True), (10, True), (20, True)], 0),
+}
+
+
+@pytest.mark.parametrize("case", HEARING)
+def test_since_when_no_report_can_have_been_missed(case: str):
+    looks, expected = HEARING[case]
+    hearing = Hearing()
+    answers = [hearing.since(able, NOON + timedelta(seconds=second)) for second, able in looks]
+
+    assert answers[-1] == (None if expected is None else NOON + timedelta(seconds=expected))
+
+
+def operator_state() -> OperatorState:
+    state = OperatorState(
+        settings=Settings(), namespace="ops", kube=Kube(client.ApiClient(client.Configuration(host="http://x"))),
+        store=Store(Settings()), queue=WorkQueue(), progress=ProgressBook(), leading=asyncio.Event(),
+        synced=asyncio.Event(), leader_address=lambda: None,
+    )  # fmt: skip
+    state.leading.set()
+    state.synced.set()
+    state.progress_endpoint = ProgressEndpoint("https://p:8443", "CA")
+    return state
+
+
+DEAF: dict[str, Callable[[OperatorState], object]] = {
+    "another replica leads": lambda state: state.leading.clear(),
+    "pods are not known yet": lambda state: state.synced.clear(),
+    "progress is not served": lambda state: setattr(state, "progress_endpoint", None),
+    "the API server is away, which knows the tokens": lambda state: state.kube.outage.failed(),
+}
+
+
+@pytest.mark.parametrize("case", DEAF)
+def test_reports_cannot_be_heard_when(case: str):
+    async def look() -> tuple[datetime | None, datetime | None]:
+        state = operator_state()
+        before = state.heard_since()
+        DEAF[case](state)
+        after = state.heard_since()
+        await state.kube.api.close()  # type: ignore[no-untyped-call]
+        return before, after
+
+    before, after = asyncio.run(look())
+    assert before is not None
+    assert after is None
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def test_a_list_of_one_job_removes_its_missing_pods_only(store: Store):
     store.put(child(7))
     store.replace_of_job("Pod", "job-1", [pod(5)], version=20)
 
-    assert [view.name for view in store.pods("job-1")] == ["demo-train-1-0"]
+    assert [view.name for view in store.pods("job-1") if not view.gone] == ["demo-train-1-0"]
     assert len(children(store)) == 1
 
 
@@ -258,3 +258,45 @@ def test_pods_of_an_earlier_job_of_the_name_are_told_until_they_are_gone(store: 
     assert store.pods_before(KEY, "job-1") == ()
     store.remove(pod(12))
     assert store.pods_before(KEY, "job-2") == ()
+
+
+def last_state(version: int, phase: str) -> dict[str, Any]:
+    """What a watch tells of a pod with its deletion."""
+    raw = pod(version)
+    raw["status"]["phase"] = phase
+    return raw
+
+
+def seen_of(store: Store) -> list[tuple[str, bool]]:
+    return [(view.phase, view.gone) for view in store.pods("job-1")]
+
+
+def test_the_last_state_of_a_pod_that_is_gone_is_kept_while_its_attempt_is_judged(store: Store):
+    store.put(child(2))
+    store.put(pod(3))
+    store.remove(last_state(4, "Failed"))
+    assert seen_of(store) == [("Failed", True)]
+    store.put(child(5, uid="child-2", attempt="2"))
+    store.remove(child(6, uid="child-2", attempt="2"))
+    assert seen_of(store) == [("Failed", True)]
+    store.remove(child(7))
+    assert seen_of(store) == []
+
+
+def test_a_pod_that_a_list_does_not_name_any_more_is_kept_as_it_was_seen_last(store: Store):
+    store.put(child(2))
+    store.put(pod(3))
+    store.replace_all("Pod", [], version=9)
+    assert seen_of(store) == [("Running", True)]
+
+
+@pytest.mark.parametrize(
+    ("before", "phase"),
+    [([pod(3)], "Failed"), ([child(2, attempt="2"), pod(3)], "Failed"), ([child(2), pod(3)], "Pending")],
+    ids=["of no attempt", "of another attempt", "that never ran"],
+)
+def test_a_pod_that_has_no_say_is_not_kept(store: Store, before: list[dict[str, Any]], phase: str):
+    for raw in before:
+        store.put(raw)
+    store.remove(last_state(4, phase))
+    assert seen_of(store) == []

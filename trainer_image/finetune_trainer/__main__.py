@@ -22,12 +22,13 @@ from finetune_contract.job import TrainerJob
 from finetune_contract.layout import EXIT_OK, FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
 from finetune_trainer import runs
-from finetune_trainer.console import settle_console
+from finetune_trainer.console import quiet_libraries, settle_console
 from finetune_trainer.distributed import ProcessWorld, current, disconnect
 from finetune_trainer.failures import StageError, chain, classify
 from finetune_trainer.jobs import read_job
 from finetune_trainer.outcome import report_path, write_report
 from finetune_trainer.progress import progress_for
+from finetune_trainer.stacks import as_rank, with_stacks
 from finetune_trainer.stages import STAGES, StageInput, StageResult
 from finetune_trainer.training.interruption import Interruption
 
@@ -62,11 +63,10 @@ def run(argv: Sequence[str]) -> int:
     except StageError as error:
         return _fail(error, arguments, ProcessWorld(), "unknown", time.monotonic())
     settle_console(world.rank)
-    if arguments.stage == "facts":
-        return _print_facts(arguments, world)
-    if arguments.stage == "report":
-        return _write_html(arguments, world)
-    return _run_stage(arguments, world)
+    if arguments.stage in ("facts", "report"):
+        quiet_libraries()
+        return (_print_facts if arguments.stage == "facts" else _write_html)(arguments, world)
+    return as_rank(world.rank, world.size, lambda: _run_stage(arguments, world))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -85,12 +85,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
     started = time.monotonic()
     stage, name = Stage(arguments.stage), arguments.job.stem
-    progress = progress_for(stage, world.rank)
+    progress = with_stacks(progress_for(stage, world.rank), world.rank)
     interruption = Interruption()
     try:
         interruption.install()
         job = read_job(arguments.job)
         name = job.name
+        if stage is not Stage.TRAIN or job.script is None:
+            quiet_libraries()
         paths = JobPaths.of(arguments.workspace, job.name)
         given = runs.Given.of(job, arguments.deepspeed)
         runs.claim(paths, stage, job)
@@ -107,7 +109,7 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
             if stage is runs.last_stage(job):
                 _leave_pages(job, paths)
             runs.mark_complete(paths, stage, given, report)
-        if stage is Stage.TRAIN:
+        if stage is Stage.TRAIN and job.script is None:
             disconnect()
     except BaseException as error:
         progress.close()
@@ -137,6 +139,7 @@ def _success(result: StageResult, job: TrainerJob, stage: Stage, world: ProcessW
         metrics=dict(result.metrics),
         artifacts=dict(result.artifacts),
         fingerprint=result.fingerprint,
+        model_revision=result.model_revision,
         measured=result.measured,
         seconds=time.monotonic() - started,
     )

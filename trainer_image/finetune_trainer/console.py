@@ -24,9 +24,7 @@ _CHATTY = (
 
 
 def settle_console(rank: int) -> None:
-    """Sets up logging of this process; to be called before the heavy imports, because some libraries log while
-    imported.
-    """
+    """Sets up logging of this process."""
     handler = logging.StreamHandler(sys.stderr)
     prefix = "" if rank == 0 else f"rank {rank}: "
     handler.setFormatter(logging.Formatter(prefix + "%(asctime)s %(message)s", datefmt="%H:%M:%S"))
@@ -36,6 +34,12 @@ def settle_console(rank: int) -> None:
     logging.getLogger("finetune_trainer").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     for name in _CHATTY:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def quiet_libraries() -> None:
+    """To be called before the heavy imports, because some libraries log while imported. Not for a user's own program:
+    what that prints is its author's to say.
+    """
     # Read by torch, transformers, datasets and the Hub client when they are imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

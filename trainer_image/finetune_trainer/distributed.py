@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import Literal, TypeAlias
 
 from finetune_contract.choices import Device, StrategyName
-from finetune_contract.job import Training
+from finetune_contract.job import World
 from finetune_contract.layout import FailureClass
 from finetune_trainer.allocator import keep_freed_memory
 from finetune_trainer.failures import StageError
@@ -97,16 +97,15 @@ def _from_variables(
     return ProcessWorld(rank, size, number(names[2], rank), number(names[3], size), launcher)
 
 
-def check_world(world: ProcessWorld, training: Training) -> None:
+def check_world(world: ProcessWorld, planned: World, data_parallel: int) -> None:
     """StageError WORLD_SIZE when the processes that run are not those that the plan counts on."""
-    planned = training.world
-    if world.size == planned.size == training.batch.data_parallel:
+    if world.size == planned.size == data_parallel:
         return
     raise StageError(
         FailureClass.WORLD_SIZE,
         "WorldSizeMismatch",
         f"{world.size} processes run (told by {world.launcher}), the plan counts on {planned.size} "
-        f"({planned.nodes} nodes x {planned.processes_per_node}), {training.batch.data_parallel} data-parallel.",
+        f"({planned.nodes} nodes x {planned.processes_per_node}), {data_parallel} data-parallel.",
         "Check the launcher's process count and its host file: mpirun without one starts on a single node.",
     )
 
@@ -131,6 +130,11 @@ def settle_environment(
         for name in _FIVE:
             environment.pop(name, None)
         return
+    settle_rank(environment, world)
+
+
+def settle_rank(environment: MutableMapping[str, str], world: ProcessWorld) -> None:
+    """Sets torchrun's variables, whatever started this process."""
     address, port = _rendezvous(environment, world)
     settled = (world.rank, world.size, world.local_rank, world.local_size, address, port)
     environment.update({name: str(value) for name, value in zip(_FIVE, settled, strict=True)})
@@ -174,8 +178,10 @@ def connect(world: ProcessWorld, device: Device, threads: int, strategy: Strateg
                 FailureClass.STRATEGY_NOT_IN_EFFECT,
                 "DeviceMissing",
                 f"The plan trains on GPUs; process {world.rank} has local rank {world.local_rank} and sees "
-                f"{torch.cuda.device_count()} of them.",
-                "Ask for as many GPUs as processes per node, and check the driver.",
+                f"{torch.cuda.device_count()} of them. Its torch is {torch.__version__}, built "
+                f"{'without CUDA' if torch.version.cuda is None else f'for CUDA {torch.version.cuda}'}.",
+                "Ask for as many GPUs as processes per node, use an image that is built with CUDA, and check the "
+                "node's driver.",
             )
         torch.cuda.set_device(world.local_rank)
     if strategy != "single":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 
-from finetune_contract.facts import DeviceFacts, HardwareFacts, ModelFacts, TrainerFacts
+from finetune_contract.facts import DeviceFacts, HardwareFacts, LinearWidths, ModelFacts, TrainerFacts
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
@@ -41,6 +41,8 @@ def model_facts(job: TrainerJob) -> ModelFacts:
     import torch
     from torch import nn
 
+    from finetune_trainer.adapters import head_parameters
+
     config = load_config(job)
     with torch.device("meta"):
         model = task_module(job.task).empty_model(config, _head_labels(job, config))
@@ -68,7 +70,22 @@ def model_facts(job: TrainerJob) -> ModelFacts:
         max_positions=position_limit(config),
         tied_embeddings=cast(Any, model).get_output_embeddings() is not None and bool(config.tie_word_embeddings),
         parameter_bytes=stored_bytes(name) or parameters * element_bytes,
+        head_parameters=head_parameters(model),
+        linear_layers=_linear_layers(model),
     )
+
+
+def _linear_layers(model: nn.Module) -> dict[str, LinearWidths]:
+    widths: dict[str, LinearWidths] = {}
+    from finetune_trainer.adapters import block_linears
+
+    for each in block_linears(model):
+        before = widths.get(each.short)
+        widths[each.short] = LinearWidths(
+            inputs=each.inputs + (before.inputs if before else 0),
+            outputs=each.outputs + (before.outputs if before else 0),
+        )
+    return widths
 
 
 def _head_labels(job: TrainerJob, config: PretrainedConfig) -> int:

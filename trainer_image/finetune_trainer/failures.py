@@ -62,6 +62,18 @@ def classify(error: BaseException) -> FailureReport:
     )
 
 
+def classify_words(kind: str, text: str) -> FailureClass:
+    """What an exception of another program means, of which only the type's name and the message are known."""
+    low = text.lower()
+    if kind in ("MemoryError", "OutOfMemoryError") or any(mark in low for mark in _MEMORY_MARKS):
+        return FailureClass.OUT_OF_MEMORY
+    if "no space left on device" in low or "disk quota exceeded" in low:
+        return FailureClass.STORAGE_FULL
+    if kind in _COLLECTIVE_ERRORS or (kind == "RuntimeError" and any(mark in low for mark in _COLLECTIVE_MARKS)):
+        return FailureClass.COLLECTIVE
+    return FailureClass.PROGRAM
+
+
 def _known(error: BaseException) -> FailureReport | None:
     text = str(error).lower()
     if isinstance(error, StageError):

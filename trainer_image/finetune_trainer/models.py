@@ -42,6 +42,8 @@ _POSITIONS_AFTER_PADDING = frozenset(
         "xmod",
     }
 )
+_REFUSED = (401, 403)
+"""HTTP statuses that the same token would meet again."""
 _WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -77,6 +79,23 @@ def resolve_model(
             "Leave model.revision out, or use hf://.",
         )
     return str(path), {"trust_remote_code": trust_remote_code, "local_files_only": True}
+
+
+def pinned(job: TrainerJob) -> tuple[TrainerJob, str | None]:
+    """The job with the commit that its Hub model is at now in place of a branch or tag, and that commit.
+
+    A branch may move while a job runs; a commit does not, and is taken from the cache without asking the Hub. Unchanged
+    for a model elsewhere and when the Hub does not tell: loading says what is wrong.
+    """
+    if Uri.parse(job.model.uri, _FIELD).scheme != "hf":
+        return job, None
+    from transformers.utils.hub import resolve_revision
+
+    name, kwargs = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
+    commit: str | None = getattr(resolve_revision(name, kwargs["revision"]), "resolved", None)
+    if commit is None:
+        return job, None
+    return job.model_copy(update={"model": job.model.model_copy(update={"revision": commit})}), commit
 
 
 def _check_folder(path: Path, uri: str) -> None:
@@ -259,6 +278,13 @@ def hub_error(
         )
     if found(errors.EntryNotFoundError) and not found(errors.LocalEntryNotFoundError):
         return None  # The repository answers; it only lacks a file.
+    if any(isinstance(each, errors.HfHubHTTPError) and each.response.status_code in _REFUSED for each in links):
+        return StageError(
+            missing_class,
+            "TokenRefused",
+            f"{field} is {uri!r}, and the Hub does not take the token that was sent.",
+            "Put a token that is valid and may read it into the Secret that secrets.hubToken names.",
+        )
     # The HTTP library below huggingface_hub differs between its versions; HfHubHTTPError shares
     # a base with all errors of it.
     http_error = errors.HfHubHTTPError.__mro__[1]

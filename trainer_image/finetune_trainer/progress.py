@@ -72,13 +72,16 @@ class Throttle:
         self._clock = clock
         self._told_at: float | None = None
         self._held: Progress | None = None
+        self._told_last = False
+        """Several updates may be of the last step: an evaluation follows it."""
 
     def tell(self, progress: Progress) -> None:
-        """Tells it now when the interval is over or it is the last one, else keeps it until the next or the close."""
+        """Tells it when the interval is over or the last step is done, else keeps it until the next or the close."""
         now = self._clock()
         due = self._told_at is None or now - self._told_at >= self._outlet.interval_seconds
-        if due or progress.step == progress.total_steps:
+        if due or (progress.step == progress.total_steps and not self._told_last):
             self._told_at, self._held = now, None
+            self._told_last = progress.step == progress.total_steps
             self._outlet.tell(progress)
         else:
             self._held = progress

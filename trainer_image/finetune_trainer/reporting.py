@@ -20,12 +20,12 @@ import jinja2
 import yaml
 
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import TrainerJob
+from finetune_contract.job import Adapter, TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_trainer.data.prepared import FACTS_FILE
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import write_atomically
 from finetune_trainer.training.history import History
+from finetune_trainer.uris import public_uri
 
 SAMPLES_FILE = "samples.json"
 """Some evaluated rows with their predictions, below the job's folder."""
@@ -124,23 +124,19 @@ def write_model_card(paths: JobPaths, job: TrainerJob, facts: DataFacts, metrics
         .render(
             front_matter=yaml.safe_dump(_front_matter(job, scores, evaluated), sort_keys=False, allow_unicode=True),
             job=job,
+            adapter=job.training.adapter if job.training else None,
             facts=facts,
             scores=scores,
             evaluated=evaluated,
             majority=metrics.get("majority", {}),
-            model=_public(job.model.uri),
-            data=_public(job.dataset.uri) if job.dataset else None,
+            model=public_uri(job.model.uri),
+            data=public_uri(job.dataset.uri) if job.dataset else None,
             folder=repr(f"{job.name}/{paths.model.name}"),
             pair=bool(job.dataset and job.dataset.columns.text_pair),
             settings=_training_settings(job),
         )
     )
     write_atomically(paths.model / "README.md", text)
-
-
-def _public(uri: str) -> str:
-    """The URI, or the last part of a local path: a card travels, and folders of this machine do not belong in it."""
-    return uri.rstrip("/").rpartition("/")[2] if uri.startswith("file://") else uri
 
 
 def _front_matter(job: TrainerJob, scores: Mapping[str, float], evaluated: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +150,7 @@ def _front_matter(job: TrainerJob, scores: Mapping[str, float], evaluated: Mappi
     if scores:
         front["metrics"] = list(scores)
         results = [{"type": name, "value": round(value, 6)} for name, value in scores.items()]
-        public = _public(dataset).partition("://")[2] or _public(dataset)
+        public = public_uri(dataset).partition("://")[2] or public_uri(dataset)
         data = {"name": public.rpartition("/")[2], "type": public, "split": evaluated.get("split")}
         front["model-index"] = [
             {"name": job.name, "results": [{"task": {"type": job.task}, "dataset": data, "metrics": results}]}
@@ -165,11 +161,19 @@ def _front_matter(job: TrainerJob, scores: Mapping[str, float], evaluated: Mappi
 def _training_settings(job: TrainerJob) -> dict[str, str]:
     """Name -> value of what was trained with, in words for people."""
     training = job.training
+    if job.script is not None:
+        script, world = job.script, job.script.world
+        return {
+            "Program": f"{script.entry_point} of {script.url} at {script.ref}",
+            "Arguments": shlex.join(script.arguments) or "none",
+            "Processes": f"{world.size} on {world.device}",
+        }
     if training is None:
         return {}
     batch, strategy = training.batch, training.strategy
     stage = f", ZeRO stage {strategy.zero_stage}" if strategy.zero_stage is not None else ""
     offload = f", optimizer offloaded to {strategy.offload_optimizer}" if strategy.offload_optimizer != "none" else ""
+    adapter = {} if training.adapter is None else {"Adapter": _adapter_words(training.adapter)}
     arithmetic = f"{batch.micro_batch_size} x {batch.gradient_accumulation} accumulation x {batch.data_parallel} ranks"
     return {
         "Strategy": f"{strategy.name}{stage}{offload}",
@@ -177,6 +181,7 @@ def _training_settings(job: TrainerJob) -> dict[str, str]:
         "Precision": training.precision,
         "Global batch": f"{batch.global_batch_size} = micro-batch {arithmetic}",
         "Optimizer steps": f"{training.max_steps} ({training.max_steps / training.steps_per_epoch:.2f} epochs)",
+        **adapter,
         "Optimizer": training.optimizer,
         "Learning rate": f"{training.learning_rate:g}",
         "Schedule": f"{training.scheduler}, {training.warmup_steps} warm-up steps",
@@ -187,6 +192,11 @@ def _training_settings(job: TrainerJob) -> dict[str, str]:
         "Seed": str(training.seed),
         **{f"arguments.{name}": json.dumps(value, ensure_ascii=False) for name, value in training.arguments.items()},
     }
+
+
+def _adapter_words(adapter: Adapter) -> str:
+    layers = ", ".join(adapter.target_modules or ("all linear layers of the blocks",))
+    return f"{adapter.method}, rank {adapter.rank}, alpha {adapter.alpha:g}, dropout {adapter.dropout:g}, on {layers}"
 
 
 # ----------------------------------------------------------------------------------------------------------- report
@@ -200,6 +210,8 @@ def write_pages(job: TrainerJob, paths: JobPaths) -> None:
 
 def write_report(job: TrainerJob, plan_json: Mapping[str, Any] | None, paths: JobPaths) -> None:
     """Writes report.html from what the stages left in the job's folder; what no stage has written is left out."""
+    from finetune_trainer.data.prepared import FACTS_FILE  # with pyarrow, which nothing else here needs
+
     metrics = _read_json(paths.metrics) or {}
     plan = plan_json or {}
     facts = DataFacts.model_validate(found) if (found := _read_json(paths.prepared / FACTS_FILE)) else None

@@ -54,7 +54,7 @@ def last_stage(job: TrainerJob) -> Stage:
         return Stage.PREDICT
     if job.evaluation is not None:
         return Stage.EVALUATE
-    return Stage.PREPARE if job.training is None else Stage.TRAIN
+    return Stage.TRAIN if job.trains else Stage.PREPARE
 
 
 # ------------------------------------------------------------------------------------------------- whose folder it is

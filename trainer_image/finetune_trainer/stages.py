@@ -4,20 +4,23 @@ before.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import TrainerJob
+from finetune_contract.job import Script, TrainerJob
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import MeasuredFacts
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.training.interruption import Interruption
+
+log = logging.getLogger(__name__)
 
 _HISTOGRAM_BUCKETS = 32
 """Of 512 tokens every second one of the prepared data's: four splits of them take half of a report."""
@@ -43,15 +46,53 @@ class StageResult:
     artifacts: Mapping[str, str]
     fingerprint: str | None = None
     measured: MeasuredFacts | None = None
+    model_revision: str | None = None
 
 
 def _prepare(given: StageInput) -> StageResult:
+    from finetune_trainer.models import pinned
+
+    job, commit = pinned(given.job)
+    given = replace(given, job=job)
+    made = _prepare_rows(given) if job.script is None else _prepare_script(given, job.script)
+    return replace(made, model_revision=commit)
+
+
+def _prepare_rows(given: StageInput) -> StageResult:
     from finetune_trainer.data.prepare import prepare
 
     facts = prepare(given.job, given.paths, given.progress)
     rows = {role: split.rows for role, split in facts.splits.items()}
     measured = _measured(given.job, facts) if given.job.run is not None else None
     return StageResult({"rows": rows}, {"prepared": given.paths.prepared.name}, facts.fingerprint, measured)
+
+
+def _prepare_script(given: StageInput, script: Script) -> StageResult:
+    """The program is fetched; what it reads has to be there. Rows to evaluate are prepared for the model that it will
+    have saved, with that model's tokenizer.
+    """
+    from finetune_trainer.scripts.code import fetch_code
+    from finetune_trainer.scripts.inputs import check_inputs
+
+    given.progress.update(0, 2)
+    program = fetch_code(script, given.paths)
+    given.progress.update(1, 2)
+    check_inputs(given.job)
+    given.progress.update(2, 2)
+    told = {"code": given.paths.code.name, "script": f"{script.url}@{program.commit}"}
+    measured = _shape_if_known(given.job) if given.job.run is not None else None
+    return StageResult({"commit": program.commit}, told, measured=measured)
+
+
+def _shape_if_known(job: TrainerJob) -> MeasuredFacts | None:
+    """The model's size, by which pods ask for memory. A program may train what the task's own classes do not know."""
+    from finetune_trainer.facts import model_facts
+
+    try:
+        return MeasuredFacts(model=model_facts(job))
+    except Exception as error:
+        log.warning("The model's size is not known, and is left to assumptions: %s", error)
+        return None
 
 
 def _measured(job: TrainerJob, data: DataFacts) -> MeasuredFacts:
@@ -65,10 +106,12 @@ def _train(given: StageInput) -> StageResult:
     from finetune_trainer.distributed import check_world, connect, settle_environment
     from finetune_trainer.training.arguments import refuse_bad_arguments
 
+    if given.job.script is not None:
+        return _run_script(given, given.job.script)
     training = given.job.training
     if training is not None:
         # All that can be refused is refused before seconds go into imports and the model.
-        check_world(given.world, training)
+        check_world(given.world, training.world, training.batch.data_parallel)
         refuse_bad_arguments(training)
         device, threads, strategy = training.world.device, training.world.threads_per_process, training.strategy.name
         settle_environment(os.environ, given.world, device=device, threads=threads, strategy=strategy)
@@ -87,16 +130,41 @@ def _train(given: StageInput) -> StageResult:
     return StageResult(outcome.metrics, outcome.artifacts, outcome.fingerprint)
 
 
+def _run_script(given: StageInput, script: Script) -> StageResult:
+    from finetune_trainer.distributed import check_world
+    from finetune_trainer.scripts.program import run_program
+
+    check_world(given.world, script.world, script.world.size)
+    result = run_program(given.job, script, given.paths, given.progress, given.world)
+    return StageResult(result.metrics, result.artifacts)
+
+
 def _evaluate(given: StageInput) -> StageResult:
     from finetune_trainer.inference.evaluate import evaluate
 
-    return StageResult(evaluate(given.job, given.paths, given.progress), {"metrics": given.paths.metrics.name})
+    job = _inference_job(given)
+    return StageResult(evaluate(job, given.paths, given.progress), {"metrics": given.paths.metrics.name})
 
 
 def _predict(given: StageInput) -> StageResult:
     from finetune_trainer.inference.predict import predict
 
-    return StageResult(predict(given.job, given.paths, given.progress), {})
+    return StageResult(predict(_inference_job(given), given.paths, given.progress), {})
+
+
+def _inference_job(given: StageInput) -> TrainerJob:
+    """The job as inference sees it. The model of a user's own program is one that is there already; its rows are
+    prepared now, as its tokenizer and its labels are not known earlier.
+    """
+    if given.job.script is None:
+        return given.job
+    from finetune_trainer.data.prepare import prepare
+    from finetune_trainer.progress import NoProgress
+    from finetune_trainer.scripts.trained import job_of_trained_model
+
+    job = job_of_trained_model(given.job, given.paths)
+    prepare(job, given.paths, NoProgress())
+    return job
 
 
 STAGES: Mapping[Stage, Callable[[StageInput], StageResult]] = {

@@ -65,3 +65,8 @@ def package_path(uri: Uri, field: str, failure_class: FailureClass, reason: str)
             "Name a folder inside the package.",
         )
     return Path(next(iter(spec.submodule_search_locations))) / inner
+
+
+def public_uri(uri: str) -> str:
+    """The URI, or the last part of a local path: results travel, and folders of this machine do not belong in them."""
+    return uri.rstrip("/").rpartition("/")[2] if uri.startswith("file://") else uri

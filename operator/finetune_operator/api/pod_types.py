@@ -259,11 +259,17 @@ class VolumeMount(SpecModel):
 class Toleration(SpecModel):
     """A taint that the pod bears."""
 
-    key: str | None = None
-    operator: Literal["Exists", "Equal"] = "Equal"
-    value: str | None = None
-    effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    toleration_seconds: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
+    key: str | None = Field(default=None, description="The taint's key. Left out, with operator Exists: any.")
+    operator: Literal["Exists", "Equal"] = Field(
+        default="Equal", description="Whether the key is enough, or the value counts too. Default Equal."
+    )
+    value: str | None = Field(default=None, description="The taint's value, for Equal. Left out: the empty one.")
+    effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
+        default=None, description="The taint's effect. Left out: any."
+    )
+    toleration_seconds: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = Field(
+        default=None, description="How long a NoExecute taint is borne, in seconds. Left out: for ever."
+    )
 
 
 class NodeRequirement(SpecModel):

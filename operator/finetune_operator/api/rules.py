@@ -8,15 +8,24 @@ its place is in `schema`.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import JsonValue
+from pydantic.alias_generators import to_snake
 
 from finetune_contract.choices import Task
-from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, CheckpointEverySpec, FineTuneJobSpec
+from finetune_operator.api.shapes import Number, Shape, find, spec_shape
+from finetune_operator.api.types import (
+    DNS_SUBDOMAIN_PATTERN,
+    AdapterSpec,
+    CheckpointEverySpec,
+    FineTuneJobSpec,
+    ScriptSpec,
+)
 
 Holds = Callable[[FineTuneJobSpec], bool]
 
@@ -215,6 +224,86 @@ def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | N
     )
 
 
+_LOOP_ONLY = (
+    *("training.epochs", "training.maxSteps", "training.globalBatchSize", "training.microBatchSize"),
+    *("training.learningRate", "training.scheduler", "training.warmupSteps", "training.weightDecay"),
+    *("training.maxGradNorm", "training.optimizer", "training.seed", "training.labelSmoothing"),
+    *("training.earlyStopping", "training.precision", "training.arguments"),
+    *("parallelism.strategy", "parallelism.zeroStage", "parallelism.offload.activations", "parallelism.tensor"),
+    *("parallelism.pipeline.degree", "parallelism.pipeline.microBatches", "parallelism.pipeline.schedule"),
+    *("parallelism.sequence", "parallelism.activationCheckpointing", "parallelism.placement"),
+    *("checkpoints.every", "checkpoints.keep", "checkpoints.onPreemption", "checkpoints.uri"),
+    "model.adapter.method",
+)
+"""What the built-in loop alone obeys: beside a script these would be accepted and ignored. What needs one of them is
+refused by a rule of its own.
+"""
+_INFERENCE_ONLY = ("preparation.maxLength", "preparation.workers")
+"""Beside a script, what says something about the rows of evaluate and predict only."""
+
+
+def _script_rule(path: str, *, inference: bool = False) -> Rule:
+    """A field that is left at its default beside a script (`inference`: unless rows are evaluated or predicted)."""
+    parts = path.split(".")
+    shape = find(spec_shape(), parts)
+    assert shape is not None, path
+    default = shape.default
+
+    def holds(spec: FineTuneJobSpec) -> bool:
+        if spec.training is None or spec.training.script is None:
+            return True
+        if inference and (spec.evaluation is not None or spec.predict is not None):
+            return True
+        value: object = spec
+        for part in parts:
+            value = getattr(value, to_snake(part))
+        return value == default
+
+    free = "!has(self.training) || !has(self.training.script)"
+    free += " || has(self.evaluation) || has(self.predict)" if inference else ""
+    kept = f"!has(self.{path})" if default is None else f"self.{path} == {_cel(shape)}"
+    goes_on = path.startswith("training.")
+    text = "is what the built-in loop obeys, and spec.training.script takes its place"
+    return Rule(
+        name=f"script-ignores-{path}",
+        path=path,
+        # Objects without declared fields, and fields of no fixed type, are beyond CEL.
+        cel=None if path in ("training.arguments", "checkpoints.every") else f"{free} || {kept}",
+        holds=holds,
+        text=f"{text}, with nothing to evaluate or predict" if inference else text,
+        way_out="leave it out" + (", or give it to the program by training.script.hyperparameters" * goes_on),
+        reads=(path, "training.script", *(("evaluation", "predict") if inference else ())),
+    )
+
+
+def _cel(shape: Shape) -> str:
+    """A field's default as CEL writes it: 0 is no value of a number that may have a fraction."""
+    value = shape.default
+    if isinstance(shape.body, Number) and not shape.body.integer and isinstance(value, int):
+        value = float(value)
+    return f"'{value}'" if isinstance(value, str) else json.dumps(value)
+
+
+def _stays_inside(path: str, read: Callable[[ScriptSpec], str | None]) -> Rule:
+    """A path below the repository."""
+
+    def holds(spec: FineTuneJobSpec) -> bool:
+        script = None if spec.training is None else spec.training.script
+        return script is None or ".." not in (read(script) or "").split("/")
+
+    given = "".join(
+        f" && has(self.{each})" for each in ("training.script", *((path,) if path.endswith("path") else ()))
+    )
+    return Rule(
+        name=f"{path}-stays-inside",
+        path=path,
+        cel=f"!(has(self.training){given}) || !self.{path}.matches('(^|/)[.][.](/|$)')",
+        holds=holds,
+        text="may not lead out of the repository",
+        way_out="write it without ..",
+    )
+
+
 _CLAIM_PATTERN = rf"^pvc://{DNS_SUBDOMAIN_PATTERN.strip('^$')}(/.*)?$".replace("\\", "\\\\")
 """As it stands in a CEL text, where a backslash is written twice."""
 _LEADS_OUT = "/[.][.](/|$)"
@@ -240,6 +329,7 @@ _WORLD_FIELDS = (
 _WORLD_UNKNOWN = "has(self.resources.elastic) || type(self.resources.processesPerNode) != int"
 _MODEL = "(self.parallelism.tensor * self.parallelism.pipeline.degree * self.parallelism.sequence)"
 _MICRO = "self.training.microBatchSize"
+_NO_ADAPTER = AdapterSpec()
 _NO_LOOP = "!has(self.training) || has(self.training.script)"
 
 RULES: tuple[Rule, ...] = (
@@ -276,6 +366,35 @@ RULES: tuple[Rule, ...] = (
         "set spec.predict.dataset.uri or spec.dataset.uri",
     ),
     Rule(
+        "adapter-is-trained",
+        "model.adapter.method",
+        "self.model.adapter.method == 'none' || has(self.training)",
+        lambda spec: spec.model.adapter.method == "none" or spec.training is not None,
+        "is about the training, and nothing is trained",
+        "leave spec.model.adapter out, or write `training: {}`",
+    ),
+    Rule(
+        "adapter-settings-need-a-method",
+        "model.adapter",
+        f"self.model.adapter.method != 'none' || (self.model.adapter.rank == {_NO_ADAPTER.rank}"
+        f" && self.model.adapter.alpha == {_NO_ADAPTER.alpha} && self.model.adapter.dropout == {_NO_ADAPTER.dropout})",
+        lambda spec: (
+            spec.model.adapter.method != "none"
+            or spec.model.adapter.model_copy(update={"target_modules": "auto"}) == _NO_ADAPTER
+        ),
+        "has a rank, an alpha or a dropout, which say nothing while its method is none",
+        "set spec.model.adapter.method to lora or dora, or leave spec.model.adapter out",
+    ),
+    Rule(
+        "adapter-targets-need-a-method",
+        "model.adapter.targetModules",
+        None,
+        lambda spec: spec.model.adapter.method != "none" or spec.model.adapter.target_modules == "auto",
+        "names layers to adapt, and spec.model.adapter.method is none",
+        "set spec.model.adapter.method to lora or dora, or leave it out",
+        reads=("model.adapter.method", "model.adapter.targetModules"),
+    ),
+    Rule(
         "epochs-or-steps",
         "training.maxSteps",
         "!has(self.training) || !has(self.training.epochs) || !has(self.training.maxSteps)",
@@ -304,16 +423,10 @@ RULES: tuple[Rule, ...] = (
         "has no effect with the scheduler constant",
         "set spec.training.scheduler to constant_with_warmup, or leave spec.training.warmupSteps out",
     ),
-    Rule(
-        "script-has-no-arguments",
-        "training.arguments",
-        # Whether the map is empty is no question that CEL can ask of an object without declared fields.
-        None,
-        lambda spec: spec.training is None or spec.training.script is None or not spec.training.arguments,
-        "reaches the built-in loop only, and spec.training.script replaces that",
-        "move what the program takes to spec.training.script.hyperparameters",
-        reads=("training.arguments", "training.script"),
-    ),
+    *(_script_rule(path) for path in _LOOP_ONLY),
+    *(_script_rule(path, inference=True) for path in _INFERENCE_ONLY),
+    _stays_inside("training.script.git.path", lambda script: script.git.path),
+    _stays_inside("training.script.entryPoint", lambda script: script.entry_point),
     Rule(
         "zero-stage-needs-deepspeed",
         "parallelism.zeroStage",
@@ -442,6 +555,38 @@ RULES: tuple[Rule, ...] = (
         "leave one of them, or write auto",
         reads=("checkpoints.every",),
         schema={"maxProperties": 1},
+    ),
+    Rule(
+        "spot-is-enabled",
+        "spot.enabled",
+        "self.spot.enabled || (!has(self.spot.maxRunSeconds) && !has(self.spot.maxWaitSeconds)"
+        " && !self.spot.fallbackToOnDemand)",
+        lambda spec: (
+            spec.spot.enabled
+            or (
+                spec.spot.max_run_seconds is None
+                and spec.spot.max_wait_seconds is None
+                and not spec.spot.fallback_to_on_demand
+            )
+        ),
+        "has to be true beside other fields of spec.spot, which say nothing without it",
+        "set it to true, or leave spec.spot out",
+    ),
+    Rule(
+        "spot-is-for-training",
+        "spot.enabled",
+        "!self.spot.enabled || has(self.training)",
+        lambda spec: not spec.spot.enabled or spec.training is not None,
+        "is about the training, and nothing is trained",
+        "leave spec.spot out, or add spec.training",
+    ),
+    Rule(
+        "spot-resumes",
+        "checkpoints.resume",
+        "!self.spot.enabled || self.checkpoints.resume == 'auto'",
+        lambda spec: not spec.spot.enabled or spec.checkpoints.resume == "auto",
+        "never would begin the training anew each time a spot node is taken away",
+        "set it to auto, or leave spec.spot out",
     ),
     Rule(
         "spot-wait-covers-run",

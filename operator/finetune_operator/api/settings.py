@@ -10,6 +10,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import Field, StringConstraints
 
+from finetune_operator.api.network_types import EgressRule, Port
+from finetune_operator.api.pod_types import Toleration
 from finetune_operator.api.types import (
     CURRENCY_PATTERN,
     HTTPS_PATTERN,
@@ -94,6 +96,11 @@ class Limits(SpecModel):
     unschedulable_seconds: Count | None = Field(
         default=None, description="Until a job whose pods find no node has failed. Left out: it waits, and says so."
     )
+    progress_seconds: NonNegative = Field(
+        default=1800,
+        description="Until an attempt that has reported progress and shows none any more is stopped and starts again, "
+        "for jobs without runPolicy.progressDeadlineSeconds. 0: never. Default 1800.",
+    )
     restart_delay_seconds: Annotated[float, Field(ge=0, le=3600)] = Field(
         default=10, description="Delay before the first restart; it doubles with each failure in a row. Default 10."
     )
@@ -116,6 +123,58 @@ class Progress(SpecModel):
     )
 
 
+class Network(SpecModel):
+    """What the pods of jobs may reach: each job gets a NetworkPolicy of its own."""
+
+    enabled: bool = Field(default=True, description="Whether jobs get one. Default true.")
+    egress_ports: Annotated[tuple[Port, ...], Field(max_length=64)] = Field(
+        default=(443,),
+        description="TCP ports at which pods reach any address, for the Hub, object stores and proxies. Default 443.",
+    )
+    extra_egress: Annotated[tuple[EgressRule, ...], Field(max_length=64)] = Field(
+        default=(),
+        description="Further rules as Kubernetes' NetworkPolicy has them, e.g. an object store in the cluster. Left "
+        "out: none.",
+    )
+
+
+SPOT_NODES: tuple[dict[str, str], ...] = (
+    {"eks.amazonaws.com/capacityType": "SPOT"},
+    {"karpenter.sh/capacity-type": "spot"},
+    {"cloud.google.com/gke-spot": "true"},
+    {"kubernetes.azure.com/scalesetpriority": "spot"},
+)
+"""As EKS' managed node groups, Karpenter (also in EKS' Auto Mode and AKS' node auto-provisioning), GKE and AKS label
+them by themselves.
+"""
+SPOT_TOLERATIONS = (
+    Toleration(key="cloud.google.com/gke-spot", operator="Equal", value="true", effect="NoSchedule"),
+    Toleration(key="kubernetes.azure.com/scalesetpriority", operator="Equal", value="spot", effect="NoSchedule"),
+)
+"""For the taints that GKE (Autopilot and auto-provisioned pools) and AKS put on them; EKS and Karpenter put none."""
+
+
+class Spot(SpecModel):
+    """Which nodes are spot nodes, and how patient jobs with spec.spot are."""
+
+    nodes: Annotated[
+        tuple[Annotated[dict[str, str], Field(max_length=16)], ...], Field(min_length=1, max_length=16)
+    ] = Field(
+        default=SPOT_NODES,
+        description="Labels of spot nodes: a node that has all labels of one of the items is one. Default: as EKS, "
+        "Karpenter, GKE and AKS label theirs.",
+    )
+    tolerations: Annotated[tuple[Toleration, ...], Field(max_length=16)] = Field(
+        default=SPOT_TOLERATIONS,
+        description="Taints of spot nodes that pods bear. Default: those of GKE and AKS.",
+    )
+    fallback_after_seconds: Count = Field(
+        default=600,
+        description="How long a pod waits for a spot node until the training of a job with fallbackToOnDemand goes to "
+        "any node. Default 600.",
+    )
+
+
 class Settings(SpecModel):
     """Settings of one installation."""
 
@@ -125,6 +184,8 @@ class Settings(SpecModel):
     defaults: Defaults = Field(default=Defaults(), description="What a job gets that does not say otherwise.")
     limits: Limits = Field(default=Limits(), description="How long the operator waits.")
     progress: Progress = Field(default=Progress(), description="How pods report progress.")
+    spot: Spot = Field(default=Spot(), description="Spot nodes.")
+    network_policy: Network = Field(default=Network(), description="What the pods of jobs may reach.")
 
     schemes: tuple[Scheme, ...] = Field(default=CLUSTER_SCHEMES, description="URI schemes that jobs may use.")
     git_hosts: tuple[str, ...] = Field(

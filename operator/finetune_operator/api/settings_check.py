@@ -7,14 +7,18 @@ that does not allow what the defaults need, or a price that is there twice is re
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
+import ipaddress
+from collections.abc import Callable, Iterator
 
 from pydantic import JsonValue
 
 from finetune_operator.api.fields import Path, Read, read_fields, without_nulls
+from finetune_operator.api.network_types import Peer
 from finetune_operator.api.problems import Problem, describe_value, format_path
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.shapes import shape_of
+from finetune_operator.api.syntax import label_problems
+from finetune_operator.api.template import toleration_problems
 
 
 def check_settings(value: JsonValue) -> tuple[Settings | None, list[Problem]]:
@@ -50,6 +54,10 @@ def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
             "limits.restartDelaySeconds", describe_value(first),
             f"cannot be above limits.restartDelayMostSeconds, {most:g}", "exchange the two, or raise the other",
         )  # fmt: skip
+    yield from _spot(settings, whole)
+    for number, rule in enumerate(settings.network_policy.extra_egress):
+        for place, peer in enumerate(rule.to):
+            yield from _peer(("networkPolicy", "extraEgress", number, "to", place), peer)
     for name, keys, what in (
         ("namespaces", settings.namespaces, "a namespace"),
         ("schemes", settings.schemes, "a scheme"),
@@ -58,6 +66,40 @@ def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
     ):
         if whole(tuple(name.split("."))):
             yield from _twice(tuple(name.split(".")), keys, what)
+
+
+def _spot(settings: Settings, whole: Callable[[Path], bool]) -> Iterator[Problem]:
+    """Labels and tolerations that no API server would take: each spot job would be refused when it trains."""
+    for index, labels in enumerate(settings.spot.nodes if whole(("spot", "nodes")) else ()):
+        if not labels:
+            yield Problem(
+                f"spot.nodes[{index}]", None, "is one kind of spot nodes, by its labels", "add a label, or remove it",
+                reason="Required",
+            )  # fmt: skip
+        yield from label_problems(labels, ("spot", "nodes", index), "write the label as kubectl get nodes shows it")
+    for index, toleration in enumerate(settings.spot.tolerations if whole(("spot", "tolerations")) else ()):
+        yield from toleration_problems(toleration, ("spot", "tolerations", index))
+
+
+def _peer(path: Path, peer: Peer) -> Iterator[Problem]:
+    """What the API server refuses of a peer, of every job's policy."""
+    block = peer.ip_block
+    if (block is None) == (peer.namespace_selector is None and peer.pod_selector is None):
+        yield Problem(
+            format_path(path), None, "a peer is either addresses or selectors", "give ipBlock, or selectors",
+        )  # fmt: skip
+    if block is None:
+        return
+    places: list[tuple[Path, str]] = [(("cidr",), block.cidr)]
+    places += [(("except", index), one) for index, one in enumerate(block.excepted)]
+    for place, text in places:
+        try:
+            ipaddress.ip_network(text)
+        except ValueError as error:
+            yield Problem(
+                format_path((*path, "ipBlock", *place)), describe_value(text), f"is no network: {error}",
+                "write it as 10.0.0.0/8",
+            )  # fmt: skip
 
 
 def _twice(path: Path, keys: tuple[object, ...], what: str) -> Iterator[Problem]:

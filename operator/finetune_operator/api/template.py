@@ -137,8 +137,12 @@ def _labels(template: TemplateSpec, path: Path) -> Iterator[Problem]:
 def _toleration(value: JsonValue, path: Path) -> Iterator[Problem]:
     toleration, problems = _read(Toleration, value, path)
     yield from problems
-    if toleration is None or problems:
-        return
+    if toleration is not None and not problems:
+        yield from toleration_problems(toleration, path)
+
+
+def toleration_problems(toleration: Toleration, path: Path) -> Iterator[Problem]:
+    """What does not go together in the toleration at `path`."""
     if toleration.key and not is_label_key(toleration.key):
         yield Problem(format_path((*path, "key")), describe_value(toleration.key), LABEL_KEY_RULE, "change the key")
     if not toleration.key and toleration.operator != "Exists":

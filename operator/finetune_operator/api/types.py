@@ -51,6 +51,10 @@ HTTPS_PATTERN = r"^https://[A-Za-z0-9.-]+(:[0-9]{1,5})?$"
 CURRENCY_PATTERN = r"^[A-Z]{3}$"
 URI_PATTERN = r"^(hf|s3|gs|az|pvc|file|pkg)://.+$"
 
+# What git-check-ref-format leaves, as far as a pattern can say it, without what git takes for an option or a refspec.
+GIT_REF_PATTERN = r"^[^-+/.\s~^:?*\[\\][^\s~^:?*\[\\]*$"
+HYPERPARAMETER_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.-]*$"
+
 PATTERN_WORDS = {
     DNS_SUBDOMAIN_PATTERN: "a name of small letters, digits, - and ., with a letter or digit at its ends",
     DNS_LABEL_PATTERN: "a name of small letters, digits and -, with a letter or digit at its ends",
@@ -61,6 +65,8 @@ PATTERN_WORDS = {
     FOLDER_PATTERN: "a folder below /, such as /mnt/data, without :",
     HTTPS_PATTERN: "https://host or https://host:port, without a path",
     CURRENCY_PATTERN: "a currency's ISO 4217 code, such as USD",
+    GIT_REF_PATTERN: "a branch, tag or commit, without spaces and ~ ^ : ? * [ \\",
+    HYPERPARAMETER_PATTERN: "a name of letters, digits, -, _ and . that does not begin with a digit or -",
     RELATIVE_PATTERN: "a path without / in front and without :",
 }
 """Patterns of the API in words, for messages and documentation."""
@@ -284,19 +290,29 @@ class GitSpec(SpecModel):
     """A user's program in a git repository."""
 
     url: Annotated[str, StringConstraints(pattern=r"^https://.+$", max_length=1024)] = Field(
-        description="HTTPS URL of the repository; its host has to be allowed by the administrator. Required."
+        description="HTTPS URL of the repository; its host has to be allowed by the administrator. It has to be "
+        "readable without a password. Required."
     )
-    ref: Text = Field(default="main", description="Branch, tag or commit. Default main.")
-    path: Text | None = Field(default=None, description="Folder inside the repository. Left out: its root.")
+    ref: Annotated[str, StringConstraints(pattern=GIT_REF_PATTERN, max_length=256)] = Field(
+        default="main",
+        description="Branch, tag or commit (all 40 digits). Default main. Prepare pins it to a commit.",
+    )
+    path: Annotated[str, StringConstraints(pattern=RELATIVE_PATTERN, max_length=256)] | None = Field(
+        default=None, description="Folder inside the repository that the program runs in. Left out: its root."
+    )
 
 
 class ScriptSpec(SpecModel):
     """A user's own training program in place of the built-in loop."""
 
     git: GitSpec = Field(description="Where the program is. Required.")
-    entry_point: Text = Field(default="train.py", description="File to run, relative to git.path. Default train.py.")
+    entry_point: Annotated[str, StringConstraints(pattern=RELATIVE_PATTERN, max_length=256)] = Field(
+        default="train.py", description="File that Python runs, relative to git.path. Default train.py."
+    )
     hyperparameters: Annotated[dict[str, str | int | float | bool], Field(max_length=256)] = Field(
-        default={}, description="Passed as --key value, byte for byte. Left out: none."
+        default={},
+        description="Passed as --key value in the order of the names, byte for byte; booleans as true and false. "
+        "Left out: none.",
     )
 
 
@@ -354,7 +370,11 @@ class TrainingSpec(SpecModel):
         default={},
         description="Any other field of transformers.TrainingArguments, checked by name and type. Left out: none.",
     )
-    script: ScriptSpec | None = Field(default=None, description="A program of your own. Left out: the built-in loop.")
+    script: ScriptSpec | None = Field(
+        default=None,
+        description="A program of your own, to which other fields of training say nothing. Left out: the built-in "
+        "loop.",
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- parallelism
@@ -518,17 +538,25 @@ class CheckpointsSpec(SpecModel):
 
 
 class SpotSpec(SpecModel):
-    """Training on capacity that can be taken away."""
+    """Training on capacity that can be taken away. It concerns the train stage; the others are short."""
 
-    enabled: bool = Field(default=False, description="Use spot nodes. Default false.")
+    enabled: bool = Field(
+        default=False, description="Train on spot nodes, as the operator's settings name them. Default false."
+    )
     max_run_seconds: Count | None = Field(
-        default=None, description="Longest training time in seconds. Left out: no bound."
+        default=None,
+        description="Longest training time in seconds: the time in which all pods ran, over all attempts. Then the job "
+        "is stopped with a checkpoint. Left out: no bound.",
     )
     max_wait_seconds: Count | None = Field(
-        default=None, description="Longest time with waiting in seconds. Left out: no bound."
+        default=None,
+        description="Longest time in seconds from the start of the training, waiting for nodes and restarts included. "
+        "Left out: no bound.",
     )
     fallback_to_on_demand: bool = Field(
-        default=False, description="Use ordinary nodes when spot is not to be had. Default false."
+        default=False,
+        description="Train on any nodes when no spot node is to be had for as long as the operator's settings say. "
+        "Default false: wait.",
     )
 
 
@@ -656,6 +684,11 @@ class RunPolicySpec(SpecModel):
     active_deadline_seconds: Count | None = Field(
         default=None, description="Longest life of the job in seconds. Left out: no bound."
     )
+    progress_deadline_seconds: Count | None = Field(
+        default=None,
+        description="Longest time in seconds without progress, for an attempt that has reported any; then it is "
+        "stopped and starts again from its last checkpoint. Left out: the operator's settings, limits.progressSeconds.",
+    )
     ttl_seconds_after_finished: NonNegative | None = Field(
         default=None, description="Seconds after the end until the job is deleted. Left out: it stays."
     )
@@ -763,6 +796,10 @@ class Condition(StatusModel):
     )
 
 
+Capacity: TypeAlias = Literal["spot", "onDemand"]
+"""Kinds of nodes: those that can be taken away, and any."""
+
+
 class ChildReference(StatusModel):
     """The object that runs a stage."""
 
@@ -794,6 +831,17 @@ class StageStatus(StatusModel):
     avoided_nodes: tuple[str, ...] = Field(
         default=(), max_length=16, description="Nodes on which an attempt broke; later pods prefer others."
     )
+    capacity: Capacity | None = Field(
+        default=None,
+        description="Nodes of the current attempt, or after a fallback those of the next. Left out: any, as the job "
+        "does not ask for spot.",
+    )
+    nodes_since: str | None = Field(
+        default=None, description="Since when pods of the current attempt have nodes, RFC 3339."
+    )
+    running_since: str | None = Field(
+        default=None, description="Since when all pods of the current attempt run, RFC 3339."
+    )
 
 
 class EstimateStatus(StatusModel):
@@ -809,9 +857,16 @@ class PlanStatus(StatusModel):
 
     strategy: str = Field(description="Strategy in words, e.g. deepspeed-zero2.")
     launcher: str = Field(description="Launcher.")
+    capacity: Capacity | None = Field(default=None, description="Nodes that it trains on first. Left out: any.")
     world_size: int = Field(ge=1, description="Processes over all nodes.")
-    micro_batch_size: int = Field(ge=1, description="Rows that one process computes at once.")
-    gradient_accumulation: int = Field(ge=1, description="Micro-batches of one process in one optimizer step.")
+    micro_batch_size: int | None = Field(
+        default=None, ge=1, description="Rows that one process computes at once. Left out: a script decides."
+    )
+    gradient_accumulation: int | None = Field(
+        default=None,
+        ge=1,
+        description="Micro-batches of one process in one optimizer step. Left out: a script decides.",
+    )
     memory_per_device: dict[str, int] = Field(default_factory=dict, description="Bytes by term, and their total.")
     estimated: EstimateStatus = Field(default=EstimateStatus(), description="Expected time and cost.")
     reasons: tuple[str, ...] = Field(default=(), max_length=64, description="One sentence for each decision.")
@@ -869,11 +924,37 @@ class FailureStatus(StatusModel):
 class CostStatus(StatusModel):
     """What the job has used."""
 
-    node_seconds: float = Field(default=0, ge=0, description="Seconds times nodes.")
-    billable_seconds: float = Field(default=0, ge=0, description="Those that are paid.")
+    node_seconds: float = Field(
+        default=0, ge=0, description="Seconds in which all pods of an attempt ran, times its nodes."
+    )
+    billable_seconds: float = Field(
+        default=0,
+        ge=0,
+        description="Seconds in which pods had nodes, times the nodes: those are paid, also while images are pulled. "
+        "Waiting for a node is in neither.",
+    )
     currency: str | None = Field(default=None, description="ISO 4217 code.")
-    amount: float | None = Field(default=None, ge=0, description="Cost so far.")
-    saved: float | None = Field(default=None, ge=0, description="Saved against on-demand prices.")
+    amount: float | None = Field(default=None, ge=0, description="Cost so far, at the prices of the settings.")
+    saved: float | None = Field(
+        default=None, ge=0, description="What the same node seconds would have cost more on demand than on spot nodes."
+    )
+
+
+class SpotStatus(StatusModel):
+    """How the training on spot nodes goes."""
+
+    since: str | None = Field(
+        default=None,
+        description="Since when spot.maxWaitSeconds counts, RFC 3339. Left out: it does not count now, as the job is "
+        "suspended.",
+    )
+    waited_seconds: float = Field(
+        default=0, ge=0, description="Seconds that had counted towards spot.maxWaitSeconds before that."
+    )
+    ran_seconds: float = Field(
+        default=0, ge=0, description="Seconds in which all pods ran, over the attempts that are over."
+    )
+    preemptions: int = Field(default=0, ge=0, description="Attempts that ended as a spot node was taken away.")
 
 
 class ArtifactsStatus(StatusModel):
@@ -883,6 +964,9 @@ class ArtifactsStatus(StatusModel):
     report: str | None = Field(default=None, description="URI of report.html.")
     predictions: str | None = Field(default=None, description="URI of the predictions.")
     metrics: dict[str, float] = Field(default_factory=dict, description="Final metrics.")
+    script: str | None = Field(
+        default=None, description="Repository and commit of training.script, as https://host/path@commit."
+    )
     endpoint_url: str | None = Field(default=None, description="URL of the server.")
     model_revision: str | None = Field(default=None, description="Commit of the model that was fetched.")
     dataset_fingerprint: str | None = Field(default=None, description="Fingerprint of the prepared data.")
@@ -911,6 +995,9 @@ class FineTuneJobStatus(StatusModel):
     completion_time: str | None = Field(default=None, description="When the job succeeded or failed, RFC 3339.")
     adaptation: AdaptationStatus | None = Field(default=None, description="How the plan was changed after failures.")
     measured: MeasuredStatus | None = Field(default=None, description="What the prepare stage measured.")
+    spot: SpotStatus | None = Field(
+        default=None, description="How the training on spot nodes goes. Left out: the job does not ask for them."
+    )
     cost: CostStatus | None = Field(default=None, description="What the job has used.")
     artifacts: ArtifactsStatus | None = Field(default=None, description="What the job made.")
 

@@ -35,12 +35,23 @@ from finetune_operator.api.shapes import spec_shape
 from finetune_operator.api.support import unsupported
 from finetune_operator.api.syntax import DNS_LABEL_RULE, is_dns_label, label_problems, quote
 from finetune_operator.api.template import template_problems
-from finetune_operator.api.types import API_VERSION, GROUP, KIND, FineTuneJob, FineTuneJobSpec, ObjectMeta
+from finetune_operator.api.types import (
+    API_VERSION,
+    GROUP,
+    HYPERPARAMETER_PATTERN,
+    KIND,
+    PATTERN_WORDS,
+    FineTuneJob,
+    FineTuneJobSpec,
+    ObjectMeta,
+)
 
 # User access tokens have 34 letters after hf_ today; half of that is still no word.
 _HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
 # Strict, because git and other readers disagree on unusual URLs: what is checked has to be what is fetched from.
 _GIT_URL = re.compile(r"https://(?P<host>[A-Za-z0-9.-]+)(:443)?/[A-Za-z0-9._~/%+-]+")
+_LONGEST_ARGUMENT = 32_000
+"""Linux takes arguments of 131,071 bytes, and a character has up to four of them in UTF-8."""
 _METADATA_HOSTS = frozenset({"metadata", "metadata.google.internal", "instance-data", "metadata.azure.com"})
 _ARGUMENT_REASONS: Mapping[ArgumentReason, Reason] = {
     "UnknownArgument": "Unknown",
@@ -230,7 +241,14 @@ def _across_fields(
             reason: Reason = "Required" if given is None else "Invalid"
             yield Problem(f"spec.{rule.path}", shown, rule.text, advice, reason=reason)
     keys = override_problems(spec.parallelism.deepspeed_config)
-    others = (*unsupported(spec), *_settings(spec, settings), *_arguments(spec), *keys, *template_problems(spec))
+    others = (
+        *unsupported(spec),
+        *_settings(spec, settings),
+        *_arguments(spec),
+        *_hyperparameters(spec),
+        *keys,
+        *template_problems(spec),
+    )
     faulty = [format_path(("spec", *fault)) for fault in faults]
     for problem in others:
         if not any(path == problem.path or problem.path.startswith((f"{path}.", f"{path}[")) for path in faulty):
@@ -272,6 +290,22 @@ def _argument_texts(found: ArgumentProblem) -> tuple[str, str]:
         case "WrongType":
             kinds = [_KINDS.get(kind, kind) for kind in known_arguments()[found.name] if kind != "null"]
             return f"must be {' or '.join(kinds)}", "change it; numbers and truth values take no quotes"
+
+
+def _hyperparameters(spec: FineTuneJobSpec) -> Iterator[Problem]:
+    """What cannot be a word of a command line. Everything else reaches the program byte for byte."""
+    script = spec.training.script if spec.training else None
+    for name, value in (script.hyperparameters if script else {}).items():
+        path = ("spec", "training", "script", "hyperparameters", name)
+        if not re.fullmatch(HYPERPARAMETER_PATTERN.strip("^$"), name):
+            rule = f"is not {PATTERN_WORDS[HYPERPARAMETER_PATTERN]}, and becomes --NAME on the command line"
+            yield Problem(format_path(path), describe_value(value, path), rule, "rename it")
+        if isinstance(value, str) and "\0" in value:
+            rule = "holds a NUL character, which no argument of a program can"
+            yield Problem(format_path(path), describe_value(value, path), rule, "take it out")
+        if isinstance(value, str) and len(value) > _LONGEST_ARGUMENT:
+            rule = f"has {len(value):,} characters, and an argument has {_LONGEST_ARGUMENT:,} at most"
+            yield Problem(format_path(path), None, rule, "put it into a file of the repository")
 
 
 def _settings(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:

@@ -13,10 +13,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from finetune_operator.api.types import Condition, FailureStatus, PlanStatus, ProgressStatus, StageStatus
+from finetune_operator.api.types import Condition, CostStatus, FailureStatus, PlanStatus, ProgressStatus, StageStatus
 from finetune_operator.cli.cluster import ClusterJob, Happening
 from finetune_operator.cli.display import duration
 from finetune_operator.planning.quantities import human_bytes, human_seconds
+from finetune_operator.reconcile.spot import words
 from finetune_operator.reconcile.times import moment
 
 EVENTS = 5
@@ -88,6 +89,8 @@ class Page:
             line.append(f", ran {human_seconds((ended - started).total_seconds())}")
         if job.status.restarts:
             line.append(f", {_many(job.status.restarts, 'restart')}")
+        if job.status.spot is not None and job.status.spot.preemptions:
+            line.append(f", {_many(job.status.spot.preemptions, 'preemption')}")
         if (job.status.observed_generation or 0) < job.metadata.generation:
             line.append("  (the operator has not seen the newest spec yet)", style="yellow")
         return line
@@ -103,7 +106,7 @@ class Page:
             if artifacts.endpoint_url is not None:
                 rows.append(("endpoint", artifacts.endpoint_url))
         if cost is not None and cost.amount is not None:
-            rows.append(("cost", f"{cost.amount:,.2f} {cost.currency or ''}".rstrip()))
+            rows.append(("cost", f"{cost.amount:,.2f} {cost.currency or ''}".rstrip() + _saved(cost)))
         return rows
 
     def _stages(self) -> Table:
@@ -113,7 +116,7 @@ class Page:
             table.add_row(
                 stage.name,
                 Text(stage.state, style=STATE_STYLES.get(stage.state, "dim")),
-                f"attempt {stage.attempt}" if stage.attempt else "",
+                f"attempt {stage.attempt}{words(stage.capacity)}" if stage.attempt else "",
                 self._time(stage),
                 Text(child, style="dim"),
             )
@@ -146,6 +149,13 @@ class Page:
     @staticmethod
     def _titled(title: str, body: RenderableType) -> Group:
         return Group(Text(title, style="bold cyan"), Padding(body, (0, 0, 0, 2)))
+
+
+def _saved(cost: CostStatus) -> str:
+    """What spot nodes saved, also as a share of what it would have cost without them."""
+    if not cost.saved or cost.amount is None:
+        return ""
+    return f", {cost.saved:,.2f} ({cost.saved / (cost.saved + cost.amount):.0%}) saved by spot nodes"
 
 
 def print_page(console: Console, page: Page) -> None:
@@ -198,9 +208,10 @@ STALE_SECONDS = 60
 def plan_lines(plan: PlanStatus) -> tuple[str, str]:
     """The plan in two lines."""
     processes = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
-    rows = plan.micro_batch_size * plan.gradient_accumulation * plan.world_size
-    batch = f"batch {rows} = {plan.micro_batch_size} x {plan.gradient_accumulation} x {plan.world_size}"
-    first = f"{plan.strategy} by {plan.launcher}, {processes}, {batch}"
+    first = f"{plan.strategy} by {plan.launcher}, {processes}{words(plan.capacity)}"
+    if plan.micro_batch_size is not None and plan.gradient_accumulation is not None:
+        rows = plan.micro_batch_size * plan.gradient_accumulation * plan.world_size
+        first += f", batch {rows} = {plan.micro_batch_size} x {plan.gradient_accumulation} x {plan.world_size}"
     known = []
     if "total" in plan.memory_per_device:
         known.append(f"{human_bytes(plan.memory_per_device['total'])} a process")
@@ -303,7 +314,7 @@ def one_line(job: ClusterJob, now: datetime) -> str:
     parts = [phase_of(job)]
     running = next((stage for stage in status.stages if stage.state in ("Running", "Failed")), None)
     if running is not None:
-        parts.append(f"{running.name} {running.state.lower()}, attempt {running.attempt}")
+        parts.append(f"{running.name} {running.state.lower()}, attempt {running.attempt}{words(running.capacity)}")
     if status.progress is not None and running is not None and running.state == "Running" and job.outcome is None:
         parts.append(figures(status.progress, now))
     told = notable(status.conditions, failure_is_shown=status.failure is not None)

@@ -294,10 +294,10 @@ class _Run:
             time.sleep(POLL_SECONDS)
 
     def _environment(self, stage: Stage, progress: Path) -> dict[str, str]:
-        training = self._result.plan.trainer.training
+        world = self._result.plan.trainer.world
         threads = usable_cores()
-        if stage is Stage.TRAIN and training is not None:
-            threads = training.world.threads_per_process
+        if stage is Stage.TRAIN and world is not None:
+            threads = world.threads_per_process
         return trainer_environment(
             os.environ,
             device=device_of(self._request.job, self._result.plan),
@@ -321,27 +321,27 @@ class _Run:
 
 def device_of(job: FineTuneJob, planned: JobPlan) -> Device:
     """Where the stages compute."""
-    if planned.trainer.training is not None:
-        return planned.trainer.training.world.device
+    if planned.trainer.world is not None:
+        return planned.trainer.world.device
     return "cpu" if job.spec.resources.gpus_per_node == 0 else planned.hardware.device
 
 
 def stage_command(stage: Stage, paths: JobPaths, planned: JobPlan) -> list[str]:
     """The command line of a stage: torchrun for a training of several processes, else one process."""
     program = ["-m", TRAINER, stage.value, "--job", str(paths.job), "--workspace", str(paths.root.parent)]
-    training = planned.trainer.training
-    if stage is not Stage.TRAIN or training is None:
+    training, world = planned.trainer.training, planned.trainer.world
+    if stage is not Stage.TRAIN or world is None:
         return [sys.executable, *program]
-    if training.strategy.name == "deepspeed":
+    if training is not None and training.strategy.name == "deepspeed":
         program += ["--deepspeed", str(paths.deepspeed)]
-    if training.world.size == 1:
+    if world.size == 1:
         return [sys.executable, *program]
     torchrun = [
         "-m",
         "torch.distributed.run",
         "--standalone",
         "--nproc-per-node",
-        str(training.world.processes_per_node),
+        str(world.processes_per_node),
     ]
     return [sys.executable, *torchrun, "--shutdown-timeout", str(SHUTDOWN_SECONDS), *program]
 
@@ -397,7 +397,7 @@ def result_data(request: RunRequest, result: RunResult) -> dict[str, Any]:
         "report": paths.report,
         "plan": paths.plan,
     }
-    training = result.plan.trainer.training
+    world = result.plan.trainer.world
     failure = (
         None if result.failure is None else result.failure.model_dump(mode="json", by_alias=True, exclude_none=True)
     )
@@ -406,7 +406,7 @@ def result_data(request: RunRequest, result: RunResult) -> dict[str, Any]:
         "outcome": "interrupted" if result.interrupted else "failed" if failure else "succeeded",
         "folder": str(paths.root),
         "strategy": result.plan.strategy,
-        "worldSize": training.world.size if training else 1,
+        "worldSize": world.size if world else 1,
         "stages": [
             {"name": stage.value, "seconds": round(seconds, 1), "kept": stage in result.kept}
             for stage, seconds in result.seconds.items()

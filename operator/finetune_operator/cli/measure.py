@@ -123,12 +123,13 @@ def _read(file: Path) -> TrainerFacts | None:
 
 
 def _cache_file(job: FineTuneJob) -> Path:
-    """One file per model, state of its files, machine, and version of what measures."""
+    """One file per model, state of its files, machine, version of what measures, and what there is to measure."""
     key = {
         "model": _source(job).model_dump(),
         "task": job.spec.task,
         "files": _state_of_files(job.spec.model.uri),
         "machine": [platform.node(), psutil.boot_time() // 60, usable_cores(), os.environ.get("CUDA_VISIBLE_DEVICES")],
+        "facts": sorted(ModelFacts.model_fields),
         "versions": [_version(name) for name in ("finetune-trainer", "torch", "transformers")],
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()

@@ -99,6 +99,8 @@ def inputs_of(job: FineTuneJob, stage: Stage) -> Inputs:
         parts["predict.dataset"] = spec.predict.dataset
     if spec.training is not None:
         parts["training.seed"] = spec.training.seed
+        if spec.training.script is not None:
+            parts["training.script.git"] = spec.training.script.git
     if stage is not Stage.PREPARE:
         parts |= {"training": spec.training, "parallelism": spec.parallelism}
     if stage is Stage.EVALUATE:
@@ -246,7 +248,7 @@ def _products(paths: JobPaths, stage: Stage) -> list[Path]:
     marker = paths.state / f"{stage}.json"
     match stage:
         case Stage.PREPARE:
-            return [marker, paths.prepared]
+            return [marker, paths.prepared, paths.code]
         case Stage.TRAIN:
             return [marker, paths.checkpoints, paths.model, paths.history]
         case Stage.PREDICT:

@@ -9,14 +9,14 @@ Symbols: h hidden size, f width of the feed-forward layer, V vocabulary, P posit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, cast
 
 from pydantic import JsonValue
 
 from finetune_contract.choices import Task
-from finetune_contract.facts import ModelFacts
+from finetune_contract.facts import LinearWidths, ModelFacts
 
 
 class UnknownArchitectureError(ValueError):
@@ -116,9 +116,22 @@ class _Counts:
     vocabulary: int
     positions: int | None
     tied: bool
+    linears: Mapping[str, LinearWidths]
+    """Linear layers of the blocks, as in ModelFacts."""
     smaller_blocks: int = 0
     """Parameters of the blocks that are not of the largest kind (T5's encoder), beside `layers`."""
     smaller_layers: int = 0
+
+
+def _widths(layers: int, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LinearWidths]:
+    """The linear layers of equal blocks; `shapes`: name in the block -> inputs and outputs."""
+    return {name: LinearWidths(inputs=layers * i, outputs=layers * o) for name, (i, o) in shapes.items()}
+
+
+def _encoder_linears(h: int, f: int, attention: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Shapes in a block of BERT and its kin."""
+    own = {f"attention.self.{name}": (h, h) for name in attention}
+    return {**own, "attention.output.dense": (h, h), "intermediate.dense": (h, f), "output.dense": (f, h)}
 
 
 def _linear(inputs: int, outputs: int, bias: bool = True) -> int:
@@ -150,13 +163,15 @@ def _bert(config: _Config, task: Task, labels: int) -> _Counts:
     types = config.number("type_vocab_size", default=2) * embedding
     projection = _linear(embedding, h) if embedding != h else 0
     offset = _position_offset(config)
-    block = _encoder_block(h, f)
+    block, layers = _encoder_block(h, f), config.number("num_hidden_layers")
+    attention = ["query", "key", "value"]
     if config.values.get("model_type") == "longformer":
-        block += 3 * _linear(h, h)  # query, key and value of global attention
+        block += 3 * _linear(h, h)
+        attention += [f"{name}_global" for name in attention]
     return _Counts(
         embeddings=(vocabulary + positions) * embedding,
         block=block,
-        layers=config.number("num_hidden_layers"),
+        layers=layers,
         rest=types + 2 * embedding + projection,
         head=_encoder_head(task, h, labels, vocabulary, embedding),
         hidden=h,
@@ -165,6 +180,7 @@ def _bert(config: _Config, task: Task, labels: int) -> _Counts:
         vocabulary=vocabulary,
         positions=positions - offset,
         tied=True,
+        linears=_widths(layers, _encoder_linears(h, f, attention)),
     )
 
 
@@ -178,11 +194,12 @@ def _position_offset(config: _Config) -> int:
 def _distilbert(config: _Config, task: Task, labels: int) -> _Counts:
     h, f = config.number("dim", default=768), config.number("hidden_dim", default=3072)
     vocabulary = config.number("vocab_size", default=30522)
-    positions = config.number("max_position_embeddings", default=512)
+    positions, layers = config.number("max_position_embeddings", default=512), config.number("n_layers", default=6)
+    attention = {f"attention.{name}_lin": (h, h) for name in ("q", "k", "v", "out")}
     return _Counts(
         embeddings=(vocabulary + positions) * h,
         block=_encoder_block(h, f),
-        layers=config.number("n_layers", default=6),
+        layers=layers,
         rest=2 * h,
         head=_encoder_head(task, h, labels, vocabulary, embedding=h),
         hidden=h,
@@ -191,6 +208,7 @@ def _distilbert(config: _Config, task: Task, labels: int) -> _Counts:
         vocabulary=vocabulary,
         positions=positions,
         tied=True,
+        linears=_widths(layers, {**attention, "ffn.lin1": (h, f), "ffn.lin2": (f, h)}),
     )
 
 
@@ -200,11 +218,14 @@ def _deberta_v2(config: _Config, task: Task, labels: int) -> _Counts:
     absolute = positions * h if config.flag("position_biased_input", True) else 0
     types = config.number("type_vocab_size", default=0) * h
     block, tables = _encoder_block(h, f), 0
+    layers, attention = config.number("num_hidden_layers"), ["query_proj", "key_proj", "value_proj"]
     if config.flag("relative_attention", False):
         kinds = config.values.get("pos_att_type") or ()
         names = kinds.split("|") if isinstance(kinds, str) else cast("list[str]", kinds)
         if not config.flag("share_att_key", False):
-            block += sum(_linear(h, h) for name in ("c2p", "p2c") if name in names)
+            extra = [layer for name, layer in (("c2p", "pos_key_proj"), ("p2c", "pos_query_proj")) if name in names]
+            block += len(extra) * _linear(h, h)
+            attention += extra
         reach = config.number("max_relative_positions", default=-1)
         span = reach if reach > 0 else positions
         buckets = config.number("position_buckets", default=-1)
@@ -216,7 +237,7 @@ def _deberta_v2(config: _Config, task: Task, labels: int) -> _Counts:
     return _Counts(
         embeddings=vocabulary * h + absolute,
         block=block,
-        layers=config.number("num_hidden_layers"),
+        layers=layers,
         rest=types + 2 * h + tables + convolution,
         head=_encoder_head(task, h, labels, vocabulary, embedding=h),
         hidden=h,
@@ -225,6 +246,7 @@ def _deberta_v2(config: _Config, task: Task, labels: int) -> _Counts:
         vocabulary=vocabulary,
         positions=positions,
         tied=True,
+        linears=_widths(layers, _encoder_linears(h, f, attention)),
     )
 
 
@@ -232,10 +254,12 @@ def _gpt2(config: _Config, task: Task, labels: int) -> _Counts:
     h = config.number("n_embd", default=768)
     f = config.number("n_inner", default=4 * h)
     vocabulary, positions = config.number("vocab_size", default=50257), config.number("n_positions", default=1024)
+    layers = config.number("n_layer", default=12)
+    attention = {"attn.c_attn": (h, 3 * h), "attn.c_proj": (h, h)}
     return _Counts(
         embeddings=(vocabulary + positions) * h,
         block=_linear(h, 3 * h) + _linear(h, h) + _linear(h, f) + _linear(f, h) + 2 * 2 * h,
-        layers=config.number("n_layer", default=12),
+        layers=layers,
         rest=2 * h,
         head=_decoder_head(task, h, labels, vocabulary, tied=True),
         hidden=h,
@@ -244,6 +268,7 @@ def _gpt2(config: _Config, task: Task, labels: int) -> _Counts:
         vocabulary=vocabulary,
         positions=positions,
         tied=True,
+        linears=_widths(layers, {**attention, "mlp.c_fc": (h, f), "mlp.c_proj": (f, h)}),
     )
 
 
@@ -269,10 +294,17 @@ def _llama(config: _Config, task: Task, labels: int) -> _Counts:
     attention = _linear(h, heads * head_size, attention_bias) + 2 * _linear(h, key_value, attention_bias)
     attention += _linear(heads * head_size, h, output_bias)
     gated = 2 * _linear(h, f, config.flag("mlp_bias", False)) + _linear(f, h, config.flag("mlp_bias", False))
+    layers, widths = config.number("num_hidden_layers"), {"q": heads * head_size, "k": key_value, "v": key_value}
+    shapes = {
+        **{f"self_attn.{name}_proj": (h, width) for name, width in widths.items()},
+        "self_attn.o_proj": (heads * head_size, h),
+        **{f"mlp.{name}_proj": (h, f) for name in ("gate", "up")},
+        "mlp.down_proj": (f, h),
+    }
     return _Counts(
         embeddings=vocabulary * h,
         block=attention + gated + 2 * h,
-        layers=config.number("num_hidden_layers"),
+        layers=layers,
         rest=h,
         head=_decoder_head(task, h, labels, vocabulary, tied),
         hidden=h,
@@ -281,6 +313,7 @@ def _llama(config: _Config, task: Task, labels: int) -> _Counts:
         vocabulary=vocabulary,
         positions=config.number("max_position_embeddings", default=2048),
         tied=tied,
+        linears=_widths(layers, shapes),
     )
 
 
@@ -293,6 +326,12 @@ def _t5(config: _Config, task: Task, labels: int) -> _Counts:
     feed_forward = (3 if gated else 2) * h * f + h
     encoder, decoder = attention + feed_forward, 2 * attention + feed_forward
     buckets = config.number("relative_attention_num_buckets", default=32) * heads
+    decoders = config.number("num_decoder_layers", default=layers)
+    shapes = {**dict.fromkeys("qkv", (h, width)), "o": (width, h)}
+    crossed = {f"layer.*.EncDecAttention.{name}": shape for name, shape in shapes.items()}
+    shared = {f"layer.*.SelfAttention.{name}": shape for name, shape in shapes.items()}
+    shared |= {f"layer.*.DenseReluDense.{name}": (h, f) for name in (("wi_0", "wi_1") if gated else ("wi",))}
+    shared["layer.*.DenseReluDense.wo"] = (f, h)
     tied = config.flag("tie_word_embeddings", True)
     match task:
         case "text-classification":
@@ -306,7 +345,7 @@ def _t5(config: _Config, task: Task, labels: int) -> _Counts:
     return _Counts(
         embeddings=vocabulary * h,
         block=decoder,
-        layers=config.number("num_decoder_layers", default=layers),
+        layers=decoders,
         rest=2 * h + 2 * buckets,
         head=head,
         hidden=h,
@@ -315,6 +354,7 @@ def _t5(config: _Config, task: Task, labels: int) -> _Counts:
         vocabulary=vocabulary,
         positions=None,
         tied=tied,
+        linears=_widths(layers + decoders, shared) | _widths(decoders, crossed),
         smaller_blocks=layers * encoder,
         smaller_layers=layers,
     )
@@ -368,4 +408,6 @@ def model_facts(config: Mapping[str, JsonValue], task: Task = "text-classificati
         max_positions=counts.positions,
         tied_embeddings=counts.tied,
         parameter_bytes=parameters * _BYTES_BY_TYPE.get(str(stored_type), 4),
+        head_parameters=counts.head,
+        linear_layers=dict(counts.linears),
     )

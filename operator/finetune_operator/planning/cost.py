@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 from finetune_contract.choices import Precision
 from finetune_contract.facts import HardwareFacts, ModelFacts
+from finetune_contract.job import Adapter
 from finetune_operator.api.settings import Price, Settings
+from finetune_operator.planning.adapters import trained_parameters
 from finetune_operator.planning.devices import find_gpu
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.types import Estimate
@@ -37,15 +39,21 @@ class Speed:
     words: str
 
 
-def training_flops(model: ModelFacts, tokens: float, length: float, recompute: bool) -> float:
+def training_flops(
+    model: ModelFacts, tokens: float, length: float, recompute: bool, adapter: Adapter | None = None
+) -> float:
     """Operations of forward and backward pass over `tokens` tokens of rows of `length`.
 
     6 x parameters a token (2 forward, 4 backward), without embeddings, which are looked up; 12 x layers x hidden x
     length for the attention scores (Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters",
-    2021, appendix; Kaplan et al., 2020). Recomputation repeats the forward pass: a third more.
+    2021, appendix; Kaplan et al., 2020). Recomputation repeats the forward pass: a third more. Of a frozen weight there
+    is no gradient, which are 2 of the 4.
     """
     matrix = model.parameters - model.embedding_parameters
-    per_token = 6 * matrix + 12 * model.layers * model.hidden_size * length
+    parts = trained_parameters(model, adapter)
+    per_token = (
+        4 * (matrix + parts.added) + 2 * min(matrix, parts.trained) + 12 * model.layers * model.hidden_size * length
+    )
     return tokens * per_token * (4 / 3 if recompute else 1)
 
 
@@ -76,7 +84,7 @@ def estimate_training(draft: Draft) -> Estimate:
         return Estimate(basis=f"no estimate: the speed of {product} is not in the table of GPUs")
     tokens = batch.global_batch_size * steps.total * draft.lengths.typical
     recompute = decided(draft.strategy).activation_checkpointing != "none"
-    flops = training_flops(draft.model, tokens, draft.lengths.typical, recompute)
+    flops = training_flops(draft.model, tokens, draft.lengths.typical, recompute, draft.adapter)
     seconds = flops / (speed.flops * world.size)
     basis = (
         f"{flops:.3g} operations for {tokens:,.0f} tokens on {world.size} process{'es' if world.size > 1 else ''} "
@@ -96,11 +104,12 @@ def _with_cost(draft: Draft, seconds: float, basis: str) -> Estimate:
     if per_hour is None:
         return Estimate(seconds=seconds, basis=f"{basis}; no spot price for {price.product}")
     kind, nodes = "spot " if spot else "", f"{world.nodes} node{'s' if world.nodes > 1 else ''}"
+    instead = f" instead of {price.per_hour:g} on demand" if spot else ""
     return Estimate(
         seconds=seconds,
         cost=seconds / 3600 * world.nodes * per_hour,
         currency=settings.currency,
-        basis=f"{basis}; {nodes} at {per_hour:g} {settings.currency} {kind}an hour",
+        basis=f"{basis}; {nodes} at {per_hour:g} {settings.currency} {kind}an hour{instead}",
     )
 
 

@@ -13,10 +13,17 @@ from typing import Self, TypeVar
 
 from finetune_contract.choices import Precision, Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
-from finetune_contract.job import Batch, CheckpointSchedule, Strategy, World
+from finetune_contract.job import Adapter, Batch, CheckpointSchedule, Strategy, World
 from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.settings import Settings
-from finetune_operator.api.types import FineTuneJob, FineTuneJobSpec, LauncherName, TrainingSpec
+from finetune_operator.api.types import (
+    Capacity,
+    FineTuneJob,
+    FineTuneJobSpec,
+    LauncherName,
+    ScriptSpec,
+    TrainingSpec,
+)
 from finetune_operator.planning.types import Adaptation, MemoryEstimate, PlanLauncher
 
 Value = TypeVar("Value")
@@ -60,17 +67,21 @@ class Draft:
     model: ModelFacts
     model_known: bool
     """False: nobody has read the model, and its name says no more than a size, or nothing."""
+    model_revision: str
     data: DataFacts | None
     lengths: Lengths
     stages: tuple[Stage, ...] = ()
     launcher: PlanLauncher | None = None
     world: World | None = None
+    adapter: Adapter | None = None
+    """None: all weights are trained."""
     precision: Precision | None = None
     strategy: Strategy | None = None
     batch: Batch | None = None
     memory: MemoryEstimate | None = None
     steps: Steps | None = None
     checkpoints: CheckpointSchedule | None = None
+    capacity: Capacity | None = None
     reasons: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     problems: tuple[Problem, ...] = ()
@@ -83,6 +94,11 @@ class Draft:
     def training(self) -> TrainingSpec:
         """The training that is asked for; only phases of a training read it."""
         return decided(self.job.spec.training)
+
+    @property
+    def script(self) -> ScriptSpec | None:
+        """The user's own program that trains, in place of the loop."""
+        return None if self.spec.training is None else self.spec.training.script
 
     @property
     def train_split(self) -> SplitFacts | None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from finetune_contract.choices import Device, OptimizerName, Precision, Task
 from finetune_contract.facts import ModelFacts
-from finetune_contract.job import Strategy, World
+from finetune_contract.job import Adapter, Strategy, World
+from finetune_operator.planning.adapters import adapted_layers, trained_parameters
 from finetune_operator.planning.architectures import activation_shape
 from finetune_operator.planning.types import MemoryEstimate, MemoryTerm
 
@@ -56,6 +57,7 @@ class Workload:
     micro_batch: int
     length: int
     """Tokens of the longest row: length-grouped batches put such rows together."""
+    adapter: Adapter | None = None
 
     @property
     def deepspeed(self) -> bool:
@@ -70,6 +72,16 @@ class Workload:
     def weight_bytes(self) -> int:
         """Bytes of one weight on the device: DeepSpeed converts the model, autocast leaves it in fp32."""
         return self.compute_bytes if self.deepspeed else 4
+
+    @property
+    def trained(self) -> int:
+        """Parameters with gradients and optimizer state."""
+        return trained_parameters(self.model, self.adapter).trained
+
+    @property
+    def held(self) -> int:
+        """Parameters in all, those of an adapter among them."""
+        return self.model.parameters + trained_parameters(self.model, self.adapter).added
 
     @property
     def offloaded(self) -> bool:
@@ -117,21 +129,21 @@ def model_states(work: Workload) -> ModelStates:
     stage 2 the gradients too, stage 3 the parameters too. DeepSpeed's own estimators
     (`estimate_zero2_model_states_mem_needs`) add the fp32 copy of a rank's gradients that its optimizer step makes:
     4P/N, at stage 3 for one sub-group at a time. Its fp32 mode keeps the master copy as well. Stage 0 sums gradients in
-    fp32.
+    fp32. Of frozen weights there are neither gradients nor optimizer state (Hu et al., "LoRA", 2021, section 4.2).
     """
-    count, ranks = work.model.parameters, work.world.size
+    held, count, ranks = work.held, work.trained, work.world.size
     state = optimizer_state_bytes(work.optimizer, work.model.hidden_size)
     width = work.weight_bytes
     processes = work.world.processes_per_node
-    loading = 4 * count * processes
+    loading = 4 * work.model.parameters * processes
     if not work.deepspeed:
         divided = ranks if work.strategy.name == "fsdp" else 1
         return ModelStates(
-            parameters=_shards(count, 4, divided),
+            parameters=_shards(held, 4, divided),
             gradients=_shards(count, 4, divided),
             optimizer=_shards(count, state, divided),
             host=loading,
-            parameters_formula=_formula("4", count, divided),
+            parameters_formula=_formula("4", held, divided),
             gradients_formula=_formula("4", count, divided),
             optimizer_formula=_formula(f"{state:.3g}", count, divided),
         )
@@ -154,15 +166,20 @@ def model_states(work: Workload) -> ModelStates:
         gradients, optimizer = 0, 0
         gradients_formula = optimizer_formula = "on the host"
     return ModelStates(
-        parameters=_shards(count, width, by_parameters),
+        parameters=_shards(held, width, by_parameters),
         gradients=gradients,
         optimizer=optimizer,
         # Stage 3 reads the weights shard by shard, and the processes of a node share the pages of the file.
-        host=max(offloaded_host, 0 if stage == 3 else loading),
-        parameters_formula=_formula(str(width), count, by_parameters),
+        host=max(offloaded_host, _merging_bytes(work) if stage == 3 else loading),
+        parameters_formula=_formula(str(width), held, by_parameters),
         gradients_formula=gradients_formula,
         optimizer_formula=optimizer_formula,
     )
+
+
+def _merging_bytes(work: Workload) -> int:
+    """The model in fp32 that rank 0 loads at the end to merge the adapter into."""
+    return 0 if work.adapter is None else 4 * work.model.parameters
 
 
 def _formula(per_parameter: str, count: int, ranks: int) -> str:
@@ -200,7 +217,26 @@ def activation_bytes_per_token(work: Workload) -> int:
     dropped = (4 if work.world.device == "cpu" else 1) if scores and shape.attention_dropout else 0
     selective = work.strategy.activation_checkpointing == "selective"
     attention = 0.0 if selective else model.attention_heads * work.length * (scores * score_width + dropped)
-    return int(linear + attention)
+    return int(linear + attention + _adapter_bytes_per_token(work, mask))
+
+
+def _adapter_bytes_per_token(work: Workload, mask: int) -> float:
+    """Bytes that the adapters of one layer keep for one token, beside what the frozen layer is counted with.
+
+    Between A and B `rank` elements; with dropout the input of A and its mask, which are the layer's own; with DoRA both
+    products that are scaled by the magnitudes. As peft 0.21 computes them (`tuners/lora/variants.py`), compared with
+    what torch saves in tests/unit/test_planning_adapters.py. The frozen layer keeps a little less than is counted.
+    """
+    if work.adapter is None:
+        return 0.0
+    layers, adapter = adapted_layers(work.model, work.adapter).values(), work.adapter
+    inputs, outputs = sum(each.inputs for each in layers), sum(each.outputs for each in layers)
+    kept = len(layers) * work.model.layers * adapter.rank * work.compute_bytes
+    if adapter.dropout:
+        kept += inputs * (work.compute_bytes + mask)
+    if adapter.method == "dora":
+        kept += 2 * outputs * work.compute_bytes
+    return kept / work.model.layers
 
 
 def _activations(work: Workload) -> MemoryTerm:
@@ -241,9 +277,12 @@ def _gathered(work: Workload) -> MemoryTerm | None:
     if work.strategy.name == "fsdp":
         root = max(0, model.parameters - model.layers * model.block_parameters)
         # fully_shard leaves the root (embeddings and head) gathered from forward to backward, and holds two blocks
-        # when it prefetches.
-        size = 2 * 4 * root + 3 * 4 * model.block_parameters
-        words = f"4 x (2 x {root:,} of embeddings and head + 3 x {model.block_parameters:,} of a block)"
+        # when it prefetches. Gradients are whole until they are reduced, those of frozen weights never are.
+        graded = root + model.block_parameters if work.adapter is None else work.trained
+        size = 4 * root + 2 * 4 * model.block_parameters + 4 * graded
+        words = (
+            f"4 x ({root:,} of embeddings and head + 2 x {model.block_parameters:,} of a block + gradients {graded:,})"
+        )
         return MemoryTerm(name="gathered blocks", bytes=size, formula=words)
     if work.deepspeed and work.strategy.zero_stage == 3:
         layer = largest_layer(model)
@@ -256,7 +295,7 @@ def _checkpoint_copy(work: Workload) -> MemoryTerm | None:
     """Rank 0 gathers the whole state in host memory to write it, which on a CPU is the device's."""
     if work.strategy.name != "fsdp" or work.world.device != "cpu":
         return None
-    count = work.model.parameters
+    count = work.trained
     return MemoryTerm(name="checkpoint", bytes=12 * count, formula=f"(weights 4 + states 8) x {count:,}, on rank 0")
 
 
@@ -271,7 +310,7 @@ def overlaps_communication(device: Device) -> bool:
 
 
 def _buffers(work: Workload) -> MemoryTerm | None:
-    count = work.model.parameters
+    count = work.trained
     if work.strategy.name == "ddp":
         # DistributedDataParallel copies gradients into its buckets unless gradient_as_bucket_view is set, which
         # Trainer leaves off.
@@ -282,7 +321,7 @@ def _buffers(work: Workload) -> MemoryTerm | None:
     size = copies * bucket * work.weight_bytes
     words = f"{copies} x reduce bucket {work.weight_bytes} x {bucket:,}"
     if work.strategy.zero_stage == 3:
-        prefetch = min(count, PREFETCH_BUCKET_ELEMENTS)
+        prefetch = min(work.model.parameters, PREFETCH_BUCKET_ELEMENTS)
         size += prefetch * work.weight_bytes
         words += f" + prefetch {work.weight_bytes} x {prefetch:,}"
     return MemoryTerm(name="communication buffers", bytes=size, formula=words)

@@ -54,6 +54,11 @@ class JobNames:
         """The claim that the operator makes when `storage.workspace` is left out."""
         return f"{self.base}-workspace"
 
+    @property
+    def network_policy(self) -> str:
+        """What the pods of the job may reach."""
+        return f"{self.base}-network"
+
     def service(self, attempt: int) -> str:
         """The headless Service through which the processes of a training attempt find each other."""
         return f"{self.stage(Stage.TRAIN, attempt)}-ranks"

@@ -98,6 +98,14 @@ def _without_effect(spec: FineTuneJobSpec) -> list[str]:
     return [*(name for name, is_set in blocks.items() if is_set), *policies]
 
 
+_RUN_BY: dict[LauncherName, str] = {
+    "pytorchjob": "the Kubeflow Training Operator, which serves PyTorchJob (kubeflow.org/v1)",
+    "mpijob": "the MPI Operator, which serves MPIJob (kubeflow.org/v2beta1)",
+    "job": "Kubernetes' own Job controller (batch/v1)",
+}
+"""What an administrator installs for each of `LAUNCHER_ORDER`."""
+
+
 def choose_launcher(draft: Draft) -> Draft:
     """`local` without a cluster, the named one if it is served, else the first served one of `LAUNCHER_ORDER`."""
     asked, served = draft.spec.launcher, draft.served
@@ -116,11 +124,12 @@ def choose_launcher(draft: Draft) -> Draft:
                 "NotYetSupported",
             )
         if asked not in served:
+            install = f"install {_RUN_BY[asked]}"
             return draft.refusing(
                 ("launcher",),
                 asked,
                 f"the cluster has to serve it; it serves {', '.join(served)}",
-                f"install its operator, or set launcher to auto or {served[0]}" if served else "install its operator",
+                f"{install}, or set launcher to auto or {served[0]}" if served else install,
                 "NotSupported",
             )
         return replace(draft, launcher=asked).because(f"launcher {asked}: as asked")

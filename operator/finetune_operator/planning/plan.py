@@ -28,13 +28,16 @@ from finetune_contract.job import (
 )
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import DatasetSpec, FineTuneJob
+from finetune_operator.planning.adapters import choose_adapter
 from finetune_operator.planning.batch import check_batch
+from finetune_operator.planning.capacity import choose_capacity
 from finetune_operator.planning.cost import estimate_training
 from finetune_operator.planning.draft import Draft, Lengths, decided
 from finetune_operator.planning.facts import assumed_device, assumed_hardware, assumed_model, is_well_known, node_words
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
 from finetune_operator.planning.quantities import parse_quantity
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
+from finetune_operator.planning.script import SCRIPT, choose_script, script_order
 from finetune_operator.planning.strategy import check_parallelism, choose_strategy
 from finetune_operator.planning.types import Adaptation, Estimate, Facts, JobPlan, PlanRefused
 
@@ -61,9 +64,11 @@ def plan(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptat
     """
     draft = _begin(job, facts, settings, adaptation)
     draft = _walk(draft, choose_stages, check_expressible, check_place, check_lengths, choose_launcher)
-    if job.spec.training is not None:
-        draft = _walk(draft, choose_world, choose_precision, check_parallelism, choose_steps)
-        draft = _walk(draft, check_batch, choose_checkpoints)
+    if draft.script is not None:
+        draft = _walk(draft, choose_world, choose_script, choose_capacity)
+    elif job.spec.training is not None:
+        draft = _walk(draft, choose_world, choose_precision, choose_adapter, check_parallelism, choose_steps)
+        draft = _walk(draft, check_batch, choose_checkpoints, choose_capacity)
         draft = _walk(draft, choose_strategy)
     return _finish(draft)
 
@@ -127,6 +132,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         hardware_known=facts.hardware is not None,
         model=model,
         model_known=facts.model is not None or is_well_known(job.spec.model.uri),
+        model_revision=facts.model_revision or job.spec.model.revision,
         data=facts.data,
         lengths=Lengths(longest=1, typical=1.0),
         assumptions=tuple(assumptions),
@@ -141,7 +147,7 @@ def _with_lengths(draft: Draft) -> Draft:
         return replace(draft, lengths=Lengths(split.longest, max(1.0, split.tokens / split.rows)))
     limit = draft.data.max_length if draft.data else _length_limit(draft.spec.preparation.max_length, draft.model)
     draft = replace(draft, lengths=Lengths(limit, float(limit)))
-    if draft.spec.training is None or split is not None:
+    if draft.spec.training is None or draft.script is not None or split is not None:
         return draft
     return draft.assuming(
         f"lengths: nothing is prepared yet; every row is taken to have {limit} tokens, the most it can have"
@@ -178,7 +184,8 @@ def choose_stages(draft: Draft) -> Draft:
         stages.append(Stage.PREPARE)
     if spec.training is not None:
         stages.append(Stage.TRAIN)
-    if spec.training is not None or spec.evaluation is not None:
+    # What a user's own program trains may be nothing that we can measure: only when asked.
+    if (spec.training is not None and draft.script is None) or spec.evaluation is not None:
         stages.append(Stage.EVALUATE)
     if predicts:
         stages.append(Stage.PREDICT)
@@ -199,19 +206,17 @@ def choose_stages(draft: Draft) -> Draft:
 
 def check_expressible(draft: Draft) -> Draft:
     """Refuse what the trainer has no field for: it would be accepted here and ignored there."""
-    spec, parallelism = draft.spec, draft.spec.parallelism
+    parallelism = draft.spec.parallelism
     later: tuple[tuple[tuple[str, ...], object, object], ...] = (
-        (("model", "adapter", "method"), spec.model.adapter.method, "none"),
         (("parallelism", "tensor"), parallelism.tensor, 1),
         (("parallelism", "pipeline", "degree"), parallelism.pipeline.degree, 1),
         (("parallelism", "sequence"), parallelism.sequence, 1),
         (("parallelism", "offload", "parameters"), parallelism.offload.parameters, "none"),
         (("parallelism", "offload", "activations"), parallelism.offload.activations, "none"),
-        (("training", "script"), None if spec.training is None else spec.training.script, None),
     )
     for path, value, supported in later:
         if value != supported:
-            way_out = "leave it out" if supported is None else f"set it to {supported}, or leave it out"
+            way_out = f"set it to {supported}, or leave it out"
             draft = draft.refusing(path, value, "the trainer does not do this yet", way_out, "NotYetSupported")
     if parallelism.offload.optimizer == "nvme":
         draft = draft.refusing(
@@ -335,6 +340,7 @@ def _training(draft: Draft) -> Training:
         seed=asked.seed,
         label_smoothing=asked.label_smoothing,
         early_stopping=None if stopping is None else EarlyStopping(metric=stopping.metric, patience=stopping.patience),
+        adapter=draft.adapter,
         precision=decided(draft.precision),
         strategy=decided(draft.strategy),
         batch=decided(draft.batch),
@@ -368,19 +374,26 @@ def trainer_job(draft: Draft) -> TrainerJob:
         name=draft.job.name,
         task=spec.task,
         model=ModelSource(
-            uri=spec.model.uri, revision=spec.model.revision, trust_remote_code=spec.model.trust_remote_code
+            uri=spec.model.uri,
+            revision=draft.model_revision,
+            trust_remote_code=spec.model.trust_remote_code,
         ),
         dataset=None if spec.dataset is None else data_source(spec.task, spec.dataset),
         preparation=Preparation(max_length=spec.preparation.max_length, workers=spec.preparation.workers),
-        training=None if spec.training is None else _training(draft),
+        training=None if spec.training is None or draft.script is not None else _training(draft),
+        script=None if draft.script is None else script_order(draft, draft.script),
         evaluation=_evaluation(draft),
         predict=_prediction(draft),
     )
     return job if spec.training is None else job.model_copy(update={"seed": spec.training.seed})
 
 
+def _no_estimate(draft: Draft) -> str:
+    return "nothing is trained" if draft.script is None else "no estimate: what a program of your own does is not known"
+
+
 def _finish(draft: Draft) -> JobPlan:
-    trains = draft.spec.training is not None
+    loops = draft.spec.training is not None and draft.script is None
     if Stage.EVALUATE in draft.stages or Stage.PREDICT in draft.stages:
         draft = draft.because(
             f"inference batches of {inference_tokens(draft):,} padded tokens: rows of like length together, "
@@ -390,11 +403,12 @@ def _finish(draft: Draft) -> JobPlan:
         name=draft.job.name,
         stages=draft.stages,
         launcher=decided(draft.launcher),
-        strategy=decided(draft.strategy).label if trains else "none",
+        strategy=decided(draft.strategy).label if loops else SCRIPT if draft.script is not None else "none",
+        capacity=draft.capacity,
         trainer=trainer_job(draft),
         deepspeed_overrides=draft.spec.parallelism.deepspeed_config,
         memory=draft.memory,
-        estimate=estimate_training(draft) if trains else Estimate(basis="nothing is trained"),
+        estimate=estimate_training(draft) if loops else Estimate(basis=_no_estimate(draft)),
         hardware=draft.hardware,
         model=draft.model,
         data=draft.data,

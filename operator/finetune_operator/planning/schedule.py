@@ -18,6 +18,10 @@ MOST_CHECKPOINTS = 20
 """Of one run when `auto` decides: a run of many short epochs would spend its time saving."""
 MOST_STEPS_BETWEEN = 1000
 """Steps that a crash may cost when `auto` decides."""
+SPOT_MINUTES = 10.0
+"""Minutes between two checkpoints on spot nodes when `auto` decides. A node that is taken away gives notice of 30 s
+(GKE, AKS) to 2 minutes (EKS), which may be too short for a large model, or none at all.
+"""
 
 
 def _round_up(number: float) -> int:
@@ -91,6 +95,11 @@ def choose_checkpoints(draft: Draft) -> Draft:
         if asked.every != "auto" and asked.every.minutes is not None:
             minutes = asked.every.minutes
             draft = draft.because(f"a checkpoint every {minutes:g} minutes: as asked")
+        elif draft.spec.spot.enabled and not draft.local:
+            minutes = SPOT_MINUTES
+            draft = draft.because(
+                f"a checkpoint every {minutes:g} minutes: what is lost at most when a spot node goes without notice"
+            )
         elif every == steps.per_epoch:
             draft = draft.because(f"a checkpoint every {every} steps: once an epoch")
         else:

@@ -126,6 +126,7 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
         world=decided(draft.world),
         micro_batch=micro,
         length=draft.lengths.longest,
+        adapter=draft.adapter,
     )
     return memory.estimate(work, draft.device_bytes)
 

@@ -5,9 +5,11 @@ It returns data; how rows are drawn is the command line's business.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 
-from finetune_contract.job import Training
+from finetune_contract.job import Adapter, Training
+from finetune_operator.planning.adapters import trained_parameters
 from finetune_operator.planning.batch import batch_arithmetic
 from finetune_operator.planning.quantities import human_bytes, human_count, human_seconds
 from finetune_operator.planning.types import Estimate, JobPlan, MemoryEstimate
@@ -35,7 +37,7 @@ def summarise(plan: JobPlan) -> tuple[Section, ...]:
     training = plan.trainer.training
     sections = (
         Section("What runs", _what_runs(plan)),
-        Section("Training", () if training is None else _training(training)),
+        Section("Training", () if training is None else _training(plan, training)),
         Section("Memory of one process", () if plan.memory is None else _memory(plan.memory)),
         Section("Estimate", _estimate(plan.estimate)),
         Section("Reasons", tuple(Row("", reason) for reason in plan.reasons)),
@@ -54,9 +56,13 @@ def _what_runs(plan: JobPlan) -> tuple[Row, ...]:
     ]
     if trainer.dataset is not None:
         rows.append(Row("data", trainer.dataset.uri, _rows_words(plan)))
+    if trainer.script is not None:
+        program = f"{trainer.script.entry_point} {shlex.join(trainer.script.arguments)}".strip()
+        rows.append(Row("program", program, f"{trainer.script.url} at {trainer.script.ref}"))
     rows.append(Row("launcher", plan.launcher))
-    if trainer.training is not None:
-        world = trainer.training.world
+    if plan.capacity is not None:
+        rows.append(Row("capacity", plan.capacity, "nodes of the training"))
+    if (world := trainer.world) is not None:
         processes = f"{world.size} = {world.nodes} node{'s' * (world.nodes > 1)} x {world.processes_per_node}"
         threads = f"{world.threads_per_process} thread{'s' * (world.threads_per_process > 1)} each"
         rows += [Row("strategy", plan.strategy), Row("processes", processes, f"{world.device}, {threads}")]
@@ -69,7 +75,19 @@ def _rows_words(plan: JobPlan) -> str:
     return ", ".join(f"{role} {split.rows:,}" for role, split in plan.data.splits.items()) + " rows"
 
 
-def _training(training: Training) -> tuple[Row, ...]:
+def _adapter(plan: JobPlan, adapter: Adapter | None) -> tuple[Row, ...]:
+    """What is trained; no rows when that is everything."""
+    if adapter is None:
+        return ()
+    trained, own = trained_parameters(plan.model, adapter).trained, plan.model.parameters
+    layers = "all linear layers of the blocks" if adapter.target_modules is None else ", ".join(adapter.target_modules)
+    words = f"rank {adapter.rank}, alpha {adapter.alpha:g}, dropout {adapter.dropout:g}, on {layers}"
+    share = f"{trained / own:.2%} of {human_count(own)} parameters"
+    known = (Row("trainable", human_count(trained), share),) if plan.model.linear_layers else ()
+    return (Row("adapter", adapter.method, words), *known)
+
+
+def _training(plan: JobPlan, training: Training) -> tuple[Row, ...]:
     schedule = training.checkpoints
     every = (
         f"{schedule.every_steps:,} steps" if schedule.every_minutes is None else f"{schedule.every_minutes:g} minutes"
@@ -78,6 +96,7 @@ def _training(training: Training) -> tuple[Row, ...]:
         Row("batch", batch_arithmetic(training.batch)),
         Row("steps", f"{training.max_steps:,}", f"{training.steps_per_epoch:,} an epoch"),
         Row("precision", training.precision),
+        *_adapter(plan, training.adapter),
         Row("optimizer", training.optimizer, f"learning rate {training.learning_rate:g}, {training.scheduler}"),
         Row("checkpoints", f"every {every}", f"{schedule.keep} kept"),
     )

@@ -16,7 +16,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts
 from finetune_contract.job import TrainerJob
 from finetune_operator.api.problems import Problem
-from finetune_operator.api.types import LauncherName
+from finetune_operator.api.types import Capacity, LauncherName
 
 PlanLauncher: TypeAlias = LauncherName | Literal["local"]
 
@@ -28,6 +28,8 @@ class Facts:
     model: ModelFacts | None = None
     data: DataFacts | None = None
     hardware: HardwareFacts | None = None
+    model_revision: str | None = None
+    """Commit of the Hub that the model was at when prepare took it; the later stages take that one, too."""
     local: bool = False
     """True when the job runs as processes of this machine: the launcher is then `local`."""
     served: tuple[LauncherName, ...] = ("job",)
@@ -81,6 +83,8 @@ class JobPlan(Message):
     launcher: PlanLauncher
     strategy: str
     """In words, e.g. `deepspeed-zero2+optimizer-offload`; `none` when nothing trains."""
+    capacity: Capacity | None = None
+    """Nodes that the training asks for first; None: any."""
     trainer: TrainerJob
     deepspeed_overrides: dict[str, JsonValue] = Field(default_factory=dict)
     """`parallelism.deepspeedConfig` as the user wrote it; rendering merges it last into the DeepSpeed configuration."""

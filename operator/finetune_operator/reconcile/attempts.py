@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from finetune_contract.causes import ECHOES
+from finetune_contract.choices import Stage
 from finetune_operator.api.types import StageStatus
 from finetune_operator.planning.types import PlanRefused
 from finetune_operator.reconcile.course import Course, reference
@@ -18,8 +19,12 @@ from finetune_operator.reconcile.endings import attempt_failed, stage_succeeded
 from finetune_operator.reconcile.failures import first_cause, on_node_lost, reported_success, without_report
 from finetune_operator.reconcile.planned import configuration
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
+from finetune_operator.reconcile.silence import no_progress, silence, witnesses
+from finetune_operator.reconcile.spot import clock_started, look_for_nodes, words
+from finetune_operator.reconcile.status import NO_PROGRESS, condition
 from finetune_operator.reconcile.times import earliest, moment, stamp
 from finetune_operator.reconcile.types import ChildView, PodView
+from finetune_operator.reconcile.usage import seen
 from finetune_operator.reconcile.waiting import waits
 from finetune_operator.rendering.types import Attempt
 
@@ -29,6 +34,8 @@ LAST_WORD_SECONDS = 30
 """How long word of a pod may be behind word of its child."""
 CAUSE_SECONDS = 10
 """The same when there is a cause already, and a better one may come."""
+READ_SECONDS = 1
+"""Until logs that were not read yet are asked for again."""
 HALF_DEAD_SECONDS = 60
 """How long a child may run on after one of its pods has failed: its own controller usually ends it at once."""
 
@@ -73,14 +80,22 @@ def _taken_up(course: Course, stage: StageStatus, child: ChildView) -> tuple[Cou
             "completion_time": None,
             "next_attempt_time": None,
             "blocked_since": None,
+            "capacity": child.capacity,
+            "nodes_since": None,
+            "running_since": None,
             "child": reference(child.ref),
         }
     )
     first = course.status.start_time or stamp(started)
     return (
-        course.with_stage(current)
+        clock_started(course, child.capacity, started)
+        .with_stage(current)
         .with_status(start_time=first, progress=None)
-        .tell("StageStarted", f"Stage {stage.name} runs as {child.ref.kind} {child.ref.name}, attempt {child.attempt}.")
+        .tell(
+            "StageStarted",
+            f"Stage {stage.name} runs as {child.ref.kind} {child.ref.name}, attempt {child.attempt}"
+            f"{words(child.capacity)}.",
+        )
     ), current
 
 
@@ -138,7 +153,15 @@ def _failed(course: Course, stage: StageStatus, child: ChildView, pods: Sequence
     cause = first_cause(child.stage, child, pods)
     patience = _end_told(child) + timedelta(seconds=CAUSE_SECONDS)
     vague = cause.pod is None or cause.cause in ECHOES
-    if vague and course.now < patience and not (pods and all(pod.over for pod in pods)):
+    if vague and (held_up := _held_up(pods)):
+        if (lost := _lost(course, pods)) is not None:
+            return attempt_failed(course, stage, on_node_lost(lost), ended)
+        return replace(
+            course.wake(_next_look(held_up, course.now)), waiting=f"{child.ref.name} has failed; its pods still end."
+        )
+    # Of a pod that is gone the others' logs are told, when they have ended.
+    unread = cause.pod is not None and cause.pod.gone
+    if (vague or unread) and course.now < patience and not (pods and all(pod.over for pod in pods)):
         return replace(course.wake(patience), waiting=f"{child.ref.name} has failed; its pods are still ending.")
     return attempt_failed(course, stage, cause, ended)
 
@@ -146,38 +169,80 @@ def _failed(course: Course, stage: StageStatus, child: ChildView, pods: Sequence
 def _underway(course: Course, stage: StageStatus, child: ChildView, pods: Sequence[PodView]) -> Course:
     if (broken := _broken(course, child, pods)) is not None:
         return attempt_failed(course, stage, broken)
-    course = course.wake(_next_look(pods))
+    course = course.wake(_next_look(pods, course.now))
     if child.deleting:
         return replace(course, waiting=f"{child.ref.kind} {child.ref.name} is being deleted.")
     held = waits(child, pods, course.now, course.settings.limits, moment(stage.blocked_since))
     blocked = None if held is None or held.blocked_since is None else stamp(held.blocked_since)
-    stage = stage.model_copy(update={"blocked_since": blocked})
+    stage = seen(stage.model_copy(update={"blocked_since": blocked}), pods)
     course = course.with_stage(stage)
+    if held is not None:
+        course, fallen_back = look_for_nodes(course, stage, pods)
+        if fallen_back:
+            return course
     if held is not None and held.cause is not None:
         return attempt_failed(course, stage, held.cause)
     if held is not None:
-        return replace(course.wake(held.until), waiting=held.message)
+        return replace(course.wake(held.until), waiting=course.waiting or held.message)
     if child.state == "Suspended":
         said = f" {child.message}" if child.message else ""
         return replace(course, waiting=f"{child.ref.kind} {child.ref.name} is suspended.{said}")
+    return _listened(course, stage, child, pods)
+
+
+def _listened(course: Course, stage: StageStatus, child: ChildView, pods: Sequence[PodView]) -> Course:
+    """What an attempt that runs has told, and what follows when it tells nothing new."""
     progress, stored = course.observed.progress, course.stored(stage.name)
     told = stored is not None and (stored.state, stored.attempt) == ("Running", stage.attempt)
-    return course.with_status(progress=progress) if progress is not None and told else course
+    if progress is not None and told:
+        course = course.with_status(progress=progress)
+    quiet = silence(course.job, course.observed, course.settings, stage.name, stage.attempt)
+    if quiet is None or course.spec.run_policy.suspend:
+        return course
+    heard = dict(course.observed.logs)
+    unread = [pod for pod in witnesses(pods) if pod.name not in heard]
+    if quiet.until <= course.now and not unread:
+        return attempt_failed(course, stage, no_progress(quiet, child.stage, pods, _processes(course, child.stage)))
+    if course.now < quiet.told_at:
+        return course.wake(quiet.told_at)
+    before = condition(course.job.status, "Running")
+    if before is None or before.reason != NO_PROGRESS:
+        course = course.tell("ProgressStopped", f"Stage {stage.name}, attempt {stage.attempt}: {quiet.words}", True)
+    # The ends of the logs are read when the time is over, and a pass may fall into that very moment.
+    soonest = course.now + timedelta(seconds=READ_SECONDS)
+    return replace(course.wake(max(quiet.until, soonest)), quiet=quiet.words)
+
+
+def _processes(course: Course, stage: Stage) -> int:
+    plan = course.status.plan
+    return plan.world_size if stage is Stage.TRAIN and plan is not None else 1
 
 
 def _broken(course: Course, child: ChildView, pods: Sequence[PodView]) -> Cause | None:
     """The cause when a pod is lost for good and the child does not know: it would wait for ever."""
-    lost = next((pod for pod in pods if not pod.over and _passed(gone_after(pod), course.now)), None)
-    if lost is not None:
+    if (lost := _lost(course, pods)) is not None:
         return on_node_lost(lost)
-    if any(_passed(_dead_after(pod), course.now) for pod in pods):
-        return first_cause(child.stage, child, pods)
-    return None
+    if not any(_passed(_dead_after(pod), course.now) for pod in pods):
+        return None
+    cause = first_cause(child.stage, child, pods)
+    return None if cause.cause in ECHOES and _held_up(pods) else cause
 
 
-def _next_look(pods: Sequence[PodView]) -> datetime | None:
-    """When the first pod will count as lost."""
-    return earliest(*(_dead_after(pod) if pod.over else gone_after(pod) for pod in pods))
+def _lost(course: Course, pods: Sequence[PodView]) -> PodView | None:
+    return next((pod for pod in pods if not pod.over and _passed(gone_after(pod), course.now)), None)
+
+
+def _held_up(pods: Sequence[PodView]) -> Sequence[PodView]:
+    """Pods that were told to end and have not. One whose node is gone never will, and what the others say of a failure
+    is an echo of that; another attempt has to wait for it in any case.
+    """
+    return [pod for pod in pods if not pod.over and pod.deleting_until is not None]
+
+
+def _next_look(pods: Sequence[PodView], now: datetime) -> datetime | None:
+    """When the next pod will count as lost."""
+    times = (_dead_after(pod) if pod.over else gone_after(pod) for pod in pods)
+    return earliest(*(time for time in times if time is not None and time > now))
 
 
 def _passed(time: datetime | None, now: datetime) -> bool:
@@ -194,7 +259,7 @@ def _dead_after(pod: PodView) -> datetime | None:
 
     One that was evicted or refused by its node may tell of no container, and so of no time of its own.
     """
-    if pod.phase != "Failed":
+    if pod.phase != "Failed" or pod.gone:
         return None
     ended = None if pod.ended is None else pod.ended.finished
     return (ended or pod.changed or pod.scheduled or pod.created) + timedelta(seconds=HALF_DEAD_SECONDS)

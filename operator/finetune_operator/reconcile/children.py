@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from typing import get_args
 
 from pydantic import JsonValue, ValidationError
 
 from finetune_contract.choices import Stage
+from finetune_operator.api.types import Capacity
 from finetune_operator.reconcile.raw import Meta, RawChild, RawCondition
 from finetune_operator.reconcile.types import ChildState, ChildView, ObjectRef
-from finetune_operator.rendering.types import ATTEMPT_LABEL, HASH_ANNOTATION, STAGE_LABEL
+from finetune_operator.rendering.types import ATTEMPT_LABEL, CAPACITY_LABEL, HASH_ANNOTATION, STAGE_LABEL
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,13 @@ def child_view(value: Mapping[str, JsonValue]) -> ChildView | None:
         finished=verdict.finished,
         deleting=raw.metadata.deletion_timestamp is not None,
         configuration=raw.spec.template.metadata.annotations.get(HASH_ANNOTATION),
+        capacity=_capacity(raw.metadata),
     )
+
+
+def _capacity(metadata: Meta) -> Capacity | None:
+    known: tuple[Capacity, ...] = get_args(Capacity)
+    return next((one for one in known if one == metadata.labels.get(CAPACITY_LABEL)), None)
 
 
 def attempt_of(metadata: Meta) -> tuple[Stage, int] | None:

@@ -50,6 +50,10 @@ class Course:
     suspended: bool = False
     waiting: str = ""
     """What the current attempt, or the next one, waits for."""
+    waiting_reason: str = "WaitingForPods"
+    """The same in a word, while an attempt runs."""
+    quiet: str = ""
+    """What to say about an attempt that runs and tells nothing new."""
     stalled: Stalled | None = None
     over: bool = False
     """Whether the later phases have nothing to do."""

@@ -20,7 +20,8 @@ from finetune_operator.reconcile.course import Course, Stalled, reference
 from finetune_operator.reconcile.endings import delay_seconds, give_up, refused
 from finetune_operator.reconcile.planned import context, plan_now, plan_sentence, plan_status, problems_text
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
-from finetune_operator.reconcile.results import cost_after, with_report
+from finetune_operator.reconcile.results import with_report
+from finetune_operator.reconcile.spot import WAITING, bound_reached, clock_started, clock_stopped, next_capacity, words
 from finetune_operator.reconcile.status import complete, condition, ended
 from finetune_operator.reconcile.times import moment, stamp
 from finetune_operator.reconcile.types import (
@@ -33,6 +34,7 @@ from finetune_operator.reconcile.types import (
     PodView,
     Refusal,
 )
+from finetune_operator.reconcile.usage import attempt_over
 from finetune_operator.rendering.manifests import shared, stage
 from finetune_operator.rendering.types import Attempt, Manifest, ProgressEndpoint
 
@@ -55,7 +57,17 @@ def decide(
     course = Course(job, observed, now, settings, progress, job.status, end=ended(job.status))
     if course.end is not None:
         return after_the_end(course).decision()
-    for phase in (accept, plan_ahead, settle, meet_refusals, keep_deadline, hold, finish, proceed):
+    for phase in (
+        accept,
+        plan_ahead,
+        settle,
+        meet_refusals,
+        keep_deadline,
+        keep_spot_bounds,
+        hold,
+        finish,
+        proceed,
+    ):
         course = phase(course)
         if course.over or course.end is not None:
             break
@@ -94,6 +106,9 @@ def conclude(course: Course) -> Course:
         course = replace(course, events=(EventNote("Normal", "JobAccepted", accepted.message), *course.events))
     if refusal is not None and refusal.status == "False":
         course = course.tell("PlanRefused", refusal.message, warning=True)
+    runs, ran = condition(after, "Running"), condition(course.job.status, "Running")
+    if runs is not None and runs.reason == WAITING and (ran is None or ran.reason != WAITING):
+        course = course.tell(WAITING, runs.message)
     return replace(course, status=after)
 
 
@@ -213,9 +228,20 @@ def keep_deadline(course: Course) -> Course:
         f"The job has run for {seconds} s, which is all that runPolicy.activeDeadlineSeconds allows.",
         "Create a new job with a longer deadline; results in the workspace are kept.",
     )
+    return _stopped_for_good(course, current, cause)
+
+
+def keep_spot_bounds(course: Course) -> Course:
+    """End a training that has run, or waited for spot nodes, for as long as it may."""
+    course, cause = bound_reached(course)
+    current = course.current
+    return course if cause is None or current is None else _stopped_for_good(course, current, cause)
+
+
+def _stopped_for_good(course: Course, current: StageStatus, cause: Cause) -> Course:
+    """The job has failed while an attempt may run: what it used counts, and deleting it lets it save a checkpoint."""
     if current.state == "Running":
-        cost = cost_after(course.status, course.spec, course.settings, current, course.now)
-        course = course.with_status(cost=cost)
+        course = attempt_over(course, current, course.now)
     return give_up(course, current, cause.told(Stage(current.name), current.attempt))
 
 
@@ -231,11 +257,11 @@ def hold(course: Course) -> Course:
         return course.tell("Resumed", "The job goes on.") if was else course
     if current is None:
         return course
-    course = replace(course.with_status(start_time=None), suspended=True)
+    course = replace(clock_stopped(course).with_status(start_time=None), suspended=True)
     if current.state == "Running":
-        cost = cost_after(course.status, course.spec, course.settings, current, course.now)
+        course = attempt_over(course, current, course.now)
         stopped = current.model_copy(update={"state": "Suspended", "completion_time": stamp(course.now)})
-        course = course.with_status(cost=cost).with_stage(stopped)
+        course = course.with_stage(stopped)
         message = f"Stage {current.name}, attempt {current.attempt}, is stopped: runPolicy.suspend is true."
     else:
         message = "Nothing is started: runPolicy.suspend is true."
@@ -346,7 +372,7 @@ def _delayed(course: Course, current: StageStatus, at: datetime) -> Course:
 
 
 def _attempt(course: Course, made: JobPlan, current: StageStatus, number: int) -> tuple[Manifest, ...]:
-    attempt = Attempt(Stage(current.name), number, current.avoided_nodes)
+    attempt = Attempt(Stage(current.name), number, current.avoided_nodes, next_capacity(course, current))
     return stage(made, context(course), attempt)
 
 
@@ -370,7 +396,7 @@ def _started(course: Course, current: StageStatus) -> Course:
             "Create a new job with the change that the message names.",
         )
         return give_up(course, current, cause.told(Stage(current.name), number))
-    child = _ref(own[-1])
+    child, capacity = _ref(own[-1]), next_capacity(course, current)
     now = stamp(course.now)
     if (after := plan_status(made)) != course.status.plan:
         # Settings, prices or the operator may be others than when it was planned.
@@ -383,6 +409,9 @@ def _started(course: Course, current: StageStatus) -> Course:
             "completion_time": None,
             "next_attempt_time": None,
             "blocked_since": None,
+            "capacity": capacity,
+            "nodes_since": None,
+            "running_since": None,
             # Before the first attempt these are refusals of the API server, which are over.
             "failures_in_row": current.failures_in_row if current.attempt else 0,
             "child": reference(child),
@@ -390,8 +419,12 @@ def _started(course: Course, current: StageStatus) -> Course:
     )
     first = () if course.started else shared(made, context(course))
     course = course.with_stage(running).with_status(start_time=course.status.start_time or now, progress=None)
+    course = clock_started(course, capacity, course.now)
     return replace(
-        course.tell("StageStarted", f"Stage {current.name} runs as {child.kind} {child.name}, attempt {number}."),
+        course.tell(
+            "StageStarted",
+            f"Stage {current.name} runs as {child.kind} {child.name}, attempt {number}{words(capacity)}.",
+        ),
         create=(*course.create, *first, *own),
         waiting=f"Waiting for the pods of {child.name} to be created.",
     )

@@ -29,13 +29,14 @@ from finetune_operator.reconcile.planned import (
 from finetune_operator.reconcile.remedies import Cause, CauseClass, OperatorCause, Remedy
 from finetune_operator.reconcile.results import (
     artifacts,
-    cost_after,
     finished_progress,
     headline,
     metrics_of,
     with_report,
 )
+from finetune_operator.reconcile.spot import taken_away
 from finetune_operator.reconcile.times import moment, stamp
+from finetune_operator.reconcile.usage import attempt_over
 
 STEADY_SECONDS = 600
 """An attempt that ran for that long was no quick failure: the delay before the next one begins anew."""
@@ -48,9 +49,9 @@ def stage_succeeded(course: Course, stage: StageStatus, report: TrainerReport, a
     done = stage.model_copy(update={"state": "Succeeded", "completion_time": stamp(at), "next_attempt_time": None})
     failure = course.status.failure
     before = course.status.progress
+    course = attempt_over(course, stage, at)
     course = course.with_stage(done).with_status(
         artifacts=artifacts(course.status, course.spec, course.job.name, kind, report),
-        cost=cost_after(course.status, course.spec, course.settings, stage, at),
         progress=finished_progress(before),
         failure=None if failure is not None and failure.stage == stage.name else failure,
     )
@@ -89,9 +90,9 @@ def attempt_failed(course: Course, stage: StageStatus, cause: Cause, at: datetim
     """Write down the failure of the stage's attempt and what follows from it."""
     ended = at or course.now
     failure = cause.told(Stage(stage.name), stage.attempt, course.observed.logs)
-    course = course.with_status(
-        failure=failure, cost=cost_after(course.status, course.spec, course.settings, stage, ended)
-    )
+    if cause.rank is None:
+        failure = failure.model_copy(update={"rank": _only_rank(course, stage, cause)})
+    course = taken_away(attempt_over(course.with_status(failure=failure), stage, ended), stage, cause)
     on = "" if failure.node is None else f" on {failure.node}"
     where = "" if failure.pod is None else f" (pod {failure.pod}{on})"
     course = course.tell(
@@ -112,13 +113,25 @@ def attempt_failed(course: Course, stage: StageStatus, cause: Cause, at: datetim
             return _adapted(course, stage, cause, failure)
 
 
+def _only_rank(course: Course, stage: StageStatus, cause: Cause) -> int | None:
+    """The rank in the pod that broke, when there is but one and it ran."""
+    plan, pod = course.status.plan, cause.pod
+    if pod is None or pod.ended is None or pod.index is None or plan is None:
+        return None
+    alone = stage.name != Stage.TRAIN.value or plan.world_size == course.spec.resources.nodes
+    return pod.index if alone else None
+
+
 def _remedy(course: Course, stage: StageStatus, cause: Cause) -> Remedy:
-    """The table's, but that memory can be adapted in train only, and only when the job wants it."""
+    """The table's, but that memory can be adapted in train only, by the built-in loop, and only when the job wants it.
+    """
     if cause.remedy is not Remedy.ADAPT:
         return cause.remedy
     if course.spec.run_policy.on_out_of_memory == "fail":
         return Remedy.FAIL
-    return Remedy.ADAPT if stage.name == "train" else Remedy.COUNTED
+    training = course.spec.training
+    loops = stage.name == "train" and training is not None and training.script is None
+    return Remedy.ADAPT if loops else Remedy.COUNTED
 
 
 def _counted(course: Course, stage: StageStatus, cause: Cause, failure: FailureStatus) -> Course:

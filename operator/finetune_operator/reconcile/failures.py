@@ -18,7 +18,7 @@ from finetune_contract.causes import ECHOES, of_exit
 from finetune_contract.choices import Stage
 from finetune_contract.layout import CLASS_OF_EXIT_CODE, EXIT_CODES, EXIT_OK, FailureClass, retryable
 from finetune_contract.report import FailureReport, TrainerReport
-from finetune_operator.reconcile.remedies import Cause, CauseClass, OperatorCause
+from finetune_operator.reconcile.remedies import MOST_LOGS, Cause, CauseClass, OperatorCause
 from finetune_operator.reconcile.types import ChildView, PodView
 
 _EXIT_CODE = re.compile(r"failed with exit code (\d+)")
@@ -32,6 +32,15 @@ _KILLED_BY_SIGNAL = "KilledBySignal"
 
 def first_cause(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Cause:
     """The first cause of the failure of `child`, an attempt at `stage`; `pods` are the attempt's."""
+    cause = _first(stage, child, pods)
+    if cause.pod is None:
+        return cause
+    # Its log may have gone with it, or be empty: then those of the others are what is left to be read.
+    left = sorted((pod for pod in pods if pod.phase == "Failed" and not pod.gone and pod is not cause.pod), key=_end)
+    return replace(cause, witnesses=tuple(left[:MOST_LOGS]))
+
+
+def _first(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Cause:
     failed = sorted((pod for pod in pods if _broke(pod)), key=_end)
     reports = sorted(_reported(stage, failed), key=lambda one: one[1].known_time)
     own = [one for one in reports if one[1].failure_class not in ECHOES]
@@ -47,11 +56,39 @@ def first_cause(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Caus
     telling = [one for one in by_code if one.cause not in ECHOES]
     if telling:
         return telling[0]
+    if (deleted := _deleted(pods, failed, reports)) is not None:
+        return deleted
     if reports:
         return _from_report(*reports[0])
     if by_code:
         return by_code[0]
     return _from_child(child)
+
+
+def _deleted(
+    pods: Sequence[PodView], failed: Sequence[PodView], reports: Sequence[tuple[PodView, FailureReport]]
+) -> Cause | None:
+    """The pod that somebody deleted, when all that is known besides may be an echo of it.
+
+    Controllers delete the other pods of a gang once one has failed, so it has to have come before the first failure.
+    Times of deletions are whole seconds; where the first word is of having been told to stop, somebody was.
+    """
+    asked = [(pod.deleting_since, pod.name, pod) for pod in pods if pod.deleting_since and pod.phase != "Succeeded"]
+    if not asked:
+        return None
+    since, _, pod = min(asked, key=lambda one: one[:2])
+    told_to_stop = bool(reports) and reports[0][1].failure_class is FailureClass.PREEMPTED
+    broke = min((one.known_time for _, one in reports), default=min((_end(one)[0] for one in failed), default=math.inf))
+    if not told_to_stop and since.timestamp() + 1 > broke:
+        return None
+    words = next((f" {failure.message}" for told, failure in reports if told is pod), "")
+    return Cause(
+        FailureClass.PREEMPTED,
+        "PodDeleted",
+        f"Pod {pod.name} was deleted, and the operator did not delete it.{words}",
+        f"{_HINTS[FailureClass.PREEMPTED]} To stop a job for a while set runPolicy.suspend.",
+        pod,
+    )
 
 
 def _weight(cause: Cause) -> int:
@@ -87,7 +124,7 @@ def _from_report(pod: PodView, failure: FailureReport) -> Cause:
         cause=OperatorCause.KILLED if crashed else failure.failure_class,
         reason=failure.reason,
         message=failure.message,
-        hint=failure.hint,
+        hint=_hint(failure),
         pod=pod,
         rank=None if report is None else report.rank,
     )
@@ -97,7 +134,7 @@ def _from_report(pod: PodView, failure: FailureReport) -> Cause:
 
 _MEMORY_HINT = (
     "Set resources.memory higher, or training.microBatchSize or preparation.maxLength lower, or shard or offload more "
-    "under parallelism."
+    "under parallelism; a script has its own settings for all of that."
 )
 _NODE_REASONS = frozenset({"NodeLost", "NodeShutdown", "Shutdown", "Terminated"})
 """`status.reason` of pods whose node went away or was told to shut down (kubelet, node lifecycle controller)."""
@@ -239,6 +276,13 @@ def _from_exit_code(pod: PodView) -> Cause:
             pod,
         )
     return _by_code(pod.ended.exit_code, f"in pod {pod.name}", pod)
+
+
+def _hint(failure: FailureReport) -> str:
+    """The report's own, but where that is for somebody at a terminal who has to start it again."""
+    if failure.failure_class is FailureClass.PREEMPTED:
+        return _HINTS[FailureClass.PREEMPTED]
+    return _SEE_LOG if failure.reason == "UnexpectedError" else failure.hint
 
 
 def _by_code(code: int, where: str, pod: PodView | None) -> Cause:

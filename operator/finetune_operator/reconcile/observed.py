@@ -7,6 +7,7 @@ out, and what is missing is found again from the children; an object without our
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta
 
 from pydantic import JsonValue, ValidationError
 
@@ -19,13 +20,13 @@ from finetune_operator.reconcile.children import attempt_of
 from finetune_operator.reconcile.course import heard_by
 from finetune_operator.reconcile.failures import first_cause, reported_success, without_report
 from finetune_operator.reconcile.raw import Meta, RawPod
+from finetune_operator.reconcile.remedies import MOST_LOGS
+from finetune_operator.reconcile.silence import silence, witnesses
 from finetune_operator.reconcile.types import ChildView, Ended, JobView, Observed, PodView, Waiting
 from finetune_operator.rendering.pods import CONTAINER_NAME
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 """kubectl's copy of the whole object: what is wrong in it is told once, for the object itself."""
-MOST_LOGS = 3
-"""Pods whose logs are asked for: the first to fail are the ones that know why."""
 _INDEX_LABELS = ("batch.kubernetes.io/job-completion-index", "training.kubeflow.org/replica-index")
 _ROLE_LABEL = "training.kubeflow.org/job-role"
 _LAUNCHER_ROLE = "launcher"
@@ -123,6 +124,7 @@ def pod_view(value: Mapping[str, JsonValue]) -> PodView | None:
         index=_index(raw.metadata.labels),
         node=raw.spec.node_name,
         scheduled=scheduled.last_transition_time if scheduled is not None and scheduled.holds else None,
+        began=_began(raw),
         unschedulable=scheduled.message if scheduled is not None and unschedulable else None,
         waiting=_waiting(raw),
         ended=_ended(raw),
@@ -131,7 +133,13 @@ def pod_view(value: Mapping[str, JsonValue]) -> PodView | None:
         status_message=status.message or None,
         changed=max((one.last_transition_time for one in status.conditions if one.last_transition_time), default=None),
         deleting_until=raw.metadata.deletion_timestamp,
+        deleting_since=_deleting_since(raw.metadata),
     )
+
+
+def _deleting_since(metadata: Meta) -> datetime | None:
+    until, grace = metadata.deletion_timestamp, timedelta(seconds=metadata.deletion_grace_period_seconds)
+    return None if until is None else until - grace
 
 
 def _index(labels: Mapping[str, str]) -> int | None:
@@ -161,6 +169,15 @@ def _ended(raw: RawPod) -> Ended | None:
     return None
 
 
+def _began(raw: RawPod) -> datetime | None:
+    """When the trainer's container started."""
+    for container in raw.status.container_statuses:
+        state = container.state
+        if container.name == CONTAINER_NAME:
+            return next((one.started_at for one in (state.running, state.terminated) if one is not None), None)
+    return None
+
+
 def _report(message: str) -> TrainerReport | None:
     try:
         return TrainerReport.model_validate_json(message)
@@ -168,9 +185,9 @@ def _report(message: str) -> TrainerReport | None:
         return None
 
 
-def wanted_logs(job: JobView, observed: Observed) -> tuple[str, ...]:
+def wanted_logs(job: JobView, observed: Observed, now: datetime, settings: Settings) -> tuple[str, ...]:
     """Pods of the current attempt that failed and whose log end is not known yet, at most 3: the one with the cause,
-    then the first to fail.
+    then the first to fail. Of an attempt that is to be stopped for its silence, those that may show where it hangs.
 
     The shell reads them before it decides, and hands over an empty text where there is none to be had. An attempt whose
     failure the status tells already needs no log any more.
@@ -185,10 +202,15 @@ def wanted_logs(job: JobView, observed: Observed) -> tuple[str, ...]:
     own = [
         heard_by(pod, job.name) for pod in observed.pods if (pod.stage, pod.attempt) == (newest.stage, newest.attempt)
     ]
-    failed = sorted((pod for pod in own if pod.phase == "Failed"), key=lambda pod: (_ended_at(pod), pod.name))
+    # Of a pod that is gone there is no log to be read.
+    failed = sorted(
+        (pod for pod in own if pod.phase == "Failed" and not pod.gone), key=lambda pod: (_ended_at(pod), pod.name)
+    )
     cause = _telling(newest, own)
-    first = [cause] if cause is not None and cause.over else []
-    wanted = dict.fromkeys(pod.name for pod in (*first, *failed))
+    first = [cause] if cause is not None and cause.over and not cause.gone else []
+    quiet = silence(job, observed, settings, newest.stage.value, newest.attempt)
+    hung = witnesses(own) if quiet is not None and quiet.until <= now else ()
+    wanted = dict.fromkeys(pod.name for pod in (*first, *failed, *hung))
     known = {name for name, _ in observed.logs}
     return tuple(name for name in list(wanted)[:MOST_LOGS] if name not in known)
 

@@ -50,6 +50,7 @@ def _facts(course: Course) -> Facts:
     return Facts(
         model=_read(ModelFacts, measured.model),
         data=_read(DataFacts, measured.data),
+        model_revision=None if course.status.artifacts is None else course.status.artifacts.model_revision,
         served=_launchers(course),
     )
 
@@ -86,14 +87,16 @@ def measured_status(measured: MeasuredFacts) -> MeasuredStatus:
 
 def plan_status(made: JobPlan) -> PlanStatus:
     """The part of a plan that people look at."""
-    training, memory = made.trainer.training, made.memory
+    training, world, memory = made.trainer.training, made.trainer.world, made.memory
+    undecided = None if made.trainer.script is not None else 1
     terms = {} if memory is None else {term.name: term.bytes for term in memory.terms} | {"total": memory.total_bytes}
     return PlanStatus(
         strategy=made.strategy,
         launcher=made.launcher,
-        world_size=1 if training is None else training.world.size,
-        micro_batch_size=1 if training is None else training.batch.micro_batch_size,
-        gradient_accumulation=1 if training is None else training.batch.gradient_accumulation,
+        capacity=made.capacity,
+        world_size=1 if world is None else world.size,
+        micro_batch_size=undecided if training is None else training.batch.micro_batch_size,
+        gradient_accumulation=undecided if training is None else training.batch.gradient_accumulation,
         memory_per_device=terms,
         estimated=EstimateStatus(
             duration_seconds=made.estimate.seconds, cost=made.estimate.cost, currency=made.estimate.currency
@@ -105,13 +108,16 @@ def plan_status(made: JobPlan) -> PlanStatus:
 def plan_sentence(made: JobPlan) -> str:
     """The plan in one sentence."""
     stages = " -> ".join(stage.value for stage in made.stages)
-    training = made.trainer.training
-    if training is None:
+    training, world = made.trainer.training, made.trainer.world
+    if world is None:
         return f"{stages}: nothing is trained."
-    world = training.world
-    nodes = f"{world.nodes} node{'s' * (world.nodes > 1)} x {world.processes_per_node} process"
+    kind = "spot " if made.capacity == "spot" else ""
+    nodes = f"{world.nodes} {kind}node{'s' * (world.nodes > 1)} x {world.processes_per_node} process"
+    nodes += "es" * (world.processes_per_node > 1)
+    if training is None:
+        return f"{stages}: runs your program by {made.launcher} on {nodes}."
     return (
-        f"{stages}: trains with {made.strategy} by {made.launcher} on {nodes}{'es' * (world.processes_per_node > 1)}; "
+        f"{stages}: trains with {made.strategy} by {made.launcher} on {nodes}; "
         f"batch {batch_arithmetic(training.batch)}."
     )
 

@@ -47,6 +47,8 @@ class Meta(Raw):
     annotations: dict[str, str] = Field(default_factory=dict)
     creation_timestamp: Time = EPOCH
     deletion_timestamp: Time | None = None
+    """When the grace period is over, and not when the deletion was asked for."""
+    deletion_grace_period_seconds: int = 0
 
 
 class RawCondition(Raw):
@@ -123,7 +125,14 @@ class Terminated(Raw):
     exit_code: int = 0
     reason: str = ""
     message: str = ""
+    started_at: Time | None = None
     finished_at: Time | None = None
+
+
+class RunningState(Raw):
+    """`state.running` of a container."""
+
+    started_at: Time | None = None
 
 
 class WaitingState(Raw):
@@ -137,6 +146,7 @@ class ContainerState(Raw):
     """Exactly one of the three is there."""
 
     waiting: WaitingState | None = None
+    running: RunningState | None = None
     terminated: Terminated | None = None
 
 

@@ -6,7 +6,7 @@ class leads to one remedy, and `REMEDIES` is the only place that says which.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -19,6 +19,8 @@ from finetune_operator.reconcile.types import PodView
 MESSAGE_LIMIT = 4096
 LOG_LIMIT = 4096
 """Characters of a log's end that the status holds."""
+MOST_LOGS = 3
+"""Pods whose logs are read for one failure."""
 
 
 class Remedy(StrEnum):
@@ -43,6 +45,7 @@ class OperatorCause(StrEnum):
     IMAGE_PULL = "ImagePull"
     CONTAINER_CONFIG = "ContainerConfig"
     UNSCHEDULABLE = "Unschedulable"
+    SPOT_UNAVAILABLE = "SpotUnavailable"
     KILLED = "Killed"
     CHILD_DELETED = "ChildDeleted"
     CHILD_FAILED = "ChildFailed"
@@ -51,6 +54,7 @@ class OperatorCause(StrEnum):
     DEADLINE_EXCEEDED = "DeadlineExceeded"
     NO_REPORT = "NoReport"
     PLAN_REFUSED = "PlanRefused"
+    NO_PROGRESS = "NoProgress"
 
 
 CauseClass = FailureClass | OperatorCause
@@ -69,15 +73,17 @@ REMEDIES: dict[CauseClass, Remedy] = {
     FailureClass.OUT_OF_MEMORY: Remedy.ADAPT,
     FailureClass.PREEMPTED: Remedy.FREE,
     FailureClass.COLLECTIVE: Remedy.FREE,
-    # Storage and Hub may be away for good, or wrong in the job: tried again, but not for ever.
+    # Storage, Hub and git host may be away for good, or wrong in the job: tried again, but not for ever.
     FailureClass.STORAGE_LOST: Remedy.COUNTED,
     FailureClass.HUB_UNAVAILABLE: Remedy.COUNTED,
+    FailureClass.CODE_UNAVAILABLE: Remedy.COUNTED,
     OperatorCause.NODE_LOST: Remedy.FREE,
     OperatorCause.EVICTED: Remedy.FREE,
     OperatorCause.POD_REJECTED: Remedy.FREE,
     OperatorCause.IMAGE_PULL: Remedy.FAIL,
     OperatorCause.CONTAINER_CONFIG: Remedy.FAIL,
     OperatorCause.UNSCHEDULABLE: Remedy.FAIL,
+    OperatorCause.SPOT_UNAVAILABLE: Remedy.FAIL,
     OperatorCause.KILLED: Remedy.COUNTED,
     OperatorCause.CHILD_DELETED: Remedy.COUNTED,
     OperatorCause.CHILD_FAILED: Remedy.COUNTED,
@@ -86,6 +92,7 @@ REMEDIES: dict[CauseClass, Remedy] = {
     OperatorCause.DEADLINE_EXCEEDED: Remedy.FAIL,
     OperatorCause.NO_REPORT: Remedy.COUNTED,
     OperatorCause.PLAN_REFUSED: Remedy.FAIL,
+    OperatorCause.NO_PROGRESS: Remedy.COUNTED,
 }
 
 
@@ -103,6 +110,8 @@ class Cause:
     exit_code: int | None = None
     node_at_fault: bool = False
     """Whether another attempt should keep away from the pod's node."""
+    witnesses: tuple[PodView, ...] = ()
+    """Pods whose logs are told when it is not known which one failed, or when that one has none."""
 
     @property
     def remedy(self) -> Remedy:
@@ -117,7 +126,6 @@ class Cause:
         """As the status has it."""
         pod = self.pod
         ended = None if pod is None else pod.ended
-        tail = next((text for name, text in logs if pod is not None and name == pod.name), "")
         return FailureStatus(
             failure_class=self.cause.value,
             reason=self.reason,
@@ -130,5 +138,18 @@ class Cause:
             # A user's program may report any number; one that the API server refuses would stop every write.
             rank=self.rank if self.rank is not None and self.rank <= MAX_INT else None,
             exit_code=ended.exit_code if ended is not None and self.exit_code is None else self.exit_code,
-            log_tail=tail.rstrip()[-LOG_LIMIT:] or None,
+            log_tail=self._tail(dict(logs)),
         )
+
+    def _tail(self, logs: Mapping[str, str]) -> str | None:
+        """The end of the pod's log; of the witnesses' where there is no such pod, or nothing to be read of it."""
+        own = "" if self.pod is None or self.pod.gone else logs.get(self.pod.name, "").rstrip()
+        return own[-LOG_LIMIT:] or _shares(self.witnesses, logs)
+
+
+def _shares(pods: Sequence[PodView], logs: Mapping[str, str]) -> str | None:
+    """A share of each pod's log below a line with its name."""
+    told = [(pod.name, text) for pod in pods if (text := logs.get(pod.name, "").rstrip())]
+    share = LOG_LIMIT // max(1, len(told))
+    parts = [f"==> {name} <==\n{text[len(name) + len('==>  <==') + 2 - share :]}" for name, text in told]
+    return "\n".join(parts) or None

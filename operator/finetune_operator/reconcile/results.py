@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 
 from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
 from finetune_contract.report import TrainerReport
-from finetune_operator.api.settings import Settings
+from finetune_operator.api.settings import Price, Settings
 from finetune_operator.api.types import (
     ArtifactsStatus,
     CostStatus,
@@ -21,7 +22,7 @@ from finetune_operator.api.types import (
 )
 from finetune_operator.planning.cost import find_price
 from finetune_operator.planning.names import JobNames
-from finetune_operator.reconcile.times import moment
+from finetune_operator.reconcile.times import seconds_since
 
 HEADLINES = ("accuracy", "f1", "loss", "train_loss")
 """The metric that stands for a stage's result, the first that there is."""
@@ -86,13 +87,15 @@ def artifacts(
     changes: dict[str, object] = {
         name: path if "://" in path else f"{folder}/{path}"
         for name, path in report.artifacts.items()
-        if name in ("model", "report", "predictions")
+        if name in ("model", "report", "predictions", "script")
     }
     if stage is Stage.PREDICT and "predictions" not in changes:
         output = None if spec.predict is None else spec.predict.output
         changes["predictions"] = output or f"{folder}/predictions.jsonl"
     if report.fingerprint is not None:
         changes["dataset_fingerprint"] = report.fingerprint
+    if report.model_revision is not None:
+        changes["model_revision"] = report.model_revision
     before = status.artifacts or ArtifactsStatus()
     if stage in (Stage.TRAIN, Stage.EVALUATE):
         changes["metrics"] = {**before.metrics, **metrics_of(report)}
@@ -109,41 +112,56 @@ def cost_after(
 ) -> CostStatus:
     """What was used once the attempt that `stage` tells of is over.
 
-    Counted at ends of attempts only: a figure that grows with the clock would be written for ever. The amount is left
-    out as soon as any part of it has no price.
+    The amount is left out as soon as any part of it has no price.
     """
     before = status.cost or CostStatus(currency=settings.currency if settings.prices else None)
-    started = moment(stage.start_time)
-    if started is None:
-        return before
     kind = Stage(stage.name)
-    used = max(0.0, (ended - started).total_seconds()) * nodes(spec, kind)
-    per_hour = _per_hour(spec, settings, kind)
-    counted = before.amount if before.node_seconds else 0.0
-    amount = None if per_hour is None or counted is None else counted + used / _SECONDS_PER_HOUR * per_hour
+    held = seconds_since(stage.nodes_since, ended) * nodes(spec, kind)
+    if not held:
+        return before
+    price, counted = _price(spec, settings, kind), before.amount if before.billable_seconds else 0.0
+    per_hour = None if price is None else price.spot if stage.capacity == "spot" else price.ordinary
+    amount, saved = None, None
+    if price is not None and per_hour is not None and counted is not None:
+        amount, saved = round(counted + held / _SECONDS_PER_HOUR * per_hour, 6), before.saved
+        if stage.capacity == "spot":
+            less = (before.saved or 0.0) + held / _SECONDS_PER_HOUR * (price.ordinary - per_hour)
+            saved = round(max(0.0, less), 6)
     return before.model_copy(
         update={
-            "node_seconds": before.node_seconds + used,
-            "billable_seconds": before.billable_seconds + used,
-            "amount": None if amount is None else round(amount, 6),
+            "node_seconds": before.node_seconds + seconds_since(stage.running_since, ended) * nodes(spec, kind),
+            "billable_seconds": before.billable_seconds + held,
+            "amount": amount,
+            "saved": saved,
         }
     )
 
 
-def _per_hour(spec: FineTuneJobSpec, settings: Settings, stage: Stage) -> float | None:
-    """Price of what one pod takes: a node, or the share of it that goes with one of its GPUs in inference."""
+@dataclass(frozen=True)
+class PodPrice:
+    """What one pod takes costs in an hour."""
+
+    ordinary: float
+    spot: float | None
+    """None: there is no price for spot nodes of this kind."""
+
+
+def _price(spec: FineTuneJobSpec, settings: Settings, stage: Stage) -> PodPrice | None:
+    """Price of a node, or of the share of it that goes with one of its GPUs in inference."""
     asked = spec.resources.gpus_per_node
     if asked == "auto":
         return None
     if stage is Stage.PREPARE or asked == 0:
-        node = find_price(settings, "cpu", 0)
-        return None if node is None else node.per_hour
+        return _share(find_price(settings, "cpu", 0), 1.0)
     product = spec.resources.accelerator.product
     if product is None:
         return None
     taken = asked if stage is Stage.TRAIN else 1
     node = find_price(settings, product, taken)
-    if node is not None:
-        return node.per_hour
-    whole = find_price(settings, product, asked)
-    return None if whole is None else whole.per_hour * taken / asked
+    return _share(node, 1.0) or _share(find_price(settings, product, asked), taken / asked)
+
+
+def _share(price: Price | None, share: float) -> PodPrice | None:
+    if price is None:
+        return None
+    return PodPrice(price.per_hour * share, None if price.spot_per_hour is None else price.spot_per_hour * share)

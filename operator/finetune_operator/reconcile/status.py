@@ -15,10 +15,13 @@ from finetune_contract.choices import Stage
 from finetune_operator.api.types import Condition, ConditionType, FineTuneJobStatus, Phase, StageStatus
 from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.planned import problems_text
+from finetune_operator.reconcile.spot import words
 from finetune_operator.reconcile.times import stamp
 
 MESSAGE_LIMIT = 32_768
 """Of metav1.Condition."""
+NO_PROGRESS = "NoProgress"
+"""Reason of the condition Running while an attempt tells nothing new."""
 
 _PHASES: Mapping[Stage, Phase] = {
     Stage.PREPARE: "Preparing",
@@ -109,6 +112,8 @@ def planned(course: Course) -> Word:
         return Word("True", "Planned", "Nothing is trained.")
     processes = f"{plan.world_size} process{'es' * (plan.world_size > 1)}"
     micro, steps = plan.micro_batch_size, plan.gradient_accumulation
+    if micro is None:
+        return Word("True", "Planned", f"Runs your program by {plan.launcher} on {processes}.")
     return Word(
         "True", "Planned", f"Trains with {plan.strategy} by {plan.launcher} on {processes}, each with {micro} "
         f"row{'s' * (micro > 1)} x {steps} accumulation a step.",
@@ -139,12 +144,16 @@ def running(course: Course) -> Word:
     if current.state != "Running":
         return Word("False", "Restarting", course.waiting or f"Stage {current.name} is about to start again.")
     if course.waiting:
-        return Word("False", "WaitingForPods", course.waiting)
+        return Word("False", course.waiting_reason, course.waiting)
+    if course.quiet:
+        return Word("True", NO_PROGRESS, f"Stage {current.name} runs{_as(current)}. {course.quiet}")
     return Word("True", "StageRunning", f"Stage {current.name} runs{_as(current)}.")
 
 
 def _as(stage: StageStatus) -> str:
-    return "" if stage.child is None else f" as {stage.child.kind} {stage.child.name}, attempt {stage.attempt}"
+    if stage.child is None:
+        return ""
+    return f" as {stage.child.kind} {stage.child.name}, attempt {stage.attempt}{words(stage.capacity)}"
 
 
 def ready(course: Course) -> Word:

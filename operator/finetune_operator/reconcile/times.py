@@ -21,6 +21,12 @@ def moment(text: str | None) -> datetime | None:
     return time.replace(tzinfo=UTC) if time.tzinfo is None else time
 
 
+def seconds_since(text: str | None, now: datetime) -> float:
+    """Seconds from that time until now; 0 where there is none, or it lies ahead."""
+    began = moment(text)
+    return 0.0 if began is None else max(0.0, (now - began).total_seconds())
+
+
 def earliest(*times: datetime | None) -> datetime | None:
     """The first of those that there are."""
     return min((time for time in times if time is not None), default=None)

@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 from finetune_contract.choices import Stage
 from finetune_contract.report import TrainerReport
 from finetune_operator.api.problems import Problem
-from finetune_operator.api.types import FineTuneJob, FineTuneJobStatus, LauncherName, ProgressStatus
+from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobStatus, LauncherName, ProgressStatus
 from finetune_operator.rendering.types import Manifest
 
 ChildState: TypeAlias = Literal["Pending", "Running", "Succeeded", "Failed", "Suspended"]
@@ -65,6 +65,8 @@ class ChildView:
     deleting: bool = False
     configuration: str | None = None
     """sha256 of what its pods are told to do, as its pod template has it."""
+    capacity: Capacity | None = None
+    """Nodes that its pods ask for, as its label has it."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +106,8 @@ class PodView:
     node: str | None = None
     scheduled: datetime | None = None
     """When it got its node."""
+    began: datetime | None = None
+    """When the trainer's container started."""
     unschedulable: str | None = None
     """The scheduler's message."""
     waiting: Waiting | None = None
@@ -119,11 +123,15 @@ class PodView:
     """When a condition of it changed last: the end of a pod whose container never ran, or is not told of."""
     deleting_until: datetime | None = None
     """When its grace period is over; None: it is not being deleted."""
+    deleting_since: datetime | None = None
+    """When somebody asked for its deletion, in whole seconds."""
+    gone: bool = False
+    """It is not there any more: this is the last that was seen of it."""
 
     @property
     def over(self) -> bool:
         """Whether nothing of it runs any more."""
-        return self.phase in ("Succeeded", "Failed")
+        return self.gone or self.phase in ("Succeeded", "Failed")
 
 
 @dataclass(frozen=True)
@@ -154,6 +162,10 @@ class Observed:
     """What went wrong when the decision before this one was carried out."""
     pods_before: tuple[PodView, ...] = ()
     """Of an earlier job of the same name, whose results lie in the same place."""
+    moved: datetime | None = None
+    """When a report of the running attempt told something new last; None: this operator has heard none."""
+    heard_since: datetime | None = None
+    """Since when no report can have been missed; None: they cannot be heard now."""
 
 
 @dataclass(frozen=True)

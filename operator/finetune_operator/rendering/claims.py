@@ -100,9 +100,11 @@ def _claims_of(spec: FineTuneJobSpec, stage: Stage) -> dict[str, bool]:
 
 
 def _read_by(spec: FineTuneJobSpec, stage: Stage) -> Iterator[tuple[str, str]]:
-    """Field and URI of what `stage` reads. Rows are read once, by prepare; after it they lie in the workspace."""
+    """Field and URI of what `stage` reads. Rows are read once, by prepare; after it they lie in the workspace. A user's
+    own program reads them itself, and what evaluates its model prepares them then.
+    """
     yield "spec.model.uri", spec.model.uri
-    if stage is not Stage.PREPARE:
+    if stage is not Stage.PREPARE and (spec.training is None or spec.training.script is None):
         return
     if spec.dataset is not None:
         yield "spec.dataset.uri", spec.dataset.uri

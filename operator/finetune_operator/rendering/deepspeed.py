@@ -16,6 +16,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, JsonValue
 
 from finetune_contract.choices import OffloadDevice, ZeroStage
+from finetune_operator.planning.adapters import trained_parameters
 from finetune_operator.planning.memory import (
     PREFETCH_BUCKET_ELEMENTS,
     SUB_GROUP_ELEMENTS,
@@ -104,7 +105,7 @@ def _zero(plan: JobPlan) -> ZeroOptimization:
     stage = strategy.zero_stage or 0
     if stage == 0:
         return ZeroOptimization(stage=0)
-    bucket = reduce_bucket_elements(model.parameters)
+    bucket = reduce_bucket_elements(trained_parameters(model, training.adapter).trained)
     offload = None
     if strategy.offload_optimizer != "none":
         offload = OffloadOptimizer(device=strategy.offload_optimizer, pin_memory=device == "cuda")

@@ -16,7 +16,9 @@ from finetune_operator.api.problems import Problem, describe_value
 from finetune_operator.api.types import API_VERSION, KIND
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.types import JobPlan, PlanRefused
+from finetune_operator.rendering.network import ALLOWS_ANNOTATION, rules_of
 from finetune_operator.rendering.pods import CONTAINER_NAME
+from finetune_operator.rendering.spot import first_capacity
 from finetune_operator.rendering.templates import document
 from finetune_operator.rendering.trainer_pod import (
     CA_FILE,
@@ -26,27 +28,30 @@ from finetune_operator.rendering.trainer_pod import (
     StagePods,
     stage_pod,
 )
-from finetune_operator.rendering.types import JOB_LABEL, MANAGED_BY, Attempt, Manifest, RenderContext
+from finetune_operator.rendering.types import JOB_LABEL, MANAGED_BY, UID_LABEL, Attempt, Manifest, RenderContext
 
 
 def render(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
-    """Everything that a job without a failure needs: the claim, then the first attempt of every stage in order."""
-    stages = [stage(plan, context, Attempt(each)) for each in plan.stages]
+    """Everything that a job without a failure needs: what is shared, then the first attempt of every stage in order."""
+    attempts = [Attempt(each, capacity=first_capacity(context.spec, each)) for each in plan.stages]
+    stages = [stage(plan, context, attempt) for attempt in attempts]
     return (*shared(plan, context), *(manifest for made in stages for manifest in made))
 
 
 def shared(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
-    """What outlives attempts: the claim for the workspace, when the job names none.
+    """What outlives attempts: the rules for the pods' network, and the claim for the workspace when the job names none.
 
-    It belongs to nobody, as it holds the results: deleting the job leaves it, and a later job of the same name takes it
-    up again.
+    The claim belongs to nobody, as it holds the results: deleting the job leaves it, and a later job of the same name
+    takes it up again.
     """
+    policy = (_network_policy(plan, context),) if context.settings.network_policy.enabled else ()
     if context.spec.storage.workspace is not None:
-        return ()
+        return policy
     asked, defaults = context.spec.storage, context.settings.defaults
     # A claim that one node at a time may attach would keep the other pods from starting. The launcher of an MPIJob is
     # one more pod beside its workers.
-    several = plan.trainer.training is not None and (plan.trainer.training.world.nodes > 1 or plan.launcher == "mpijob")
+    world = plan.trainer.world
+    several = world is not None and (world.nodes > 1 or plan.launcher == "mpijob")
     modes = defaults.access_modes or ("ReadWriteMany" if several else "ReadWriteOnce",)
     claim = document(
         "claim",
@@ -59,7 +64,7 @@ def shared(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
         storage_class=asked.storage_class_name or defaults.storage_class_name,
         size=asked.size,
     )
-    return (claim,)
+    return (*policy, claim)
 
 
 def stage(plan: JobPlan, context: RenderContext, attempt: Attempt) -> tuple[Manifest, ...]:
@@ -99,19 +104,36 @@ def _metadata(pods: StagePods, name: str) -> dict[str, JsonValue]:
         "namespace": pods.context.namespace,
         "labels": dict(pods.labels),
     }
-    owner = pods.context.owner
-    if owner is not None:
-        # Without blockOwnerDeletion: where owner references are policed, it needs a right on the job's finalizers.
-        metadata["ownerReferences"] = [
-            {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "name": owner.name,
-                "uid": owner.uid,
-                "controller": True,
-            }
-        ]
-    return metadata
+    return {**metadata, **_owned(pods.context)}
+
+
+def _owned(context: RenderContext) -> Manifest:
+    """The reference to the job, by which an object goes with it."""
+    owner = context.owner
+    if owner is None:
+        return {}
+    # Without blockOwnerDeletion: where owner references are policed, it needs a right on the job's finalizers.
+    reference: JsonValue = {
+        "apiVersion": API_VERSION,
+        "kind": KIND,
+        "name": owner.name,
+        "uid": owner.uid,
+        "controller": True,
+    }
+    return {"ownerReferences": [reference]}
+
+
+def _network_policy(plan: JobPlan, context: RenderContext) -> Manifest:
+    rules = rules_of(plan.name, context)
+    uid: Manifest = {} if context.owner is None else {UID_LABEL: context.owner.uid}
+    metadata: Manifest = {
+        "name": JobNames.of(plan.name).network_policy,
+        "namespace": context.namespace,
+        "labels": {**MANAGED_BY, JOB_LABEL: plan.name, **uid},
+        "annotations": {ALLOWS_ANNOTATION: rules.words},
+        **_owned(context),
+    }
+    return document("networkpolicy", metadata=metadata, pods=rules.pods, egress=list(rules.egress))
 
 
 def _config_map(pods: StagePods) -> Manifest:

@@ -16,6 +16,7 @@ from pydantic import JsonValue
 from finetune_contract.layout import DEFAULT_REPORT_PATH
 from finetune_operator.api.types import SecretKeySpec, SecretSpec
 from finetune_operator.rendering.merging import join, merge
+from finetune_operator.rendering.spot import only_on
 from finetune_operator.rendering.types import Manifest
 
 CONTAINER_NAME = "pytorch"
@@ -206,6 +207,8 @@ class Pod:
     node_selector: Mapping[str, str] = field(default_factory=dict)
     tolerations: tuple[Mapping[str, JsonValue], ...] = ()
     affinity: Mapping[str, JsonValue] = field(default_factory=dict)
+    only_nodes: tuple[Mapping[str, str], ...] = ()
+    """Labels of the nodes that it may run on: all of one of these, whatever the user asks for beside it; (): any."""
     image_pull_secrets: tuple[SecretSpec, ...] = ()
     service_account: str | None = None
     priority_class: str | None = None
@@ -242,7 +245,7 @@ class Pod:
         fields: Manifest = {
             "nodeSelector": {**self.node_selector, **self.user_node_selector},
             "tolerations": [dict(toleration) for toleration in self.tolerations],
-            "affinity": join(self.affinity, self.user_affinity),
+            "affinity": only_on(join(self.affinity, self.user_affinity), self.only_nodes),
             "imagePullSecrets": [{"name": secret.name} for secret in self.image_pull_secrets],
             "serviceAccountName": self.service_account,
             "priorityClassName": self.priority_class,

@@ -37,10 +37,10 @@ def node_gpus(plan: JobPlan, spec: FineTuneJobSpec) -> int:
     asked = spec.resources.gpus_per_node
     if asked != "auto":
         return asked
-    training = plan.trainer.training
-    if training is None:
+    world = plan.trainer.world
+    if world is None:
         return plan.hardware.gpus_per_node
-    return training.world.processes_per_node if training.world.device == "cuda" else 0
+    return world.processes_per_node if world.device == "cuda" else 0
 
 
 def stage_gpus(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> int:
@@ -61,9 +61,9 @@ def stage_device(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> Device:
 
 def stage_threads(plan: JobPlan, stage: Stage) -> int:
     """CPU threads of one process of `stage`."""
-    training = plan.trainer.training
-    if stage is Stage.TRAIN and training is not None:
-        return training.world.threads_per_process
+    world = plan.trainer.world
+    if stage is Stage.TRAIN and world is not None:
+        return world.threads_per_process
     return max(1, plan.hardware.cpu_cores // max(1, plan.hardware.gpus_per_node))
 
 
@@ -83,6 +83,9 @@ def stage_resources(plan: JobPlan, spec: FineTuneJobSpec, defaults: Defaults, st
 
 def _expected_bytes(plan: JobPlan, stage: Stage) -> int:
     """Host memory of one pod."""
+    if stage is Stage.TRAIN and plan.trainer.script is not None:
+        # What it takes is not known, and less than the weights cannot be.
+        return plan.trainer.script.world.processes_per_node * (CPU_PROCESS_BYTES + 4 * plan.model.parameters)
     if stage is Stage.TRAIN:
         assert plan.memory is not None, "a plan that trains has an estimate of its memory"
         return plan.memory.host_bytes
@@ -100,8 +103,8 @@ def shared_memory(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> str:
     """Size of /dev/shm: as asked, or `SHARED_MEMORY_BYTES` for each process."""
     if spec.resources.shared_memory != "auto":
         return spec.resources.shared_memory
-    training = plan.trainer.training
-    processes = training.world.processes_per_node if stage is Stage.TRAIN and training is not None else 1
+    world = plan.trainer.world
+    processes = world.processes_per_node if stage is Stage.TRAIN and world is not None else 1
     return f"{processes * SHARED_MEMORY_BYTES[stage_device(plan, spec, stage)] // MIB}Mi"
 
 

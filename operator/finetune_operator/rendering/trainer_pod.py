@@ -16,6 +16,7 @@ from finetune_contract.layout import (
     ENV_KUBEFLOW_CA,
     ENV_KUBEFLOW_TOKEN,
     ENV_KUBEFLOW_URL,
+    ENV_STACKS_SECONDS,
     MPI_HOSTFILE,
     SSH_PORT,
 )
@@ -45,8 +46,10 @@ from finetune_operator.rendering.sizes import (
     stage_resources,
     stage_threads,
 )
+from finetune_operator.rendering.spot import spot_tolerations
 from finetune_operator.rendering.types import (
     ATTEMPT_LABEL,
+    CAPACITY_LABEL,
     HASH_ANNOTATION,
     JOB_LABEL,
     MANAGED_BY,
@@ -98,8 +101,8 @@ class StagePods:
     @property
     def nodes(self) -> int:
         """Pods that compute; only the training has several."""
-        training = self.plan.trainer.training
-        return training.world.nodes if self.stage is Stage.TRAIN and training is not None else 1
+        world = self.plan.trainer.world
+        return world.nodes if self.stage is Stage.TRAIN and world is not None else 1
 
     @property
     def service(self) -> str | None:
@@ -124,30 +127,31 @@ class StagePods:
     @property
     def labels(self) -> dict[str, str]:
         """Of every object of the attempt, and of its pods."""
-        return {**MANAGED_BY, **self.identity}
+        capacity = self.attempt.capacity
+        return {**MANAGED_BY, **self.identity, **({} if capacity is None else {CAPACITY_LABEL: capacity})}
 
     @property
     def processes_per_node(self) -> int:
         """Ranks on each node of the training."""
-        training = self.plan.trainer.training
-        assert training is not None, "only a training has ranks"
-        return training.world.processes_per_node
+        world = self.plan.trainer.world
+        assert world is not None, "only a training has ranks"
+        return world.processes_per_node
 
     @property
     def starter(self) -> Literal["process", "torchrun", "mpirun"]:
         """What starts the ranks."""
-        training = self.plan.trainer.training
-        if self.stage is not Stage.TRAIN or training is None:
+        world = self.plan.trainer.world
+        if self.stage is not Stage.TRAIN or world is None:
             return "process"
         if self.plan.launcher == "mpijob":
             return "mpirun"
-        return "process" if training.world.size == 1 else "torchrun"
+        return "process" if world.size == 1 else "torchrun"
 
 
 def stage_pod(pods: StagePods, role: Role = "trainer") -> Pod:
     """The pod template of one role, the user's own settings beside ours."""
-    spec, defaults = pods.context.spec, pods.context.settings.defaults
-    folders = storage(spec, pods.names, pods.stage)
+    spec, settings, defaults = pods.context.spec, pods.context.settings, pods.context.settings.defaults
+    folders, on_spot = storage(spec, pods.names, pods.stage), pods.attempt.capacity == "spot"
     gpus = 0 if role == "mpi-launcher" else stage_gpus(pods.plan, spec, pods.stage)
     product = spec.resources.accelerator.product
     template = spec.template
@@ -158,8 +162,13 @@ def stage_pod(pods: StagePods, role: Role = "trainer") -> Pod:
         volumes=_volumes(pods, folders),
         termination_grace_seconds=defaults.termination_grace_seconds,
         node_selector={PRODUCT_LABEL: product} if gpus and product is not None else {},
-        tolerations=(*(({"key": GPU, "operator": "Exists"},) if gpus else ()), *template.tolerations),
+        tolerations=(
+            *(({"key": GPU, "operator": "Exists"},) if gpus else ()),
+            *(spot_tolerations(settings) if on_spot else ()),
+            *template.tolerations,
+        ),
         affinity=avoiding(pods.attempt.avoid_nodes),
+        only_nodes=settings.spot.nodes if on_spot else (),
         image_pull_secrets=(*defaults.image_pull_secrets, *template.image_pull_secrets),
         service_account=template.service_account_name,
         priority_class=spec.run_policy.priority_class_name or defaults.priority_class_name,
@@ -224,12 +233,22 @@ def _environment(pods: StagePods, role: Role, folders: Storage) -> tuple[EnvVar,
     if stage_device(plan, spec, pods.stage) == "cpu":
         # DeepSpeed looks for accelerators by itself; on a node with GPUs the plan may still say CPU.
         variables |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    variables |= _stacks(pods)
     if pods.stage is Stage.TRAIN:
         variables |= network_environment(spec)
     variables |= _rendezvous(pods) | _progress(pods)
     if role == "mpi-launcher":
         variables |= _mpi(pods, role)
     return tuple(EnvVar(name, value) for name, value in variables.items())
+
+
+def _stacks(pods: StagePods) -> dict[str, str]:
+    """When a process that makes no progress says where it stands: half-way to its end for that reason, so that the
+    operator still finds it in the log.
+    """
+    context = pods.context
+    seconds = context.spec.run_policy.progress_deadline_seconds or context.settings.limits.progress_seconds
+    return {ENV_STACKS_SECONDS: str(max(1, seconds // 2))} if seconds else {}
 
 
 def _home(role: Role) -> dict[str, str]:

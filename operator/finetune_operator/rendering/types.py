@@ -10,7 +10,7 @@ from pydantic import JsonValue
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.template import PROGRESS_AUDIENCE as PROGRESS_AUDIENCE
-from finetune_operator.api.types import FineTuneJobSpec
+from finetune_operator.api.types import Capacity, FineTuneJobSpec
 
 Manifest: TypeAlias = dict[str, JsonValue]
 """One Kubernetes object as JSON."""
@@ -22,6 +22,10 @@ JOB_LABEL = "finetune.dev/job"
 UID_LABEL = "finetune.dev/job-uid"
 STAGE_LABEL = "finetune.dev/stage"
 ATTEMPT_LABEL = "finetune.dev/attempt"
+CAPACITY_LABEL = "finetune.dev/capacity"
+"""`spot` or `onDemand`, on what belongs to a training that has asked for spot nodes."""
+PROGRESS_PORT = 8443
+"""Where the operator's pods take progress reports."""
 HASH_ANNOTATION = "finetune.dev/config-sha256"
 MANAGED_BY = {"app.kubernetes.io/managed-by": "finetune-operator"}
 """Label of every object that the operator makes."""
@@ -43,6 +47,8 @@ class ProgressEndpoint:
     """`https://host:port`, without a path."""
     ca_certificate: str
     """PEM of the authority that signed the server's certificate."""
+    namespace: str | None = None
+    """Where the operator's pods are; None: it runs outside of the cluster."""
 
 
 @dataclass(frozen=True)
@@ -64,3 +70,5 @@ class Attempt:
     number: int = 1
     avoid_nodes: tuple[str, ...] = field(default=())
     """Nodes on which an earlier attempt broke; pods prefer others."""
+    capacity: Capacity | None = None
+    """Nodes that pods ask for; None and `onDemand`: any."""

@@ -14,6 +14,7 @@ What is used, and so what the Roles in manifests/operator grant:
 | batch | jobs | get list watch create delete | jobs | attempts |
 | kubeflow.org | pytorchjobs mpijobs | get list watch create delete | jobs | attempts |
 | "" | configmaps services persistentvolumeclaims | get create | jobs | beside attempts; get when a name is taken |
+| networking.k8s.io | networkpolicies | get create | jobs | before the first attempt; get when a name is taken |
 | "" | pods | list watch | jobs | reports, causes |
 | "" | pods/log | get | jobs | end of a failed pod's log |
 | "" | events | create | jobs | the story |
@@ -34,6 +35,7 @@ import json
 import logging
 import os
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -115,6 +117,7 @@ CONFIG_MAP = Resource("v1", "ConfigMap", "configmaps")
 SERVICE = Resource("v1", "Service", "services")
 CLAIM = Resource("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 EVENT = Resource("v1", "Event", "events")
+NETWORK_POLICY = Resource("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 SECRET = Resource("v1", "Secret", "secrets")
 LEASE = Resource("coordination.k8s.io/v1", "Lease", "leases")
 TOKEN_REVIEW = Resource("authentication.k8s.io/v1", "TokenReview", "tokenreviews", namespaced=False)
@@ -128,6 +131,7 @@ RESOURCES: tuple[Resource, ...] = (
     CONFIG_MAP,
     SERVICE,
     CLAIM,
+    NETWORK_POLICY,
     EVENT,
     SECRET,
     LEASE,
@@ -459,8 +463,9 @@ class Kube:
             FINETUNE_JOB,
             FINETUNE_JOB.path(namespace, name, "status"),
             query={"fieldManager": FIELD_OWNER, "force": "true"},
-            body=body,
-            content_type="application/apply-patch+yaml",
+            body=as_yaml(body),
+            # With a parameter: the client library would write a body of the bare type itself, by json.dumps.
+            content_type="application/apply-patch+yaml; charset=utf-8",
             subresource="status",
         )
 
@@ -498,7 +503,7 @@ class Kube:
         path: str,
         *,
         query: Query | None = None,
-        body: Manifest | None = None,
+        body: Manifest | str | None = None,
         content_type: str = "application/json",
         seconds: float = REQUEST_SECONDS,
         subresource: str | None = None,
@@ -528,7 +533,7 @@ class Kube:
         path: str,
         *,
         query: Query | None = None,
-        body: Manifest | None = None,
+        body: Manifest | str | None = None,
         content_type: str = "application/json",
         seconds: float = REQUEST_SECONDS,
         tries: int = TRIES,
@@ -550,7 +555,7 @@ class Kube:
         raise AssertionError("a loop of at least one try")
 
     async def _once(
-        self, verb: Verb, path: str, query: Query | None, body: Manifest | None, content_type: str, seconds: float
+        self, verb: Verb, path: str, query: Query | None, body: Manifest | str | None, content_type: str, seconds: float
     ) -> bytes:
         what = f"{verb} {path}"
         timeout = aiohttp.ClientTimeout(total=seconds)
@@ -571,7 +576,7 @@ class Kube:
         verb: Verb,
         path: str,
         query: Query | None,
-        body: Manifest | None,
+        body: Manifest | str | None,
         content_type: str,
         timeout: aiohttp.ClientTimeout,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -592,6 +597,25 @@ class Kube:
     def _count(self, verb: Verb, resource: str, code: int, began: float) -> None:
         if self.counter is not None:
             self.counter.request_done(verb, resource, code, time.monotonic() - began)
+
+
+_ESCAPE = re.compile(r"\\(?:u(d[89ab][0-9a-f]{2})\\u(d[c-f][0-9a-f]{2})|u(d[89a-f][0-9a-f]{2})|.)")
+
+
+def as_yaml(value: Manifest) -> str:
+    """JSON that is YAML too, which is what a server-side apply is read as.
+
+    JSON writes a character beyond U+FFFF, as an emoji in a log, as two escapes, and YAML refuses either of them; so
+    it stands there as it is. All other escapes are the same in both. A half of such a pair is no character anywhere.
+    """
+
+    def character(escape: re.Match[str]) -> str:
+        high, low, alone = escape.groups()
+        if alone is not None:
+            return "\\ufffd"
+        return escape[0] if high is None else bytes.fromhex(high + low).decode("utf-16-be")
+
+    return _ESCAPE.sub(character, json.dumps(value))
 
 
 async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:

@@ -6,6 +6,8 @@ of theirs is repeated in an error. The time of an update is the time of its arri
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -38,6 +40,9 @@ _SAMPLES = ("samples_per_second", "train_samples_per_second")
 _TOKENS = ("tokens_per_second", "train_tokens_per_second")
 
 
+_RATES = frozenset({*_SAMPLES, *_TOKENS})
+
+
 class BadBodyError(ValueError):
     """The body is not what the protocol says."""
 
@@ -58,22 +63,33 @@ def attempt_of(path: str) -> AttemptKey | None:
     return AttemptKey(found[1], found[2], Stage(found[3]), int(found[4])) if found else None
 
 
-def progress_of(body: bytes, now: datetime) -> ProgressStatus:
-    """What `body`, which arrived at `now` (UTC), says. Raises BadBodyError."""
+def update_of(body: bytes) -> KubeflowStatus:
+    """What `body` says. Raises BadBodyError."""
     try:
         update = KubeflowUpdate.model_validate_json(body)
     except ValidationError as error:
         # Only places and rules: values are the sender's, and may be anything.
         problems = [f"{_place(item['loc'])}: {item['msg']}" for item in error.errors(include_input=False)[:5]]
         raise BadBodyError("the body is no progress update: " + "; ".join(problems)) from error
-    return _status(update.trainer_status, now)
+    return update.trainer_status
 
 
 def _place(location: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in location) or "body"
 
 
-def _status(told: KubeflowStatus, now: datetime) -> ProgressStatus:
+def mark_of(told: KubeflowStatus) -> str:
+    """Equal for two updates that show no movement between them.
+
+    Steps, figures and whatever else a program counts are movement. Rates and remaining times are not: they change with
+    the clock while nothing else does.
+    """
+    figures = sorted((metric.name, metric.value) for metric in told.metrics if metric.name not in _RATES)
+    return hashlib.sha256(json.dumps([told.progress_percentage, figures]).encode()).hexdigest()
+
+
+def progress_of(told: KubeflowStatus, now: datetime) -> ProgressStatus:
+    """An update that arrived at `now` (UTC), in terms of the status."""
     values = {metric.name: metric.value for metric in told.metrics}
     step, total = _steps(values, _STEP), _steps(values, _TOTAL)
     percent = told.progress_percentage

@@ -24,13 +24,16 @@ import aiohttp
 from aiohttp import web
 
 from finetune_operator.api.types import ProgressStatus
+from finetune_operator.rendering.types import PROGRESS_PORT
 from finetune_operator.shell.certificates import SERVICE_NAME, TlsContexts
 from finetune_operator.shell.progress_protocol import (
     BODY_LIMIT_BYTES,
     AttemptKey,
     BadBodyError,
     attempt_of,
+    mark_of,
     progress_of,
+    update_of,
 )
 from finetune_operator.shell.rates import Rate
 from finetune_operator.shell.tokens import (
@@ -43,7 +46,7 @@ from finetune_operator.shell.tokens import (
 
 log = logging.getLogger(__name__)
 
-PORT = 8443
+PORT = PROGRESS_PORT
 RELAYED_FOR = "X-Finetune-Relayed-For"
 """Address of the pod whose report a replica relays."""
 
@@ -103,8 +106,8 @@ class World(Protocol):
         """The pod, if it belongs to an attempt of a job."""
         ...
 
-    def report(self, pod: KnownPod, progress: ProgressStatus) -> None:
-        """Take what the pod says."""
+    def report(self, pod: KnownPod, progress: ProgressStatus, mark: str) -> None:
+        """Take what the pod says; `mark` is the same for as long as nothing moves."""
         ...
 
 
@@ -208,10 +211,10 @@ class ProgressServer:
             raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, "the operator is starting", Retry_After="5")
         pod = self._pod_of(key, await self._sender(request, token))
         try:
-            progress = progress_of(body, self._clock())
+            update = update_of(body)
         except BadBodyError as error:
             raise RefusedError(HTTPStatus.BAD_REQUEST, str(error)) from error
-        self._world.report(pod, progress)
+        self._world.report(pod, progress_of(update, self._clock()), mark_of(update))
         return web.json_response({})
 
     async def _body(self, request: web.BaseRequest) -> bytes:

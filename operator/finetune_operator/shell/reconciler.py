@@ -24,7 +24,7 @@ from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Settings
-from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus
+from finetune_operator.api.types import FineTuneJobStatus
 from finetune_operator.reconcile.observed import wanted_logs
 from finetune_operator.reconcile.types import Decision, EventNote, JobView, ObjectRef, Observed, Refusal
 from finetune_operator.rendering.pods import CONTAINER_NAME
@@ -204,29 +204,30 @@ class Reconciler:
         return outcome
 
     def _observed(self, job: JobView, memory: JobMemory) -> Observed:
+        running = next((stage for stage in job.status.stages if stage.state == "Running"), None)
+        attempt = None if running is None else (job.uid, Stage(running.name), running.attempt)
+        book = self._state.progress
         return Observed(
             children=self._state.store.children(job.uid),
             pods=self._state.store.pods(job.uid),
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
-            progress=self._progress(job),
+            progress=None if attempt is None else book.of(*attempt),
             logs=tuple(sorted(memory.logs.items())),
             served=self._discovery.served,
             refusals=memory.refusals,
+            moved=None if attempt is None else book.moved(*attempt),
+            heard_since=self._state.heard_since(),
         )
-
-    def _progress(self, job: JobView) -> ProgressStatus | None:
-        running = next((stage for stage in job.status.stages if stage.state == "Running"), None)
-        if running is None:
-            return None
-        return self._state.progress.of(job.uid, Stage(running.name), running.attempt)
 
     async def _read_logs(self, key: JobKey, memory: JobMemory) -> None:
         job = self._state.store.job(key)
         if job is None:
             return
-        there = {pod.name for pod in self._state.store.pods(job.uid)}
-        memory.logs = {name: text for name, text in memory.logs.items() if name in there}
-        for name in wanted_logs(job, self._observed(job, memory)):
+        # What a pod that runs has logged is out of date in the next pass.
+        over = {pod.name for pod in self._state.store.pods(job.uid) if pod.over}
+        memory.logs = {name: text for name, text in memory.logs.items() if name in over}
+        observed = self._observed(job, memory)
+        for name in wanted_logs(job, observed, datetime.now(UTC), self._state.settings):
             memory.logs[name] = await self._state.kube.pod_log(key.namespace, name, CONTAINER_NAME)
 
     async def _make(self, key: JobKey, job: JobView, decision: Decision, memory: JobMemory) -> bool:

@@ -132,11 +132,13 @@ class OperatorView:
         attempt = AttemptKey(namespace, entry.job.name, entry.view.stage, entry.view.attempt)
         return KnownPod(entry.uid, entry.job_uid, attempt)
 
-    def report(self, pod: KnownPod, progress: ProgressStatus) -> None:
+    def report(self, pod: KnownPod, progress: ProgressStatus, mark: str) -> None:
         """Into the progress book; the reconciler sees to it that the status is not written too often."""
         at = pod.attempt
         before = self._state.progress.of(pod.job_uid, at.stage, at.attempt)
-        self._state.progress.note(pod.job_uid, at.stage, at.attempt, later(before, progress))
+        self._state.progress.note(
+            pod.job_uid, at.stage, at.attempt, later(before, progress), mark, datetime.now(UTC)
+        )  # fmt: skip
         self._state.queue.add(JobKey(at.namespace, at.job))
 
     def phases(self) -> list[str]:
@@ -197,7 +199,7 @@ class Servers:
         base_url = url or f"https://{SERVICE_NAME}.{state.namespace}.svc:{PORT}"
         self._progress = ProgressServer(view, KubeReviewer(state.kube), tls, counted=self._metrics.progress_post)
         self.progress_port = await self._progress.start(self._host, self.progress_port)
-        state.progress_endpoint = ProgressEndpoint(base_url, certificates.authority)
+        state.progress_endpoint = ProgressEndpoint(base_url, certificates.authority, state.namespace or None)
         self._renewing = asyncio.create_task(
             _renew(keeper, certificates, tls, state, base_url), name="renewal of the certificates"
         )
@@ -230,5 +232,5 @@ async def _renew(
         if found != certificates:
             log.info("The progress server has new certificates.")
             tls.take(found)
-            state.progress_endpoint = ProgressEndpoint(base_url, found.authority)
+            state.progress_endpoint = ProgressEndpoint(base_url, found.authority, state.namespace or None)
             certificates = found

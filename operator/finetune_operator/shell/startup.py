@@ -127,8 +127,10 @@ class Operator:
             ]
             self._others = [
                 asyncio.create_task(self._syncer.run(), name="resync"),
+                asyncio.create_task(self._syncer.launchers(), name="launchers"),
                 asyncio.create_task(Followers(self.state, self._discovery).run(), name="following"),
                 asyncio.create_task(self._reconciler.tell(), name="events"),
+                asyncio.create_task(self.state.listen(), name="listening"),
                 *(
                     asyncio.create_task(self._reconciler.conclude(), name=f"statuses {number}")
                     for number in range(1, STATUS_WRITERS + 1)

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 from finetune_contract.choices import Stage
@@ -20,26 +21,56 @@ from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.queue import WorkQueue
 from finetune_operator.shell.store import Store
 
+LISTEN_SECONDS = 1.0
+BREAK_SECONDS = 10.0
+"""Between two looks at whether reports can be heard; after a longer time it is not known what was said in it."""
+
+
+@dataclass(frozen=True)
+class Heard:
+    """The newest report of one attempt."""
+
+    stage: Stage
+    attempt: int
+    progress: ProgressStatus
+    mark: str
+    """As `progress_protocol.mark_of` has it."""
+    moved: datetime
+    """When the mark changed last."""
+
 
 @dataclass
 class ProgressBook:
     """The newest progress of each job: of its latest attempt that told any. Lost with the process; pods tell again."""
 
-    _newest: dict[str, tuple[Stage, int, ProgressStatus]] = field(default_factory=dict)
+    _newest: dict[str, Heard] = field(default_factory=dict)
     _heard: dict[str, float] = field(default_factory=dict)
 
-    def note(self, job_uid: str, stage: Stage, attempt: int, progress: ProgressStatus) -> None:
+    def note(
+        self, job_uid: str, stage: Stage, attempt: int, progress: ProgressStatus, mark: str, now: datetime
+    ) -> None:  # fmt: skip
         """Keep it in place of what was told before. A late word of an earlier attempt of the same stage is dropped."""
         known = self._newest.get(job_uid)
-        if known is not None and known[0] is stage and known[1] > attempt:
+        if known is not None and known.stage is stage and known.attempt > attempt:
             return
-        self._newest[job_uid] = (stage, attempt, progress)
+        same = known is not None and (known.stage, known.attempt, known.mark) == (stage, attempt, mark)
+        moved = known.moved if known is not None and same else now
+        self._newest[job_uid] = Heard(stage, attempt, progress, mark, moved)
         self._heard[job_uid] = time.monotonic()
 
     def of(self, job_uid: str, stage: Stage, attempt: int) -> ProgressStatus | None:
         """The newest of this attempt."""
+        known = self._of(job_uid, stage, attempt)
+        return None if known is None else known.progress
+
+    def moved(self, job_uid: str, stage: Stage, attempt: int) -> datetime | None:
+        """When this attempt told something new last."""
+        known = self._of(job_uid, stage, attempt)
+        return None if known is None else known.moved
+
+    def _of(self, job_uid: str, stage: Stage, attempt: int) -> Heard | None:
         known = self._newest.get(job_uid)
-        return known[2] if known is not None and known[:2] == (stage, attempt) else None
+        return known if known is not None and (known.stage, known.attempt) == (stage, attempt) else None
 
     def heard_of(self, job_uid: str) -> float:
         """When the job told its progress last, on the monotonic clock; 0.0: never."""
@@ -49,6 +80,27 @@ class ProgressBook:
         """The job is gone."""
         self._newest.pop(job_uid, None)
         self._heard.pop(job_uid, None)
+
+
+@dataclass
+class Hearing:
+    """Since when no report can have been missed. It is asked often, and an answer that was long in coming is a break:
+    the process stood still, or its clock was set, and nobody knows what was said meanwhile.
+    """
+
+    _since: datetime | None = None
+    _asked: datetime | None = None
+
+    def since(self, able: bool, now: datetime) -> datetime | None:
+        """None while reports cannot be heard; `able` says whether they can be now."""
+        passed = None if self._asked is None else now - self._asked
+        unbroken = passed is not None and timedelta(0) <= passed <= timedelta(seconds=BREAK_SECONDS)
+        self._asked = now
+        if not able:
+            self._since = None
+        elif self._since is None or not unbroken:
+            self._since = now
+        return self._since
 
 
 class Measurements(Protocol):
@@ -107,6 +159,21 @@ class OperatorState:
     """
     progress_endpoint: ProgressEndpoint | None = None
     """Where pods report progress, once that is served; new attempts are told."""
+    hearing: Hearing = field(default_factory=Hearing)
+
+    def heard_since(self) -> datetime | None:
+        """Since when no report of progress can have been missed; None: they cannot be heard now.
+
+        A replica that does not lead takes none; without the API server tokens cannot be checked.
+        """
+        serving = self.progress_endpoint is not None and self.leading.is_set() and self.synced.is_set()
+        return self.hearing.since(serving and not self.kube.outage.down, datetime.now(UTC))
+
+    async def listen(self) -> None:
+        """Keep asking, for ever."""
+        while True:
+            self.heard_since()
+            await asyncio.sleep(LISTEN_SECONDS)
 
 
 class Service(Protocol):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from pydantic import JsonValue
@@ -75,6 +75,10 @@ class Store:
         """By name: the uids of jobs that had it, with the number of their objects."""
         self._buried: dict[str, tuple[int, float]] = {}
         """By uid: newest version that is known to be over, and when we learnt of it. Oldest first."""
+        self._departed: dict[str, dict[str, PodView]] = {}
+        """By uid of their job, then by their own: pods that are gone while the object that runs their attempt is there.
+        Who deletes a pod takes the word of why the attempt failed away with it.
+        """
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -99,9 +103,10 @@ class Store:
         return tuple(sorted(views, key=lambda view: (view.stage.value, view.attempt, view.ref.name)))
 
     def pods(self, job_uid: str) -> tuple[PodView, ...]:
-        """The job's pods, the oldest first."""
+        """The job's pods, the oldest first; those that are gone as long as their attempt is judged by them."""
         found = [entry.view for entry in self._of_job.get(job_uid, {}).values()]
         views = [view for view in found if isinstance(view, PodView)]
+        views += self._departed.get(job_uid, {}).values()
         return tuple(sorted(views, key=lambda view: (view.created, view.name)))
 
     def pods_before(self, key: JobKey, job_uid: str) -> tuple[PodView, ...]:
@@ -139,8 +144,8 @@ class Store:
 
     def remove(self, raw: Raw) -> Entry | None:
         """It was deleted, as a watch tells with its last state. Gives what was known of it, if anything."""
-        uid = _text(_metadata(raw), "uid")
-        return self._bury(_key(raw), uid, _version(raw))
+        uid, last = _text(_metadata(raw), "uid"), None if _text(raw, "kind") != "Pod" else pod_view(raw)
+        return self._bury(_key(raw), uid, _version(raw), last)
 
     def gone(self, kind: str, namespace: str, name: str, uid: str | None = None) -> Entry | None:
         """The API server says that it is not there; with `uid`, that this very one is not."""
@@ -193,7 +198,7 @@ class Store:
                 view, job, job_uid = child_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
         return Entry(kind, namespace, name, uid, version, JobKey(namespace, job), job_uid, view, self._clock())
 
-    def _bury(self, key: Key, uid: str, version: int) -> Entry | None:
+    def _bury(self, key: Key, uid: str, version: int, last: PodView | None = None) -> Entry | None:
         now = self._clock()
         while self._buried:
             oldest = next(iter(self._buried))
@@ -206,7 +211,23 @@ class Store:
         if known is None or known.uid != uid or known.version > self._buried[uid][0]:
             return None
         self._drop(known)
+        self._mourn(known, last)
         return known
+
+    def _mourn(self, known: Entry, last: PodView | None) -> None:
+        """Keep the last state of a pod that ran for as long as what runs its attempt is there."""
+        view = last or known.view
+        departed = self._departed.get(known.job_uid, {})
+        if isinstance(view, PodView):
+            attempts = {(child.stage, child.attempt) for child in self.children(known.job_uid)}
+            if view.phase != "Pending" and (view.stage, view.attempt) in attempts:
+                self._departed.setdefault(known.job_uid, {})[view.uid] = replace(view, gone=True)
+        elif isinstance(view, ChildView):
+            left = {uid: pod for uid, pod in departed.items() if (pod.stage, pod.attempt) != (view.stage, view.attempt)}
+            if left:
+                self._departed[known.job_uid] = left
+            else:
+                self._departed.pop(known.job_uid, None)
 
     def _drop(self, entry: Entry) -> None:
         del self._entries[entry.key]

@@ -21,6 +21,8 @@ QUIET_SECONDS = 1.0
 """A list answers all requests of this long."""
 AGAIN_SECONDS = 2.0
 """Before the next try when a list failed in spite of all retries."""
+SERVED_SECONDS = 15.0
+"""Between two questions for what is served, while a job waits to begin."""
 
 
 class Syncer:
@@ -72,6 +74,28 @@ class Syncer:
                 for kind, reason in wanted.items():
                     self.request(kind, reason)
                 await asyncio.sleep(AGAIN_SECONDS)
+
+    async def launchers(self) -> None:
+        """Have jobs that have not begun planned anew when other launchers are served than before, for ever: a training
+        operator may come while they are suspended, or were refused for the want of it. Asks only while there are such
+        jobs.
+        """
+        known = self._discovery.served
+        while True:
+            await asyncio.sleep(SERVED_SECONDS)
+            store = self._state.store
+            waiting = [key for key in store.jobs() if (job := store.job(key)) and job.status.start_time is None]
+            if not waiting:
+                continue
+            try:
+                await self._discovery.refresh()
+            except ApiError as error:
+                log.debug("cannot ask what is served, will try again: %s", error)
+                continue
+            if self._discovery.served != known:
+                known = self._discovery.served
+                for key in waiting:
+                    self._state.queue.add(key)
 
     def _resources(self) -> tuple[Resource, ...]:
         return FINETUNE_JOB, POD, *self._discovery.resources

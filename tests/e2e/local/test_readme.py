@@ -45,9 +45,10 @@ def shell_lines() -> list[str]:
     return [line[2:] for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
 
 
-# `git clone` and `cd` bring the reader to where the suite is already; `make test` is this suite; what needs a cluster (
-# by `kubectl`, or by an installed `finetune`) runs in tests/cluster/test_readme_cluster.py.
-ELSEWHERE = ("git clone", "cd ", "make test", "kubectl ", "finetune ")
+# `git clone` and `cd` bring the reader to where the suite is already; `make test` is this suite; `make images` and
+# `kind` make a cluster, and what needs one (by `kubectl`, or by an installed `finetune`) runs in
+# tests/e2e/cluster/test_box_tour.py and tests/cluster/test_readme_cluster.py.
+ELSEWHERE = ("git clone", "cd ", "make test", "make images", "kind ", "kubectl ", "finetune ")
 
 
 @pytest.mark.slow

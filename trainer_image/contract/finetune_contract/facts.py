@@ -12,6 +12,13 @@ from finetune_contract.base import Message
 from finetune_contract.choices import Device, Task
 
 
+class LinearWidths(Message):
+    """The linear layers of one name, one or more in each block: sums over all of them."""
+
+    inputs: int = Field(gt=0)
+    outputs: int = Field(gt=0)
+
+
 class ModelFacts(Message):
     """The shape of a model, from its config on the meta device (no weights are read)."""
 
@@ -33,6 +40,12 @@ class ModelFacts(Message):
     tied_embeddings: bool = False
     parameter_bytes: int = Field(gt=0)
     """Size of the weights as stored, in bytes."""
+    head_parameters: int = Field(ge=0, default=0)
+    """Of `parameters`, those of the task's head (with the encoder's pooler): an adapter run trains them whole."""
+    linear_layers: dict[str, LinearWidths] = Field(default_factory=dict)
+    """Name in its block, numbers as `*` (`attention.self.query`, `experts.*.w1`) -> widths of the linear layers that
+    adapters can adapt; empty when nobody has looked.
+    """
 
 
 class SplitFacts(Message):

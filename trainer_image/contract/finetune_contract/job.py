@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from finetune_contract.base import Order
 from finetune_contract.choices import (
+    AdapterMethod,
     CheckpointingMode,
     Device,
     OffloadDevice,
@@ -133,6 +134,19 @@ class EarlyStopping(Order):
     patience: int = Field(gt=0)
 
 
+class Adapter(Order):
+    """Small matrices that are trained beside frozen weights, and the task's head, which is trained whole."""
+
+    method: AdapterMethod
+    rank: int = Field(gt=0)
+    alpha: float = Field(gt=0)
+    """Scale of the update; the effective factor is alpha / rank."""
+    dropout: float = Field(ge=0, lt=1)
+    """Of the adapter's input."""
+    target_modules: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Ends of the names of the linear layers to adapt; None: all linear layers of the blocks."""
+
+
 class CheckpointSchedule(Order):
     """When a checkpoint is written, and how many stay."""
 
@@ -162,6 +176,8 @@ class Training(Order):
     seed: int = Field(ge=0)
     label_smoothing: float = Field(ge=0, lt=1)
     early_stopping: EarlyStopping | None = None
+    adapter: Adapter | None = None
+    """None: all weights are trained."""
     precision: Precision
     strategy: Strategy
     batch: Batch
@@ -169,6 +185,24 @@ class Training(Order):
     checkpoints: CheckpointSchedule
     arguments: dict[str, JsonValue] = Field(default_factory=dict)
     """Further fields of `transformers.TrainingArguments`, as the user wrote them."""
+
+
+class Script(Order):
+    """A user's own training program, fetched by prepare and run by every rank in place of the built-in loop."""
+
+    url: str
+    """HTTPS address of a git repository."""
+    ref: str
+    """Branch, tag or commit (all 40 digits); prepare pins it to a commit."""
+    path: str | None = None
+    """Folder inside the repository that the program runs in; None: the root."""
+    entry_point: str
+    """File that Python runs, relative to `path`."""
+    arguments: tuple[str, ...] = ()
+    """What follows the file on its command line, as it is."""
+    world: World
+    resume: bool = True
+    """Whether a restarted program is told of its newest checkpoint."""
 
 
 class Gate(Order):
@@ -213,7 +247,27 @@ class TrainerJob(Order):
     dataset: DataSource | None = None
     preparation: Preparation = Preparation()
     training: Training | None = None
+    """The built-in loop."""
+    script: Script | None = None
+    """A program of the user's, in place of the loop: at most one of the two is there."""
     evaluation: Evaluation | None = None
     predict: Prediction | None = None
     seed: int = Field(default=42, ge=0)
     """Seeds the rows that are set aside for validation; with training it is the same as `training.seed`."""
+
+    @model_validator(mode="after")
+    def _one_way_to_train(self) -> TrainerJob:
+        if self.training is not None and self.script is not None:
+            raise ValueError("training and script exclude each other")
+        return self
+
+    @property
+    def trains(self) -> bool:
+        """Whether the stage train has something to do."""
+        return self.world is not None
+
+    @property
+    def world(self) -> World | None:
+        """The processes of the stage train; None: nothing is trained."""
+        trains = self.training or self.script
+        return None if trains is None else trains.world

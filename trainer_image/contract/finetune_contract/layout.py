@@ -22,11 +22,39 @@ ENV_GRACE_SECONDS = "FINETUNE_GRACE_SECONDS"
 before.
 """
 DEFAULT_GRACE_SECONDS = 60
+ENV_STACKS_SECONDS = "FINETUNE_STACKS_SECONDS"
+"""After so many seconds without progress a process writes its Python stacks into its log; unset: never."""
 ENV_FORWARD = "FINETUNE_FORWARD_ENV"
 """Names of further variables that mpirun takes to the ranks in other pods, separated by commas: the user's own."""
 MPI_HOSTFILE = "/etc/mpi/hostfile"
 SSH_PORT = 2222
 """Where the MPI workers' sshd listens: a process that is not root cannot have 22."""
+
+ENV_SCRIPT_MODEL = "FINETUNE_MODEL"
+ENV_SCRIPT_REVISION = "FINETUNE_MODEL_REVISION"
+ENV_SCRIPT_DATASET = "FINETUNE_DATASET"
+ENV_SCRIPT_DATASET_REVISION = "FINETUNE_DATASET_REVISION"
+ENV_SCRIPT_DATASET_CONFIG = "FINETUNE_DATASET_CONFIG"
+ENV_SCRIPT_SPLITS = "FINETUNE_DATASET_SPLITS"
+ENV_SCRIPT_COLUMNS = "FINETUNE_DATASET_COLUMNS"
+ENV_SCRIPT_OUTPUT = "FINETUNE_OUTPUT"
+ENV_SCRIPT_CHECKPOINTS = "FINETUNE_CHECKPOINTS"
+ENV_SCRIPT_RESUME_FROM = "FINETUNE_RESUME_FROM"
+SCRIPT_VARIABLES: dict[str, str] = {
+    ENV_SCRIPT_MODEL: "The model to start from, as `from_pretrained` takes it: a folder, or `org/name` of the Hub.",
+    ENV_SCRIPT_REVISION: "Revision of a Hub model. Not set for a folder.",
+    ENV_SCRIPT_DATASET: "The data: a folder, a file or a glob, `org/name` of the Hub, or an s3://, gs:// or az:// URI.",
+    ENV_SCRIPT_DATASET_REVISION: "Revision of a Hub data set. Not set when `dataset.uri` has none.",
+    ENV_SCRIPT_DATASET_CONFIG: "`dataset.config`. Not set without it.",
+    ENV_SCRIPT_SPLITS: "`dataset.splits` as a JSON object; names that the job leaves out are left out here.",
+    ENV_SCRIPT_COLUMNS: "`dataset.columns` as a JSON object, with the task's own names for those left out.",
+    ENV_SCRIPT_OUTPUT: "The folder to save the model in, by `save_pretrained`. The training has succeeded when it "
+    "holds `config.json` (or `adapter_config.json`) and weights.",
+    ENV_SCRIPT_CHECKPOINTS: "The folder for checkpoints; what lies there survives restarts.",
+    ENV_SCRIPT_RESUME_FROM: "The newest whole checkpoint in that folder, for `resume_from_checkpoint`. Not set when "
+    "there is none, or with `checkpoints.resume: never`.",
+}
+"""What a user's own training program finds in its environment, beside what torchrun would set."""
 
 DEFAULT_REPORT_PATH = "/dev/termination-log"
 REPORT_LIMIT_BYTES = 4096
@@ -54,6 +82,7 @@ class FailureClass(StrEnum):
     COLLECTIVE = "CollectiveFailed"
     STORAGE_LOST = "StorageUnavailable"
     HUB_UNAVAILABLE = "HubUnavailable"
+    CODE_UNAVAILABLE = "CodeUnavailable"
 
 
 EXIT_OK = 0
@@ -75,6 +104,7 @@ EXIT_CODES: dict[FailureClass, int] = {
     FailureClass.COLLECTIVE: 150,
     FailureClass.STORAGE_LOST: 151,
     FailureClass.HUB_UNAVAILABLE: 152,
+    FailureClass.CODE_UNAVAILABLE: 153,
 }
 
 
@@ -117,6 +147,11 @@ class JobPaths:
         return self.root / "run.json"
 
     @property
+    def code(self) -> Path:
+        """A user's own training program: `code.json`, `repository/`, the completion marker."""
+        return self.root / "code"
+
+    @property
     def prepared(self) -> Path:
         """Prepared data: `data.json` (`DataFacts`), `<role>.parquet`, the completion marker."""
         return self.root / "prepared"
@@ -129,6 +164,11 @@ class JobPaths:
     def model(self) -> Path:
         """The trained model in Hub layout; its completion marker is `state/train.json`."""
         return self.root / "model"
+
+    @property
+    def adapter(self) -> Path:
+        """The adapter by itself, as peft reads it; absent when all weights were trained."""
+        return self.root / "adapter"
 
     @property
     def metrics(self) -> Path:

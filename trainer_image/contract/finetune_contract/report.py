@@ -112,6 +112,8 @@ class TrainerReport(Message):
     """Name (model, predictions, report, prepared) -> path relative to the job's folder, or URI."""
     fingerprint: str | None = None
     """Of the prepared data."""
+    model_revision: str | None = None
+    """Commit of the Hub that the model was at. Only from prepare: the later stages are told to take the same."""
     measured: MeasuredFacts | None = None
     """Only from prepare: what a plan of the later stages rests on."""
     seconds: float = Field(ge=0, default=0.0)
@@ -175,6 +177,7 @@ def _bare(report: TrainerReport) -> TrainerReport:
         outcome=report.outcome,
         failure=failure,
         fingerprint=report.fingerprint[:64] if report.fingerprint else None,
+        model_revision=report.model_revision[:64] if report.model_revision else None,
         seconds=report.seconds,
     )
 

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
@@ -25,6 +26,8 @@ import psutil
 
 _PR_SET_CHILD_SUBREAPER = 36
 """From linux/prctl.h: processes that lose their parent become children of this one."""
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+"""mpirun passes SIGUSR1 on to its ranks, and no other before the one that kills."""
 _TAIL_BYTES = 8192
 _KILL_AGAIN_SECONDS = 0.02
 
@@ -53,16 +56,23 @@ class Below:
         self._pid: int | None = None
         self._asked_at: float | None = None
 
-    def run(self, command: Sequence[str], environment: Mapping[str, str]) -> End:
-        """Starts it, waits for its end, and ends what it leaves. OSError when it cannot be started."""
+    def run(self, command: Sequence[str], environment: Mapping[str, str], folder: Path | None = None) -> End:
+        """Starts it in `folder` (else in our own), waits for its end, and ends what it leaves. OSError when it cannot
+        be started.
+        """
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGALRM, self._on_alarm)
         # A session of its own: a terminal's Ctrl-C would reach it a second time.
         program = subprocess.Popen(
-            command, env=dict(environment), stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+            command,
+            cwd=folder,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
         assert program.stderr is not None
         tail = _Tail(program.stderr)
@@ -71,7 +81,7 @@ class Below:
             self._ask(program.pid)
         code = _wait_for(program)
         # What is left to do takes a moment, and a signal must not take the report away.
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)
         kill_everything_below()

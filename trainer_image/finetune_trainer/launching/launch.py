@@ -191,11 +191,11 @@ _LAUNCHERS = {"process": _process, "torchrun": _torchrun, "mpirun": _mpirun}
 
 
 def _world(arguments: argparse.Namespace, job: TrainerJob) -> World:
-    if arguments.stage != Stage.TRAIN or job.training is None:
+    if arguments.stage != Stage.TRAIN or job.world is None:
         raise StageError(
             FailureClass.CONFIG,
             "OneProcessOnly",
             f"Stage {arguments.stage} of job {job.name} is one process; --with {arguments.launcher} is for training.",
             "Use --with process.",
         )
-    return job.training.world
+    return job.world

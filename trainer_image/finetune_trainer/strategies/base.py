@@ -33,6 +33,8 @@ class Placed:
     """The optimizer that steps, without accelerate's wrapper."""
     world_size: int
     device: torch.device
+    adapted: bool = False
+    """Whether most weights are frozen; then only those that are trained are saved, as the others are in model.uri."""
 
 
 class Strategy(Protocol):
@@ -50,7 +52,9 @@ class Strategy(Protocol):
         """StageError STRATEGY_NOT_IN_EFFECT unless `placed` is spread as asked for."""
 
     def model_state(self, placed: Placed) -> dict[str, Any]:
-        """All weights, whole, on the CPU of rank 0; empty elsewhere. Every rank must call it."""
+        """All weights, of an adapted model the trained ones, whole, on the CPU of rank 0; empty elsewhere. Every rank
+        must call it.
+        """
 
     def save(self, placed: Placed, folder: Path) -> None:
         """Writes weights and optimizer state below `folder`, which exists. Every rank must call it."""

@@ -104,8 +104,8 @@ class DeepSpeed:
         )
 
     def model_state(self, placed: Placed) -> dict[str, Any]:
-        """All weights on rank 0, in the precision that the engine computes in; gathered one parameter at a time with
-        stage 3.
+        """All weights, or those that are trained, on rank 0, in the precision that the engine computes in; gathered
+        one parameter at a time with stage 3.
         """
         import deepspeed
         import torch
@@ -115,6 +115,8 @@ class DeepSpeed:
         tied = _tied_names(placed.model)
         with torch.no_grad():
             for name, parameter in placed.model.named_parameters(remove_duplicate=False):
+                if placed.adapted and not parameter.requires_grad:
+                    continue
                 with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
                     if main and name not in tied:
                         state[name] = parameter.detach().to("cpu", copy=True)
@@ -126,11 +128,12 @@ class DeepSpeed:
 
     def save(self, placed: Placed, folder: Path) -> None:
         """The engine writes one folder with the shards of all ranks."""
-        placed.wrapped.save_checkpoint(str(folder))  # type: ignore[operator]
+        placed.wrapped.save_checkpoint(str(folder), exclude_frozen_parameters=placed.adapted)  # type: ignore[operator]
 
     def load(self, placed: Placed, folder: Path) -> None:
         """The engine reads its shards; StageError CHECKPOINT when it does not find them."""
-        loaded, _ = placed.wrapped.load_checkpoint(str(folder))  # type: ignore[operator]
+        strict = not placed.adapted
+        loaded, _ = placed.wrapped.load_checkpoint(str(folder), load_module_strict=strict)  # type: ignore[operator]
         if loaded is None:
             raise StageError(
                 FailureClass.CHECKPOINT,

@@ -19,13 +19,14 @@ _WEIGHTS = "weights.pt"
 _OPTIMIZER = "optimizer.pt"
 
 
-def _options(*, loading: bool) -> StateDictOptions:
+def _options(placed: Placed, *, loading: bool) -> StateDictOptions:
     import torch
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
     if loading:
-        return StateDictOptions(full_state_dict=True, broadcast_from_rank0=torch.distributed.is_initialized())
-    return StateDictOptions(full_state_dict=True, cpu_offload=True)
+        everyone = torch.distributed.is_initialized()
+        return StateDictOptions(full_state_dict=True, broadcast_from_rank0=everyone, strict=not placed.adapted)
+    return StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=placed.adapted)
 
 
 def _is_main() -> bool:
@@ -38,10 +39,10 @@ class FullState:
     """`model_state`, `save` and `load` of a strategy, by torch's state-dict functions."""
 
     def model_state(self, placed: Placed) -> dict[str, Any]:
-        """All weights on rank 0, empty elsewhere."""
+        """All weights, or those that are trained, on rank 0, empty elsewhere."""
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        state = get_model_state_dict(placed.wrapped, options=_options(loading=False))
+        state = get_model_state_dict(placed.wrapped, options=_options(placed, loading=False))
         return state if _is_main() else {}
 
     def save(self, placed: Placed, folder: Path) -> None:
@@ -50,7 +51,7 @@ class FullState:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         weights = self.model_state(placed)
-        optimizer = get_optimizer_state_dict(placed.wrapped, placed.optimizer, options=_options(loading=False))
+        optimizer = get_optimizer_state_dict(placed.wrapped, placed.optimizer, options=_options(placed, loading=False))
         if _is_main():
             torch.save(weights, folder / _WEIGHTS)
             torch.save(optimizer, folder / _OPTIMIZER)
@@ -65,8 +66,8 @@ class FullState:
         if _is_main():
             weights = torch.load(folder / _WEIGHTS, map_location="cpu", weights_only=True)
             optimizer = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True)
-        set_model_state_dict(placed.wrapped, weights, options=_options(loading=True))
-        set_optimizer_state_dict(placed.wrapped, placed.optimizer, optimizer, options=_options(loading=True))
+        set_model_state_dict(placed.wrapped, weights, options=_options(placed, loading=True))
+        set_optimizer_state_dict(placed.wrapped, placed.optimizer, optimizer, options=_options(placed, loading=True))
 
     def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:
         """Any number of processes and any of the three strategies."""

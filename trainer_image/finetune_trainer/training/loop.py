@@ -17,12 +17,14 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainingArguments
 
 from finetune_contract.layout import FailureClass
+from finetune_trainer.adapters import Adapted
 from finetune_trainer.allocator import give_back_freed_memory
 from finetune_trainer.failures import StageError
 from finetune_trainer.strategies.base import Placed, Strategy, expect
@@ -51,6 +53,9 @@ class Observer(Protocol):
 
     def on_step(self, report: StepReport) -> None:
         """After every step, on every rank."""
+
+    def on_validation_batch(self, step: int, done: int) -> None:
+        """After every batch of an evaluation after `step`, on every rank."""
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """After every evaluation, on every rank, with the same figures."""
@@ -91,6 +96,8 @@ class LoopParts:
     """The small objects that the loop works with."""
 
     strategy: Strategy
+    adapted: Adapted | None
+    """None: all weights are trained."""
     order: EpochOrder
     rows: TrainRows
     collate: Collate
@@ -141,7 +148,8 @@ class TrainingLoop(Trainer):
             assert optimizer is not None
         # Around everything else when the job asks for torch_compile.
         wrapped = getattr(wrapped, "_orig_mod", wrapped)
-        return Placed(model, wrapped, optimizer, self.args.world_size, self.args.device)
+        adapted = self.parts.adapted is not None
+        return Placed(model, wrapped, optimizer, self.args.world_size, self.args.device, adapted)
 
     def get_train_dataloader(self) -> EpochLoader:
         """Our order; accelerate does not touch it."""
@@ -164,6 +172,8 @@ class TrainingLoop(Trainer):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)  # type: ignore[no-untyped-call]
         placed = self.placed
         self.parts.strategy.assert_in_effect(placed)
+        if self.parts.adapted is not None:
+            self.parts.adapted.assert_in_effect(placed.model)
         asked, found = bool(self.args.activation_checkpointing), placed.model.is_activation_checkpointing
         state = f"activation checkpointing is {'on' if found else 'off'} in the model"
         expect(asked == found, self.parts.strategy.name, "WrongActivationCheckpointing", state)
@@ -289,7 +299,8 @@ class TrainingLoop(Trainer):
         if self.parts.validation is None:
             return
         give_back_freed_memory()
-        metrics = self.parts.validation.metrics(self.model_wrapped, self.args.device)
+        told = partial(self.parts.observer.on_validation_batch, step)
+        metrics = self.parts.validation.metrics(self.model_wrapped, self.args.device, told)
         give_back_freed_memory()
         self.parts.observer.on_validation(step, metrics)
         if self.parts.stopper.should_stop(step, metrics, self):

@@ -8,23 +8,26 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune_contract.job import TrainerJob, Training
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_trainer.adapters import Adapted, adapt, write_adapter_and_merge
 from finetune_trainer.allocator import give_back_freed_memory
 from finetune_trainer.checkpoints import CheckpointStore, identity, storage_errors_named
 from finetune_trainer.console import quiet_transformers
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
-from finetune_trainer.models import load_tokenizer
+from finetune_trainer.models import load_tokenizer, pinned
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, write_model_card
 from finetune_trainer.strategies.base import Strategy
@@ -88,25 +91,28 @@ def train(
     strategy = strategy_for(training, deepspeed)
     task, prepared = task_module(job.task), PreparedData.open(paths)
     stopper = _stopper(training, paths, world, prepared, task)
-    saver = _saver(job, training, paths, world, prepared, strategy, stopper)
     history = History(paths.history)
     observer = RunObserver(history, progress, training.max_steps)
     order = EpochOrder(prepared.lengths("train"), training.batch, world.rank, training.seed)
     _warn_of_other_epoch(order, training)
-    resume_from = saver.find()
 
     # The model before the arguments: with a ZeRO-3 configuration alive, transformers would load it in shards and draw
     # a new head on rank 0 alone, from another state of the generator than every other strategy.
-    model = task.build_model(job, prepared.facts)
+    began_with, _ = pinned(job)
+    model = task.build_model(began_with, prepared.facts)
     _refuse_recomputing(training, model)
+    adapted = None if training.adapter is None else adapt(model, training.adapter, began_with)
+    saver = _saver(job, training, paths, world, prepared, strategy, stopper, adapted)
+    resume_from = saver.find()
     arguments = training_arguments(training, paths.checkpoints, strategy.arguments())
     parts = LoopParts(
         strategy=strategy,
+        adapted=adapted,
         order=order,
         rows=TrainRows(prepared),
         collate=Collate(task, prepared.pad_token_id),
         validation=_validation(training, prepared, task, world),
-        observer=observer if world.is_main else SilentObserver(),
+        observer=observer if world.is_main else SilentObserver(progress, training.max_steps),
         saver=saver,
         stopper=stopper,
         interruption=interruption,
@@ -140,11 +146,23 @@ def train(
         }
     }
     best = stopper.best_weights()
-    _publish(loop, job, paths, torch.load(best, weights_only=True) if best else state)
+    if best is not None:
+        state = torch.load(best, weights_only=True)
+    with _published(paths) as (model_folder, adapter_folder):
+        if adapted is None:
+            loop.placed.model.save_pretrained(str(model_folder), state_dict=state)
+        else:
+            unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # or transformers would load it in shards
+            whole = task.build_model(began_with, prepared.facts)
+            write_adapter_and_merge(whole, adapted, began_with, state, adapter_folder).save_pretrained(
+                str(model_folder)
+            )
+        load_tokenizer(job).save_pretrained(str(model_folder))
     # What an earlier model was worth is not said of this one.
     metrics = merge_metrics(paths, section, without=("evaluate", "majority"))
     write_model_card(paths, job, prepared.facts, metrics)
-    return Outcome(section, {"model": paths.model.name}, prepared.facts.fingerprint)
+    folders = (paths.model, paths.adapter)
+    return Outcome(section, {each.name: each.name for each in folders if each.exists()}, prepared.facts.fingerprint)
 
 
 def training_of(job: TrainerJob) -> Training:
@@ -206,14 +224,18 @@ def _saver(
     prepared: PreparedData,
     strategy: Strategy,
     stopper: EarlyStopper | NeverStop,
+    adapted: Adapted | None,
 ) -> RunSaver:
+    settings = identity(job, prepared.facts.fingerprint)
+    if adapted is not None:
+        settings["frozen_weights"] = adapted.base  # they are not in the checkpoint
     return RunSaver(
         CheckpointStore(paths.checkpoints, training.checkpoints.keep),
         training.checkpoints,
         strategy=strategy,
         label=training.strategy.sharding,
         world=world,
-        job=identity(job, prepared.facts.fingerprint),
+        job=settings,
         stopper=stopper,
         seed=training.seed,
     )
@@ -231,25 +253,28 @@ def _warn_of_other_epoch(order: EpochOrder, training: Training) -> None:
         log.warning("An epoch of these data has %d steps, the plan counted %d.", order.steps, training.steps_per_epoch)
 
 
-def _publish(loop: TrainingLoop, job: TrainerJob, paths: JobPaths, state: dict[str, Any]) -> None:
-    """Writes the model beside the earlier one, then puts it in its place."""
-    partial = paths.model.with_name(paths.model.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+@contextmanager
+def _published(paths: JobPaths) -> Iterator[tuple[Path, Path]]:
+    """Folders beside those of the model and the adapter, to write them to; in the end they take the place of these."""
+    folders = (paths.model, paths.adapter)
+    partial = {folder: folder.with_name(f"{folder.name}.partial") for folder in folders}
+    for each in partial.values():
+        shutil.rmtree(each, ignore_errors=True)
     try:
         with storage_errors_named(paths.root):
-            loop.placed.model.save_pretrained(str(partial), state_dict=state)
-            load_tokenizer(job).save_pretrained(str(partial))
+            yield partial[paths.model], partial[paths.adapter]
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        for each in partial.values():
+            shutil.rmtree(each, ignore_errors=True)
         raise
-    if paths.model.exists():
-        former = paths.model.with_name(paths.model.name + ".former")
+    for folder, written in partial.items():
+        former = folder.with_name(f"{folder.name}.former")
         shutil.rmtree(former, ignore_errors=True)
-        os.replace(paths.model, former)
-        os.replace(partial, paths.model)
-        shutil.rmtree(former)
-    else:
-        os.replace(partial, paths.model)
+        if folder.exists():
+            os.replace(folder, former)
+        if written.exists():
+            os.replace(written, folder)
+        shutil.rmtree(former, ignore_errors=True)
 
 
 def _peak_memory_bytes(training: Training) -> int:

@@ -16,11 +16,20 @@ log = logging.getLogger(__name__)
 _LOG_INTERVAL_SECONDS = 10.0
 
 
+@dataclass
 class SilentObserver:
-    """For all ranks but the first."""
+    """For all ranks but the first: only whoever watches over this process hears of its steps."""
+
+    progress: ProgressSink
+    total_steps: int
 
     def on_step(self, report: StepReport) -> None:
-        """Nothing."""
+        """An update of the progress."""
+        self.progress.update(report.step, self.total_steps)
+
+    def on_validation_batch(self, step: int, done: int) -> None:
+        """An update of the progress."""
+        self.progress.update(step, self.total_steps)
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Nothing."""
@@ -36,6 +45,8 @@ class RunObserver:
     validation: dict[str, float] = field(default_factory=dict)
     """The last evaluation."""
     _logged_at: float = float("-inf")
+    _figures: dict[str, float] = field(default_factory=dict)
+    """Of the last step."""
 
     def on_step(self, report: StepReport) -> None:
         """A history line, an update of the progress, and a log line every ten seconds."""
@@ -50,19 +61,21 @@ class RunObserver:
                 "samples_per_second": round(rate, 3),
             }
         )
-        self.progress.update(
-            report.step,
-            self.total_steps,
-            epoch=report.epoch,
-            loss=report.loss,
-            samples_per_second=rate,
-            tokens_per_second=report.tokens / report.seconds,
-            **self.validation,
-        )
+        self._figures = {
+            "epoch": report.epoch,
+            "loss": report.loss,
+            "samples_per_second": rate,
+            "tokens_per_second": report.tokens / report.seconds,
+        }
+        self.progress.update(report.step, self.total_steps, **self._figures, **self.validation)
         now = time.monotonic()
         if now - self._logged_at >= _LOG_INTERVAL_SECONDS or report.step == self.total_steps:
             self._logged_at = now
             log.info("step %d/%d  loss %.4f  %.1f samples/s", report.step, self.total_steps, report.loss, rate)
+
+    def on_validation_batch(self, step: int, done: int) -> None:
+        """An update of the progress: an evaluation may take long, and is no standstill."""
+        self.progress.update(step, self.total_steps, **self._figures, **self.validation, validation_batches=done)
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shown with the progress from now on."""

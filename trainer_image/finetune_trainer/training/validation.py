@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,18 +32,23 @@ class Validation:
         # answers.
         self._mine = [batches[min(each * ranks + rank, len(batches) - 1)] for each in range(rounds)]
 
-    def metrics(self, model: torch.nn.Module, device: torch.device) -> dict[str, float]:
-        """Loss (without label smoothing) and the task's metrics, the same on every rank. Keeps the mode."""
+    def metrics(
+        self, model: torch.nn.Module, device: torch.device, told: Callable[[int], None]
+    ) -> dict[str, float]:  # fmt: skip
+        """Loss (without label smoothing) and the task's metrics, the same on every rank. Keeps the mode; `told` hears
+        of each batch by its number.
+        """
         training = model.training
         model.eval()
         mine: list[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]] = []
         with torch.no_grad():
-            for rows in self._mine:
+            for number, rows in enumerate(self._mine, start=1):
                 features = self._prepared.features("validation", rows.tolist())
                 batch = self._task.collate(features, pad_token_id=self._prepared.pad_token_id)
                 labels = batch.pop("labels")
                 answer = model(**{name: value.to(device) for name, value in batch.items()})
                 mine.append((rows, answer.logits.float().cpu().numpy(), labels.numpy()))
+                told(number)
         model.train(training)
         return self._score(mine)
 

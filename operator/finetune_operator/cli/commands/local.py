@@ -15,6 +15,7 @@ from finetune_operator.cli.commands.options import Filenames, Files, Form, Local
 from finetune_operator.cli.commands.steps import checked_jobs, refuse_plan, settings_of
 from finetune_operator.cli.console import Output, UsageError, complain, emit, err, note, out, program_name
 from finetune_operator.cli.inputs import JobEntry
+from finetune_operator.planning.capacity import NO_SPOT_HERE
 from finetune_operator.planning.types import JobPlan, PlanRefused
 
 
@@ -65,6 +66,8 @@ def run(
     names = [*(files or []), *(filename or [])]
     limits = settings_of(settings, cluster=False)
     entry = _one(checked_jobs(names, limits, output), name)
+    if entry.job.spec.spot.enabled:
+        note(f"{entry.job.name}: {NO_SPOT_HERE}.")
 
     from finetune_operator.cli.local import CannotRunError, RunRequest, planned_run, result_data
     from finetune_operator.cli.local import run as run_locally

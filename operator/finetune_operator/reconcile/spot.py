@@ -1,0 +1,211 @@
+"""Training on spot nodes: which nodes an attempt gets, how long it may wait for them, and how long it may run.
+
+What has to survive is in the status: the capacity of the attempt, the seconds that earlier attempts ran, and since when
+the time counts. A fallback is no failure: nothing ran, so it is no restart, and the next attempt starts at once. From
+then on the training stays on any nodes until it is suspended, as going back would cost a restart each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+from finetune_contract.choices import Stage
+from finetune_contract.layout import FailureClass
+from finetune_operator.api.types import Capacity, SpotStatus, StageStatus
+from finetune_operator.planning.capacity import patience
+from finetune_operator.planning.quantities import human_seconds
+from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.remedies import Cause, OperatorCause
+from finetune_operator.reconcile.times import earliest, moment, seconds_since, stamp
+from finetune_operator.reconcile.types import PodView
+from finetune_operator.reconcile.usage import attempt_over
+from finetune_operator.rendering.spot import first_capacity
+
+WAITING = "WaitingForSpot"
+"""Reason of condition Running, and of the event that tells of it once."""
+_TAKEN_AWAY = frozenset({FailureClass.PREEMPTED, OperatorCause.NODE_LOST})
+
+
+def next_capacity(course: Course, stage: StageStatus) -> Capacity | None:
+    """What the next attempt asks for: spot nodes, unless the training has fallen back and was not suspended since."""
+    wanted, spot = first_capacity(course.spec, Stage(stage.name)), course.status.spot
+    # The clock stands still from a suspension to the start of the next attempt.
+    fallen_back = stage.capacity == "onDemand" and spot is not None and spot.since is not None
+    return "onDemand" if wanted == "spot" and fallen_back else wanted
+
+
+def words(capacity: Capacity | None) -> str:
+    """` on spot nodes`, to end a sentence with; nothing for jobs that do not ask for any."""
+    match capacity:
+        case "spot":
+            return " on spot nodes"
+        case "onDemand":
+            return " on any nodes"
+        case _:
+            return ""
+
+
+# ----------------------------------------------------------------------------------------------------------- the clock
+
+
+def clock_started(course: Course, capacity: Capacity | None, at: datetime) -> Course:
+    """An attempt that asks for spot nodes starts: time counts from the first one on, also between attempts."""
+    spot = course.status.spot or SpotStatus()
+    if capacity is None or spot.since is not None:
+        return course
+    return course.with_status(spot=spot.model_copy(update={"since": stamp(at)}))
+
+
+def clock_stopped(course: Course) -> Course:
+    """The job is suspended: what had counted until now is kept."""
+    spot = course.status.spot
+    if spot is None or spot.since is None:
+        return course
+    return course.with_status(
+        spot=SpotStatus.model_copy(spot, update={"since": None, "waited_seconds": _waited(course)})
+    )
+
+
+def _waited(course: Course) -> float:
+    spot = course.status.spot or SpotStatus()
+    return spot.waited_seconds + seconds_since(spot.since, course.now)
+
+
+def _ran(course: Course, stage: StageStatus) -> float:
+    """Seconds of training up to now, the running attempt's among them."""
+    before = 0.0 if course.status.spot is None else course.status.spot.ran_seconds
+    return before + (seconds_since(stage.running_since, course.now) if stage.state == "Running" else 0.0)
+
+
+def taken_away(course: Course, stage: StageStatus, cause: Cause) -> Course:
+    """Count an attempt that ended as its spot node was needed elsewhere."""
+    spot = course.status.spot
+    if spot is None or stage.capacity != "spot" or cause.cause not in _TAKEN_AWAY:
+        return course
+    return course.with_status(spot=spot.model_copy(update={"preemptions": spot.preemptions + 1}))
+
+
+# ----------------------------------------------------------------------------------------------------------- its bounds
+
+
+def bound_reached(course: Course) -> tuple[Course, Cause | None]:
+    """The cause when spec.spot.maxRunSeconds or maxWaitSeconds is over; else the course that looks again when it will
+    be.
+    """
+    stage, spot = course.current, course.status.spot
+    if stage is None or spot is None or stage.capacity is None or stage.state == "Suspended":
+        return course, None
+    most, ran = course.spec.spot.max_run_seconds, _ran(course, stage)
+    if most is not None and ran >= most:
+        return course, _over("MaxRunExceeded", f"The training has run for {most} s", "maxRunSeconds")
+    if most is not None and stage.state == "Running" and stage.running_since is not None:
+        course = course.wake(course.now + timedelta(seconds=most - ran))
+    longest, waited = course.spec.spot.max_wait_seconds, _waited(course)
+    if longest is None or spot.since is None:
+        return course, None
+    if waited < longest:
+        return course.wake(course.now + timedelta(seconds=longest - waited)), None
+    pod = _longest_waiting(stage, course.pods(stage.name, stage.attempt))
+    if pod is not None and stage.state == "Running":
+        return course, _unavailable(course, pod, longest)
+    said = f"{longest} s have passed since the training began, {ran:.0f} s of them in training"
+    return course, _over("MaxWaitExceeded", said, "maxWaitSeconds")
+
+
+def _over(reason: str, said: str, field: str) -> Cause:
+    return Cause(
+        OperatorCause.DEADLINE_EXCEEDED,
+        reason,
+        f"{said}, which is all that spot.{field} allows.",
+        f"Create a new job with a longer spot.{field}; the last checkpoint stays in the workspace.",
+    )
+
+
+def _unavailable(course: Course, pod: PodView, longest: int) -> Cause:
+    ways = "allow more time, or look whether" if course.spec.spot.fallback_to_on_demand else (
+        "set spot.fallbackToOnDemand, allow more time, or look whether"
+    )  # fmt: skip
+    return Cause(
+        OperatorCause.SPOT_UNAVAILABLE,
+        "MaxWaitExceeded",
+        f"No spot node took pod {pod.name} since {stamp(pod.created)}, and the {longest} s of spot.maxWaitSeconds are "
+        f"over: {pod.unschedulable}",
+        f"In a new job, {ways} spot.nodes in the operator's settings are the labels of this cluster's spot nodes.",
+        pod,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ without a node
+
+
+def _longest_waiting(stage: StageStatus, pods: Sequence[PodView]) -> PodView | None:
+    """The pod of a spot attempt that has waited longest for a node that takes it."""
+    if stage.capacity != "spot":
+        return None
+    waiting = (pod for pod in pods if pod.phase == "Pending" and pod.unschedulable is not None)
+    return min(waiting, key=lambda pod: (pod.created, pod.name), default=None)
+
+
+def look_for_nodes(course: Course, stage: StageStatus, pods: Sequence[PodView]) -> tuple[Course, bool]:
+    """Follow a spot attempt whose pods find no node: it waits and says so, or falls back. True: it has fallen back, and
+    there is nothing more to say of it.
+    """
+    pod = _longest_waiting(stage, pods)
+    if pod is None:
+        return course, False
+    until = _fallback_time(course, pod)
+    if until is not None and until <= course.now and not course.spec.run_policy.suspend:
+        return _fallen_back(course, stage, pod), True
+    message = f"No spot node takes pod {pod.name}: {_prospect(course, until)} The scheduler says: {pod.unschedulable}"
+    return replace(course.wake(until), waiting=message, waiting_reason=WAITING), False
+
+
+def _fallback_time(course: Course, pod: PodView) -> datetime | None:
+    """When the training falls back; None: it never does.
+
+    The settings' limit for pods without a node ends jobs; where there is a way on, it leads there.
+    """
+    spot, limit = course.spec.spot, course.settings.limits.unschedulable_seconds
+    if not spot.fallback_to_on_demand:
+        return None
+    status = course.status.spot or SpotStatus()
+    at_creation = max(0.0, _waited(course) - (course.now - pod.created).total_seconds())
+    patient = patience(spot, course.settings, status.ran_seconds, at_creation)
+    return earliest(
+        pod.created + timedelta(seconds=patient),
+        None if limit is None else pod.created + timedelta(seconds=limit),
+    )
+
+
+def _prospect(course: Course, fallback: datetime | None) -> str:
+    """What is waited for, and how long."""
+    if fallback is not None:
+        return f"at {stamp(fallback)} the training goes to any nodes."
+    longest, since = course.spec.spot.max_wait_seconds, moment((course.status.spot or SpotStatus()).since)
+    if longest is None or since is None:
+        return "it waits for one without a bound, as spot.maxWaitSeconds is not set."
+    before = (course.status.spot or SpotStatus()).waited_seconds
+    end = since + timedelta(seconds=longest - before)
+    return f"it waits for one until {stamp(end)}, when spot.maxWaitSeconds is over."
+
+
+def _fallen_back(course: Course, stage: StageStatus, pod: PodView) -> Course:
+    """The attempt is stopped; the next one, on any nodes, starts once nothing of it is left."""
+    course = attempt_over(course, stage, course.now)
+    stopped = stage.model_copy(
+        update={
+            "state": "Failed",
+            "completion_time": stamp(course.now),
+            "next_attempt_time": None,
+            "capacity": "onDemand",
+        }
+    )
+    waited = human_seconds((course.now - pod.created).total_seconds())
+    return course.with_stage(stopped).tell(
+        "SpotUnavailable",
+        f"No spot node took pod {pod.name} for {waited} ({pod.unschedulable}): attempt {stage.attempt + 1} of "
+        f"{stage.name} trains on any nodes, as spot.fallbackToOnDemand allows.",
+        warning=True,
+    )

@@ -1,0 +1,54 @@
+"""What attempts use: since when their pods have nodes, since when they run, and what is counted at their end.
+
+A pod without a node costs nothing and trains nothing, and on spot capacity it may be without one for hours. The times
+are kept in the status as soon as they are known, as the pods may be gone when the attempt ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from finetune_operator.api.types import StageStatus
+from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.results import cost_after
+from finetune_operator.reconcile.times import earliest, seconds_since, stamp
+from finetune_operator.reconcile.types import PodView
+
+
+def seen(stage: StageStatus, pods: Sequence[PodView]) -> StageStatus:
+    """The stage with the times that its attempt's pods tell of; what is known already stays."""
+    placed = earliest(*(_placed(pod) for pod in pods))
+    began = [_began(pod) for pod in pods]
+    whole = None if None in began else max((one for one in began if one is not None), default=None)
+    return stage.model_copy(
+        update={
+            "nodes_since": stage.nodes_since or (None if placed is None else stamp(placed)),
+            "running_since": stage.running_since or (None if whole is None else stamp(whole)),
+        }
+    )
+
+
+def _placed(pod: PodView) -> datetime | None:
+    return None if pod.node is None else pod.scheduled or pod.created
+
+
+def _began(pod: PodView) -> datetime | None:
+    """When its container started; one that the runtime could not start tells of the year 1970."""
+    if pod.began is not None and pod.began >= pod.created:
+        return pod.began
+    return _placed(pod) if pod.phase == "Running" or pod.ended is not None else None
+
+
+def attempt_over(course: Course, stage: StageStatus, at: datetime) -> Course:
+    """The course when the attempt that `stage` tells of has ended, or is about to be stopped: what it used is counted.
+
+    Counted at ends of attempts only: a figure that grows with the clock would be written for ever.
+    """
+    stage = seen(stage, course.pods(stage.name, stage.attempt))
+    course = course.with_status(cost=cost_after(course.status, course.spec, course.settings, stage, at))
+    spot = course.status.spot
+    if spot is None or stage.capacity is None:
+        return course
+    ran = spot.ran_seconds + seconds_since(stage.running_since, at)
+    return course.with_status(spot=spot.model_copy(update={"ran_seconds": ran}))

@@ -1,0 +1,602 @@
+"""A storm over jobs in a box: each job is applied, hit as its schedule says, and followed to its end.
+
+What is judged afterwards does not come from the operator alone. Which attempts ran, and when, is seen in this machine's
+processes; what was made, in the API server's audit log; how far a training came, in the files on its claim.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import requests
+
+from box_support import faults
+from box_support.box import CONTAINER, SYSTEM, Box
+from box_support.chaos_schedule import (
+    CONTROL,
+    GRACEFUL,
+    RANKS,
+    STAGES,
+    TRAIN,
+    Case,
+    Doom,
+    Fate,
+    Fault,
+    Kind,
+    Moment,
+    Schedule,
+    Strike,
+)
+from box_support.team import INPUTS, TERMINAL, Team, stage_of, tiny_spec
+from cluster_support.access import Api, ApiError, Object, path_of
+from finetune_contract.layout import JobPaths
+from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+"""Beside `Storm.log`, for who wants to look on (`--log-cli-level=INFO`)."""
+
+AT_A_TIME = 3
+"""Jobs. Most of a job's time its pods import torch, which takes a core each."""
+STEPS = 40
+"""Of each training."""
+STEP_SECONDS = 0.15
+"""Of each step, asleep: long enough for a fault to come in the middle."""
+STEPS_BETWEEN_CHECKPOINTS = 4
+CLASSIFIER = "classifier"
+"""Folder of the inputs with a model that has a head, for jobs that train none."""
+PROGRESS_SECONDS = 40
+"""After which a training without a new step counts as hung, in jobs in which one is to hang."""
+STILL_SECONDS = 420
+"""A job of which nothing has changed for so long is lost. The longest time without news is that of a hung process: the
+deadline and the grace period after it.
+"""
+_LOOK_SECONDS = 0.05
+_ASK_SECONDS = 0.3
+"""Between two questions to the API server about one job."""
+_STARTING_SECONDS = 3.0
+"""A pod's program is not through with its imports by then; what kills it until then breaks it."""
+_LATE_SHARE = 0.8
+"""Of the steps; who is told to end after them may be through first."""
+_PASSES = (401, 403, 404, 429, 500, 502, 503, 504)
+"""Answers of an API server that has just started."""
+
+
+def spec_of(fate: Fate) -> Object:
+    """The job as a user would write it."""
+    case, hangs = fate.case, any(fault.kind is Kind.HANG for fault in fate.faults)
+    training = {"maxSteps": STEPS, "globalBatchSize": 16, "learningRate": 0.002, "precision": "fp32"}
+    match case.doom:
+        case Doom.DIVERGES:
+            training |= {"learningRate": 1e30}
+        case Doom.GATE:
+            training |= {"learningRate": 1e-9}
+    spec = tiny_spec(
+        launcher=case.launcher,
+        resources={"nodes": case.nodes, "processesPerNode": 1, "cpu": "1", "memory": "2Gi"},
+        parallelism={"strategy": "ddp" if case.nodes > 1 else "single"},
+        runPolicy={
+            "maxRestarts": case.max_restarts,
+            **({"progressDeadlineSeconds": PROGRESS_SECONDS} if hangs else {}),
+        },
+    )
+    if hangs:
+        spec["runPolicy"]["progressDeadlineSeconds"] = PROGRESS_SECONDS
+    del spec["training"]
+    if TRAIN in case.stages:
+        spec |= {"training": training, "checkpoints": {"every": {"steps": STEPS_BETWEEN_CHECKPOINTS}}}
+    if "evaluate" in case.stages:
+        spec["evaluation"] = {"gate": {"metric": "accuracy", "minimum": 0.99}} if case.doom is Doom.GATE else {}
+    if TRAIN not in case.stages:
+        spec["model"] = {"uri": f"pvc://{INPUTS}/{CLASSIFIER}"}
+    if "predict" in case.stages:
+        spec["predict"] = {"dataset": {"uri": f"pvc://{INPUTS}/tiny/data"}, "columns": ["text"]}
+    match case.doom:
+        case Doom.COLUMN:
+            spec["dataset"] = {**spec["dataset"], "columns": {"text": "txet"}}
+        case Doom.SECRET:
+            spec["secrets"] = {"hubToken": {"name": "nobody-made-this", "key": "token"}}
+    return spec
+
+
+# -------------------------------------------------------------------------------------------------- what runs, in truth
+
+
+@dataclass(frozen=True)
+class Live:
+    """A container of a training job that runs on this machine."""
+
+    pod: str
+    job: str
+    stage: str
+    attempt: int
+    began: float
+    """Unix time."""
+
+
+_POD = re.compile(rf"^(?P<job>.+)-(?P<stage>{'|'.join(STAGES)})-(?P<attempt>\d+)(-.+)?$")
+
+
+def living(box: Box, namespace: str) -> list[Live]:
+    """Containers whose processes are there, whatever the API server has been told; by name of the pod."""
+    found = []
+    for file in (box.own("looking into pods") / "kubelet" / "pods").glob(f"*/containers/{CONTAINER}/exec.json"):
+        try:
+            entry, began = json.loads(file.read_text()), file.stat().st_mtime
+            alive = str(file.parent / "start").encode() in Path(f"/proc/{entry['pid']}/cmdline").read_bytes()
+        except (OSError, ValueError):
+            continue
+        place, pod = entry["pod"]
+        if alive and place == namespace and (named := _POD.match(pod)):
+            found.append(Live(pod, named["job"], named["stage"], int(named["attempt"]), began))
+    return sorted(found, key=lambda one: one.pod)
+
+
+class Watch:
+    """Looks all the time for two attempts of one job that run at once: both would write to one place."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.seen: set[tuple[str, str, int]] = set()
+        """Job, stage and attempt of everything that ever ran."""
+        self.overlaps: list[str] = []
+        self.trouble: Exception | None = None
+
+    @contextmanager
+    def running(self) -> Iterator[Watch]:
+        self._thread.start()
+        try:
+            yield self
+        finally:
+            self._stop.set()
+            self._thread.join()
+
+    def _run(self) -> None:
+        told: set[frozenset[tuple[str, int]]] = set()
+        try:
+            while not self._stop.wait(0.1):
+                attempts: dict[str, set[tuple[str, int]]] = {}
+                pods = living(self._team.box, self._team.namespace)
+                for one in pods:
+                    self.seen.add((one.job, one.stage, one.attempt))
+                    attempts.setdefault(one.job, set()).add((one.stage, one.attempt))
+                for job, several in attempts.items():
+                    if len(several) > 1 and (frozenset(several) | {(job, 0)}) not in told:
+                        told.add(frozenset(several) | {(job, 0)})
+                        names = ", ".join(one.pod for one in pods if one.job == job)
+                        self.overlaps.append(f"{clock()} {job}: {names}")
+        except Exception as error:
+            self.trouble = error
+
+
+# ------------------------------------------------------------------------------------------------------------ the storm
+
+
+def clock() -> str:
+    return time.strftime("%H:%M:%S", time.gmtime())
+
+
+class Missed(Exception):  # noqa: N818  # an answer and no error
+    """The fault found nobody to hit; it is tried again on a later attempt, or on another job."""
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What a fault is about to hit."""
+
+    stage: str
+    attempt: int
+    pods: tuple[Live, ...] = ()
+    """Those of the attempt that run."""
+
+    def pod(self, fault: Fault) -> str:
+        if not self.pods:
+            raise Missed("no pod runs")
+        return self.pods[fault.pod % len(self.pods)].pod
+
+
+@dataclass
+class Course:
+    """One job, as it goes."""
+
+    case: Case
+    name: str
+    """As applied."""
+    strikes: list[Strike] = field(default_factory=list)
+    struck: dict[str, int] = field(default_factory=dict)
+    """Stage -> its last attempt that was dealt something that breaks it."""
+    made: list[Fault] = field(default_factory=list)
+    status: Object = field(default_factory=dict)
+    """When it had ended; empty: it is lost."""
+    mark: int = 0
+    """Place in the audit log at which it had ended."""
+    folder: Path | None = None
+    """Its results."""
+    news: tuple[Object, float] = field(default_factory=lambda: ({}, time.monotonic()))
+    """Its status as it changed last, and when."""
+
+    @property
+    def still(self) -> bool:
+        """Whether nothing has happened for too long."""
+        return time.monotonic() - self.news[1] > STILL_SECONDS
+
+
+@dataclass
+class Storm:
+    """Carries out a schedule; what came of it stays here for the tests."""
+
+    team: Team
+    schedule: Schedule
+    courses: dict[str, Course] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+    spare: list[Fault] = field(default_factory=list)
+    """Faults whose job was over before their moment came."""
+    overlaps: list[str] = field(default_factory=list)
+    seen: set[tuple[str, str, int]] = field(default_factory=set)
+    _hand: threading.RLock = field(default_factory=threading.RLock)
+    """Held while a fault is made: only one thing breaks at a time, so that the API server is there to break it by."""
+    _outage: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a node is off."""
+    _spare: threading.Lock = field(default_factory=threading.Lock)
+    _called_off: threading.Event = field(default_factory=threading.Event)
+    """The test has failed or ran out of time: nothing is waited for any more."""
+
+    def rage(self) -> None:
+        """All of it: jobs in order, some at a time; what could not be dealt goes to one more job."""
+        self.template = faults.puppet(self.team, STEP_SECONDS)
+        self.mark = self.team.box.cluster.audit_mark()
+        self.said = self._operator_logs()
+        began = time.monotonic()
+        with Watch(self.team).running() as watch:
+            with ThreadPoolExecutor(AT_A_TIME) as pool:
+                try:
+                    for ended in [pool.submit(self._live, fate) for fate in self.schedule.fates]:
+                        ended.result()
+                except BaseException:
+                    self._called_off.set()
+                    raise
+            for more in range(3):
+                if left := self._take_spare():
+                    case = Case(f"storm-more-{more}", ("prepare", TRAIN), nodes=2, max_restarts=len(left))
+                    self._live(Fate(case, tuple(replace(one, stage=TRAIN, together=False) for one in left)))
+        self.overlaps, self.seen = watch.overlaps, watch.seen
+        self.say("-", f"all over after {time.monotonic() - began:.0f} s")
+        if watch.trouble is not None:
+            raise watch.trouble
+
+    @property
+    def done(self) -> tuple[Fault, ...]:
+        """Faults that were made."""
+        return tuple(fault for course in self.courses.values() for fault in course.made)
+
+    def say(self, job: str, words: str) -> None:
+        self.log.append(f"{clock()} {job}: {words}")
+        log.info("%s: %s", job, words)
+
+    def tell(self) -> str:
+        """Everything that makes a failure understandable, and how to repeat it."""
+        again = f"FINETUNE_FAULTS={len(self.schedule.faults)} FINETUNE_SEED={self.schedule.seed}"
+        return "\n".join([f"again: {again}", str(self.schedule), "what happened:", *self.log])
+
+    # ----------------------------------------------------------------------------------------------------- one job
+
+    def _live(self, fate: Fate) -> None:
+        team = Team(replace(self.team.box, api=Api(self.team.box.cluster.access)), self.team.namespace)
+        course = Course(fate.case, team.new_name(fate.case.name))
+        self.courses[fate.case.name] = course
+        _apply(team, course.name, spec_of(fate) | {"template": self.template})
+        self.say(course.name, "applied")
+        for group in fate.groups:
+            left = self._deal(team, course, group)
+            if left:
+                self.say(course.name, "not made: " + "; ".join(map(str, left)))
+                with self._spare:
+                    self.spare += left
+        self._end(team, course)
+
+    def _take_spare(self) -> list[Fault]:
+        with self._spare:
+            left, self.spare = self.spare, []
+        return left
+
+    def _end(self, team: Team, course: Course) -> None:
+        while not (course.still or self._called_off.is_set()):
+            status = _look(team, course)
+            if status.get("phase") in TERMINAL:
+                course.status, course.mark = status, team.box.cluster.audit_mark()
+                failure = status.get("failure") or {}
+                why = f" ({failure.get('class')}: {str(failure.get('message'))[:160]})" if failure else ""
+                self.say(course.name, f"{status['phase']} after {status.get('restarts', 0)} restarts{why}")
+                return
+            time.sleep(_ASK_SECONDS)
+        self.say(course.name, "LOST\n" + patiently(lambda: team.tell(course.name)))
+
+    # --------------------------------------------------------------------------------------------------- one fault
+
+    def _deal(self, team: Team, course: Course, group: Sequence[Fault]) -> list[Fault]:
+        """Make faults that belong to one moment; those that it was too late for."""
+        first, *others = group
+        while (aim := self._await(team, course, first)) is not None:
+            try:
+                self._make(team, course, first, others, aim)
+            except Missed as why:
+                self.say(course.name, f"missed ({why}): {first}")
+                time.sleep(_LOOK_SECONDS)
+                continue
+            return [one for one in others if one not in course.made]
+        return list(group)
+
+    def _await(self, team: Team, course: Course, fault: Fault) -> Aim | None:
+        """The attempt to hit, when its moment has come; None: it cannot come any more."""
+        asked, status = 0.0, Object()
+        while not (course.still or self._called_off.is_set()):
+            if time.monotonic() - asked > _ASK_SECONDS:
+                asked, status = time.monotonic(), _look(team, course)
+            if status.get("phase") in TERMINAL or stage_of(status, fault.stage).get("state") == "Succeeded":
+                return None
+            if (aim := _aim(team, course, fault, status)) is not None:
+                return aim
+            time.sleep(_LOOK_SECONDS)
+        return None
+
+    def _make(self, team: Team, course: Course, first: Fault, others: Sequence[Fault], aim: Aim) -> None:
+        with self._hand:
+            if aim.pods and not set(aim.pods) <= set(living(team.box, team.namespace)):
+                raise Missed("it is over meanwhile")
+            match first.kind:
+                case Kind.API:
+                    with faults.api_server_away(team.box):
+                        self._made(team, course, first, aim, "")
+                        self._make_others(team, course, others, aim)
+                        time.sleep(first.seconds)
+                case Kind.OPERATOR | Kind.OPERATORS:
+                    which: Literal["acting", "all"] = "acting" if first.kind is Kind.OPERATOR else "all"
+                    self._made(team, course, first, aim, _kill_operator(team, which))
+                    self._make_others(team, course, others, aim)
+                case Kind.SUSPEND | Kind.NODE_OFF:
+                    pass
+                case _:
+                    self._break(team, course, first, aim)
+        # These last, and what else happens meanwhile shall happen.
+        if first.kind is Kind.SUSPEND:
+            self._suspend(team, course, first, aim)
+        elif first.kind is Kind.NODE_OFF:
+            self._node_off(team, course, first, aim)
+
+    def _make_others(self, team: Team, course: Course, others: Sequence[Fault], aim: Aim) -> None:
+        for other in others:
+            with suppress(Missed):
+                self._break(team, course, other, aim)
+
+    def _break(self, team: Team, course: Course, fault: Fault, aim: Aim) -> None:
+        """What is done at once; `Missed` when nobody was there to take it."""
+        try:
+            words = _break(team, course.name, fault, aim)
+        except AssertionError as error:
+            raise Missed(str(error).splitlines()[0]) from error
+        self._made(team, course, fault, aim, words)
+
+    def _made(self, team: Team, course: Course, fault: Fault, aim: Aim, words: str) -> None:
+        where = f"attempt {aim.attempt}"
+        self.say(course.name, f"{fault} -- {where}{f', {words}' if words else ''}")
+        course.made.append(fault)
+        if fault.kind not in CONTROL:
+            late = _late(course, fault, aim)
+            course.strikes.append(Strike(fault.kind, aim.stage, aim.attempt, late))
+            course.struck[aim.stage] = aim.attempt
+
+    def _suspend(self, team: Team, course: Course, fault: Fault, aim: Aim) -> None:
+        patiently(lambda: team.patch(course.name, {"runPolicy": {"suspend": True}}))
+        self._made(team, course, fault, aim, "")
+        time.sleep(fault.seconds)
+        patiently(lambda: team.patch(course.name, {"runPolicy": {"suspend": False}}))
+
+    def _node_off(self, team: Team, course: Course, fault: Fault, aim: Aim) -> None:
+        with self._outage:
+            with self._hand:
+                if not set(aim.pods) <= set(living(team.box, team.namespace)):
+                    raise Missed("it is over meanwhile")
+                pods = patiently(lambda: team.box.api.items(path_of("v1", "pods", team.namespace)))
+                place = {pod["metadata"]["name"]: pod["spec"].get("nodeName") for pod in pods}
+                node = place.get(aim.pod(fault))
+                if node is None:
+                    raise Missed("its pod is gone")
+                there = [pod for pod in pods if pod["spec"].get("nodeName") == node]
+                off = ExitStack()
+                off.enter_context(faults.node_off(team.box, node))
+                self._made(team, course, fault, aim, node)
+                self._struck_too(course, there)
+            try:
+                time.sleep(fault.seconds)
+            finally:
+                with self._hand:
+                    off.close()
+
+    def _struck_too(self, course: Course, pods: Sequence[Object]) -> None:
+        """Whoever else had a pod on a node that lost its power."""
+        names = {one.name: one for one in self.courses.values()}
+        for pod in pods:
+            named = _POD.match(pod["metadata"]["name"])
+            if named is None or pod["status"].get("phase") in TERMINAL or named["job"] == course.name:
+                continue
+            if (other := names.get(named["job"])) is not None:
+                self.say(other.name, f"has pod {named[0]} on that node")
+                other.strikes.append(Strike(Kind.NODE_OFF, named["stage"], int(named["attempt"]), late=True))
+
+    # ------------------------------------------------------------------------------------------------- the operator
+
+    def _operator_logs(self) -> dict[int, int]:
+        """Log files of the operator, by inode: they are renamed when a container starts again; and their sizes."""
+        return {file.stat().st_ino: file.stat().st_size for file in self._log_files()}
+
+    def _log_files(self) -> list[Path]:
+        folder = self.team.box.own("reading logs") / "kubelet" / "logs"
+        return sorted(folder.glob(f"{SYSTEM}_finetune-operator-*.log*"))
+
+    def operator_said(self) -> str:
+        """What the operators have written since the storm began, over all of their lives."""
+        parts = []
+        for file in self._log_files():
+            with file.open("rb") as stream:
+                stream.seek(self.said.get(file.stat().st_ino, 0))
+                parts.append(f"--- {file.name}\n" + stream.read().decode(errors="replace"))
+        return "\n".join(parts)
+
+
+def patiently(call: Callable[[], T], seconds: float = 60) -> T:
+    """The value of `call`, as soon as there is an API server that answers."""
+    end = time.monotonic() + seconds
+    while True:
+        try:
+            return call()
+        except (requests.ConnectionError, requests.Timeout):
+            if time.monotonic() > end:
+                raise
+        except ApiError as error:
+            if error.code not in _PASSES or time.monotonic() > end:
+                raise
+        time.sleep(0.2)
+
+
+def _apply(team: Team, name: str, spec: Object) -> None:
+    body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec}
+
+    def apply() -> bool:
+        try:
+            team.box.api.create(path_of(API_VERSION, PLURAL, team.namespace), body)
+        except ApiError as error:
+            # Made by a request whose answer was lost.
+            if error.code != 409:
+                raise
+        return True
+
+    patiently(apply)
+
+
+def _look(team: Team, course: Course) -> Object:
+    """The job's status; empty while nobody can tell."""
+    try:
+        found = team.box.api.get(path_of(API_VERSION, PLURAL, team.namespace, course.name)) or {}
+        if course.folder is None and found.get("status", {}).get("stages"):
+            course.folder = team.results(course.name)
+    except (requests.ConnectionError, requests.Timeout, ApiError, AssertionError, KeyError):
+        return {}
+    status: Object = found.get("status", {})
+    if status != course.news[0]:
+        course.news = (status, time.monotonic())
+    return status
+
+
+def _aim(team: Team, course: Course, fault: Fault, status: Object) -> Aim | None:
+    """The attempt, when it is at the fault's moment."""
+    stage, struck = stage_of(status, fault.stage), course.struck.get(fault.stage, 0)
+    known, state = stage.get("attempt", 0), stage.get("state")
+    pods = [one for one in living(team.box, team.namespace) if (one.job, one.stage) == (course.name, fault.stage)]
+    attempt = max((one.attempt for one in pods), default=0)
+    ours = tuple(one for one in pods if one.attempt == attempt)
+    fresh = fault.kind in CONTROL or attempt > struck
+    match fault.moment:
+        case Moment.MADE:
+            there = state == "Running" and (fault.kind in CONTROL or known > struck)
+            return Aim(fault.stage, known, tuple(one for one in ours if one.attempt == known)) if there else None
+        case Moment.BETWEEN:
+            between = known and (state in ("Failed", "Suspended") or known > struck)
+            return Aim(fault.stage, known) if between else None
+        case Moment.BEGUN if fresh and ours:
+            return _with_ranks(team, fault, Aim(fault.stage, attempt, ours))
+        case Moment.STEP if fresh and ours and steps_of(course, since=min(one.began for one in ours)) >= _step(fault):
+            told = known == attempt and status.get("progress", {}).get("step", 0) > 0
+            return (
+                _with_ranks(team, fault, Aim(fault.stage, attempt, ours)) if told or fault.kind != Kind.HANG else None
+            )
+    return None
+
+
+def _step(fault: Fault) -> int:
+    return max(1, round(fault.share * STEPS))
+
+
+def _with_ranks(team: Team, fault: Fault, aim: Aim) -> Aim | None:
+    """Only pods in which a process of the training runs, for faults that need one."""
+    if fault.kind not in RANKS:
+        return aim
+    pods = tuple(one for one in aim.pods if faults.ranks(team, one.pod))
+    return replace(aim, pods=pods) if pods else None
+
+
+def steps_of(course: Course, since: float = 0.0) -> int:
+    """How far the training has come, if it has written of it since that time; else 0."""
+    if course.folder is None:
+        return 0
+    file = JobPaths(course.folder).history
+    try:
+        if file.stat().st_mtime <= since:
+            return 0
+        lines = file.read_text().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        with suppress(ValueError):
+            return int(json.loads(line)["step"])
+    return 0
+
+
+def _late(course: Course, fault: Fault, aim: Aim) -> bool:
+    """Whether the attempt may have been through before it could feel what was just done to it."""
+    began = min((one.began for one in aim.pods), default=math.inf)
+    step = steps_of(course, since=began) if aim.stage == TRAIN else 0
+    if step:
+        return step > _LATE_SHARE * STEPS
+    # A container's first process hears no SIGTERM before it has asked for it, and may be done within the grace period.
+    return fault.kind in GRACEFUL or any(time.time() - one.began > _STARTING_SECONDS for one in aim.pods)
+
+
+def _kill_operator(team: Team, which: Literal["acting", "all"]) -> str:
+    try:
+        hit = patiently(lambda: faults.kill_operator(team.box, which))
+    except AssertionError as error:
+        raise Missed(str(error).splitlines()[0]) from error
+    if not hit:
+        raise Missed("none is running")
+    return ", ".join(hit)
+
+
+def _break(team: Team, job: str, fault: Fault, aim: Aim) -> str:
+    """Faults that are made at once; what was hit."""
+    match fault.kind:
+        case Kind.DELETE_CHILD:
+            return patiently(lambda: faults.delete_child(team, job, aim.stage))
+        case Kind.KILL_POD:
+            faults.kill_pod(team, aim.pod(fault))
+        case Kind.KILL_RANK:
+            return f"rank {faults.kill_rank(team, aim.pod(fault))}"
+        case Kind.CRASH_RANK:
+            return f"rank {faults.signal_rank(team, aim.pod(fault), faults.signal.SIGSEGV)}"
+        case Kind.RAISE:
+            return f"rank {faults.raise_in_rank(team, aim.pod(fault))}"
+        case Kind.HANG:
+            return f"rank {faults.hang_rank(team, aim.pod(fault))}"
+        case Kind.MEMORY:
+            faults.exhaust_memory(team, aim.pod(fault))
+        case Kind.DELETE_POD:
+            patiently(lambda: faults.delete_pod(team, aim.pod(fault)))
+        case Kind.PREEMPT:
+            faults.preempt(team, aim.pod(fault), "taint")
+        case Kind.SHUT_DOWN:
+            faults.preempt(team, aim.pod(fault), "shutdown")
+        case _:
+            raise AssertionError(f"{fault.kind} is not made at once")
+    return aim.pod(fault)

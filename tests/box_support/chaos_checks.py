@@ -1,0 +1,216 @@
+"""What has to hold after a storm. Each function gives a sentence for everything that does not."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from box_support.box import OPERATOR, SYSTEM
+from box_support.chaos import STEPS, Course, Storm, living
+from box_support.chaos_schedule import TRAIN, End, Kind, possible_ends
+from box_support.faults import ready
+from cluster_support.access import Object, path_of
+from cluster_support.operator_process import USER
+from finetune_contract.layout import COMPLETION_MARKER, JobPaths
+from finetune_operator.api.types import API_VERSION, PLURAL
+from finetune_operator.rendering.types import JOB_LABEL
+
+_ATTEMPTS = (("batch/v1", "jobs"), ("kubeflow.org/v1", "pytorchjobs"), ("kubeflow.org/v2beta1", "mpijobs"))
+_BESIDE = (("v1", "configmaps"), ("v1", "services"))
+_AGAIN = re.compile(r"Stage (\w+) starts again as attempt (\d+) ")
+_STOPPED = re.compile(r"Stage (\w+), attempt (\d+), is stopped")
+
+
+def attempts_of(status: Object) -> dict[str, int]:
+    """Stage -> number of its last attempt."""
+    return {stage["name"]: int(stage["attempt"]) for stage in status.get("stages", [])}
+
+
+def wrong_ends(storm: Storm) -> Iterator[str]:
+    """Jobs that are lost, or over in another way than what was done to them explains."""
+    for course in storm.courses.values():
+        status = course.status
+        if not status:
+            yield f"{course.name} has not ended"
+            continue
+        failure = (status.get("failure") or {}).get("class") if status["phase"] == "Failed" else None
+        end = End(status["phase"], failure, status.get("restarts", 0), status.get("countedRestarts", 0))
+        verdict = possible_ends(course.case, attempts_of(status), course.strikes)
+        if end not in verdict.ends:
+            right = "; ".join(verdict.wrong) or f"right are {sorted(map(str, verdict.ends))}"
+            yield f"{course.name} is {end}; {right}"
+
+
+def changed_after_the_end(storm: Storm) -> Iterator[str]:
+    """Jobs that are gone, or not what they were when they had ended."""
+    for course in _ended(storm):
+        now = storm.team.box.api.get(path_of(API_VERSION, PLURAL, storm.team.namespace, course.name))
+        if now is None:
+            yield f"{course.name} is gone"
+        elif _essence(now.get("status", {})) != _essence(course.status):
+            yield f"{course.name} was {_essence(course.status)} and is {_essence(now['status'])}"
+
+
+def _essence(status: Object) -> Object:
+    return {"phase": status.get("phase"), "restarts": status.get("restarts"), "attempts": attempts_of(status)}
+
+
+def _ended(storm: Storm) -> list[Course]:
+    return [course for course in storm.courses.values() if course.status]
+
+
+def _creations(storm: Storm, mark: int) -> Iterator[tuple[str, str]]:
+    """Resource and name of everything that the operator has made in the team's namespace since `mark`."""
+    for entry in storm.team.box.cluster.audit(mark, USER):
+        if entry["verb"] != "create" or entry["responseStatus"].get("code") != 201:
+            continue
+        what = entry.get("objectRef", {})
+        if what.get("namespace") == storm.team.namespace and "name" in what:
+            yield what["resource"], what["name"]
+
+
+def attempts_not_made_once(storm: Storm) -> Iterator[str]:
+    """Attempts that the API server has created more than once, or that are told of and were never created."""
+    kinds = {plural for _, plural in _ATTEMPTS}
+    made = Counter(name for resource, name in _creations(storm, storm.mark) if resource in kinds)
+    told = {
+        f"{course.name}-{stage}-{number}"
+        for course in _ended(storm)
+        for stage, last in attempts_of(course.status).items()
+        for number in range(1, last + 1)
+    }
+    ours = tuple(f"{course.name}-" for course in storm.courses.values())
+    for name, times in made.items():
+        if times > 1:
+            yield f"{name} was created {times} times"
+        if name.startswith(ours) and name not in told and all(course.status for course in storm.courses.values()):
+            yield f"{name} was created and no status tells of it"
+    # An API server that is killed can have stored an object and not told the audit log.
+    ran = {f"{job}-{stage}-{attempt}" for job, stage, attempt in storm.seen}
+    unlogged = sorted(told - set(made))
+    if len(unlogged) > sum(fault.kind is Kind.API for fault in storm.done) or set(unlogged) - ran:
+        yield f"never created: {', '.join(unlogged)}"
+
+
+def made_after_the_end(storm: Storm) -> Iterator[str]:
+    """What was created for jobs that had ended."""
+    for course in _ended(storm):
+        for resource, name in _creations(storm, course.mark):
+            if name.startswith(f"{course.name}-"):
+                yield f"{resource} {name} was created after the end of {course.name}"
+
+
+def untold_restarts(storm: Storm) -> Iterator[str]:
+    """Attempts of which no event tells why they were begun, and events of attempts that there were not.
+
+    Events come last in each pass: an operator that is killed, or has no API server, at that moment leaves one out.
+    """
+    missing = []
+    for course in _ended(storm):
+        events = storm.team.events(course.name)
+        again = [_pair(found) for event in events if (found := _AGAIN.search(event["message"]))]
+        stopped = [_pair(found) for event in events if (found := _STOPPED.search(event["message"]))]
+        told = Counter(again + [(stage, number + 1) for stage, number in stopped])
+        wanted = {
+            (stage, number)
+            for stage, last in attempts_of(course.status).items()
+            for number in range(2, last + 1)
+        }  # fmt: skip
+        missing += [f"{course.name} {stage} {number}" for stage, number in sorted(wanted - set(told))]
+        for (stage, number), times in told.items():
+            if (stage, number) not in wanted and (stage, number - 1) not in stopped:
+                yield f"{course.name}: attempt {number} at {stage} is told of and was never begun"
+            if times > 1:
+                yield f"{course.name}: attempt {number} at {stage} is told of {times} times"
+    excused = sum(fault.kind in (Kind.API, Kind.OPERATOR, Kind.OPERATORS, Kind.NODE_OFF) for fault in storm.done)
+    if len(missing) > excused:
+        yield f"no event tells why these were begun: {', '.join(missing)}"
+
+
+def _pair(found: re.Match[str]) -> tuple[str, int]:
+    return found[1], int(found[2])
+
+
+def broken_results(storm: Storm) -> Iterator[str]:
+    """Succeeded jobs whose results are not whole."""
+    for course in _ended(storm):
+        if course.status["phase"] == "Succeeded":
+            yield from (f"{course.name}: {what}" for what in _broken(course))
+
+
+def _broken(course: Course) -> Iterator[str]:
+    assert course.folder is not None
+    paths, case = JobPaths(course.folder), course.case
+    for stage in case.stages:
+        if not (paths.state / f"{stage}.json").is_file():
+            yield f"state/{stage}.json is missing"
+    if not (paths.prepared / COMPLETION_MARKER).is_file():
+        yield "prepared data are not marked as whole"
+    if TRAIN in case.stages:
+        yield from _broken_training(paths)
+    if "evaluate" in case.stages and "accuracy" not in json.loads(paths.metrics.read_text()).get("evaluate", {}):
+        yield f"no accuracy in metrics.json: {paths.metrics.read_text()[:300]}"
+    if "predict" in case.stages and (rows := len(paths.predictions_jsonl.read_text().splitlines())) != 32:
+        yield f"{rows} predictions for 32 rows"
+
+
+def _broken_training(paths: JobPaths) -> Iterator[str]:
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    lines = [json.loads(line) for line in paths.history.read_text().splitlines()]
+    steps = [line["step"] for line in lines if "loss" in line]
+    if steps != list(range(1, STEPS + 1)):
+        yield f"history.jsonl has steps {steps}"
+    if not all(math.isfinite(line["loss"]) for line in lines if "loss" in line):
+        yield "a loss is not finite"
+    if "train" not in json.loads(paths.metrics.read_text()):
+        yield f"nothing about train in metrics.json: {paths.metrics.read_text()[:300]}"
+    model = AutoModelForSequenceClassification.from_pretrained(paths.model)
+    if not all(bool(tensor.isfinite().all()) for tensor in model.parameters()):
+        yield "the model has parameters that are not finite"
+    AutoModel.from_pretrained(paths.model)
+
+
+def left_behind(storm: Storm) -> Iterator[str]:
+    """Pods that run on, objects that nobody will tidy away, nodes and operators that are not back."""
+    box, namespace = storm.team.box, storm.team.namespace
+    names = {course.name: course for course in storm.courses.values()}
+    yield from (f"{one.pod} still runs" for one in living(box, namespace) if one.job in names)
+    for pod in box.api.items(path_of("v1", "pods", namespace)):
+        job, phase = pod["metadata"].get("labels", {}).get(JOB_LABEL), pod["status"].get("phase")
+        if job in names and phase not in ("Succeeded", "Failed"):
+            yield f"pod {pod['metadata']['name']} is {phase}"
+    for api_version, plural in (*_ATTEMPTS, *_BESIDE):
+        for child in box.api.items(path_of(api_version, plural, namespace)):
+            yield from _orphaned(storm, names, plural, child)
+    yield from (f"{node} is not ready" for node in box.nodes if not ready(box, node))
+    deployment = box.api.get(path_of("apps/v1", "deployments", SYSTEM, OPERATOR)) or {}
+    available, wanted = (deployment.get(key, {}).get(name) for key, name in _REPLICAS)
+    if available != wanted:
+        yield f"{available} of {wanted} operators are available"
+
+
+_REPLICAS = (("status", "availableReplicas"), ("spec", "replicas"))
+
+
+def _orphaned(storm: Storm, names: dict[str, Course], plural: str, child: Object) -> Iterator[str]:
+    meta = child["metadata"]
+    job = meta.get("labels", {}).get(JOB_LABEL)
+    if job not in names:
+        return
+    owner = storm.team.get(job)["metadata"]["uid"]
+    if [one["uid"] for one in meta.get("ownerReferences", [])] != [owner]:
+        yield f"{plural} {meta['name']} does not belong to {job}"
+    conditions = {one["type"] for one in child.get("status", {}).get("conditions", []) if one["status"] == "True"}
+    if plural in {kind for _, kind in _ATTEMPTS} and not conditions & {"Complete", "Succeeded", "Failed"}:
+        yield f"{plural} {meta['name']} is not over: {sorted(conditions)}"
+
+
+def tracebacks(storm: Storm) -> Iterator[str]:
+    """Errors that the operator did not expect."""
+    said = storm.operator_said()
+    for place in [found.start() for found in re.finditer("Traceback", said)][:3]:
+        yield said[max(0, place - 600) : place + 2500]

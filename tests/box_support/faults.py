@@ -1,0 +1,315 @@
+"""What breaks on a cluster, made on purpose: one function for each fault, a context manager where it has to be undone.
+
+Everything below the API is done to real things: processes get signals, a memory cgroup gets one process too many, a
+claim lies on a file system that is too small, a node's pods lose their power, the API server's process is killed. All
+of it needs a box of our own; somebody else's cluster skips the test.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from box_support.box import CONTAINER, SYSTEM, Box
+from box_support.team import Team
+from cluster_support.access import Object, path_of, wait_until
+from finetune_trainer.distributed import discover
+
+RAISE_SIGNAL = signal.SIGUSR2
+"""On which a rank of a job with `puppet` raises; neither the trainer nor its launchers use it."""
+RAISED = "this row has no label"
+_PUPPET = "puppet"
+_SITE = """
+# Imported by every interpreter of the pod before its program.
+import importlib.util, os, signal, sys, time
+
+
+def broken(number, frame):
+    raise ValueError({raised!r})
+
+
+class AfterImport:
+    # Lets torch itself be imported when the program wants it, which sets up the environment before.
+    def find_spec(self, name, path=None, target=None):
+        if name != "torch.optim.optimizer":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def loaded(module):
+            load(module)
+            module.register_optimizer_step_post_hook(lambda *_: time.sleep(float(os.environ["PUPPET_STEP_SECONDS"])))
+
+        spec.loader.exec_module = loaded
+        return spec
+
+
+signal.signal({number}, broken)
+sys.meta_path.insert(0, AfterImport())
+"""
+_EATER = """
+import sys
+with open(sys.argv[1], "w") as group:
+    group.write("0")
+kept = []
+while True:
+    kept.append(bytearray(b"x") * (16 << 20))
+"""
+
+
+# ------------------------------------------------------------------------------------------------------------ processes
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process of a training, as this machine sees it."""
+
+    rank: int
+    process: psutil.Process
+
+
+def ranks(team: Team, pod: str) -> list[Rank]:
+    """The training's processes that run in a pod now; with an MPIJob they are in its workers."""
+    found = []
+    for process in _processes(team.box, team.namespace, pod):
+        try:
+            words, environment = process.cmdline(), process.environ()
+        except psutil.Error:
+            continue
+        own = words[1:3] == ["-m", "finetune_trainer"] or words[:1] == ["finetune-trainer"]
+        if own and "train" in words and not {"launch", "sshd"} & set(words):
+            found.append(Rank(discover(environment).rank, process))
+    return sorted(found, key=lambda one: one.rank)
+
+
+def _processes(box: Box, namespace: str, pod: str) -> list[psutil.Process]:
+    """Everything that runs in the trainer's container of a pod."""
+    state = box.own("looking into a pod") / "kubelet" / "pods"
+    for file in state.glob(f"*/containers/{CONTAINER}/exec.json"):
+        try:
+            entry = json.loads(file.read_text())
+            if entry["pod"] == [namespace, pod]:
+                return psutil.Process(entry["pid"]).children(recursive=True)
+        except (OSError, ValueError, psutil.Error):
+            continue
+    return []
+
+
+def kill_pod(team: Team, pod: str, by: str = "KILL") -> None:
+    """The trainer's container of a pod: all of its processes are killed, or the first one gets another signal."""
+    team.box.fault("kill", pod, "-n", team.namespace, "-c", CONTAINER, "--signal", by)
+
+
+def signal_rank(team: Team, pod: str, number: signal.Signals, rank: int | None = None) -> int:
+    """One process of the training in a pod, and nothing around it: the given rank, or the first; which one it was."""
+
+    def found() -> Rank | None:
+        return next((one for one in ranks(team, pod) if rank in (None, one.rank)), None)
+
+    hit = wait_until(found, f"rank {'of any number' if rank is None else rank} runs in pod {pod}")
+    hit.process.send_signal(number)
+    return hit.rank
+
+
+def kill_rank(team: Team, pod: str, rank: int | None = None) -> int:
+    """SIGKILL, as by a crash in a native library; the pod's launcher lives on and tells of it."""
+    return signal_rank(team, pod, signal.SIGKILL, rank)
+
+
+def hang_rank(team: Team, pod: str, rank: int | None = None) -> int:
+    """SIGSTOP: it is there and does nothing, as one that waits for a broken device. It ends with its pod."""
+    return signal_rank(team, pod, signal.SIGSTOP, rank)
+
+
+def raise_in_rank(team: Team, pod: str, rank: int | None = None) -> int:
+    """An error of a program, ValueError(RAISED), in a job that was made with `puppet`."""
+    return signal_rank(team, pod, RAISE_SIGNAL, rank)
+
+
+def puppet(team: Team, step_seconds: float = 0.0) -> Object:
+    """For `spec.template`: what makes a process of the job raise when it is told to, and each optimizer step last at
+    least so long, so that a fault finds the training under way whatever the machine.
+    """
+    site = _SITE.format(raised=RAISED, number=int(RAISE_SIGNAL))
+    metadata = {"name": _PUPPET}
+    team.apply_manifest(
+        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"sitecustomize.py": site}}
+    )
+    return {
+        "env": [
+            {"name": "PYTHONPATH", "value": f"/opt/{_PUPPET}"},
+            {"name": "PUPPET_STEP_SECONDS", "value": str(step_seconds)},
+        ],
+        "volumes": [{"name": _PUPPET, "configMap": {"name": _PUPPET}}],
+        "volumeMounts": [{"name": _PUPPET, "mountPath": f"/opt/{_PUPPET}", "readOnly": True}],
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def exhaust_memory(team: Team, pod: str) -> None:
+    """One process more in the memory cgroup of a pod's container, which takes all that its limit allows: the kernel
+    kills for want of memory, and the container ends as OOMKilled.
+    """
+    uid = team.pod(pod)["metadata"]["uid"]
+    group = next(iter(sorted(Path("/sys/fs/cgroup").glob(f"**/process-kubelet-*/{uid}_{CONTAINER}"))), None)
+    assert group is not None, f"container {CONTAINER} of pod {pod} has no memory cgroup: no limit, or none can be made"
+    eater = subprocess.Popen(
+        [sys.executable, "-c", _EATER, str(group / "cgroup.procs")], stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    try:
+        # Either it is killed itself or the training is; then the kubelet ends the container.
+        wait_until(
+            lambda: eater.poll() is not None or not _processes(team.box, team.namespace, pod),
+            f"memory has run out in pod {pod}",
+        )
+    finally:
+        eater.kill()
+        eater.wait(10)
+
+
+# --------------------------------------------------------------------------------------------------- by way of the API
+
+
+def delete_pod(team: Team, pod: str) -> None:
+    """`kubectl delete pod`, with its grace period."""
+    team.box.api.delete(path_of("v1", "pods", team.namespace, pod))
+
+
+PLURALS = {"Job": "jobs", "PyTorchJob": "pytorchjobs", "MPIJob": "mpijobs"}
+
+
+def delete_child(team: Team, name: str, stage: str) -> str:
+    """The object that runs the current attempt of a stage, deleted behind the operator's back; its name."""
+    child = next(one["child"] for one in team.status(name)["stages"] if one["name"] == stage)
+    team.box.api.delete(path_of(child["apiVersion"], PLURALS[child["kind"]], team.namespace, child["name"]))
+    return str(child["name"])
+
+
+def preempt(team: Team, pod: str, by: Literal["taint", "shutdown"]) -> None:
+    """The pod has to go: the taint manager deletes it, or its node shuts down and ends it."""
+    team.box.fault("preempt", pod, "-n", team.namespace, "--by", by)
+
+
+# ---------------------------------------------------------------------------------------------------------------- nodes
+
+
+@contextmanager
+def node_off(box: Box, node: str) -> Iterator[None]:
+    """A node without power: its pods' processes are gone and nobody says so. Afterwards it is up and ready again."""
+    box.fault("node-down", node, "--power-off")
+    try:
+        yield
+    finally:
+        box.fault("node-up", node)
+        wait_until(lambda: ready(box, node), f"node {node} is ready and takes pods again", 60)
+
+
+def ready(box: Box, node: str) -> bool:
+    """Whether the scheduler may place pods on a node."""
+    found = box.api.get(path_of("v1", "nodes", name=node)) or {}
+    conditions = {one["type"]: one["status"] for one in found.get("status", {}).get("conditions", [])}
+    spec = found.get("spec", {})
+    return conditions.get("Ready") == "True" and not spec.get("unschedulable") and not spec.get("taints")
+
+
+# -------------------------------------------------------------------------------------------------------------- storage
+
+
+@dataclass(frozen=True)
+class SmallClaim:
+    """A claim on a file system of its own that has an end."""
+
+    name: str
+    folder: Path
+    """Where its files lie, as this process sees them."""
+
+    def free(self) -> int:
+        """Bytes that are left."""
+        return psutil.disk_usage(str(self.folder)).free
+
+    def fill(self, leave: int = 0) -> None:
+        """All but `leave` bytes are taken by somebody else."""
+        with (self.folder / "ballast").open("ab") as file:
+            while (left := self.free() - leave) > 0:
+                file.write(b"\0" * min(left, 1 << 20))
+                file.flush()
+
+    def clear(self) -> None:
+        """That somebody has tidied up."""
+        (self.folder / "ballast").unlink(missing_ok=True)
+
+
+@contextmanager
+def small_claim(team: Team, name: str, megabytes: int) -> Iterator[SmallClaim]:
+    """A bound claim, for `storage.workspace: pvc://NAME`, that really holds no more than `megabytes`.
+
+    Jobs that use it have to be gone at the end.
+    """
+    document = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name},
+        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": f"{megabytes}Mi"}}},
+    }
+    team.apply_manifest(document)
+    path = path_of("v1", "persistentvolumeclaims", team.namespace, name)
+    wait_until(lambda: (team.box.api.get(path) or {}).get("status", {}).get("phase") == "Bound", f"{name} is bound")
+    folder = team.box.claim_folder(team.namespace, name)
+    kubelet = int((team.box.own("a small claim") / "kubelet.pid").read_text())
+    # The kubelet has mounts of its own, from which those of pods are made; this process sees them below its root.
+    among: Sequence[str] = ("nsenter", "--mount", "--target", str(kubelet))
+    folder.mkdir(parents=True, exist_ok=True)
+    size = ("-o", f"size={megabytes}m,mode=0777")
+    subprocess.run([*among, "mount", "-t", "tmpfs", *size, "tmpfs", str(folder)], check=True, timeout=30)
+    try:
+        yield SmallClaim(name, Path(f"/proc/{kubelet}/root") / folder.relative_to("/"))
+    finally:
+        subprocess.run([*among, "umount", "--lazy", str(folder)], check=True, timeout=30)
+
+
+# --------------------------------------------------------------------------------------------------------- our operator
+
+
+def operator_pods(box: Box) -> list[Object]:
+    """The operator's pods; the one that acts is the holder of the Lease."""
+    chosen = "app.kubernetes.io/component=operator"
+    return box.api.items(path_of("v1", "pods", SYSTEM), labelSelector=chosen)
+
+
+def acting_operator(box: Box) -> str | None:
+    """Name of the pod that holds the Lease."""
+    lease = box.api.get(path_of("coordination.k8s.io/v1", "leases", SYSTEM, "finetune-operator")) or {}
+    holder = str(lease.get("spec", {}).get("holderIdentity") or "").partition("_")[0]
+    return next((name for pod in operator_pods(box) if (name := pod["metadata"]["name"]) == holder), None)
+
+
+def kill_operator(box: Box, which: Literal["acting", "all"] = "all") -> list[str]:
+    """SIGKILL for the operator's processes; their kubelet starts them again. Names of the pods that were hit."""
+    running = [
+        pod["metadata"]["name"]
+        for pod in operator_pods(box)
+        if all("running" in one["state"] for one in pod["status"].get("containerStatuses", [{"state": {}}]))
+    ]
+    hit = [name for name in running if which == "all" or name == acting_operator(box)]
+    for name in hit:
+        box.fault("kill", name, "-n", SYSTEM)
+    return hit
+
+
+@contextmanager
+def api_server_away(box: Box) -> Iterator[None]:
+    """No API server; afterwards it is ready again."""
+    with box.cluster.api_server_away():
+        yield

@@ -1,0 +1,65 @@
+"""A picture of a terminal, made from commands that were run and what they really said.
+
+Three dots stand where lines are left out; nothing is added or changed. The picture names no font that would have to be
+fetched: each piece of text says how wide it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from io import StringIO
+
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.text import Text
+
+WIDTH = 118
+"""Columns."""
+_FETCHED_FONT = re.compile(r"@font-face \{\{.*?\}\}\s*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Said:
+    """A command, and what it wrote."""
+
+    command: str
+    output: str
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """How much of an output is shown: lines at its beginning, from its middle at equal distances, and at its end."""
+
+    head: int = 0
+    middle: int = 0
+    tail: int = 0
+
+    def of(self, output: str) -> list[str]:
+        """The lines, with dots for those that are left out."""
+        lines = [line.rstrip() for line in output.splitlines()]
+        if len(lines) <= self.head + self.middle + self.tail + 1:
+            return lines
+        end = len(lines) - self.tail
+        between = [self.head + (end - self.head) * (2 * i + 1) // (2 * self.middle) for i in range(self.middle)]
+        shown: list[str] = []
+        before = -1
+        for number in [*range(self.head), *between, *range(end, len(lines))]:
+            shown += ["..."] * (number > before + 1) + [lines[number]]
+            before = number
+        return shown
+
+
+def terminal_svg(title: str, session: Sequence[tuple[Said, Excerpt]]) -> str:
+    """The session as an SVG."""
+    console = Console(record=True, width=WIDTH, file=StringIO(), force_terminal=True, color_system="truecolor")
+    for said, excerpt in session:
+        console.print(Text.assemble(("$ ", "bold green"), (said.command, "bold")), overflow="fold")
+        for line in excerpt.of(said.output):
+            console.print(Text(line), overflow="ellipsis", no_wrap=True)
+        console.print()
+    form = _FETCHED_FONT.sub("", CONSOLE_SVG_FORMAT).replace(
+        "Fira Code, monospace", "ui-monospace, Menlo, Consolas, monospace"
+    )
+    return console.export_svg(title=title, code_format=form, unique_id="tour")

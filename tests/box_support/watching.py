@@ -1,0 +1,24 @@
+"""`kubectl get ftj -w` as a user runs it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from box_support.box import Box
+
+
+@contextmanager
+def watching(box: Box, namespace: str, file: Path) -> Iterator[None]:
+    """Its lines go into `file` while the block runs."""
+    cluster = box.cluster
+    command = [cluster.kubectl_program, "--kubeconfig", str(cluster.kubeconfig), "get", "ftj", "-w", "-n", namespace]
+    with file.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            yield
+        finally:
+            process.terminate()
+            process.wait(10)

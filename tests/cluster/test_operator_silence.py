@@ -1,0 +1,88 @@
+"""Attempts that hang, on a real API server with posts over HTTPS: stopped after their time, and never for silence of
+the operator's own.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from cluster_support.access import Object, wait_until
+from cluster_support.plays import RUNS, SUCCEEDS
+from cluster_support.world import World, condition, stage_of, states
+
+SECONDS = 6
+SPEC = {"evaluation": None, "predict": None, "runPolicy": {"progressDeadlineSeconds": SECONDS}}
+
+
+def since(status: Object) -> datetime:
+    """From when on the silence was counted, as the failure tells."""
+    found = re.search(r"since (\S+Z)", status["failure"]["message"])
+    assert found is not None, status["failure"]["message"]
+    return datetime.fromisoformat(found[1])
+
+
+def first_pod(world: World, job: str) -> Object:
+    label = "batch.kubernetes.io/job-completion-index"
+    return next(pod for pod in world.pods(job, "train") if pod["metadata"]["labels"][label] == "0")
+
+
+def begin(world: World, job: str, nodes: int = 1) -> Object:
+    """The job's training runs, and has told that it is at step 5; gives the pod of rank 0."""
+    world.kubelet.playbook.set(job, "train", replace(RUNS, log="stack of a rank\n"), attempt=1)
+    world.apply(job, {**SPEC, "resources": {"nodes": nodes}})
+    world.wait_running(job, "train")
+    wait_until(lambda: len(world.pods(job, "train")) == nodes, "all pods are there")
+    pod = first_pod(world, job)
+    assert world.report(job, pod, {"step": 5, "total_steps": 9}).status_code == 200
+    world.wait(job, "progress", lambda status: (status.get("progress") or {}).get("step") == 5)
+    return pod
+
+
+def test_a_gang_that_only_repeats_itself_is_stopped_and_starts_again(world: World) -> None:
+    world.kubelet.playbook.set("hung", "train", SUCCEEDS, attempt=2)
+    pod = begin(world, "hung", nodes=2)
+    history = world.record("hung")
+    world.wait("hung", "told", lambda status: condition(status, "Running").get("reason") == "NoProgress", 30)
+    assert world.report("hung", pod, {"step": 5, "total_steps": 9}).status_code == 200
+    status = world.wait_phase("hung", "Succeeded", 60)
+    assert (states(status)["train"], status["restarts"], status["countedRestarts"]) == (("Succeeded", 2), 1, 1)
+    failure = next(each["failure"] for each in history.statuses() if "failure" in each)
+    assert (failure["class"], failure["reason"], failure["stage"], failure["attempt"]) == (
+        "NoProgress",
+        "Hung",
+        "train",
+        1,
+    )
+    assert "(step 5 of 9)" in failure["message"]
+    assert failure["logTail"].splitlines().count("stack of a rank") == 2
+    reasons = [reason for _, reason, _ in world.events("hung")]
+    assert {"ProgressStopped", "StageFailed", "Restarting"} <= set(reasons)
+    assert world.pods("hung", "train", attempt=1) == []
+
+
+def test_silence_while_the_operator_was_away_does_not_count(world: World) -> None:
+    begin(world, "alone")
+    world.operator.kill()
+    time.sleep(SECONDS + 1)
+    again = datetime.now(UTC).replace(microsecond=0)
+    world.operator.start()
+    status = world.wait("alone", "stopped", lambda found: "failure" in found, 60)
+    assert status["failure"]["class"] == "NoProgress"
+    assert since(status) >= again
+
+
+def test_an_attempt_that_never_told_anything_is_left_alone(world: World) -> None:
+    """As long as one beside it, which did, needs to be stopped."""
+    world.kubelet.playbook.set("mute", "train", RUNS)
+    world.apply("mute", SPEC)
+    world.wait_running("mute", "train")
+    begin(world, "loud")
+    world.wait("loud", "stopped", lambda found: "failure" in found, 60)
+    world.catch_up()
+    status = world.status("mute")
+    found = stage_of(status, "train")
+    assert found is not None
+    assert (found["state"], found["attempt"], status.get("failure")) == ("Running", 1, None)

@@ -1,0 +1,57 @@
+"""Which launcher runs the training, as training operators come to a cluster and go again."""
+
+from __future__ import annotations
+
+import pytest
+
+from box_support.box import Box
+from box_support.team import Team, tiny_spec
+from cluster_support.access import Object
+
+HELD = {"suspend": True}
+"""Planned, and nothing more: no pods are needed to see the launcher."""
+
+
+def planned(launcher: str):  # type: ignore[no-untyped-def]
+    def look(status: Object) -> bool:
+        return status.get("plan", {}).get("launcher") == launcher
+
+    return look
+
+
+def refusal(status: Object) -> str | None:
+    conditions = {one["type"]: one for one in status.get("conditions", [])}
+    found = conditions.get("Planned")
+    return found["message"] if found is not None and found["status"] == "False" else None
+
+
+@pytest.mark.bare
+def test_auto_follows_what_the_cluster_serves_and_an_absent_launcher_is_told_with_what_to_install(
+    box: Box, team: Team
+) -> None:
+    """Suspended jobs: their plan is made anew whenever other launchers are served."""
+    box.own("a cluster without training operators")
+    assert not box.controllers, "another test has installed training operators before"
+    auto, wants_mpi = team.new_name("auto"), team.new_name("wants-mpi")
+    team.apply(auto, tiny_spec(launcher="auto", runPolicy=HELD))
+    team.apply(wants_mpi, tiny_spec(launcher="mpijob", runPolicy=HELD))
+
+    team.wait(auto, planned("job"), "planned for the Indexed Job", 30)
+    told = team.wait(wants_mpi, refusal, "the refusal of a launcher that is not served", 30)
+    assert "spec.launcher" in told
+    assert "install the MPI Operator, which serves MPIJob (kubeflow.org/v2beta1)" in told
+
+    box.install_controller("mpi-operator")
+    team.wait(auto, planned("mpijob"), "planned for MPIJob after its operator came", 60)
+    team.wait(wants_mpi, planned("mpijob"), "the asked-for launcher is served now", 60)
+
+    box.install_controller("training-operator")
+    team.wait(auto, planned("pytorchjob"), "planned for PyTorchJob after its operator came", 60)
+
+    box.kubectl("delete", "crd", "pytorchjobs.kubeflow.org", seconds=60)
+    team.wait(auto, planned("mpijob"), "planned for MPIJob after PyTorchJob has gone", 60)
+    box.controllers.discard("training-operator")
+
+    for name in (auto, wants_mpi):
+        assert team.pods(name) == []
+        team.delete(name)

@@ -1,0 +1,131 @@
+"""A job that runs through all its stages while the operator's processes are killed in each of them, and while there is
+no API server for a minute: nothing is lost, nothing is made twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from box_support.box import SYSTEM, Box
+from box_support.breaking import EVERY
+from box_support.faults import api_server_away, kill_operator, operator_pods, puppet
+from box_support.team import Team, stage_of, tiny_spec
+from cluster_support.access import Object, wait_until
+
+AWAY_SECONDS = 60
+STEP_SECONDS = 0.2
+STEPS = 360
+"""So many of them last longer than the API server is away."""
+STAGES = ("prepare", "train", "evaluate", "predict")
+USER = f"system:serviceaccount:{SYSTEM}:finetune-operator"
+
+
+@dataclass(frozen=True)
+class Survived:
+    """What was seen of the job."""
+
+    name: str
+    mark: int
+    """Of the audit log, from before the job."""
+    killed: dict[str, list[str]]
+    """Stage -> the operator's pods whose processes were killed in it."""
+    before: int
+    """The step at which the API server went away."""
+    after: int
+    """The step at which it came back."""
+    caught_up: Object
+    """The status that told of this step, or of a later one."""
+    pods: tuple[list[str], list[str]]
+    """Uids of the training's pods before and after."""
+    status: Object
+
+
+def _kill_in(box: Box, team: Team, name: str, stage: str) -> list[str]:
+    """Kill all of the operator while a pod of that stage runs."""
+
+    def runs() -> bool:
+        return any(pod["status"].get("phase") == "Running" for pod in team.pods(name, stage))
+
+    wait_until(runs, f"{name}: a pod of {stage} runs", 150, lambda: team.tell(name))
+    return kill_operator(box)
+
+
+def _uids(team: Team, name: str) -> list[str]:
+    return [pod["metadata"]["uid"] for pod in team.pods(name, "train")]
+
+
+@pytest.fixture(scope="module")
+def survived(box: Box, team: Team) -> Survived:
+    name, mark = team.new_name("survives"), box.cluster.audit_mark()
+    team.apply(
+        name,
+        tiny_spec(
+            training={"maxSteps": STEPS, "globalBatchSize": 16, "learningRate": 0.002, "precision": "fp32"},
+            parallelism={"strategy": "single"},
+            resources={"nodes": 1, "processesPerNode": 1, "cpu": "1", "memory": "2Gi"},
+            checkpoints={"every": {"steps": EVERY}},
+            template=puppet(team, STEP_SECONDS),
+            predict={"columns": ["text"]},
+        ),
+    )
+    killed = {stage: _kill_in(box, team, name, stage) for stage in STAGES[:2]}
+    wait_until(lambda: team.step(name), f"{name}: the first step", 150, lambda: team.tell(name))
+    history, uids = team.results(name) / "history.jsonl", _uids(team, name)
+
+    def steps() -> int:
+        return len([line for line in history.read_text().splitlines() if '"loss"' in line])
+
+    before, end = steps(), time.monotonic() + AWAY_SECONDS
+    with api_server_away(box):
+        # A minute is what is asked for, and in it the training has to move.
+        wait_until(lambda: time.monotonic() > end and steps() > before, "the minute is over", 3 * AWAY_SECONDS)
+        after = steps()
+
+    def told() -> Object | None:
+        status = team.status(name)
+        return status if status.get("progress", {}).get("step", 0) >= after else None
+
+    caught_up = wait_until(told, f"{name}: the status tells of step {after}", 90, lambda: team.tell(name))
+    uids_after = _uids(team, name)
+    killed |= {stage: _kill_in(box, team, name, stage) for stage in STAGES[2:]}
+    return Survived(name, mark, killed, before, after, caught_up, (uids, uids_after), team.succeeds(name))
+
+
+def test_all_stages_succeed_at_their_first_attempt(survived: Survived) -> None:
+    assert [(one["name"], one["state"], one["attempt"]) for one in survived.status["stages"]] == [
+        (stage, "Succeeded", 1) for stage in STAGES
+    ]
+    assert survived.status.get("restarts", 0) == 0
+    assert "failure" not in survived.status
+
+
+def test_the_operator_was_killed_in_each_stage_and_came_back(survived: Survived, box: Box) -> None:
+    assert all(survived.killed[stage] for stage in STAGES), survived.killed
+    again = {
+        pod["metadata"]["name"]: pod["status"]["containerStatuses"][0]["restartCount"] for pod in operator_pods(box)
+    }
+    hits = Counter(name for names in survived.killed.values() for name in names)
+    assert all(again[name] >= count for name, count in hits.items()), (again, hits)
+
+
+def test_the_training_goes_on_without_an_api_server_and_the_status_catches_up(survived: Survived) -> None:
+    assert survived.after - survived.before >= AWAY_SECONDS / 2, "the training stood still"
+    train = stage_of(survived.caught_up, "train")
+    assert (train["attempt"], train["state"]) in [(1, "Running"), (1, "Succeeded")]
+    assert survived.pods[0] == survived.pods[1]
+
+
+def test_nothing_was_made_twice(survived: Survived, box: Box, team: Team) -> None:
+    made = Counter(
+        (entry["objectRef"]["resource"], entry["objectRef"].get("name", ""))
+        for entry in box.cluster.audit(survived.mark, USER)
+        if entry["verb"] == "create" and entry["responseStatus"]["code"] == 201
+    )
+    own = {what: count for what, count in made.items() if what[1].startswith(survived.name) and what[0] != "events"}
+    assert set(own.values()) == {1}, own
+    assert {name for resource, name in own if resource == "jobs"} == {f"{survived.name}-{stage}-1" for stage in STAGES}
+    assert len(team.pods(survived.name)) == len(STAGES)

@@ -1,0 +1,116 @@
+"""One training through each launcher and its real controller: the same result, told live, and a model that loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from box_support.box import Box
+from box_support.team import Team, stage_of
+from box_support.watching import watching
+from cluster_support.access import Object
+
+KINDS = {"pytorchjob": "PyTorchJob", "mpijob": "MPIJob", "job": "Job"}
+ROWS = 1066
+"""Of the test split of Rotten Tomatoes."""
+
+
+def sentiment(launcher: str) -> Object:
+    """MiniLM on a part of Rotten Tomatoes, two nodes with a process each."""
+    return {
+        "task": "text-classification",
+        "model": {"uri": "pvc://inputs/minilm"},
+        "dataset": {"uri": "pvc://inputs/rotten_tomatoes"},
+        "preparation": {"maxLength": 64},
+        "training": {"maxSteps": 30, "globalBatchSize": 32, "learningRate": 2.0e-4, "precision": "fp32"},
+        "parallelism": {"strategy": "ddp"},
+        "resources": {"nodes": 2, "processesPerNode": 1, "cpu": "1", "memory": "4Gi"},
+        "launcher": launcher,
+        "storage": {"size": "2Gi"},
+        "checkpoints": {"every": {"steps": 1000}},
+        "evaluation": {"gate": {"metric": "accuracy", "minimum": 0.6}},
+        "predict": {"columns": ["text"]},
+    }
+
+
+@pytest.fixture(scope="module")
+def ended(
+    box: Box, team: Team, training_operators: None, input_files: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[str, Object, list[list[str]]]]:
+    """By launcher: the job's name, its status at the end, and the lines of the watch that were about it."""
+    if not (input_files / "rotten_tomatoes").is_dir():
+        pytest.skip("../shared/data/rotten_tomatoes is not there")
+    found: dict[str, tuple[str, Object, list[list[str]]]] = {}
+    for launcher in KINDS:
+        name = team.new_name(f"by-{launcher}")
+        file = tmp_path_factory.mktemp("watch") / "lines"
+        with watching(box, team.namespace, file):
+            team.apply(name, sentiment(launcher))
+            status = team.succeeds(name, 400)
+        lines = [line.split() for line in file.read_text().splitlines()]
+        found[launcher] = name, status, [lines[0], *[line for line in lines if line[:1] == [name]]]
+    return found
+
+
+@pytest.mark.parametrize("launcher", KINDS)
+def test_the_training_ran_as_its_kind_and_every_stage_succeeded(ended, launcher) -> None:  # type: ignore[no-untyped-def]
+    _, status, _ = ended[launcher]
+    assert stage_of(status, "train")["child"]["kind"] == KINDS[launcher]
+    assert [(stage["name"], stage["state"], stage["attempt"]) for stage in status["stages"]] == [
+        (name, "Succeeded", 1) for name in ("prepare", "train", "evaluate", "predict")
+    ]
+    assert status["plan"]["launcher"] == launcher
+    assert status["plan"]["worldSize"] == 2
+
+
+@pytest.mark.parametrize("launcher", KINDS)
+def test_progress_loss_and_eta_are_told_while_it_trains(ended, launcher) -> None:  # type: ignore[no-untyped-def]
+    _, _, (header, *lines) = ended[launcher]
+    assert header[:6] == ["NAME", "PHASE", "STAGE", "PROGRESS", "LOSS", "ETA"]
+    training = [line for line in lines if line[1] == "Training" and len(line) >= 8]
+    percents = {int(line[3]) for line in training}
+    assert len(percents - {0, 100}) >= 2, lines
+    assert all(0 < float(line[4]) < 2 and int(line[5]) >= 0 for line in training), training
+
+
+def test_the_launchers_agree_on_the_quality(ended) -> None:  # type: ignore[no-untyped-def]
+    """The same seed, batches and arithmetic: who starts the processes must not matter."""
+    accuracy = {name: status["artifacts"]["metrics"]["accuracy"] for name, (_, status, _) in ended.items()}
+    assert min(accuracy.values()) >= 0.6
+    assert max(accuracy.values()) - min(accuracy.values()) <= 0.01, accuracy
+
+
+@pytest.mark.parametrize("launcher", KINDS)
+def test_the_claim_holds_a_model_that_loads_and_a_prediction_for_each_row(  # type: ignore[no-untyped-def]
+    ended, launcher, box: Box, team: Team
+) -> None:
+    box.own("looking into a claim")
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    name, _, _ = ended[launcher]
+    results = team.results(name)
+    model = AutoModelForSequenceClassification.from_pretrained(results / "model")
+    assert model.config.num_labels == 2
+    assert AutoTokenizer.from_pretrained(results / "model")("a fine film")["input_ids"]
+    predictions = [json.loads(line) for line in (results / "predictions.jsonl").read_text().splitlines()]
+    assert len(predictions) == ROWS
+    assert all(row["text"] for row in predictions)
+
+
+@pytest.mark.parametrize("launcher", KINDS)
+def test_pods_have_no_rights_on_the_api(ended, launcher, team: Team) -> None:  # type: ignore[no-untyped-def]
+    """No service account's token is mounted; the only one there is has the progress server's audience."""
+    name, _, _ = ended[launcher]
+    pods = team.pods(name)
+    assert {pod["metadata"]["labels"]["finetune.dev/stage"] for pod in pods} >= {"prepare", "evaluate", "predict"}
+    for pod in pods:
+        assert pod["spec"]["automountServiceAccountToken"] is False
+        sources = [
+            source["serviceAccountToken"]["audience"]
+            for volume in pod["spec"]["volumes"]
+            for source in volume.get("projected", {}).get("sources", [])
+            if "serviceAccountToken" in source
+        ]
+        assert set(sources) <= {"finetune.dev/progress"}

@@ -1,0 +1,152 @@
+"""A user's own Hugging Face Trainer program on two nodes: fetched from git, watched live, restarted, evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from box_support.box import GIT_HOST, Box
+from box_support.faults import kill_pod
+from box_support.git_pod import TEMPLATE, git_pod
+from box_support.team import Team, stage_of
+from box_support.watching import watching
+from cluster_support.access import Object
+from script_support.programs import documented
+
+BROKEN = """
+import os
+if os.environ["RANK"] == "1":
+    raise ValueError("row 17 has no label")
+import time
+time.sleep(60)
+"""
+
+
+MEETING = """
+import os, pathlib
+import torch
+torch.distributed.init_process_group("gloo")
+ranks = torch.tensor([torch.distributed.get_rank() + 1.0])
+torch.distributed.all_reduce(ranks)
+assert ranks.item() == 3.0, ranks
+assert torch.distributed.get_world_size() == 2
+if torch.distributed.get_rank() == 0:
+    model = pathlib.Path(os.environ["FINETUNE_OUTPUT"])
+    (model / "config.json").write_text("{}")
+    (model / "model.safetensors").write_text("")
+"""
+"""Two processes that add up their ranks; no Trainer, no progress."""
+
+
+def own_program(**script: object) -> Object:
+    """The program of docs/scripts.md as a plain Indexed Job on two nodes."""
+    return {
+        "task": "text-classification",
+        "model": {"uri": "pvc://inputs/tiny/model"},
+        "dataset": {"uri": "pvc://inputs/tiny/data"},
+        "training": {
+            "script": {
+                "git": {"url": f"https://{GIT_HOST}/programs"},
+                "hyperparameters": {"epochs": 20, "batch_size": 4, "learning_rate": 2.0e-3, "save_steps": 100},
+                **script,
+            }
+        },
+        "resources": {"nodes": 2, "processesPerNode": 1, "cpu": "1", "memory": "2Gi"},
+        "launcher": "job",
+        "storage": {"size": "1Gi"},
+        "template": TEMPLATE,
+    }
+
+
+@pytest.fixture(scope="module")
+def programs(team: Team, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The repository `programs` on a git host of the cluster."""
+    files = {"train.py": documented("python"), "broken.py": BROKEN, "meeting.py": MEETING}
+    with git_pod(team, {"programs": files}, tmp_path_factory.mktemp("git")):
+        yield
+
+
+def test_an_unchanged_trainer_program_is_told_of_live_goes_on_after_a_lost_pod_and_is_evaluated(
+    box: Box, team: Team, programs: None, tmp_path: Path
+) -> None:
+    box.own("taking a pod away")
+    name = team.new_name("own")
+    with watching(box, team.namespace, tmp_path / "lines"):
+        team.apply(name, {**own_program(), "evaluation": {"gate": {"metric": "accuracy", "minimum": 0.9}}})
+        team.wait_step(name, 120, seconds=400)
+        kill_pod(team, team.pods(name, "train", 1)[1]["metadata"]["name"])
+        status = team.succeeds(name, 400)
+    lines = [line.split() for line in (tmp_path / "lines").read_text().splitlines()]
+    training = [line for line in lines if line[:2] == [name, "Training"] and len(line) >= 8]
+    assert len({int(line[3]) for line in training} - {0, 100}) >= 2, "transformers' own callback told the percentage"
+    assert any(float(line[4]) > 0 for line in training), "and the loss"
+
+    assert [(stage["name"], stage["state"], stage["attempt"]) for stage in status["stages"]] == [
+        ("prepare", "Succeeded", 1),
+        ("train", "Succeeded", 2),
+        ("evaluate", "Succeeded", 1),
+    ]
+    assert status["plan"]["strategy"] == "script"
+    assert (status["plan"]["worldSize"], "microBatchSize" in status["plan"]) == (2, False)
+    script = status["artifacts"]["script"]
+    assert script.startswith(f"https://{GIT_HOST}/programs@")
+    assert len(script.rpartition("@")[2]) == 40
+    assert status["artifacts"]["metrics"]["train_epoch"] == 20
+    log = box.kubectl("logs", "-n", team.namespace, team.pods(name, "train", 2)[0]["metadata"]["name"])
+    assert f"train.py of commit {script.rpartition('@')[2]} runs as rank 0 of 2, from checkpoint-" in log
+
+    from transformers import AutoModelForSequenceClassification
+
+    model = AutoModelForSequenceClassification.from_pretrained(team.results(name) / "model")
+    assert set(model.config.id2label.values()) == {"good", "bad"}
+
+
+@pytest.mark.parametrize("launcher", ["pytorchjob", "mpijob"])
+def test_processes_of_a_program_find_each_other_by_any_launcher(
+    team: Team, programs: None, training_operators: None, launcher: str
+) -> None:
+    name = team.new_name(f"meeting-{launcher}")
+    team.apply(name, {**own_program(entryPoint="meeting.py", hyperparameters={}), "launcher": launcher})
+    status = team.succeeds(name)
+    assert (status["plan"]["launcher"], status["plan"]["worldSize"]) == (launcher, 2)
+    assert status["artifacts"]["model"].endswith("/model")
+
+
+def test_an_exception_on_the_second_node_is_the_jobs_failure_with_its_line_and_rank(team: Team, programs: None) -> None:
+    name = team.new_name("broken")
+    team.apply(name, own_program(entryPoint="broken.py"))
+    failure = team.fails(name)
+    assert (failure["class"], failure["reason"], failure["rank"], failure["stage"]) == (
+        "ProgramError",
+        "ValueError",
+        1,
+        "train",
+    )
+    assert "at broken.py, line 4: ValueError: row 17 has no label" in failure["message"]
+
+
+def test_an_entry_point_that_is_not_there_fails_before_any_training_and_says_what_is(
+    team: Team, programs: None
+) -> None:
+    name = team.new_name("misnamed")
+    team.apply(name, own_program(entryPoint="trian.py"))
+    failure = team.fails(name)
+    assert (failure["class"], failure["reason"], failure["stage"]) == ("ConfigError", "EntryPointNotFound", "prepare")
+    assert "It has broken.py, meeting.py, train.py." in failure["message"]
+    assert stage_of(team.status(name), "train").get("attempt", 0) == 0
+
+
+def test_a_host_that_the_administrator_does_not_allow_is_refused_at_once(team: Team) -> None:
+    name = team.new_name("elsewhere")
+    team.apply(name, own_program(git={"url": "https://elsewhere.example.com/programs"}))
+    status = team.wait(
+        name,
+        lambda status: status if any(c["reason"] == "InvalidSpec" for c in status.get("conditions", [])) else None,
+        "a refusal",
+    )
+    accepted = next(one for one in status["conditions"] if one["type"] == "Accepted")
+    assert "spec.training.script.git.url" in accepted["message"]
+    assert "is on a host that is not allowed" in accepted["message"]
+    assert team.pods(name) == []

@@ -1,0 +1,178 @@
+"""The tour of README.md, run block by block as printed, from the installation to the last delete.
+
+Nothing in it is changed. What is not run brings the reader to where the test is already: images on the nodes of a
+cluster. The cluster in the box has no internet: an admission policy tells the pods of the tour's namespace of a
+stand-in for the Hub, which serves the model by the Hub's own protocol.
+
+`pytest tests/e2e/cluster/test_box_tour.py --record-tour` writes docs/tour.svg from what the commands said.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import re
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from box_support.box import Box
+from box_support.hub import Hub
+from box_support.recording import Excerpt, Said, terminal_svg
+from box_support.team import RESTRICTED, Team
+from cluster_support.access import Object, wait_until
+from cluster_support.control_plane import ROOT
+
+pytestmark = pytest.mark.bare
+"""A reader's first cluster has no training operator."""
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SECTION = re.search(r"^### Tour$(.*?)^##", README, re.MULTILINE | re.DOTALL)
+assert SECTION is not None
+BLOCKS = re.findall(r"^```console\n(.*?)^```$", SECTION[1], re.MULTILINE | re.DOTALL)
+LINES = [line.removeprefix("$ ") for block in BLOCKS for line in block.splitlines()]
+BEFORE = ("make images", "kind ")
+"""Starts of lines that make the cluster and its images."""
+WATCH = "kubectl get ftj -w"
+JOB = "quickstart-cluster"
+PICTURE = ROOT / "docs" / "tour.svg"
+SHOWN = {
+    "kubectl apply --server-side": Excerpt(head=2, tail=1),
+    "kubectl apply -f manifests/examples/quickstart": Excerpt(head=1),
+    "kubectl get ftj -w": Excerpt(head=2, middle=10, tail=2),
+    "kubectl describe": Excerpt(tail=12),
+    "finetune status": Excerpt(head=12),
+    "kubectl get ftj quickstart-cluster -o": Excerpt(head=1),
+    "kubectl apply -f manifests/examples/tour/use": Excerpt(head=2),
+    "kubectl logs job/use-model": Excerpt(head=4),
+}
+"""Starts of the lines that the picture shows, and how much of what they say."""
+
+
+@pytest.fixture(scope="module")
+def namespace(box: Box, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The reader's own, in which PodSecurity enforces `restricted`. Afterwards the suite's own settings are back."""
+    box.own("the tour, which installs images that only the box has,")
+    name = f"tour-{secrets.token_hex(2)}"
+    box.kubectl("create", "namespace", name)
+    box.kubectl("label", "namespace", name, *[f"{key}={value}" for key, value in RESTRICTED.items()])
+    try:
+        with hub.answers(name):
+            yield name
+    finally:
+        box.kubectl("delete", "namespace", name, "--wait=false")
+        box.install_operator(tmp_path_factory.mktemp("install"))
+
+
+@pytest.fixture(scope="module")
+def shell(box: Box, namespace: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """Runs a line in the checkout, as the reader does, with a context whose namespace is the tour's."""
+    config = yaml.safe_load(box.cluster.kubeconfig.read_text())
+    for context in config["contexts"]:
+        context["context"]["namespace"] = namespace
+    file = tmp_path_factory.mktemp("kube") / "config"
+    file.write_text(yaml.safe_dump(config))
+    programs = f"{Path(sys.executable).parent}:{Path(box.cluster.kubectl_program).parent}"
+    environment = {**os.environ, "KUBECONFIG": str(file), "PATH": f"{programs}:{os.environ['PATH']}", "COLUMNS": "118"}
+    team = Team(box, namespace)
+
+    def run(line: str) -> str:
+        words = shlex.split(line)
+        if line == WATCH:
+            return watched(words, team, environment)
+        ran = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        assert ran.returncode == 0, f"{line}\n{ran.stdout}\n{ran.stderr}\n{team.tell(JOB)}"
+        return ran.stdout
+
+    return run
+
+
+def watched(words: list[str], team: Team, environment: dict[str, str]) -> str:
+    """The watch, ended as the reader would: when the job has ended."""
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        team.succeeds(JOB, 400)
+        # The last line is on its way when the API server says so.
+        wait_until(lambda: team.status(JOB).get("completionTime"), "the job is over", 10)
+    finally:
+        process.terminate()
+    said, _ = process.communicate(timeout=10)
+    return said
+
+
+@pytest.fixture(scope="module")
+def tour(shell: Callable[[str], str], request: pytest.FixtureRequest) -> dict[str, str]:
+    """What each line said."""
+    session = [Said(line, shell(line)) for line in LINES if not line.startswith(BEFORE)]
+    if request.config.getoption("--record-tour"):
+        shown = [(said, part) for said in session for start, part in SHOWN.items() if said.command.startswith(start)]
+        PICTURE.write_text(terminal_svg("finetune-operator", shown), encoding="utf-8")
+    return {said.command: said.output for said in session}
+
+
+def said_by(tour: dict[str, str], start: str) -> str:
+    (output,) = (output for line, output in tour.items() if line.startswith(start))
+    return output
+
+
+def test_the_tour_is_there() -> None:
+    assert len(BLOCKS) >= 7
+    assert WATCH in LINES
+    assert [line for line in LINES if not line.startswith((*BEFORE, "kubectl ", "finetune "))] == []
+
+
+def test_the_watch_tells_every_phase_and_how_far_it_is(tour: dict[str, str]) -> None:
+    header, *lines = [line.split() for line in said_by(tour, WATCH).splitlines()]
+    assert header[:7] == ["NAME", "PHASE", "STAGE", "PROGRESS", "LOSS", "ETA", "RESTARTS"]
+    phases = list(dict.fromkeys(line[1] for line in lines if len(line) > 2))
+    assert phases[-5:] == ["Preparing", "Training", "Evaluating", "Predicting", "Succeeded"]
+    told = {int(line[3]) for line in lines if line[1] == "Training" and len(line) >= 8}
+    assert told - {0, 100}, lines
+
+
+def test_describe_tells_the_plan_with_its_reasons_and_what_happened(tour: dict[str, str]) -> None:
+    told = said_by(tour, "kubectl describe")
+    assert "strategy single: the cheapest one fits" in told
+    for reason in ("Planned", "StageSucceeded", "Succeeded"):
+        assert reason in told.partition("Events:")[2]
+
+
+def test_the_short_status_and_the_log_are_of_the_job(tour: dict[str, str]) -> None:
+    assert f"{JOB}  Succeeded" in said_by(tour, "finetune status")
+    assert said_by(tour, "kubectl logs -l").strip()
+
+
+def test_the_artifacts_are_where_the_status_says(tour: dict[str, str]) -> None:
+    artifacts = json.loads(said_by(tour, "kubectl get ftj quickstart-cluster -o"))
+    assert artifacts["model"] == f"pvc://{JOB}-workspace/{JOB}/model"
+    assert artifacts["predictions"] == f"pvc://{JOB}-workspace/{JOB}/predictions.jsonl"
+    assert artifacts["metrics"]["accuracy"] >= 0.75
+    assert re.fullmatch("[0-9a-f]{40}", artifacts["modelRevision"])
+
+
+def test_the_model_that_a_pod_loads_from_the_claim_tells_praise_from_complaint(tour: dict[str, str]) -> None:
+    labels = [line.split()[0] for line in said_by(tour, "kubectl logs job/use-model").splitlines()]
+    assert labels == ["positive", "negative"]
+
+
+def test_nothing_is_left_behind(tour: dict[str, str], box: Box, namespace: str) -> None:
+    def left() -> list[Object]:
+        kinds = ("pods", "persistentvolumeclaims", "services")
+        return [one for kind in kinds for one in box.api.items(f"/api/v1/namespaces/{namespace}/{kind}")]
+
+    wait_until(lambda: not left(), "everything of the tour is gone", 60, lambda: str(left()))
+
+
+def test_the_picture_in_the_readme_shows_commands_of_the_tour() -> None:
+    assert f"({PICTURE.relative_to(ROOT)})" in README
+    prompted = re.findall(r"\$&#160;</text><text[^>]*>([^<]*)</text>", PICTURE.read_text(encoding="utf-8"))
+    shown = [html.unescape(text).replace("\xa0", " ") for text in prompted]
+    assert len(shown) >= len(SHOWN)
+    assert set(shown) <= set(LINES)

@@ -1,0 +1,32 @@
+"""The jobs of `manifests/examples`, as the suites take them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
+from finetune_operator.api.types import FineTuneJob
+from finetune_operator.api.validation import validate_job
+from finetune_operator.documents import read_documents
+
+FOLDER = Path(__file__).parents[1] / "manifests" / "examples"
+EXAMPLES = tuple(sorted(file.stem for file in FOLDER.glob("*.yaml")))
+LOCAL = ("quickstart",)
+"""Those that run on one machine: a package and a folder of it are no place for a pod to look."""
+IN_CLUSTER = tuple(name for name in EXAMPLES if name not in LOCAL)
+
+
+def example_document(name: str) -> dict[str, Any]:
+    """The only document of the file, read as kubectl reads it."""
+    documents, problems = read_documents((FOLDER / f"{name}.yaml").read_bytes())
+    assert not problems, problems
+    (document,) = documents
+    assert isinstance(document.value, dict)
+    return document.value
+
+
+def example_job(name: str) -> FineTuneJob:
+    job, problems = validate_job(example_document(name), LOCAL_SETTINGS if name in LOCAL else CLUSTER_SETTINGS)
+    assert job is not None, problems
+    return job

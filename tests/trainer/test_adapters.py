@@ -1,0 +1,439 @@
+"""LoRA and DoRA: what is trained and what is not, the same under every strategy, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_contract.job import Adapter, CheckpointSchedule, EarlyStopping
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+
+LORA = Adapter(method="lora", rank=4, alpha=16, dropout=0.0)
+DORA = LORA.model_copy(update={"method": "dora"})
+STEPS = {"max_steps": 8, "learning_rate": 2e-2, "warmup_steps": 1}
+"""Few, and with a rate at which so few tell."""
+SCHEDULE = CheckpointSchedule(every_steps=4, keep=2)
+
+
+def adapted_bench(bench: Any, workspace: Path, adapter: Adapter = LORA, **training: Any) -> Any:
+    return bench.at(workspace).with_training(**STEPS, adapter=adapter, checkpoints=SCHEDULE, **training)
+
+
+def base_of(bench: Any) -> Any:
+    """The model that the bench's job begins with, its head drawn from the job's seed."""
+    from finetune_trainer.data.prepared import PreparedData
+    from finetune_trainer.tasks.base import task_module
+
+    return task_module(bench.job.task).build_model(bench.job, PreparedData.open(bench.paths).facts)
+
+
+def tensors(folder: Path, name: str) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / name)
+
+
+def largest_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+def answers(model: Any) -> Any:
+    """Logits for a few rows of different lengths."""
+    import torch
+
+    ids = torch.tensor([[2, 7, 9, 12, 3], [2, 20, 3, 0, 0]])
+    model.eval()
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=ids.ne(0).long()).logits
+
+
+def adapt_anew(bench: Any) -> Any:
+    """What the bench's run makes of its model before the first step."""
+    from finetune_trainer.adapters import adapt
+
+    return adapt(base_of(bench), bench.job.training.adapter, bench.job)
+
+
+def kept_weights(state: Path) -> set[str]:
+    """Names of the weights in a checkpoint, of DeepSpeed's the ones beside its optimizer."""
+    import torch
+
+    whole = state / "weights.pt"
+    if whole.exists():
+        return set(torch.load(whole, weights_only=True))
+    first, *_ = sorted(state.glob("*/*model_states.pt"))
+    return set(torch.load(first, weights_only=False)["module"])
+
+
+def go_back(bench: Any, step: int) -> None:
+    """To the checkpoint of `step`, as if nothing had come after it."""
+    for later in bench.paths.checkpoints.glob("step-*"):
+        if int(later.name.removeprefix("step-")) > step:
+            shutil.rmtree(later)
+    shutil.rmtree(bench.paths.model)
+    shutil.rmtree(bench.paths.adapter)
+
+
+# ----------------------------------------------------------------------------------------------------------- strategies
+
+CASES: dict[str, tuple[str, dict[str, int], Adapter]] = {
+    "ddp": ("ddp", {}, LORA),
+    "fsdp with DoRA, going on from one process": ("fsdp", {}, DORA),
+    "ZeRO-2": ("deepspeed", {"zero_stage": 2}, LORA),
+    "ZeRO-3, and once more from the middle": ("deepspeed", {"zero_stage": 3}, LORA),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(bench: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run in one process, by method."""
+    runs = {}
+    for adapter in (LORA, DORA):
+        runs[adapter.method] = adapted_bench(bench, tmp_path_factory.mktemp("alone") / "w", adapter)
+        runs[adapter.method].train_here()
+    return runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_weights_agree_with_one_process(case: str, alone, bench, tmp_path: Path):
+    strategy, settings, adapter = CASES[case]
+    expected = alone[adapter.method]
+    run = adapted_bench(bench, tmp_path / "w", adapter).spread(strategy, 2, **settings)
+    config = run.deepspeed_config() if strategy == "deepspeed" else None
+    if "going on" in case:
+        shutil.copytree(expected.paths.checkpoints / "step-4", run.paths.checkpoints / "step-4")
+        shutil.copy(expected.paths.history, run.paths.history)
+    ended = run.run(processes=2, deepspeed=config)
+    assert ended.exit_code == 0, ended.output
+    assert ("Resuming from" in ended.output) == ("going on" in case)
+    assert ended.reports[0].artifacts == {"model": "model", "adapter": "adapter"}
+    assert run.losses() == pytest.approx(expected.losses(), rel=1e-3)
+    assert largest_difference(run.weights(), expected.weights()) <= 1e-4
+    theirs, mine = (tensors(each.paths.adapter, "adapter_model.safetensors") for each in (expected, run))
+    assert largest_difference(mine, theirs) <= 1e-4
+    assert kept_weights(run.paths.checkpoints / "step-8" / "state") == adapt_anew(run).trained
+    if "once more" not in case:
+        return
+
+    whole = run.weights()
+    go_back(run, 4)
+    resumed = run.run(processes=2, deepspeed=config)
+    assert resumed.exit_code == 0, resumed.output
+    assert "Resuming from" in resumed.output
+    assert largest_difference(run.weights(), whole) <= 1e-6
+
+
+# ----------------------------------------------------------------------------------------------------- what is trained
+
+
+def loop_over(bench: Any, model: Any, adapted: Any, folder: Path) -> Any:
+    """The real loop in this process, without checkpoints, for a look at its model afterwards."""
+    from finetune_trainer.data.prepared import PreparedData
+    from finetune_trainer.progress import NoProgress
+    from finetune_trainer.strategies.single import Single
+    from finetune_trainer.tasks.base import task_module
+    from finetune_trainer.training.arguments import training_arguments
+    from finetune_trainer.training.interruption import Interruption
+    from finetune_trainer.training.loop import LoopParts, TrainingLoop
+    from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
+    from finetune_trainer.training.stopping import NeverStop
+    from finetune_trainer.training.telling import SilentObserver
+
+    class NoSaver:
+        def wants(self) -> bool:
+            return False
+
+        def due(self, step: int, *, by_clock: bool) -> bool:
+            return False
+
+    training, prepared, strategy = bench.job.training, PreparedData.open(bench.paths), Single("fp32")
+    parts = LoopParts(
+        strategy=strategy,
+        adapted=adapted,
+        order=EpochOrder(prepared.lengths("train"), training.batch, 0, training.seed),
+        rows=TrainRows(prepared),
+        collate=Collate(task_module(bench.job.task), prepared.pad_token_id),
+        validation=None,
+        observer=SilentObserver(NoProgress(), training.max_steps),
+        saver=NoSaver(),  # type: ignore[arg-type]
+        stopper=NeverStop(),
+        interruption=Interruption(),
+        save_on_preemption=False,
+    )
+    return TrainingLoop(model, training_arguments(training, folder, strategy.arguments()), parts)
+
+
+@pytest.mark.parametrize("adapter", [LORA, DORA], ids=lambda adapter: adapter.method)
+def test_training_leaves_the_base_weights_as_they_were_and_changes_every_matrix_and_the_head(
+    adapter: Adapter, bench, tmp_path: Path
+):
+    import torch
+
+    from finetune_trainer.adapters import adapt
+
+    run = adapted_bench(bench, tmp_path / "w", adapter)
+    before = {name: value.clone() for name, value in base_of(run).state_dict().items()}
+    model = base_of(run)
+    adapted = adapt(model, adapter, run.job)
+    drawn = {name: value.clone() for name, value in model.state_dict().items()}
+    loop_over(run, model, adapted, tmp_path / "out").train()
+
+    after = model.state_dict()
+    frozen = {name.replace(".base_layer", "").replace(".original_module", ""): name for name in after}
+    unchanged = [name for name in before if torch.equal(after[frozen[name]], before[name])]
+    assert unchanged == list(before)
+    assert len(adapted.layers) == 2 * 6
+    still = [name for name in adapted.trained if torch.equal(after[name], drawn[name])]
+    assert still == []
+
+
+def test_an_adapter_that_is_not_applied_stops_the_run_before_its_first_step(bench, tmp_path: Path):
+    from finetune_trainer.adapters import adapt
+
+    run = adapted_bench(bench, tmp_path / "w")
+    adapted = adapt(base_of(run), LORA, run.job)
+    with pytest.raises(StageError, match="12 layers lack one") as error:
+        loop_over(run, base_of(run), adapted, tmp_path / "out").train()
+    assert (error.value.failure_class, error.value.reason) == (
+        FailureClass.STRATEGY_NOT_IN_EFFECT,
+        "AdapterNotInEffect",
+    )
+
+
+def switch_off(model: Any) -> None:
+    model.bert.encoder.layer[1].output.dense.enable_adapters(enabled=False)
+
+
+def merge(model: Any) -> None:
+    model.bert.encoder.layer[1].output.dense.merge()
+
+
+def freeze_the_head(model: Any) -> None:
+    model.classifier.requires_grad_(False)
+
+
+def train_an_embedding(model: Any) -> None:
+    model.bert.embeddings.word_embeddings.requires_grad_(True)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        pytest.param(switch_off, "layer.1.output.dense is switched off", id="one that is switched off"),
+        pytest.param(merge, "layer.1.output.dense is switched off", id="one that is merged already"),
+        pytest.param(freeze_the_head, "2 weights are frozen, or trained, that should not be", id="a frozen head"),
+        pytest.param(train_an_embedding, "e.g. ['bert.embeddings.word_embeddings.weight']", id="a trained base"),
+    ],
+)
+def test_an_adapter_in_another_state_than_asked_for_is_refused(spoil, message: str, bench):
+    from finetune_trainer.adapters import adapt
+
+    model = base_of(bench)
+    adapted = adapt(model, LORA, bench.job)
+    adapted.assert_in_effect(model)
+    spoil(model)
+    with pytest.raises(StageError) as error:
+        adapted.assert_in_effect(model)
+    assert message in error.value.message
+
+
+def test_lora_in_place_of_dora_is_refused(bench):
+    from finetune_trainer.adapters import adapt
+
+    plain, asked = base_of(bench), base_of(bench)
+    adapt(plain, LORA, bench.job)
+    with pytest.raises(StageError, match="is lora"):
+        adapt(asked, DORA, bench.job).assert_in_effect(plain)
+
+
+# ------------------------------------------------------------------------------------------------------- target modules
+
+SHORT = {
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+    "intermediate.dense",
+    "output.dense",
+}
+
+
+@pytest.mark.parametrize(
+    ("targets", "adapted"),
+    [
+        pytest.param(None, SHORT, id="all of them"),
+        pytest.param(("query", "value"), {"attention.self.query", "attention.self.value"}, id="two by their last word"),
+        pytest.param(("output.dense",), {"attention.output.dense", "output.dense"}, id="an end that two names have"),
+        pytest.param(("dense",), {n for n in SHORT if n.endswith("dense")}, id="the pooler's dense is the head's"),
+    ],
+)
+def test_targets_match_as_in_peft(targets, adapted: set[str], bench):
+    from finetune_trainer.adapters import adapt, block_linears
+
+    model = base_of(bench)
+    short = {each.name: each.short for each in block_linears(model)}
+    adapter = LORA.model_copy(update={"target_modules": targets})
+    made = adapt(model, adapter, bench.job)
+    made.assert_in_effect(model)
+    assert {short[name] for name in made.layers} == adapted
+    assert len(made.layers) == 2 * len(adapted)
+
+
+def test_targets_that_the_model_lacks_are_named_with_those_that_it_has(bench, tmp_path: Path):
+    run = adapted_bench(bench, tmp_path / "w", LORA.model_copy(update={"target_modules": ("query", "q_proj", "dens")}))
+    with pytest.raises(StageError) as error:
+        run.train_here()
+    assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "UnknownTargetModules")
+    assert error.value.message == (
+        "model.adapter.targetModules has 'q_proj', 'dens', and no linear layer in the blocks of "
+        f"{run.job.model.uri} is called so; there are attention.output.dense, attention.self.key, "
+        "attention.self.query, attention.self.value, intermediate.dense, output.dense."
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- what is left
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_the_merged_model_answers_as_the_base_with_the_adapter_does(method: str, alone):
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    run = alone[method]
+    merged = AutoModelForSequenceClassification.from_pretrained(run.paths.model)
+    base = AutoModelForSequenceClassification.from_pretrained(run.job.model.uri.removeprefix("file://"), num_labels=2)
+    plain = answers(base)
+    together = PeftModel.from_pretrained(base, str(run.paths.adapter))
+    assert (answers(merged) - answers(together)).abs().max().item() <= 1e-5
+    assert (answers(merged) - plain).abs().max().item() > 1e-2
+    assert type(merged).__name__ == "BertForSequenceClassification"
+    assert AutoTokenizer.from_pretrained(run.paths.model)("lovely phone")["input_ids"]
+
+    config = json.loads((run.paths.adapter / "adapter_config.json").read_text())
+    wanted = ("peft_type", "task_type", "r", "lora_alpha", "use_dora", "base_model_name_or_path", "inference_mode")
+    assert {name: config[name] for name in wanted} == {
+        "peft_type": "LORA",
+        "task_type": "SEQ_CLS",
+        "r": 4,
+        "lora_alpha": 16.0,
+        "use_dora": method == "dora",
+        # The last part alone: folders of the machine do not belong in what is passed on.
+        "base_model_name_or_path": "tiny-bert",
+        "inference_mode": True,
+    }
+    assert sorted(file.name for file in run.paths.adapter.iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    card = (run.paths.model / "README.md").read_text()
+    assert f"{'LoRA' if method == 'lora' else 'DoRA'} adapter merged in" in card
+    assert f"| Adapter | {method}, rank 4, alpha 16, dropout 0, on all linear layers of the blocks |" in card
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "roberta": SIZES,
+    "distilbert": {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48},
+    "deberta-v2": {**SIZES, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
+    "electra": {**SIZES, "embedding_size": 16},
+    "modernbert": {**SIZES, "global_attn_every_n_layers": 1},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2},
+    "llama": {**SIZES, "num_key_value_heads": 1},
+    "t5": {"d_model": 32, "d_ff": 48, "num_layers": 2, "num_heads": 2, "d_kv": 16},
+}
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_adapters_of_other_architectures_are_written_for_peft_and_merged(
+    model_type: str, method: str, bench, tmp_path: Path
+):
+    import copy
+
+    import torch
+    from peft import PeftModel
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    from finetune_trainer.adapters import adapt, write_adapter_and_merge
+
+    tokens = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 0}
+    config = AutoConfig.for_model(model_type, **tokens, **ARCHITECTURES[model_type])
+    torch.manual_seed(1)
+    base = AutoModelForSequenceClassification.from_config(config)
+    adapted_model, reference = copy.deepcopy(base), copy.deepcopy(base)
+    adapted = adapt(adapted_model, LORA.model_copy(update={"method": method}), bench.job)
+    adapted.assert_in_effect(adapted_model)
+    with torch.no_grad():
+        for name, parameter in adapted_model.named_parameters():
+            if name in adapted.trained:
+                parameter += 0.1 * torch.randn_like(parameter)
+    state = {name: value for name, value in adapted_model.state_dict().items() if name in adapted.trained}
+
+    merged = write_adapter_and_merge(base, adapted, bench.job, state, tmp_path / "adapter")
+    together = PeftModel.from_pretrained(reference, str(tmp_path / "adapter"))
+    expected = answers(adapted_model)
+    assert (answers(merged) - expected).abs().max().item() <= 1e-5
+    assert (answers(together) - expected).abs().max().item() <= 1e-5
+
+
+def test_a_run_goes_on_from_trained_weights_alone_and_refuses_another_base(tiny_bert, dropout_bench, tmp_path: Path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "base"
+    shutil.copytree(dropout_bench.job.model.uri.removeprefix("file://"), folder)
+    adapter = LORA.model_copy(update={"dropout": 0.2})
+    run = adapted_bench(dropout_bench, tmp_path / "w", adapter)
+    source = run.job.model.model_copy(update={"uri": f"file://{folder}"})
+    run = type(run)(run.workspace, run.job.model_copy(update={"model": source}))
+    run.train_here()
+    whole = run.weights()
+    go_back(run, 4)
+    assert kept_weights(run.paths.checkpoints / "step-4" / "state") == adapt_anew(run).trained
+    run.train_here()
+    assert largest_difference(run.weights(), whole) <= 1e-6
+
+    go_back(run, 4)
+    weights = load_file(folder / "model.safetensors")
+    weights["encoder.layer.1.output.dense.weight"] *= 1.5
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StageError, match="frozen_weights was") as error:
+        run.train_here()
+    assert error.value.reason == "CheckpointOfAnotherJob"
+
+
+def test_an_adapter_is_not_merged_into_other_weights_than_it_was_trained_beside(bench, tmp_path: Path):
+    from finetune_trainer.adapters import adapt, write_adapter_and_merge
+
+    model, other = base_of(bench), base_of(bench)
+    adapted = adapt(model, LORA, bench.job)
+    other.bert.encoder.layer[0].attention.self.query.weight.data += 1
+    with pytest.raises(StageError) as error:
+        write_adapter_and_merge(other, adapted, bench.job, {}, tmp_path / "adapter")
+    assert (error.value.failure_class, error.value.reason) == (FailureClass.MODEL, "BaseModelChanged")
+
+
+def test_the_best_evaluation_counts_and_an_adapter_of_an_earlier_run_goes_when_all_weights_are_trained(
+    bench, tmp_path: Path
+):
+    import torch
+
+    run = adapted_bench(bench, tmp_path / "w", early_stopping=EarlyStopping(patience=1))
+    run.train_here()
+    best = torch.load(next((run.paths.checkpoints / "best").glob("step-*.pt")), weights_only=True)
+    name = "bert.encoder.layer.0.attention.self.query.lora_B"
+    written = tensors(run.paths.adapter, "adapter_model.safetensors")
+    assert torch.equal(written[f"base_model.model.{name}.weight"], best[f"{name}.default.weight"])
+    assert all("lora_" in each or "modules_to_save" in each for each in best)
+
+    shutil.rmtree(run.paths.checkpoints)
+    run.with_training(adapter=None, early_stopping=None).train_here()
+    assert not run.paths.adapter.exists()
+    assert "adapter" not in (run.paths.model / "README.md").read_text()

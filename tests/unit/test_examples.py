@@ -1,0 +1,52 @@
+"""The examples stay true: valid where they say that they run, each in the table, and each telling how it is applied."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from examples import EXAMPLES, FOLDER, IN_CLUSTER, LOCAL, example_document
+
+from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
+from finetune_operator.cli.inputs import read_inputs
+
+README = (FOLDER / "README.md").read_text(encoding="utf-8")
+ROW = re.compile(r"^\| \[([a-z0-9-]+)\]\(([^)]+)\) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+
+
+def test_every_example_has_one_row_in_the_table_and_every_row_its_file():
+    rows = ROW.findall(README)
+    assert sorted(name for name, *_ in rows) == list(EXAMPLES)
+    assert all(link == f"{name}.yaml" for name, link, *_ in rows)
+
+
+def test_the_table_links_to_nothing_that_is_not_there():
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", README)
+    missing = [link for link in links if not link.startswith("https://") and not (FOLDER / link).exists()]
+    assert len(links) > len(EXAMPLES)
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_valid_where_it_runs(name: str):
+    found = read_inputs([str(FOLDER / f"{name}.yaml")], LOCAL_SETTINGS if name in LOCAL else CLUSTER_SETTINGS)
+    assert [problem for _, problem in found.problems] == []
+    assert [entry.job.name for entry in found.entries] == [name]
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_opens_with_what_it_shows_and_the_command_that_runs_it(name: str):
+    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    head = text.partition("apiVersion:")[0]
+    assert all(line.startswith("#") for line in head.splitlines())
+    command = "finetune run" if name in LOCAL else "kubectl apply -f"
+    assert f"{command} manifests/examples/{name}.yaml" in head
+    assert text.count("#") >= 6, "comments are what an example is for"
+
+
+@pytest.mark.parametrize("name", IN_CLUSTER)
+def test_an_example_names_no_namespace_and_no_image(name: str):
+    """So that it runs in the reader's own, with the administrator's."""
+    document = example_document(name)
+    assert set(document["metadata"]) == {"name"}
+    assert "image" not in document["spec"]

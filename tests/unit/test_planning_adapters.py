@@ -1,0 +1,359 @@
+"""What the planner says of adapters against what peft and torch make of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from finetune_contract.choices import AdapterMethod
+from finetune_contract.facts import DataFacts, LinearWidths, ModelFacts, SplitFacts
+from finetune_contract.job import Adapter, Strategy, TrainerJob, World
+from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.types import FineTuneJob
+from finetune_operator.planning.adapters import Trained, adapted_layers, trained_parameters
+from finetune_operator.planning.architectures import ARCHITECTURES, model_facts
+from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.planning.memory import Workload, activation_bytes_per_token, estimate
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.summary import Row, summarise
+from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
+from finetune_operator.rendering.deepspeed import deepspeed_config
+
+GIB = 1 << 30
+# Shapes with another number in every place, so that a formula that mixes two of them up is found.
+CONFIGS: dict[str, dict[str, Any]] = {
+    "bert": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96},
+    "electra": {"embedding_size": 48, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96},
+    "roberta": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96},
+    "xlm-roberta": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96},
+    "camembert": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96},
+    "longformer": {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "attention_window": 16},
+    "distilbert": {"dim": 96, "n_heads": 6, "hidden_dim": 160, "n_layers": 3},
+    "deberta-v2": {
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 96,
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+    },
+    "gpt2": {"n_embd": 96, "n_layer": 3, "n_head": 6, "n_positions": 256},
+    "llama": {
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "mistral": {"hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 2, "num_attention_heads": 16},
+    "qwen2": {
+        "hidden_size": 64,
+        "intermediate_size": 172,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "t5": {"d_model": 64, "d_ff": 160, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 4, "d_kv": 24},
+}
+
+
+def adapter_of(method: AdapterMethod = "lora", **changes: Any) -> Adapter:
+    return Adapter(**({"method": method, "rank": 4, "alpha": 8, "dropout": 0.0} | changes))
+
+
+def built(model_type: str, meta: bool = True, **changes: Any) -> tuple[Any, ModelFacts]:
+    """The model as transformers builds it, and its facts by formula."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.AutoConfig.for_model(model_type, **(CONFIGS[model_type] | {"vocab_size": 1000} | changes))
+    config.num_labels = 3
+    with torch.device("meta" if meta else "cpu"):
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+    return model, model_facts(config.to_dict(), labels=3)
+
+
+def job_of(adapter: Adapter) -> TrainerJob:
+    """As much of a job as the trainer reads of it to adapt a model."""
+    return TrainerJob.model_validate({"name": "a", "task": "text-classification", "model": {"uri": "hf://org/model"}})
+
+
+def test_every_architecture_with_a_formula_is_compared():
+    assert tuple(sorted(CONFIGS)) == ARCHITECTURES
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_layers_head_and_trained_parameters_are_those_that_peft_makes(model_type, method):
+    adapters = pytest.importorskip("finetune_trainer.adapters", reason="the trainer is not installed")
+    facts_module = pytest.importorskip("finetune_trainer.facts", reason="the trainer is not installed")
+    model, facts = built(model_type)
+    assert facts.linear_layers == facts_module._linear_layers(model)
+    assert facts.head_parameters == adapters.head_parameters(model)
+
+    model, facts = built(model_type, meta=False)
+    adapter = adapter_of(method)
+    adapted = adapters.adapt(model, adapter, job_of(adapter))
+    adapted.assert_in_effect(model)
+    parts = trained_parameters(facts, adapter)
+    assert parts.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert facts.parameters + parts.added == sum(p.numel() for p in model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------------------- counting
+
+SHAPE = ModelFacts(
+    model_type="bert",
+    parameters=1_000_000,
+    embedding_parameters=400_000,
+    block_parameters=50_000,
+    layers=10,
+    hidden_size=100,
+    intermediate_size=400,
+    attention_heads=10,
+    vocabulary_size=4000,
+    parameter_bytes=4_000_000,
+    head_parameters=10_000,
+    linear_layers={
+        "attention.self.query": LinearWidths(inputs=1000, outputs=1000),
+        "attention.output.dense": LinearWidths(inputs=1000, outputs=1000),
+        "output.dense": LinearWidths(inputs=4000, outputs=1000),
+    },
+)
+
+
+@pytest.mark.parametrize(
+    ("adapter", "expected"),
+    [
+        pytest.param(None, Trained(added=0, trained=1_000_000), id="no adapter trains everything"),
+        pytest.param(
+            adapter_of(), Trained(added=46_000, trained=46_000), id="4 x (2,000 + 2,000 + 5,000) and the head"
+        ),
+        pytest.param(adapter_of("dora"), Trained(added=49_000, trained=49_000), id="DoRA has a magnitude an output"),
+        pytest.param(
+            adapter_of(target_modules=("query",)), Trained(added=18_000, trained=18_000), id="only the named layer"
+        ),
+    ],
+)
+def test_what_is_trained_is_counted_by_the_formula(adapter: Adapter | None, expected: Trained):
+    assert trained_parameters(SHAPE, adapter) == expected
+
+
+def test_where_nobody_has_looked_at_the_layers_every_weight_counts_as_trained():
+    unseen = SHAPE.model_copy(update={"linear_layers": {}, "head_parameters": 0})
+    assert trained_parameters(unseen, adapter_of()) == Trained(added=0, trained=1_000_000)
+
+
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        pytest.param(("dense",), {"attention.output.dense", "output.dense"}, id="an end"),
+        pytest.param(("ense",), set(SHAPE.linear_layers), id="half a word is no end: an assumed model counts whole"),
+        pytest.param(("bert.encoder.layer.3.output.dense",), {"output.dense"}, id="one block's layer counts as all"),
+    ],
+)
+def test_targets_name_layers_by_their_ends(targets: tuple[str, ...], names: set[str]):
+    assert set(adapted_layers(SHAPE, adapter_of(target_modules=targets))) == names
+
+
+# --------------------------------------------------------------------------------------------------------------- memory
+
+
+def work(model: ModelFacts, strategy: Strategy, adapter: Adapter | None, **changes: Any) -> Workload:
+    values: dict[str, Any] = {
+        "model": model,
+        "task": "text-classification",
+        "strategy": strategy,
+        "precision": "fp32",
+        "optimizer": "adamw",
+        "world": World(nodes=1, processes_per_node=4, device="cuda", threads_per_process=1),
+        "micro_batch": 1,
+        "length": 128,
+        "adapter": adapter,
+    }
+    return Workload(**(values | changes))
+
+
+STRATEGIES = {
+    "single": Strategy(name="single"),
+    "ddp": Strategy(name="ddp"),
+    "fsdp": Strategy(name="fsdp"),
+    **{f"ZeRO-{stage}": Strategy.model_validate({"name": "deepspeed", "zero_stage": stage}) for stage in (1, 2, 3)},
+}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "terms"),
+    [
+        ("single", (4 * 1_046_000, 4 * 46_000, 8 * 46_000, None)),
+        ("ddp", (4 * 1_046_000, 4 * 46_000, 8 * 46_000, 4 * 46_000)),
+        ("fsdp", (1_046_000, 46_000, 2 * 46_000, None)),
+        ("ZeRO-1", (4 * 1_046_000, 5 * 46_000, 3 * 46_000, 8 * 46_000)),
+        ("ZeRO-2", (4 * 1_046_000, 2 * 46_000, 3 * 46_000, 8 * 46_000)),
+        ("ZeRO-3", (1_046_000, 2 * 46_000, 3 * 46_000, 8 * 46_000 + 4 * 1_000_000)),
+    ],
+)
+def test_gradients_and_optimizer_state_are_those_of_what_is_trained(strategy: str, terms: tuple[int | None, ...]):
+    found = {term.name: term.bytes for term in estimate(work(SHAPE, STRATEGIES[strategy], adapter_of()), GIB).terms}
+    names = ("parameters", "gradients", "optimizer state", "communication buffers")
+    assert tuple(found.get(name) for name in names) == terms
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.05])
+@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("model_type", ["bert", "gpt2", "llama"])
+def test_a_layer_with_an_adapter_keeps_about_what_torch_saves_for_it(model_type, precision, method, dropout):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    adapters = pytest.importorskip("finetune_trainer.adapters", reason="the trainer is not installed")
+    adapter, rows, length, saved = adapter_of(method, rank=8, dropout=dropout), 4, 128, []
+    field = "n_layer" if model_type == "gpt2" else "num_hidden_layers"
+    for layers in (1, 2):
+        changes = {field: layers, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+        model, facts = built(model_type, meta=False, **changes)
+        adapters.adapt(model, adapter, job_of(adapter))
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            saved.append(saved_bytes(model.train(), torch, rows, length))
+    measured = (saved[1] - saved[0]) / (rows * length)
+    if precision == "bf16":  # autocast's copies of the weights are a term of their own
+        measured -= 2 * facts.block_parameters / (rows * length)
+    world = World(nodes=1, processes_per_node=1, device="cpu", threads_per_process=1)
+    modelled = activation_bytes_per_token(
+        work(facts, Strategy(name="single"), adapter, precision=precision, world=world, length=length)
+    )
+    assert 0.85 * measured <= modelled <= 1.35 * measured, f"modelled {modelled}, measured {measured:.0f}"
+
+
+def saved_bytes(model: Any, torch: Any, rows: int, length: int) -> int:
+    """Bytes of distinct storages that are alive after one forward pass because autograd keeps them, without parameters
+    and buffers.
+    """
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept: dict[int, Any] = {}
+
+    class Kept:
+        """Held by the graph alone: DoRA computes norms whose graph it throws away at once."""
+
+        def __init__(self, tensor: Any) -> None:
+            self.tensor = tensor
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                kept.setdefault(storage.data_ptr(), [storage.nbytes(), 0])[1] += 1
+
+        def __del__(self) -> None:
+            entry = kept.get(self.tensor.untyped_storage().data_ptr())
+            if entry is not None:
+                entry[1] -= 1
+                if not entry[1]:
+                    del kept[self.tensor.untyped_storage().data_ptr()]
+
+    ids = torch.randint(2, 900, (rows, length))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": torch.zeros(rows, dtype=torch.long)}
+    with torch.autograd.graph.saved_tensors_hooks(Kept, lambda held: held.tensor):
+        answer = model(**inputs)
+    size = sum(nbytes for nbytes, _ in kept.values())
+    assert answer.loss.requires_grad  # the graph lives until here
+    return size
+
+
+# ---------------------------------------------------------------------------------------------------------------- plans
+
+
+def planned(adapter: dict[str, Any], model: ModelFacts | None = None, **parallelism: Any) -> JobPlan:
+    document = {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {"name": "reviews"},
+        "spec": {
+            "task": "text-classification",
+            "model": {"uri": "hf://org/model", "adapter": adapter},
+            "dataset": {"uri": "hf://org/data"},
+            "training": {"globalBatchSize": 64},
+            "parallelism": parallelism,
+            "resources": {"gpusPerNode": 2},
+        },
+    }
+    job = FineTuneJob.model_validate_json(json.dumps(document))
+    data = DataFacts(
+        fingerprint="f", splits={"train": SplitFacts(rows=640, tokens=640 * 20, longest=32)}, max_length=64
+    )
+    facts = Facts(model=model or LLAMA, data=data, hardware=parse_hardware("gpu=A10G,gpus=2,hostMemory=512Gi"))
+    return plan(job, facts, CLUSTER_SETTINGS)
+
+
+LLAMA = model_facts(
+    {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 22,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "vocab_size": 32000,
+    }
+)
+"""TinyLlama's shape, 1.03 billion parameters without its output layer."""
+
+
+def test_the_plan_carries_the_adapter_says_what_is_trained_and_chooses_by_the_memory_that_it_needs():
+    made = planned({"method": "lora", "targetModules": ["q_proj", "v_proj"], "alpha": 8})
+    training = made.trainer.training
+    assert training is not None
+    assert training.adapter == Adapter(
+        method="lora", rank=16, alpha=8, dropout=0.05, target_modules=("q_proj", "v_proj")
+    )
+    # q 2,048 x 2,048 and v 2,048 x 256 in 22 layers, rank 16; 2 x 2,048 of the head
+    trained = 22 * 16 * (2048 + 2048 + 2048 + 256) + 2 * 2048
+    assert trained_parameters(LLAMA, training.adapter).trained == trained == 2_256_896
+    assert [reason for reason in made.reasons if reason.startswith("adapter")] == [
+        "adapter lora of rank 16 on self_attn.q_proj, self_attn.v_proj: 2.26 million parameters are trained (0.22% of "
+        "1.03 billion), 4,096 of them the head, whole"
+    ]
+    sections = {section.title: section.rows for section in summarise(made)}
+    assert [row for row in sections["Training"] if row.label in ("adapter", "trainable")] == [
+        Row("adapter", "lora", "rank 16, alpha 8, dropout 0.05, on q_proj, v_proj"),
+        Row("trainable", "2.26 million", "0.22% of 1.03 billion parameters"),
+    ]
+    # 16 bytes of 1.0B parameters do not fit 24 GB beside the rest, 4 of them and 12 of what is trained do.
+    assert (planned({"method": "none"}).strategy, made.strategy) == ("deepspeed-zero1", "ddp")
+
+
+def test_a_model_at_whose_layers_nobody_has_looked_is_planned_as_if_every_weight_were_trained():
+    unseen = LLAMA.model_copy(update={"linear_layers": {}, "head_parameters": 0})
+    made = planned({"method": "lora", "targetModules": ["whatever"]}, model=unseen)
+    assert [each for each in made.assumptions if each.startswith("adapter")] == [
+        "adapter: nobody has looked at the model's layers; memory is counted as if every weight were trained"
+    ]
+    assert "adapter lora of rank 16: as asked" in made.reasons
+    rows = {row.label for section in summarise(made) for row in section.rows}
+    assert "adapter" in rows
+    assert "trainable" not in rows
+    assert made.strategy == planned({"method": "none"}, model=unseen).strategy
+
+
+def test_deepspeeds_buckets_are_as_small_as_what_is_trained():
+    made = planned({"method": "lora"}, strategy="deepspeed", zeroStage=2)
+    config = deepspeed_config(made)
+    assert config is not None
+    assert made.trainer.training is not None
+    trained = trained_parameters(LLAMA, made.trainer.training.adapter).trained
+    assert config["zero_optimization"]["reduce_bucket_size"] == trained < 50_000_000  # type: ignore[index,call-overload]
+
+
+@pytest.mark.parametrize(
+    ("adapter", "problem"),
+    [
+        pytest.param(
+            {"method": "lora", "targetModules": ["query", "q_proj"]},
+            "no linear layer in the blocks of this model is called query; there are mlp.down_proj, mlp.gate_proj, ",
+            id="layers that a measured model does not have",
+        ),
+        pytest.param(
+            {"method": "qlora"}, "the trainer cannot hold weights in 4 bits yet", id="a method without a library"
+        ),
+    ],
+)
+def test_what_cannot_be_adapted_is_refused_with_what_can(adapter: dict[str, Any], problem: str):
+    with pytest.raises(PlanRefused) as refused:
+        planned(adapter)
+    assert problem in str(refused.value)

@@ -1,0 +1,320 @@
+"""Attempts that have told how far they are and then tell nothing new: when they are stopped, and when they are not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as examples
+from hypothesis import strategies as st
+
+from finetune_contract.choices import Stage
+from finetune_contract.layout import FailureClass
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.types import FailureStatus, ProgressStatus
+from finetune_operator.reconcile.decide import decide
+from finetune_operator.reconcile.remedies import LOG_LIMIT
+from finetune_operator.reconcile.silence import MOST_LOGS
+from finetune_operator.reconcile.times import stamp
+from reconcile_world import NOON, SPEC, World
+
+LIMIT = 600
+HALF, MINUTE = LIMIT / 2, 60
+
+
+def at(step: int) -> ProgressStatus:
+    return ProgressStatus(step=step, total_steps=20, percent=5 * step, last_update_time=stamp(NOON))
+
+
+def training(nodes: int = 2, launcher: str = "job", **changes: Any) -> World:
+    """A job whose train stage runs and has told that it is at step 7 of 20; the operator hears everything."""
+    world = World(served=("job", launcher), **changes)  # type: ignore[arg-type]
+    world.spec = {**SPEC, "resources": {"nodes": nodes}, "runPolicy": {"progressDeadlineSeconds": LIMIT}}
+    world.heard_since = NOON
+    world.settle()
+    world.succeed()
+    world.settle()
+    world.start()
+    world.settle()
+    tell(world, 7)
+    return world
+
+
+def tell(world: World, step: int) -> None:
+    world.progress, world.moved = at(step), world.now
+    world.settle()
+
+
+def failure_of(world: World) -> FailureStatus:
+    found = world.job().status.failure
+    assert found is not None
+    return found
+
+
+# -------------------------------------------------------------------------------------------------------- when it is
+
+
+def test_a_gang_that_stops_telling_is_stopped_and_started_again_from_its_checkpoint():
+    world = training()
+    assert world.decide().wake_at == NOON + timedelta(seconds=HALF)
+    world.wait(LIMIT - 1)
+    assert world.stage("train") == ("Running", 1)
+    assert world.decide().wake_at == NOON + timedelta(seconds=LIMIT)
+    world.logs = {"reviews-train-1-0": "stack of rank 0\n", "reviews-train-1-1": "stack of rank 1\n"}
+    world.now += timedelta(seconds=1)
+    world.step()
+    assert (world.stage("train"), "reviews-train-1" in world.children) == (("Failed", 1), True)
+    assert failure_of(world) == FailureStatus(
+        failure_class="NoProgress",
+        reason="Hung",
+        message="Stage train has shown no progress for 10 min, since 2026-01-01T12:00:00Z (step 7 of 20), and was "
+        "stopped. "
+        "Which of its ranks hangs cannot be seen from outside.",
+        hint=failure_of(world).hint,
+        stage="train",
+        attempt=1,
+        log_tail="==> reviews-train-1-0 <==\nstack of rank 0\n==> reviews-train-1-1 <==\nstack of rank 1",
+    )
+    assert "runPolicy.progressDeadlineSeconds" in (failure_of(world).hint or "")
+    world.settle()
+    assert "reviews-train-1" not in world.children
+    world.wait(MINUTE)
+    assert world.stage("train") == ("Running", 2)
+    status = world.job().status
+    assert (status.restarts, status.counted_restarts, status.progress) == (1, 1, None)
+    assert world.told()[-4:] == ["ProgressStopped", "StageFailed", "Restarting", "StageStarted"]
+
+
+def test_people_are_told_after_half_of_the_time_and_once():
+    world = training()
+    world.wait(HALF - 1)
+    assert world.said("Running")[:2] == ("True", "StageRunning")
+    writes = world.writes
+    for _ in range(5):
+        world.wait(1)
+    assert world.said("Running") == (
+        "True",
+        "NoProgress",
+        "Stage train runs as Job reviews-train-1, attempt 1. No progress since 2026-01-01T12:00:00Z (step 7 of 20): it "
+        "is stopped at 2026-01-01T12:10:00Z.",
+    )
+    assert world.said("Stalled")[0] == "False"
+    assert (world.told().count("ProgressStopped"), world.writes) == (1, writes + 1)
+    tell(world, 8)
+    assert world.said("Running")[:2] == ("True", "StageRunning")
+    world.wait(HALF)
+    assert world.told().count("ProgressStopped") == 2
+
+
+def test_movement_puts_the_end_off():
+    world = training()
+    for step in range(8, 20):
+        world.wait(LIMIT - 1)
+        tell(world, step)
+    assert (world.stage("train"), world.job().status.restarts) == (("Running", 1), 0)
+
+
+def test_restarts_for_silence_are_bounded():
+    world = training()
+    world.edit(maxRestarts=1)
+    for _ in range(2):
+        world.wait(LIMIT)
+        world.progress = world.moved = None
+        world.wait(3 * MINUTE)
+        if world.phase == "Failed":
+            break
+        world.start()
+        tell(world, 7)
+    assert (world.phase, failure_of(world).failure_class) == ("Failed", "NoProgress")
+    assert (failure_of(world).hint or "").startswith("runPolicy.maxRestarts (1) restarts are used up.")
+
+
+@pytest.mark.parametrize("stage", ["prepare", "evaluate", "predict"])
+def test_every_stage_that_tells_is_watched_and_alone_its_pod_is_named(stage: str):
+    world = World(heard_since=NOON)
+    world.settle()
+    while world.job().status.stages[[one.name for one in world.job().status.stages].index(stage)].attempt == 0:
+        world.succeed()
+        world.settle()
+    world.start()
+    world.settle()
+    tell(world, 7)
+    world.logs = {f"reviews-{stage}-1-0": "x" * 2 * LOG_LIMIT}
+    world.wait(1799)
+    assert world.stage(stage) == ("Running", 1)
+    world.wait(1)
+    told = failure_of(world)
+    assert (told.failure_class, told.pod, told.node, told.rank) == (
+        "NoProgress", f"reviews-{stage}-1-0", "node-0", 0,
+    )  # fmt: skip
+    assert told.log_tail == "x" * LOG_LIMIT
+    assert told.message.endswith("(step 7 of 20), and was stopped.")
+
+
+def test_the_launcher_of_an_mpijob_has_the_words_of_all_ranks():
+    world = training(launcher="mpijob")
+    world.logs = {pod: f"log of {pod}" for pod in world.pods_of("reviews-train-1")}
+    world.wait(LIMIT)
+    assert (failure_of(world).pod, failure_of(world).log_tail) == (
+        None,
+        "==> reviews-train-1-launcher <==\nlog of reviews-train-1-launcher",
+    )
+
+
+def test_of_many_pods_a_share_of_the_first_logs_is_kept():
+    world = training(nodes=8)
+    world.logs = {pod: f"{'y' * LOG_LIMIT}end of {pod}\n" for pod in world.pods_of("reviews-train-1")}
+    world.wait(LIMIT)
+    tail = failure_of(world).log_tail or ""
+    assert len(tail) <= LOG_LIMIT
+    assert [line for line in tail.splitlines() if line.startswith("==>")] == [
+        f"==> reviews-train-1-{index} <==" for index in range(MOST_LOGS)
+    ]
+    assert all(f"end of reviews-train-1-{index}" in tail for index in range(MOST_LOGS))
+
+
+def test_a_pass_that_falls_into_the_very_moment_reads_the_logs_first():
+    world = training()
+    world.now += timedelta(seconds=LIMIT)
+    unread = replace(world.observed(), logs=())
+    first = decide(world.job(), unread, world.now, world.settings)
+    assert first.status.failure is None
+    assert first.wake_at == world.now + timedelta(seconds=1)
+    assert decide(world.job(), world.observed(), world.now, world.settings).status.failure is not None
+
+
+# ---------------------------------------------------------------------------------------------------- when it is not
+
+
+def silent_for_ever(world: World) -> None:
+    world.progress = world.moved = None
+    world.status["progress"] = None
+
+
+def deaf(world: World) -> None:
+    world.heard_since = None
+
+
+def begun_anew(world: World) -> None:
+    """Another replica leads since a moment ago: it has heard nothing, and the status has what was told."""
+    world.progress = world.moved = None
+    world.heard_since = NOON + timedelta(seconds=LIMIT - 1)
+
+
+def away_for_a_while(world: World) -> None:
+    world.heard_since = NOON + timedelta(seconds=LIMIT - 1)
+
+
+def a_pod_waits(world: World) -> None:
+    world.pods["reviews-train-1-1"]["status"]["phase"] = "Pending"
+
+
+NOT_STOPPED = {
+    "it has never told anything": silent_for_ever,
+    "reports cannot be heard": deaf,
+    "the operator has started a moment ago": begun_anew,
+    "the API server was away until a moment ago": away_for_a_while,
+    "it waits for a pod, for which there are other limits": a_pod_waits,
+    "the job is suspended": lambda world: world.edit(suspend=True),
+}
+
+
+@pytest.mark.parametrize("case", NOT_STOPPED)
+def test_an_attempt_is_left_alone(case: str):
+    world = training()
+    world.now += timedelta(seconds=LIMIT - 1)
+    NOT_STOPPED[case](world)
+    world.wait(2)
+    assert world.job().status.failure is None
+    assert world.told().count("StageFailed") == 0
+
+
+def test_silence_counts_from_when_the_operator_can_hear_again():
+    world = training()
+    world.wait(MINUTE)
+    begun_anew(world)
+    again = world.heard_since
+    assert again is not None
+    world.now = again
+    world.settle()
+    world.wait(LIMIT - 1)
+    assert world.stage("train") == ("Running", 1)
+    world.wait(1)
+    assert world.job().status.failure is not None
+    assert "since 2026-01-01T12:09:59Z (step 7 of 20)" in failure_of(world).message
+
+
+def test_what_an_earlier_attempt_has_told_is_not_said_of_the_next():
+    world = training()
+    world.fail(FailureClass.COLLECTIVE)
+    world.settle()
+    world.progress = world.moved = None
+    world.wait(MINUTE)
+    assert world.stage("train") == ("Running", 2)
+    world.start()
+    world.wait(100 * LIMIT)
+    assert (world.stage("train"), world.job().status.restarts) == (("Running", 2), 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "limits", "expected"),
+    [
+        pytest.param({}, {}, 1800, id="the settings' default"),
+        pytest.param({}, {"progressSeconds": 60}, 60, id="the settings"),
+        pytest.param({"progressDeadlineSeconds": 5}, {"progressSeconds": 60}, 5, id="the job goes before the settings"),
+        pytest.param({"progressDeadlineSeconds": 5}, {"progressSeconds": 0}, 5, id="the job alone"),
+        pytest.param({}, {"progressSeconds": 0}, None, id="never"),
+    ],
+)
+def test_the_time_is_the_jobs_or_the_settings(policy: dict[str, int], limits: dict[str, int], expected: int | None):
+    world = World(settings=Settings.model_validate({"limits": limits}), heard_since=NOON)
+    world.spec["runPolicy"] = policy
+    world.settle()
+    world.start()
+    tell(world, 7)
+    if expected is None:
+        world.wait(10**7)
+        assert (world.stage("prepare"), world.decide().wake_at) == (("Running", 1), None)
+        return
+    world.wait(expected - 1)
+    assert world.stage("prepare") == ("Running", 1)
+    world.wait(1)
+    assert failure_of(world).failure_class == "NoProgress"
+
+
+# ------------------------------------------------------------------------------------------------------------ walks
+
+WALK = st.lists(
+    st.tuples(st.sampled_from(["step", "wait", "restart", "away", "crash"]), st.integers(1, LIMIT)), max_size=30
+)
+
+
+@examples(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(walk=WALK)
+def test_no_attempt_is_stopped_that_could_have_moved_unheard_or_moved_in_time(walk: list[tuple[str, int]]):
+    world = training()
+    quiet_since: datetime = NOON
+    for act, number in walk:
+        match act:
+            case "step":
+                tell(world, number % 20)
+                quiet_since = world.now
+            case "restart":
+                world.progress = world.moved = None
+                world.heard_since = quiet_since = world.now
+            case "away":
+                world.heard_since = None
+                world.wait(number)
+                world.heard_since = quiet_since = world.now
+            case "crash":
+                world.step(crash_after=0)
+            case _:
+                world.wait(number)
+        stopped = world.job().status.failure is not None
+        assert stopped == (world.now - quiet_since >= timedelta(seconds=LIMIT) and act in ("wait", "crash"))
+        if stopped:
+            assert failure_of(world).stage == Stage.TRAIN.value
+            return

@@ -1,0 +1,267 @@
+"""LoRA and DoRA: small trained matrices beside frozen weights, and the task's head, which is trained whole.
+
+peft puts them into the model in place, so that the strategies spread an ordinary model, some of whose weights are
+frozen. What counts as the head: everything outside of the pre-trained body, and a pooler, which many checkpoints lack.
+The adapted layers are linear ones of the blocks; names that match none of them are refused, for peft would be content
+when one of several matches. What has been trained and nothing else is kept, so the result is made from the model that
+the run began with, loaded again: another one by then is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+from finetune_contract.job import Adapter, TrainerJob
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+from finetune_trainer.uris import public_uri
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+    from transformers import PreTrainedModel
+
+_NAME = "default"
+"""peft's own word for an adapter that has no name."""
+_POOLER = "pooler"
+_SAMPLED_ELEMENTS = 1024
+"""Of each weight, to tell two models apart: training changes all of them, and reading all of a large model takes long.
+"""
+_SHOWN_NAMES = 24
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+# ------------------------------------------------------------------------------------------------------- what there is
+
+
+def head_modules(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of the modules with weights outside of the pre-trained body, and of the body's pooler."""
+    prefix = model.base_model_prefix
+    heads = [name for name, child in model.named_children() if name != prefix and _has_weights(child)]
+    if _has_weights(getattr(model.base_model, _POOLER, None)):
+        heads.append(f"{prefix}.{_POOLER}")
+    return tuple(heads)
+
+
+def head_parameters(model: PreTrainedModel) -> int:
+    """Parameters of the head."""
+    return sum(p.numel() for name in head_modules(model) for p in model.get_submodule(name).parameters())
+
+
+def _has_weights(module: nn.Module | None) -> bool:
+    return module is not None and any(True for _ in module.parameters())
+
+
+@dataclass(frozen=True)
+class BlockLinear:
+    """A linear layer of a block."""
+
+    name: str
+    """In the model."""
+    short: str
+    """In its block, with `*` for numbers."""
+    inputs: int
+    outputs: int
+
+
+def block_linears(model: nn.Module) -> tuple[BlockLinear, ...]:
+    """The linear layers (GPT-2's Conv1D among them) of the elements of the model's outermost module lists."""
+    from transformers.pytorch_utils import Conv1D
+
+    lists = [name for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    outermost = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
+    found = []
+    for name, module in model.named_modules():
+        within = next((each for each in outermost if name.startswith(f"{each}.")), None)
+        if within is None or not isinstance(module, nn.Linear | Conv1D):
+            continue
+        # The first part after the list is the block's number.
+        short = name.removeprefix(f"{within}.").partition(".")[2]
+        outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else reversed(module.weight.shape)
+        found.append(BlockLinear(name, re.sub(r"(?<![^.])\d+(?![^.])", "*", short), inputs, outputs))
+    return tuple(found)
+
+
+def adapted_layers(model: nn.Module, adapter: Adapter, model_uri: str) -> tuple[str, ...]:
+    """Names of the layers that `adapter` adapts, in the model's order.
+
+    A target matches as in peft: the whole name or its end from a dot on. StageError CONFIG `UnknownTargetModules` for
+    targets that match nothing.
+    """
+    linears = block_linears(model)
+    wanted = adapter.target_modules
+    if wanted is None:
+        matched = tuple(each.name for each in linears)
+    else:
+        unknown = [target for target in wanted if not any(_matches(target, each.name) for each in linears)]
+        if unknown:
+            raise _unknown_targets(unknown, linears, model_uri)
+        matched = tuple(each.name for each in linears if any(_matches(target, each.name) for target in wanted))
+    if not matched:
+        raise StageError(
+            FailureClass.CONFIG,
+            "NothingToAdapt",
+            f"model.adapter.method is {adapter.method}, and {model_uri} has no linear layers in blocks.",
+            "Set model.adapter.method to none.",
+        )
+    return matched
+
+
+def _matches(target: str, name: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _unknown_targets(unknown: Sequence[str], linears: Sequence[BlockLinear], model_uri: str) -> StageError:
+    names = sorted({each.short for each in linears})
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return StageError(
+        FailureClass.CONFIG,
+        "UnknownTargetModules",
+        f"model.adapter.targetModules has {', '.join(map(repr, unknown))}, and no linear layer in the blocks of "
+        f"{model_uri} is called so; there are {', '.join(names[:_SHOWN_NAMES])}{more}.",
+        "Name these, or ends of them after a dot, or set model.adapter.targetModules to auto for all of them.",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """What `adapt` has made of a model."""
+
+    adapter: Adapter
+    layers: tuple[str, ...]
+    """Names of the layers with an adapter."""
+    trained: frozenset[str]
+    """Names of the weights that are trained; all others are frozen."""
+    base: str
+    """Digest of the frozen weights."""
+
+    def assert_in_effect(self, model: nn.Module) -> None:
+        """StageError STRATEGY_NOT_IN_EFFECT unless just the adapter's matrices and the head are trained in `model`."""
+        from peft.tuners.lora import LoraLayer
+
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+        bare = sorted(set(self.layers) ^ layers.keys())
+        self._expect(not bare, f"{len(bare)} layers lack one or have one too many, e.g. {bare[:1]}")
+        for name, layer in layers.items():
+            works = layer.active_adapters == [_NAME] and not layer.merged and not layer.disable_adapters
+            self._expect(works, f"the one of {name} is switched off")
+            dora = bool(layer.use_dora[_NAME])
+            self._expect(dora == (self.adapter.method == "dora"), f"that of {name} is {'dora' if dora else 'lora'}")
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        odd = sorted(self.trained ^ trained)
+        self._expect(not odd, f"{len(odd)} weights are frozen, or trained, that should not be, e.g. {odd[:1]}")
+
+    def _expect(self, holds: bool, found: str) -> None:
+        if not holds:
+            raise StageError(
+                FailureClass.STRATEGY_NOT_IN_EFFECT,
+                "AdapterNotInEffect",
+                f"model.adapter.method {self.adapter.method} was asked for and is not in effect: {found}.",
+                "This is a defect of the image or its libraries; without model.adapter all weights are trained.",
+            )
+
+
+def adapt(model: PreTrainedModel, adapter: Adapter, job: TrainerJob) -> Adapted:
+    """Puts the adapter into `model`, freezes the rest, and lets the head be trained.
+
+    The matrices are drawn from the job's seed whatever the caller's random state, so that all processes and strategies
+    start alike.
+    """
+    from peft import inject_adapter_in_model
+
+    layers, heads = adapted_layers(model, adapter, job.model.uri), head_modules(model)
+    kinds = ("lora_A", "lora_B", "lora_magnitude_vector") if adapter.method == "dora" else ("lora_A", "lora_B")
+    matrices = {f"{layer}.{kind}.{_NAME}.weight" for layer in layers for kind in kinds}
+    whole = {
+        f"{head}.modules_to_save.{_NAME}.{name}"
+        for head in heads
+        for name, _ in model.get_submodule(head).named_parameters()
+    }
+    adapted = Adapted(adapter, layers, frozenset(matrices | whole), _digest(model, heads))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.seed)
+        inject_adapter_in_model(_config(model, adapter, job, layers, heads), model, _NAME)
+    return adapted
+
+
+def _config(
+    model: PreTrainedModel, adapter: Adapter, job: TrainerJob, layers: Sequence[str], heads: Sequence[str]
+) -> LoraConfig:
+    from peft import LoraConfig, TaskType
+    from transformers.pytorch_utils import Conv1D
+
+    hub = job.model.uri.startswith("hf://")
+    return LoraConfig(
+        task_type=TaskType.SEQ_CLS,
+        base_model_name_or_path=public_uri(job.model.uri).removeprefix("hf://"),
+        revision=job.model.revision if hub else None,
+        r=adapter.rank,
+        lora_alpha=cast(int, adapter.alpha),  # peft only ever divides it by the rank
+        lora_dropout=adapter.dropout,
+        use_dora=adapter.method == "dora",
+        target_modules=list(layers),
+        fan_in_fan_out=isinstance(model.get_submodule(layers[0]), Conv1D),
+        modules_to_save=list(heads),
+    )
+
+
+def _digest(model: PreTrainedModel, heads: Sequence[str]) -> str:
+    """Of names, shapes and the first elements of all weights but the head's."""
+    value = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if name.startswith(tuple(f"{head}." for head in heads)):
+            continue
+        value.update(f"{name} {tuple(parameter.shape)} ".encode())
+        value.update(parameter.detach().flatten()[:_SAMPLED_ELEMENTS].float().cpu().numpy().tobytes())
+    return value.hexdigest()
+
+
+# --------------------------------------------------------------------------------------------------------------- result
+
+
+def write_adapter_and_merge(
+    model: PreTrainedModel, adapted: Adapted, job: TrainerJob, state: Mapping[str, Any], folder: Path
+) -> PreTrainedModel:
+    """Writes the adapter of `state` (what was trained) into `folder` as peft does, and returns `model` with it merged.
+
+    `model`: the job's model as it was before it was adapted. StageError MODEL `BaseModelChanged` when it is another one
+    by now.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+    from safetensors.torch import save_file
+
+    heads = head_modules(model)
+    if _digest(model, heads) != adapted.base:
+        raise StageError(
+            FailureClass.MODEL,
+            "BaseModelChanged",
+            f"{job.model.uri} holds other weights than when the training began, and the adapter belongs to those.",
+            "Name a revision that does not change, or a folder that nobody writes to, and start anew.",
+        )
+    config = _config(model, adapted.adapter, job, adapted.layers, heads)
+    whole = PeftModel(model, config, _NAME)
+    prefix = "base_model.model."
+    result = whole.load_state_dict({f"{prefix}{name}": value for name, value in state.items()}, strict=False)
+    lost = adapted.trained - state.keys()
+    assert not result.unexpected_keys, f"{result.unexpected_keys[:3]} were trained and have no place"
+    assert not lost, f"{sorted(lost)[:3]} were trained and are not there"
+    folder.mkdir(parents=True)
+    weights = {
+        name: value.contiguous()
+        for name, value in get_peft_model_state_dict(whole, save_embedding_layers=False).items()
+    }
+    save_file(weights, folder / _ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+    merged: PreTrainedModel = whole.merge_and_unload()
+    return merged

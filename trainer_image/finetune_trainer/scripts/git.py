@@ -1,0 +1,200 @@
+"""One commit of a git repository, fetched over HTTPS.
+
+git is called with an argument vector and an environment of its own: no shell, no prompt, no protocol but HTTPS, no
+redirect to another host, no submodule, no hook, and nothing of the configuration of whoever runs it. Which hosts may be
+fetched from is the operator's to say. Large files (LFS) stay the pointers that the repository holds. git reports
+failures in words only; they are told apart here by those words, in English whatever the machine speaks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+
+_SETTINGS = {
+    "core.hooksPath": "/dev/null",
+    "credential.helper": "",
+    "fetch.recurseSubmodules": "false",
+    # A host that is allowed could send us to one that is not.
+    "http.followRedirects": "false",
+    # Below 1 kB/s for a minute: the connection is dead, and whoever waits should know.
+    "http.lowSpeedLimit": "1000",
+    "http.lowSpeedTime": "60",
+    "submodule.recurse": "false",
+}
+_PASSED_ON = (
+    *("GIT_SSL_CAINFO", "GIT_SSL_CAPATH", "SSL_CERT_FILE", "PATH"),
+    *("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"),
+)
+"""Where certificates are, and the way out of the network; every other GIT_* variable would change what is fetched."""
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_NO_REF = re.compile(r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|^[-+/.]|[/.]$|\.lock$|//")
+"""What no branch, tag or commit has in its name (git-check-ref-format), and what git would take for an option or a
+refspec.
+"""
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What some of git's words mean."""
+
+    words: re.Pattern[str]
+    failure_class: FailureClass
+    reason: str
+    way_out: str
+
+
+def _rule(words: str, failure_class: FailureClass, reason: str, way_out: str) -> Rule:
+    return Rule(re.compile(words, re.IGNORECASE), failure_class, reason, way_out)
+
+
+_REF_MISSING = re.compile(r"couldn't find remote ref|not our ref|unadvertised object", re.IGNORECASE)
+_RULES = (
+    _rule(
+        r"certificate|CAfile",
+        FailureClass.CONFIG,
+        "GitCertificate",
+        "With an authority of your own, mount its certificate and name the file by GIT_SSL_CAINFO in template.env.",
+    ),
+    _rule(
+        r"returned error: 30\d|redirect",
+        FailureClass.CONFIG,
+        "GitRedirect",
+        "Redirects are not followed, since they could lead to another host: give the address that it leads to, often "
+        "the same with .git at its end.",
+    ),
+    _rule(
+        r"Authentication failed|could not read Username|terminal prompts disabled|returned error: 40[13]",
+        FailureClass.CONFIG,
+        "GitNotOpen",
+        "Only what can be read without a password is fetched; check the address, or make the repository public.",
+    ),
+    _rule(
+        r"returned error: 404|repository .* not found|does not appear to be a git repository",
+        FailureClass.CONFIG,
+        "GitRepositoryNotFound",
+        "Check training.script.git.url.",
+    ),
+    _rule(
+        r"does not support shallow",
+        FailureClass.CONFIG,
+        "GitServerTooOld",
+        "The server has to speak git's smart protocol, as git-http-backend and all git hosts do.",
+    ),
+    _rule(
+        r"No space left on device|Disk quota exceeded",
+        FailureClass.STORAGE_FULL,
+        "NoSpaceLeft",
+        "Free space or give the workspace more.",
+    ),
+)
+
+
+def fetch(url: str, ref: str, target: Path) -> str:
+    """Writes the files of `ref` into the empty folder `target` and returns the commit.
+
+    StageError CONFIG for an address, a reference or an answer that another try would not change, CODE_UNAVAILABLE for
+    the rest, STORAGE_FULL.
+    """
+    if not url.startswith("https://"):
+        message = f"training.script.git.url is {url!r}; code is fetched over https:// only."
+        raise StageError(FailureClass.CONFIG, "BadUri", message, "Name the repository by its HTTPS address.")
+    if _NO_REF.search(ref):
+        message = f"training.script.git.ref is {ref!r}, which no branch, tag or commit is called."
+        raise StageError(FailureClass.CONFIG, "GitRefNotFound", message, "Name one of the repository's.")
+    if shutil.which("git") is None:
+        message = "training.script is fetched with git, and git is not installed here."
+        raise StageError(FailureClass.CONFIG, "GitMissing", message, "Use an image with git.")
+    with tempfile.TemporaryDirectory(prefix="finetune-git-") as scratch:
+        repository = _Repository(Path(scratch), target.absolute())
+        repository.run("init", "--quiet", "--template=", "--initial-branch=main", f"{scratch}/git")
+        fetched = repository.try_to("fetch", "--quiet", "--depth=1", "--no-tags", "--", url, ref)
+        if fetched.returncode:
+            raise _failed(repository, url, ref, fetched.stderr)
+        commit = repository.run("rev-parse", "--verify", "FETCH_HEAD^{commit}").strip()
+        repository.run("checkout", "--quiet", "--detach", commit)
+    return commit
+
+
+@dataclass(frozen=True)
+class _Repository:
+    """A repository whose own files lie in `scratch`, with its work in `target`."""
+
+    scratch: Path
+    target: Path
+
+    def try_to(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        settings = [word for name, value in _SETTINGS.items() for word in ("-c", f"{name}={value}")]
+        return subprocess.run(
+            ["git", *settings, *arguments],
+            env=self._environment(os.environ),
+            cwd=self.target,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+
+    def run(self, *arguments: str) -> str:
+        """What it prints; StageError when it fails."""
+        done = self.try_to(*arguments)
+        if done.returncode:
+            raise _told(f"git {arguments[0]} failed", done.stderr)
+        return done.stdout
+
+    def _environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        passed = {name: base[name] for name in _PASSED_ON if name in base}
+        return passed | {
+            "GIT_ALLOW_PROTOCOL": "https",
+            "GIT_ATTR_NOSYSTEM": "1",
+            "GIT_CONFIG_GLOBAL": "/dev/null",
+            "GIT_CONFIG_NOSYSTEM": "1",
+            "GIT_DIR": str(self.scratch / "git"),
+            "GIT_TERMINAL_PROMPT": "0",
+            "GIT_WORK_TREE": str(self.target),
+            "HOME": str(self.scratch),
+            "LC_ALL": "C",
+        }
+
+
+def _failed(repository: _Repository, url: str, ref: str, words: str) -> StageError:
+    if not _REF_MISSING.search(words):
+        return _told(f"training.script.git.url {url} cannot be fetched", words)
+    listed = repository.try_to("ls-remote", "--quiet", "--heads", "--tags", "--refs", "--", url)
+    names = [line.partition("\trefs/")[2].partition("/")[2] for line in listed.stdout.splitlines()]
+    near = difflib.get_close_matches(ref, names, n=1)
+    whole = "" if _COMMIT.fullmatch(ref) else "; a commit needs all its 40 digits"
+    return StageError(
+        FailureClass.CONFIG,
+        "GitRefNotFound",
+        f"training.script.git.ref is {ref!r}, and {url} has no such branch, tag or commit. It has {_some(names)}.",
+        f"Did you mean {near[0]}?" if near else f"Name one of them{whole}.",
+    )
+
+
+def _told(what: str, words: str) -> StageError:
+    """What git's words mean; unknown ones count as trouble that may pass, and restarts for it are counted."""
+    said = " ".join(line.removeprefix("fatal: ").removeprefix("error: ") for line in words.split("\n") if line.strip())
+    for rule in _RULES:
+        if rule.words.search(words):
+            return StageError(rule.failure_class, rule.reason, f"{what}: {said}", rule.way_out)
+    return StageError(
+        FailureClass.CODE_UNAVAILABLE, "GitFailed", f"{what}: {said}", "Check that the host answers, and try again."
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (", ".join(names[:_SHOWN]) + more) or "none at all"

@@ -1,0 +1,229 @@
+"""One rank of a user's own program: started as `python FILE --key value ...`, told to stop when we are, and judged.
+
+It runs in the folder of its code with torchrun's variables, whatever launched it, and speaks transformers' progress
+protocol by itself. Exit code 0 is not enough: the training has succeeded when the output folder holds a model. What it
+says last on stderr becomes the failure's message, for the process knows best; the contract's exit codes are understood.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune_contract.causes import of_exit, signal_of
+from finetune_contract.job import Script, TrainerJob
+from finetune_contract.layout import (
+    CLASS_OF_EXIT_CODE,
+    ENV_KUBEFLOW_CA,
+    ENV_KUBEFLOW_TOKEN,
+    ENV_KUBEFLOW_URL,
+    ENV_PROGRESS,
+    ENV_REPORT,
+    ENV_SCRIPT_RESUME_FROM,
+    EXIT_OK,
+    FailureClass,
+    JobPaths,
+)
+from finetune_trainer.distributed import ProcessWorld, settle_rank
+from finetune_trainer.failures import StageError, classify_words
+from finetune_trainer.launching.below import Below, End
+from finetune_trainer.launching.launch import grace_seconds
+from finetune_trainer.progress import ProgressSink
+from finetune_trainer.reporting import merge_metrics
+from finetune_trainer.scripts.code import Program, open_code
+from finetune_trainer.scripts.inputs import Origin, check_origin, former_model, make_folders, variables
+from finetune_trainer.scripts.relay import relayed
+from finetune_trainer.training.interruption import preempted
+
+log = logging.getLogger(__name__)
+
+_OURS = (ENV_REPORT, ENV_PROGRESS)
+"""Files that are this process's to write."""
+_KUBEFLOW = (ENV_KUBEFLOW_URL, ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN)
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin")
+_CONFIGS = ("config.json", "adapter_config.json")
+_TOKENIZER = "tokenizer_config.json"
+_RESULTS = "all_results.json"
+"""Where transformers' `Trainer.save_metrics` collects what was measured."""
+_RAISED = re.compile(r"(?P<kind>[A-Za-z_][\w.]*)(?:: ?(?P<text>.*))?")
+_TRACEBACK = "Traceback (most recent call last):"
+_FRAME = re.compile(r'  File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_WORD = re.compile(r"[A-Za-z]\w{0,63}")
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
+"""torch writes it before each line of a traceback, once processes have met."""
+_SHOWN = 1000
+"""Characters of the program's last words that go into a message."""
+_HINTS = {
+    FailureClass.OUT_OF_MEMORY: "The program decides by itself what it takes: lower its batch size under "
+    "training.script.hyperparameters, or raise resources.memory or the GPUs.",
+    FailureClass.STORAGE_FULL: "Free space or give the workspace more; save_total_limit bounds what checkpoints take.",
+    FailureClass.COLLECTIVE: "The first cause is in the report of another rank.",
+}
+_HINT = "It is the program's own error; the log above has all that it said."
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the stage adds to its report."""
+
+    metrics: dict[str, Any]
+    artifacts: dict[str, str]
+
+
+def run_program(
+    job: TrainerJob, script: Script, paths: JobPaths, progress: ProgressSink, world: ProcessWorld
+) -> Result:
+    """Runs this rank to its end. StageErrors: PREEMPTED, those of `open_code` and `check_origin`, what the program's
+    end means, and PROGRAM `NoModel` when it ended well and left none.
+    """
+    started = time.monotonic()
+    program = open_code(script, paths)
+    origin = Origin.of(job, script, program)
+    if script.resume:
+        check_origin(paths, origin)
+    environment = program_environment(os.environ, job, script, paths, program, world)
+    if world.is_main:
+        make_folders(paths, origin, script.resume)
+    command = [sys.executable, str(program.file.absolute()), *script.arguments]
+    resumed = environment.get(ENV_SCRIPT_RESUME_FROM)
+    start = "from the beginning" if resumed is None else f"from {Path(resumed).name}"
+    what = f"{script.entry_point} of commit {program.commit}"
+    log.info("%s runs as rank %d of %d, %s.", what, world.rank, world.size, start)
+    with relayed(environment, progress) as told:
+        end = Below(grace_seconds=grace_seconds()).run(command, told, program.folder)
+    _check_end(end, program, world)
+    if not world.is_main:
+        return Result({}, {})
+    _check_model(job, paths.model)
+    shutil.rmtree(former_model(paths), ignore_errors=True)
+    section = {"train": {**_measured(paths), "world_size": world.size, "seconds": time.monotonic() - started}}
+    merge_metrics(paths, section, without=("evaluate", "majority"))
+    return Result(section, {"model": paths.model.name})
+
+
+def program_environment(
+    base: Mapping[str, str], job: TrainerJob, script: Script, paths: JobPaths, program: Program, world: ProcessWorld
+) -> dict[str, str]:
+    """What the program finds, beside what this process has itself."""
+    found = {name: value for name, value in base.items() if name not in _OURS}
+    if not world.is_main:
+        for name in _KUBEFLOW:
+            found.pop(name, None)
+    if world.size > 1:
+        settle_rank(found, world)
+    found["OMP_NUM_THREADS"] = str(script.world.threads_per_process)
+    if script.world.device == "cpu":
+        # As `accelerate launch --cpu` does: without it every process would train alone, and say nothing.
+        found["ACCELERATE_USE_CPU"] = "true"
+    found["PYTHONPATH"] = os.pathsep.join([str(program.folder.absolute()), *filter(None, [base.get("PYTHONPATH")])])
+    return found | variables(job, script, paths)
+
+
+def _measured(paths: JobPaths) -> dict[str, float]:
+    """What the program itself has measured, without the `train_` that the section's name says. transformers writes it
+    to the Trainer's `output_dir`, which may be either folder.
+    """
+    file = next((path for folder in (paths.model, paths.checkpoints) if (path := folder / _RESULTS).is_file()), None)
+    try:
+        found = {} if file is None else json.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        log.warning("%s cannot be read, so what it says is not passed on: %s", file, error)
+        return {}
+    values = found.items() if isinstance(found, dict) else ()
+    return {
+        str(name).removeprefix("train_"): value
+        for name, value in values
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------- its end
+
+
+def _check_end(end: End, program: Program, world: ProcessWorld) -> None:
+    """StageError unless it ended by itself with code 0.
+
+    After a signal nothing is done, whatever the code: a Trainer that saves a checkpoint because of SIGTERM goes on to
+    save a model that is not trained to its end.
+    """
+    if end.asked_at is not None:
+        raise preempted("while the program ran; it goes on from its newest checkpoint if it reads FINETUNE_RESUME_FROM")
+    if end.code == EXIT_OK:
+        return
+    if signal_of(end.code) is not None:
+        told = of_exit(end.code, who="The program")
+        hint = _HINTS.get(told.failure_class, told.hint)
+        raise StageError(told.failure_class, told.reason, told.message, hint)
+    raise _raised(end, program, world)
+
+
+def _raised(end: End, program: Program, world: ProcessWorld) -> StageError:
+    """The program's own last words, and the class that they or the exit code tell of."""
+    output = _RANK_PREFIX.sub("", end.last_words)
+    kind, words = last_words(output)
+    place = _place(output, program)
+    said = f"{kind}: {words}" if kind and words else kind or words
+    failure_class = CLASS_OF_EXIT_CODE.get(end.code, FailureClass.PROGRAM)
+    if failure_class is FailureClass.PROGRAM:
+        failure_class = classify_words(kind, words)
+        if failure_class is FailureClass.COLLECTIVE and world.size == 1:
+            failure_class = FailureClass.PROGRAM  # there is no other rank to lose
+    what = f"The program ended with exit code {end.code}"
+    return StageError(
+        failure_class,
+        kind if _WORD.fullmatch(kind) else "ProgramFailed",
+        f"{what}{place}: {said[:_SHOWN]}" if said else f"{what} and said nothing on stderr.",
+        _HINTS.get(failure_class, _HINT),
+    )
+
+
+def last_words(output: str) -> tuple[str, str]:
+    """The type's name and the message of the exception that ended a Python program, from what it wrote to stderr; an
+    empty name and its last line when there is no traceback.
+    """
+    _, found, tail = output.rpartition(_TRACEBACK)
+    lines = [line.rstrip() for line in tail.replace("\r", "\n").splitlines() if line.strip()]
+    if not found:
+        return "", lines[-1].strip() if lines else ""
+    at = next((number for number, line in enumerate(lines) if not line.startswith((" ", "\t"))), None)
+    if at is None:
+        return "", lines[-1].strip() if lines else ""
+    raised = _RAISED.fullmatch(lines[at])
+    if raised is None:
+        return "", lines[at]
+    return raised["kind"].rpartition(".")[2], raised["text"] or ""
+
+
+def _place(output: str, program: Program) -> str:
+    """The last line of the program's own files in the traceback."""
+    root = str(program.folder.absolute()) + os.sep
+    own = [match for match in _FRAME.finditer(output.rpartition(_TRACEBACK)[2]) if match["file"].startswith(root)]
+    return f" at {own[-1]['file'].removeprefix(root)}, line {own[-1]['line']}" if own else ""
+
+
+def _check_model(job: TrainerJob, model: Path) -> None:
+    missing = []
+    if not any((model / name).is_file() for name in _CONFIGS):
+        missing.append("config.json")
+    if not any(path for pattern in _WEIGHTS for path in model.glob(pattern)):
+        missing.append("weights (*.safetensors or pytorch_model*.bin)")
+    if (job.evaluation or job.predict) and not (model / _TOKENIZER).is_file():
+        missing.append(f"the tokenizer ({_TOKENIZER}), which evaluate and predict need")
+    if not missing:
+        return
+    there = ", ".join(sorted(path.name for path in model.iterdir())[:8]) or "nothing"
+    raise StageError(
+        FailureClass.PROGRAM,
+        "NoModel",
+        f"The program ended with exit code 0, and {model} lacks {' and '.join(missing)}; it holds {there}.",
+        "Save model and tokenizer with save_pretrained(os.environ['FINETUNE_OUTPUT']), on rank 0 at least.",
+    )

@@ -1,0 +1,20 @@
+"""The model that a user's own program has saved, as evaluate and predict take it."""
+
+from __future__ import annotations
+
+from finetune_contract.job import ModelSource, TrainerJob
+from finetune_contract.layout import FailureClass, JobPaths
+from finetune_trainer.failures import StageError
+
+
+def job_of_trained_model(job: TrainerJob, paths: JobPaths) -> TrainerJob:
+    """`job` as one that trains nothing and starts from the saved model; StageError MODEL `ModelNotTrained`."""
+    if not (paths.state / "train.json").is_file():
+        raise StageError(
+            FailureClass.MODEL,
+            "ModelNotTrained",
+            f"{paths.model} holds no trained model.",
+            "Run the stage train first.",
+        )
+    model = ModelSource(uri=f"file://{paths.model.absolute()}", trust_remote_code=job.model.trust_remote_code)
+    return job.model_copy(update={"model": model, "script": None})
