@@ -83,6 +83,7 @@ def test_the_trainers_user_has_the_home_that_mpi_mounts_its_keys_into() -> None:
 
 def test_one_name_and_version_holds_everywhere() -> None:
     kustomization = yaml.safe_load((ROOT / "manifests/operator/kustomization.yaml").read_text())
+    installed = yaml.safe_load((ROOT / "manifests/operator/settings.yaml").read_text())
     containers = operator_pod()["containers"]
     assert isinstance(containers, list)
     versions = {
@@ -90,11 +91,13 @@ def test_one_name_and_version_holds_everywhere() -> None:
         for path in ("operator", "trainer_image", "trainer_image/contract")
     }
     assert {
-        "settings": TRAINER_IMAGE,
+        "default": TRAINER_IMAGE,
+        "settings": installed["defaults"]["image"],
         "kustomization": [f"{image['name']}:{image['newTag']}" for image in kustomization["images"]],
         "deployment": [container["image"] for container in containers],
         "packages": set(versions.values()),
     } == {
+        "default": f"finetune-trainer:{VERSION}",
         "settings": f"finetune-trainer:{VERSION}",
         "kustomization": [f"finetune-operator:{VERSION}"],
         "deployment": ["finetune-operator"],

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -24,6 +24,7 @@ import requests
 from box_support import faults
 from box_support.box import CONTAINER, SYSTEM, Box
 from box_support.chaos_schedule import (
+    BLIND,
     CONTROL,
     GRACEFUL,
     RANKS,
@@ -51,12 +52,12 @@ AT_A_TIME = 3
 """Jobs. Most of a job's time its pods import torch, which takes a core each."""
 STEPS = 40
 """Of each training."""
-STEP_SECONDS = 0.15
+STEP_SECONDS = 0.25
 """Of each step, asleep: long enough for a fault to come in the middle."""
 STEPS_BETWEEN_CHECKPOINTS = 4
 CLASSIFIER = "classifier"
 """Folder of the inputs with a model that has a head, for jobs that train none."""
-PROGRESS_SECONDS = 40
+PROGRESS_SECONDS = 30
 """After which a training without a new step counts as hung, in jobs in which one is to hang."""
 STILL_SECONDS = 420
 """A job of which nothing has changed for so long is lost. The longest time without news is that of a hung process: the
@@ -67,6 +68,8 @@ _ASK_SECONDS = 0.3
 """Between two questions to the API server about one job."""
 _STARTING_SECONDS = 3.0
 """A pod's program is not through with its imports by then; what kills it until then breaks it."""
+_TELLING = ("StageStarted", "StageFailed", "Restarting", "Suspended", "Resumed", "StageSucceeded")
+"""Reasons of events that belong into the story of a storm."""
 _LATE_SHARE = 0.8
 """Of the steps; who is told to end after them may be through first."""
 _PASSES = (401, 403, 404, 429, 500, 502, 503, 504)
@@ -247,7 +250,7 @@ class Storm:
     overlaps: list[str] = field(default_factory=list)
     seen: set[tuple[str, str, int]] = field(default_factory=set)
     _hand: threading.RLock = field(default_factory=threading.RLock)
-    """Held while a fault is made: only one thing breaks at a time, so that the API server is there to break it by."""
+    """Held while a fault is made that needs the API server, or takes it away."""
     _outage: threading.Lock = field(default_factory=threading.Lock)
     """Held while a node is off."""
     _spare: threading.Lock = field(default_factory=threading.Lock)
@@ -270,7 +273,7 @@ class Storm:
                     raise
             for more in range(3):
                 if left := self._take_spare():
-                    case = Case(f"storm-more-{more}", ("prepare", TRAIN), nodes=2, max_restarts=len(left))
+                    case = Case(f"storm-more-{more}", nodes=2, max_restarts=len(left))
                     self._live(Fate(case, tuple(replace(one, stage=TRAIN, together=False) for one in left)))
         self.overlaps, self.seen = watch.overlaps, watch.seen
         self.say("-", f"all over after {time.monotonic() - began:.0f} s")
@@ -320,6 +323,9 @@ class Storm:
                 failure = status.get("failure") or {}
                 why = f" ({failure.get('class')}: {str(failure.get('message'))[:160]})" if failure else ""
                 self.say(course.name, f"{status['phase']} after {status.get('restarts', 0)} restarts{why}")
+                for event in patiently(lambda: team.events(course.name)):
+                    if event["reason"] in _TELLING:
+                        self.log.append(f"    {event['firstTimestamp']} {event['message'][:300]}")
                 return
             time.sleep(_ASK_SECONDS)
         self.say(course.name, "LOST\n" + patiently(lambda: team.tell(course.name)))
@@ -353,7 +359,8 @@ class Storm:
         return None
 
     def _make(self, team: Team, course: Course, first: Fault, others: Sequence[Fault], aim: Aim) -> None:
-        with self._hand:
+        # A signal needs no API server, and a training does not wait for one that is away.
+        with nullcontext() if first.kind in BLIND | RANKS else self._hand:
             if aim.pods and not set(aim.pods) <= set(living(team.box, team.namespace)):
                 raise Missed("it is over meanwhile")
             match first.kind:
@@ -395,8 +402,11 @@ class Storm:
         course.made.append(fault)
         if fault.kind not in CONTROL:
             late = _late(course, fault, aim)
-            course.strikes.append(Strike(fault.kind, aim.stage, aim.attempt, late))
-            course.struck[aim.stage] = aim.attempt
+            # Between two attempts there is nobody to hit, but the next may just have begun.
+            between = fault.moment is Moment.BETWEEN
+            course.strikes.append(Strike(fault.kind, aim.stage, aim.attempt, late or between))
+            if not between:
+                course.struck[aim.stage] = aim.attempt
 
     def _suspend(self, team: Team, course: Course, fault: Fault, aim: Aim) -> None:
         patiently(lambda: team.patch(course.name, {"runPolicy": {"suspend": True}}))
@@ -513,8 +523,9 @@ def _aim(team: Team, course: Course, fault: Fault, status: Object) -> Aim | None
             there = state == "Running" and (fault.kind in CONTROL or known > struck)
             return Aim(fault.stage, known, tuple(one for one in ours if one.attempt == known)) if there else None
         case Moment.BETWEEN:
-            between = known and (state in ("Failed", "Suspended") or known > struck)
-            return Aim(fault.stage, known) if between else None
+            if known and state in ("Failed", "Suspended"):
+                return Aim(fault.stage, known + 1)
+            return Aim(fault.stage, known) if known > struck else None
         case Moment.BEGUN if fresh and ours:
             return _with_ranks(team, fault, Aim(fault.stage, attempt, ours))
         case Moment.STEP if fresh and ours and steps_of(course, since=min(one.began for one in ours)) >= _step(fault):

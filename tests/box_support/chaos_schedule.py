@@ -45,7 +45,7 @@ CONTROL = frozenset({Kind.OPERATOR, Kind.OPERATORS, Kind.API})
 """Faults of what steers the jobs; nothing of a job itself is touched, and none may end differently for it."""
 RANKS = frozenset({Kind.KILL_RANK, Kind.CRASH_RANK, Kind.RAISE, Kind.HANG})
 """Need a process of a training."""
-BLIND = frozenset({Kind.KILL_POD, Kind.KILL_RANK, Kind.CRASH_RANK})
+BLIND = frozenset({Kind.KILL_POD, Kind.KILL_RANK, Kind.CRASH_RANK, Kind.RAISE})
 """Can be made while there is no API server."""
 GRACEFUL = frozenset({Kind.DELETE_POD, Kind.PREEMPT, Kind.SHUT_DOWN, Kind.DELETE_CHILD, Kind.SUSPEND})
 """The pods are told to end and may come to their end first."""
@@ -137,7 +137,7 @@ class Case:
     """One job."""
 
     name: str
-    stages: tuple[str, ...] = (PREPARE, TRAIN)
+    stages: tuple[str, ...] = (PREPARE, TRAIN, EVALUATE)
     launcher: Launcher = "job"
     nodes: int = 1
     max_restarts: int = 3
@@ -225,13 +225,9 @@ class Schedule:
 
 # ----------------------------------------------------------------------------------------------------------- generation
 
-_SHAPES = (
-    (PREPARE, TRAIN),
-    (PREPARE, TRAIN),
-    (PREPARE, TRAIN, EVALUATE),
-    (PREPARE, TRAIN, EVALUATE, PREDICT),
-    (PREPARE, PREDICT),
-)
+# What is trained is evaluated, too.
+_TRAINS = (PREPARE, TRAIN, EVALUATE)
+_SHAPES = (_TRAINS, _TRAINS, _TRAINS, (*_TRAINS, PREDICT), (PREPARE, EVALUATE), (PREPARE, PREDICT))
 _MACHINES: tuple[tuple[Launcher, int], ...] = (
     ("job", 2), ("pytorchjob", 2), ("mpijob", 2), ("job", 1), ("pytorchjob", 1),
 )  # fmt: skip
@@ -279,7 +275,7 @@ def _case(
 ) -> Case:
     launcher, nodes = machine
     if doom is not None and DOOMED_STAGE[doom] not in stages:
-        stages = (PREPARE, TRAIN, EVALUATE) if doom is Doom.GATE else (PREPARE, TRAIN)
+        stages = _TRAINS
     return Case(name, stages, launcher, nodes, dice.choice((1, 2, 3)), doom)
 
 

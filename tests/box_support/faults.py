@@ -300,7 +300,8 @@ def kill_operator(box: Box, which: Literal["acting", "all"] = "all") -> list[str
     running = [
         pod["metadata"]["name"]
         for pod in operator_pods(box)
-        if all("running" in one["state"] for one in pod["status"].get("containerStatuses", [{"state": {}}]))
+        if "deletionTimestamp" not in pod["metadata"]
+        and all("running" in one["state"] for one in pod["status"].get("containerStatuses", [{"state": {}}]))
     ]
     hit = [name for name in running if which == "all" or name == acting_operator(box)]
     for name in hit:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -272,6 +273,30 @@ def test_mpirun_is_never_started_without_its_hosts(content, failure_class, reaso
         hosts_of(None, {"OMPI_MCA_orte_default_hostfile": str(file)}, spread_over_nodes(bench, 1).job.training.world)
     assert (caught.value.failure_class, caught.value.reason) == (failure_class, reason)
     assert str(file) in caught.value.message
+
+
+def test_mpirun_is_started_when_all_workers_have_names():
+    from finetune_trainer.launching.mpi import wait_for_names
+
+    asked = []
+
+    def resolve(host: str, port: int) -> None:
+        asked.append(host)
+        if len(asked) < 3:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    wait_for_names(["w-0", "w-1"], resolve, pause=0)
+    assert asked == ["w-0", "w-0", "w-0", "w-1"]
+
+
+def test_a_worker_without_a_name_is_told_after_a_while():
+    from finetune_trainer.failures import StageError
+    from finetune_trainer.launching.mpi import wait_for_names
+
+    with pytest.raises(StageError) as caught:
+        wait_for_names(["localhost", "w-1.invalid"], seconds=0)
+    assert (caught.value.failure_class, caught.value.reason) == (FailureClass.COLLECTIVE, "WorkerUnreachable")
+    assert "w-1.invalid" in caught.value.message
 
 
 def test_mpirun_gets_the_names_of_what_the_ranks_need_and_nothing_else():

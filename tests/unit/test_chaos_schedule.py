@@ -59,9 +59,9 @@ def test_many_storms_have_every_doom_moment_and_shape() -> None:
     assert {fate.case.doom for one in storms for fate in one.fates} == {None, *Doom}
     assert {fault.moment for one in storms for fault in one.faults} == set(Moment)
     assert {fate.case.stages for one in storms for fate in one.fates} == {
-        ("prepare", "train"),
         ("prepare", "train", "evaluate"),
         ("prepare", "train", "evaluate", "predict"),
+        ("prepare", "evaluate"),
         ("prepare", "predict"),
     }
     assert any(fault.together for one in storms for fault in one.faults)
@@ -117,7 +117,7 @@ def test_no_kind_is_dealt_again_before_all_were_dealt() -> None:
 # -------------------------------------------------------------------------------------------------------------- judging
 
 
-TWO_STAGES = Case("job")
+TWO_STAGES = Case("job", ("prepare", "train"))
 
 
 @dataclass(frozen=True)
@@ -141,16 +141,16 @@ def failed(failure: str, restarts: int = 0, counted: int = 0) -> End:
 
 WELL = {PREPARE: 1, TRAIN: 1}
 TWICE = {PREPARE: 1, TRAIN: 2}
-ONCE_ONLY = Case("job", max_restarts=1)
+ONCE_ONLY = Case("job", ("prepare", "train"), max_restarts=1)
 GATED = Case("job", (PREPARE, TRAIN, EVALUATE), doom=Doom.GATE)
 
 CASES: Mapping[str, Judged] = {
     "left alone, it succeeds": Judged(WELL, right=(ok(),)),
     "doomed by its column, it fails in prepare": Judged(
-        {PREPARE: 1}, case=Case("job", doom=Doom.COLUMN), right=(failed("DataError"),)
+        {PREPARE: 1}, case=Case("job", ("prepare", "train"), doom=Doom.COLUMN), right=(failed("DataError"),)
     ),
     "doomed by its column, it never comes to train": Judged(
-        WELL, case=Case("job", doom=Doom.COLUMN), wrong="job must not come to train"
+        WELL, case=Case("job", ("prepare", "train"), doom=Doom.COLUMN), wrong="job must not come to train"
     ),
     "below its gate, it fails in evaluate after all restarts that faults explain": Judged(
         {PREPARE: 1, TRAIN: 2, EVALUATE: 1},
@@ -186,7 +186,7 @@ CASES: Mapping[str, Judged] = {
     "a micro-batch of one row cannot be halved again": Judged(
         {PREPARE: 1, TRAIN: 4},
         tuple(Strike(Kind.KILL_POD, TRAIN, attempt) for attempt in range(1, 5)),
-        Case("job", nodes=2),
+        Case("job", ("prepare", "train"), nodes=2),
         right=(failed("OutOfMemory", 3),),
     ),
     "an error of a process is the end": Judged(WELL, (Strike(Kind.RAISE, TRAIN, 1),), right=(failed("ProgramError"),)),

@@ -19,7 +19,7 @@ from finetune_operator.reconcile.decide import decide
 from finetune_operator.reconcile.remedies import LOG_LIMIT
 from finetune_operator.reconcile.silence import MOST_LOGS
 from finetune_operator.reconcile.times import stamp
-from reconcile_world import NOON, SPEC, World
+from reconcile_world import NOON, SPEC, World, report
 
 LIMIT = 600
 HALF, MINUTE = LIMIT / 2, 60
@@ -318,3 +318,18 @@ def test_no_attempt_is_stopped_that_could_have_moved_unheard_or_moved_in_time(wa
         if stopped:
             assert failure_of(world).stage == Stage.TRAIN.value
             return
+
+
+def test_an_attempt_that_is_ending_is_judged_by_its_end_and_not_by_its_silence():
+    """One pod is on a node without power: it was told to go and does not, and the other has lost its connection."""
+    world = training()
+    pod = world.pods["reviews-train-1-1"]
+    pod["stuck"] = True
+    pod["metadata"]["deletionTimestamp"] = world.after(LIMIT)
+    world.end_pod("reviews-train-1-0", 150, report("train", (FailureClass.COLLECTIVE, 1.0)))
+    world.settle()
+    world.wait(LIMIT)
+    assert world.stage("train") == ("Running", 1)
+    world.wait(MINUTE)
+    assert (failure_of(world).failure_class, failure_of(world).pod) == ("NodeLost", "reviews-train-1-1")
+    assert world.job().status.counted_restarts == 0

@@ -13,7 +13,7 @@ from finetune_operator.planning.types import Adaptation, JobPlan
 def next_adaptation(plan: JobPlan, current: Adaptation) -> Adaptation:
     """The adaptation after `plan`, which was made with `current`, has run out of memory; of a plan that trains."""
     if plan.trainer.training is None:
-        raise ValueError("the built-in loop does not train here: no micro-batch to halve, no strategy to leave out")
+        raise ValueError("nothing is trained, so there is no micro-batch to halve and no strategy to leave out")
     micro = plan.trainer.training.batch.micro_batch_size
     if micro > 1:
         return Adaptation(micro // 2, current.skipped_strategies)

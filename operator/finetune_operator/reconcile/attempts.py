@@ -197,7 +197,9 @@ def _listened(course: Course, stage: StageStatus, child: ChildView, pods: Sequen
     if progress is not None and told:
         course = course.with_status(progress=progress)
     quiet = silence(course.job, course.observed, course.settings, stage.name, stage.attempt)
-    if quiet is None or course.spec.run_policy.suspend:
+    # Once a pod has failed, or has to go, the attempt is ending: its silence is an echo, and an end has its own limits.
+    ending = any(pod.phase == "Failed" for pod in pods) or _held_up(pods)
+    if quiet is None or ending or course.spec.run_policy.suspend:
         return course
     heard = dict(course.observed.logs)
     unread = [pod for pod in witnesses(pods) if pod.name not in heard]

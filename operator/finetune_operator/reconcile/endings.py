@@ -123,8 +123,7 @@ def _only_rank(course: Course, stage: StageStatus, cause: Cause) -> int | None:
 
 
 def _remedy(course: Course, stage: StageStatus, cause: Cause) -> Remedy:
-    """The table's, but that memory can be adapted in train only, by the built-in loop, and only when the job wants it.
-    """
+    """The table's, but that memory is adapted in train only, of the built-in loop, and only when the job wants it."""
     if cause.remedy is not Remedy.ADAPT:
         return cause.remedy
     if course.spec.run_policy.on_out_of_memory == "fail":

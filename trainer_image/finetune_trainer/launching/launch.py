@@ -172,6 +172,7 @@ def _mpirun(arguments: argparse.Namespace, job: TrainerJob) -> Ranks:
     """mpirun starts the ranks of all pods, so all reports are read here."""
     world = _world(arguments, job)
     file, hosts = mpi.hosts_of(arguments.hostfile, os.environ, world)
+    mpi.wait_for_names(hosts)
     stage = Stage(arguments.stage)
     # Of this attempt alone: an earlier one may have left its own.
     reports = JobPaths.of(arguments.workspace, job.name).reports / f"{stage}-{socket.gethostname()}-{uuid.uuid4().hex}"

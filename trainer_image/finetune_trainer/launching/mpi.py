@@ -12,8 +12,9 @@ import os
 import re
 import shutil
 import signal
+import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from finetune_contract.job import World
@@ -22,6 +23,8 @@ from finetune_contract.report import FailureReport
 from finetune_trainer.failures import StageError
 
 ENV_HOSTFILE = "OMPI_MCA_orte_default_hostfile"
+NAMES_SECONDS = 120.0
+"""For a name to be known. DNS servers remember for up to 30 s that there was none."""
 _MASTER_PORT = "29500"
 _FORWARDED = frozenset(
     {
@@ -85,6 +88,34 @@ def hosts_of(asked: Path | None, environment: Mapping[str, str], world: World) -
             "Check the number of workers.",
         )
     return file, hosts
+
+
+def wait_for_names(
+    hosts: Sequence[str],
+    resolve: Callable[[str, int], object] = socket.getaddrinfo,
+    seconds: float = NAMES_SECONDS,
+    pause: float = 0.5,
+) -> None:
+    """Returns when every host has an address. StageError COLLECTIVE.
+
+    The MPI operator waits until the workers are ready, and their names are in the DNS a while later. ssh asks for each
+    once, and mpirun gives up with the first.
+    """
+    deadline = time.monotonic() + seconds
+    for host in hosts:
+        while True:
+            try:
+                resolve(host, SSH_PORT)
+                break
+            except OSError as error:
+                if time.monotonic() >= deadline:
+                    raise StageError(
+                        FailureClass.COLLECTIVE,
+                        "WorkerUnreachable",
+                        f"The name of worker {host} was not known within {seconds:g} s: {error}.",
+                        "Look at the workers' pods, at their headless Service and at the cluster's DNS.",
+                    ) from error
+                time.sleep(pause)
 
 
 def mpirun_command(file: Path, world: World, environment: Mapping[str, str], program: Sequence[str]) -> list[str]:
