@@ -234,7 +234,9 @@ def image_folders() -> dict[str, str]:
 def build_image(name: str) -> str:
     """Build one of our Dockerfiles for real; what has not changed since the last time is not built again."""
     file = f"images/{name.removeprefix('finetune-')}/Dockerfile"
-    command = [str(TOOLS / "image-build"), "-f", file, "-t", f"{name}:test", "."]
+    # The nodes of a box have no GPUs; only the trainer's image differs for them.
+    variant = ["--", "--build-arg", "ACCELERATOR=cpu"] if name == TRAINER else []
+    command = [str(TOOLS / "image-build"), "-f", file, "-t", f"{name}:test", ".", *variant]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
     assert ran.returncode == 0, f"{' '.join(command)}\n{ran.stdout[-2000:]}{ran.stderr[-6000:]}"
     return ran.stdout.strip().splitlines()[-1]
