@@ -250,7 +250,7 @@ def _script_rule(path: str, *, inference: bool = False) -> Rule:
     default = shape.default
 
     def holds(spec: FineTuneJobSpec) -> bool:
-        if spec.training is None or spec.training.script is None:
+        if spec.script is None:
             return True
         if inference and (spec.evaluation is not None or spec.predict is not None):
             return True
@@ -288,8 +288,7 @@ def _stays_inside(path: str, read: Callable[[ScriptSpec], str | None]) -> Rule:
     """A path below the repository."""
 
     def holds(spec: FineTuneJobSpec) -> bool:
-        script = None if spec.training is None else spec.training.script
-        return script is None or ".." not in (read(script) or "").split("/")
+        return spec.script is None or ".." not in (read(spec.script) or "").split("/")
 
     given = "".join(
         f" && has(self.{each})" for each in ("training.script", *((path,) if path.endswith("path") else ()))

@@ -20,6 +20,7 @@ from finetune_operator.api.types import (
     Image,
     NonNegative,
     ObjectName,
+    RunPolicySpec,
     Scheme,
     SecretSpec,
     SpecModel,
@@ -200,6 +201,10 @@ class Settings(SpecModel):
         default="USD", description="ISO 4217 code of the prices."
     )
     prices: tuple[Price, ...] = Field(default=(), description="Price table. Left out: costs are not estimated.")
+
+    def progress_deadline(self, policy: RunPolicySpec) -> int:
+        """Seconds after which an attempt that tells nothing new is stopped: the job's, or else ours; 0: never."""
+        return policy.progress_deadline_seconds or self.limits.progress_seconds
 
 
 CLUSTER_SETTINGS = Settings()

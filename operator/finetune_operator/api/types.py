@@ -759,6 +759,11 @@ class FineTuneJobSpec(SpecModel):
     )
     run_policy: RunPolicySpec = Field(default=RunPolicySpec(), description="The job's life. Left out: the defaults.")
 
+    @property
+    def script(self) -> ScriptSpec | None:
+        """The user's own program that trains, in place of the built-in loop."""
+        return None if self.training is None else self.training.script
+
 
 # --------------------------------------------------------------------------------------------------------------- status
 

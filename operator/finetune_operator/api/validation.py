@@ -294,8 +294,7 @@ def _argument_texts(found: ArgumentProblem) -> tuple[str, str]:
 
 def _hyperparameters(spec: FineTuneJobSpec) -> Iterator[Problem]:
     """What cannot be a word of a command line. Everything else reaches the program byte for byte."""
-    script = spec.training.script if spec.training else None
-    for name, value in (script.hyperparameters if script else {}).items():
+    for name, value in (spec.script.hyperparameters if spec.script else {}).items():
         path = ("spec", "training", "script", "hyperparameters", name)
         if not re.fullmatch(HYPERPARAMETER_PATTERN.strip("^$"), name):
             rule = f"is not {PATTERN_WORDS[HYPERPARAMETER_PATTERN]}, and becomes --NAME on the command line"
@@ -327,8 +326,8 @@ def _settings(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
             "spec.image", describe_value(spec.image), "is not allowed by the administrator",
             f"use one of {', '.join(settings.images)}", reason="Forbidden",
         )  # fmt: skip
-    if spec.training and spec.training.script:
-        yield from _git_host(spec.training.script.git.url, settings)
+    if spec.script is not None:
+        yield from _git_host(spec.script.git.url, settings)
 
 
 def _uris(spec: FineTuneJobSpec) -> Iterator[tuple[str, str]]:

@@ -99,8 +99,8 @@ def inputs_of(job: FineTuneJob, stage: Stage) -> Inputs:
         parts["predict.dataset"] = spec.predict.dataset
     if spec.training is not None:
         parts["training.seed"] = spec.training.seed
-        if spec.training.script is not None:
-            parts["training.script.git"] = spec.training.script.git
+    if spec.script is not None:
+        parts["training.script.git"] = spec.script.git
     if stage is not Stage.PREPARE:
         parts |= {"training": spec.training, "parallelism": spec.parallelism}
     if stage is Stage.EVALUATE:

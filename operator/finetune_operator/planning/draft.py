@@ -98,7 +98,12 @@ class Draft:
     @property
     def script(self) -> ScriptSpec | None:
         """The user's own program that trains, in place of the loop."""
-        return None if self.spec.training is None else self.spec.training.script
+        return self.spec.script
+
+    @property
+    def loops(self) -> bool:
+        """Whether the built-in loop trains."""
+        return self.spec.training is not None and self.script is None
 
     @property
     def train_split(self) -> SplitFacts | None:

@@ -66,7 +66,7 @@ def plan(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptat
     draft = _walk(draft, choose_stages, check_expressible, check_place, check_lengths, choose_launcher)
     if draft.script is not None:
         draft = _walk(draft, choose_world, choose_script, choose_capacity)
-    elif job.spec.training is not None:
+    elif draft.loops:
         draft = _walk(draft, choose_world, choose_precision, choose_adapter, check_parallelism, choose_steps)
         draft = _walk(draft, check_batch, choose_checkpoints, choose_capacity)
         draft = _walk(draft, choose_strategy)
@@ -147,7 +147,7 @@ def _with_lengths(draft: Draft) -> Draft:
         return replace(draft, lengths=Lengths(split.longest, max(1.0, split.tokens / split.rows)))
     limit = draft.data.max_length if draft.data else _length_limit(draft.spec.preparation.max_length, draft.model)
     draft = replace(draft, lengths=Lengths(limit, float(limit)))
-    if draft.spec.training is None or draft.script is not None or split is not None:
+    if not draft.loops or split is not None:
         return draft
     return draft.assuming(
         f"lengths: nothing is prepared yet; every row is taken to have {limit} tokens, the most it can have"
@@ -185,7 +185,7 @@ def choose_stages(draft: Draft) -> Draft:
     if spec.training is not None:
         stages.append(Stage.TRAIN)
     # What a user's own program trains may be nothing that we can measure: only when asked.
-    if (spec.training is not None and draft.script is None) or spec.evaluation is not None:
+    if draft.loops or spec.evaluation is not None:
         stages.append(Stage.EVALUATE)
     if predicts:
         stages.append(Stage.PREDICT)
@@ -380,7 +380,7 @@ def trainer_job(draft: Draft) -> TrainerJob:
         ),
         dataset=None if spec.dataset is None else data_source(spec.task, spec.dataset),
         preparation=Preparation(max_length=spec.preparation.max_length, workers=spec.preparation.workers),
-        training=None if spec.training is None or draft.script is not None else _training(draft),
+        training=_training(draft) if draft.loops else None,
         script=None if draft.script is None else script_order(draft, draft.script),
         evaluation=_evaluation(draft),
         predict=_prediction(draft),
@@ -393,7 +393,6 @@ def _no_estimate(draft: Draft) -> str:
 
 
 def _finish(draft: Draft) -> JobPlan:
-    loops = draft.spec.training is not None and draft.script is None
     if Stage.EVALUATE in draft.stages or Stage.PREDICT in draft.stages:
         draft = draft.because(
             f"inference batches of {inference_tokens(draft):,} padded tokens: rows of like length together, "
@@ -403,12 +402,12 @@ def _finish(draft: Draft) -> JobPlan:
         name=draft.job.name,
         stages=draft.stages,
         launcher=decided(draft.launcher),
-        strategy=decided(draft.strategy).label if loops else SCRIPT if draft.script is not None else "none",
+        strategy=decided(draft.strategy).label if draft.loops else SCRIPT if draft.script is not None else "none",
         capacity=draft.capacity,
         trainer=trainer_job(draft),
         deepspeed_overrides=draft.spec.parallelism.deepspeed_config,
         memory=draft.memory,
-        estimate=estimate_training(draft) if loops else Estimate(basis=_no_estimate(draft)),
+        estimate=estimate_training(draft) if draft.loops else Estimate(basis=_no_estimate(draft)),
         hardware=draft.hardware,
         model=draft.model,
         data=draft.data,

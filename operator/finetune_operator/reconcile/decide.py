@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import Condition, ConditionType, FineTuneJobStatus, StageStatus
-from finetune_operator.planning.types import JobPlan, PlanRefused
+from finetune_operator.planning.types import PlanRefused
 from finetune_operator.reconcile.attempts import gone_after, settle
 from finetune_operator.reconcile.course import Course, Stalled, reference
 from finetune_operator.reconcile.endings import delay_seconds, give_up, refused
@@ -202,7 +202,7 @@ def _tried_again(course: Course, current: StageStatus, refusal: Refusal, what: s
 def _made_before(course: Course, current: StageStatus, ref: ObjectRef) -> tuple[ObjectRef, ...]:
     """What the refused attempt did get: it is made anew, as the spec may change until then."""
     try:
-        manifests = _attempt(course, plan_now(course), current, current.attempt + 1)
+        manifests = stage(plan_now(course), context(course), _next_attempt(course, current))
     except PlanRefused:
         return ()
     refs = [_ref(manifest) for manifest in manifests]
@@ -371,9 +371,8 @@ def _delayed(course: Course, current: StageStatus, at: datetime) -> Course:
     return replace(course.wake(at), waiting=f"{words}{because}")
 
 
-def _attempt(course: Course, made: JobPlan, current: StageStatus, number: int) -> tuple[Manifest, ...]:
-    attempt = Attempt(Stage(current.name), number, current.avoided_nodes, next_capacity(course, current))
-    return stage(made, context(course), attempt)
+def _next_attempt(course: Course, current: StageStatus) -> Attempt:
+    return Attempt(Stage(current.name), current.attempt + 1, current.avoided_nodes, next_capacity(course, current))
 
 
 def _ref(manifest: Manifest) -> ObjectRef:
@@ -384,10 +383,11 @@ def _ref(manifest: Manifest) -> ObjectRef:
 
 def _started(course: Course, current: StageStatus) -> Course:
     """Create the next attempt. The claim is made once: it holds the results, and a new one would hide their loss."""
-    number = current.attempt + 1
+    attempt = _next_attempt(course, current)
+    number, capacity = attempt.number, attempt.capacity
     try:
         made = plan_now(course)
-        own = _attempt(course, made, current, number)
+        own = stage(made, context(course), attempt)
     except PlanRefused as problems:
         cause = Cause(
             OperatorCause.PLAN_REFUSED,
@@ -396,7 +396,7 @@ def _started(course: Course, current: StageStatus) -> Course:
             "Create a new job with the change that the message names.",
         )
         return give_up(course, current, cause.told(Stage(current.name), number))
-    child, capacity = _ref(own[-1]), next_capacity(course, current)
+    child = _ref(own[-1])
     now = stamp(course.now)
     if (after := plan_status(made)) != course.status.plan:
         # Settings, prices or the operator may be others than when it was planned.

@@ -35,7 +35,7 @@ from finetune_operator.reconcile.results import (
     with_report,
 )
 from finetune_operator.reconcile.spot import taken_away
-from finetune_operator.reconcile.times import moment, stamp
+from finetune_operator.reconcile.times import seconds_since, stamp
 from finetune_operator.reconcile.usage import attempt_over
 
 STEADY_SECONDS = 600
@@ -56,7 +56,7 @@ def stage_succeeded(course: Course, stage: StageStatus, report: TrainerReport, a
         failure=None if failure is not None and failure.stage == stage.name else failure,
     )
     figure = headline(metrics_of(report))
-    took = f" in {human_seconds(_ran(stage, at))}"
+    took = f" in {human_seconds(seconds_since(stage.start_time, at))}"
     course = course.tell("StageSucceeded", f"Stage {stage.name} succeeded{took}{f': {figure}' if figure else ''}.")
     if report.measured is None:
         return course
@@ -79,11 +79,6 @@ def _replanned(course: Course, stage: StageStatus) -> Course:
     if after == course.status.plan:
         return course
     return course.with_status(plan=after).tell("Planned", f"Planned anew on measured facts: {plan_sentence(made)}")
-
-
-def _ran(stage: StageStatus, until: datetime) -> float:
-    started = moment(stage.start_time)
-    return 0.0 if started is None else max(0.0, (until - started).total_seconds())
 
 
 def attempt_failed(course: Course, stage: StageStatus, cause: Cause, at: datetime | None = None) -> Course:
@@ -128,8 +123,7 @@ def _remedy(course: Course, stage: StageStatus, cause: Cause) -> Remedy:
         return cause.remedy
     if course.spec.run_policy.on_out_of_memory == "fail":
         return Remedy.FAIL
-    training = course.spec.training
-    loops = stage.name == "train" and training is not None and training.script is None
+    loops = stage.name == "train" and course.spec.script is None
     return Remedy.ADAPT if loops else Remedy.COUNTED
 
 
@@ -152,7 +146,7 @@ def _adapted(course: Course, stage: StageStatus, cause: Cause, failure: FailureS
 
 def _again(course: Course, stage: StageStatus, cause: Cause, how: str) -> Course:
     """Another attempt after a delay that doubles with each failure in a row."""
-    steady = _ran(stage, course.now) >= STEADY_SECONDS
+    steady = seconds_since(stage.start_time, course.now) >= STEADY_SECONDS
     in_row = 1 if steady else stage.failures_in_row + 1
     seconds = delay_seconds(course.settings.limits, in_row)
     avoided = stage.avoided_nodes

@@ -55,7 +55,7 @@ def silence(job: JobView, observed: Observed, settings: Settings, stage: str, at
     told = any((one.name, one.state, one.attempt) == (stage, "Running", attempt) for one in job.status.stages)
     if job.job is None or not told or observed.heard_since is None:
         return None
-    seconds = job.job.spec.run_policy.progress_deadline_seconds or settings.limits.progress_seconds
+    seconds = settings.progress_deadline(job.job.spec.run_policy)
     # What is stored was told by this attempt: the beginning of each takes away what the one before has told.
     last = observed.progress or job.status.progress
     if not seconds or last is None:

@@ -104,7 +104,7 @@ def _read_by(spec: FineTuneJobSpec, stage: Stage) -> Iterator[tuple[str, str]]:
     own program reads them itself, and what evaluates its model prepares them then.
     """
     yield "spec.model.uri", spec.model.uri
-    if stage is not Stage.PREPARE and (spec.training is None or spec.training.script is None):
+    if stage is not Stage.PREPARE and spec.script is None:
         return
     if spec.dataset is not None:
         yield "spec.dataset.uri", spec.dataset.uri

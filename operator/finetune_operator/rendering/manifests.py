@@ -28,7 +28,7 @@ from finetune_operator.rendering.trainer_pod import (
     StagePods,
     stage_pod,
 )
-from finetune_operator.rendering.types import JOB_LABEL, MANAGED_BY, UID_LABEL, Attempt, Manifest, RenderContext
+from finetune_operator.rendering.types import JOB_LABEL, MANAGED_BY, Attempt, Manifest, RenderContext
 
 
 def render(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
@@ -125,11 +125,10 @@ def _owned(context: RenderContext) -> Manifest:
 
 def _network_policy(plan: JobPlan, context: RenderContext) -> Manifest:
     rules = rules_of(plan.name, context)
-    uid: Manifest = {} if context.owner is None else {UID_LABEL: context.owner.uid}
     metadata: Manifest = {
         "name": JobNames.of(plan.name).network_policy,
         "namespace": context.namespace,
-        "labels": {**MANAGED_BY, JOB_LABEL: plan.name, **uid},
+        "labels": {**MANAGED_BY, **context.job_labels(plan.name)},
         "annotations": {ALLOWS_ANNOTATION: rules.words},
         **_owned(context),
     }

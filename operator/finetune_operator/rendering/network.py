@@ -14,9 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import JsonValue
 
 from finetune_operator.rendering.types import (
-    JOB_LABEL,
     PROGRESS_PORT,
-    UID_LABEL,
     Manifest,
     ProgressEndpoint,
     RenderContext,
@@ -51,9 +49,6 @@ class Rules:
 def rules_of(job: str, context: RenderContext) -> Rules:
     """The rules for the job called `job`."""
     settings = context.settings.network_policy
-    labels: dict[str, JsonValue] = {JOB_LABEL: job}
-    if context.owner is not None:
-        labels[UID_LABEL] = context.owner.uid
     egress: list[Manifest] = []
     words = ["In: pods of this job. Out: pods of this job", "DNS (port 53)"]
     if context.progress is not None:
@@ -69,7 +64,7 @@ def rules_of(job: str, context: RenderContext) -> Rules:
     if extra:
         egress += extra
         words.append(f"{len(extra)} rule{'s' * (len(extra) > 1)} of the operator's settings, the last of those below")
-    return Rules({"matchLabels": labels}, tuple(egress), f"{'; '.join(words)}.")
+    return Rules({"matchLabels": {**context.job_labels(job)}}, tuple(egress), f"{'; '.join(words)}.")
 
 
 def _progress(endpoint: ProgressEndpoint, url: str | None) -> list[tuple[Manifest, str]]:

@@ -51,11 +51,9 @@ from finetune_operator.rendering.types import (
     ATTEMPT_LABEL,
     CAPACITY_LABEL,
     HASH_ANNOTATION,
-    JOB_LABEL,
     MANAGED_BY,
     PROGRESS_AUDIENCE,
     STAGE_LABEL,
-    UID_LABEL,
     Attempt,
     RenderContext,
 )
@@ -116,10 +114,8 @@ class StagePods:
     @property
     def identity(self) -> dict[str, str]:
         """Labels that no pod of another attempt has."""
-        uid = {} if self.context.owner is None else {UID_LABEL: self.context.owner.uid}
         return {
-            JOB_LABEL: self.plan.name,
-            **uid,
+            **self.context.job_labels(self.plan.name),
             STAGE_LABEL: self.stage.value,
             ATTEMPT_LABEL: str(self.attempt.number),
         }
@@ -247,7 +243,7 @@ def _stacks(pods: StagePods) -> dict[str, str]:
     operator still finds it in the log.
     """
     context = pods.context
-    seconds = context.spec.run_policy.progress_deadline_seconds or context.settings.limits.progress_seconds
+    seconds = context.settings.progress_deadline(context.spec.run_policy)
     return {ENV_STACKS_SECONDS: str(max(1, seconds // 2))} if seconds else {}
 
 

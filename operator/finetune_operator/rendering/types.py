@@ -61,6 +61,11 @@ class RenderContext:
     owner: Owner | None = None
     progress: ProgressEndpoint | None = None
 
+    def job_labels(self, job: str) -> dict[str, str]:
+        """What tells the objects of the job from those of any other, one of the same name before it included."""
+        uid = {} if self.owner is None else {UID_LABEL: self.owner.uid}
+        return {JOB_LABEL: job, **uid}
+
 
 @dataclass(frozen=True)
 class Attempt:
