@@ -309,7 +309,8 @@ def test_the_spot_example_trains_on_the_spot_node_and_nothing_else_does(
 
 def test_the_suspended_example_has_a_plan_and_no_pod_until_it_is_patched(runs: dict[str, Future[Ended]]) -> None:
     seen = runs["suspended"].result().seen
-    assert seen["held"]["plan"]["strategy"] == "single"
+    # How it saves memory depends on what the small model and its small pods are here.
+    assert seen["held"]["plan"]["strategy"].split("+")[0] == "single"
     assert (seen["pods"], seen["children"]) == ([], [])
 
 
