@@ -286,7 +286,7 @@ def make_job(model: Path, data: Path, **training: Any) -> TrainerJob:
             "dataset": {"uri": f"file://{data}", "columns": {"text": "text", "label": "label"}},
             "preparation": {"max_length": 32},
             "training": section,
-            "evaluation": {"batch_tokens": 1024},
+            "evaluation": {"device": "cpu", "batch_tokens": 1024},
         }
     )
 

@@ -480,7 +480,7 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], FailureClass, str, list[str]]] = {
     ),
     "nothing to predict": (
         lambda data: (data / "test.jsonl").unlink(),
-        {"predict": {"batch_tokens": 100}},
+        {"predict": {"device": "cpu", "batch_tokens": 100}},
         FailureClass.DATA,
         "SplitNotFound",
         ["predict.dataset"],
@@ -588,7 +588,7 @@ def test_equal_input_is_prepared_once_and_any_change_prepares_anew(data, paths, 
 def test_another_predict_data_set_leaves_the_fingerprint_of_the_training_data(data, paths, tmp_path):
     first = prepare(a_job(data), paths, NoProgress())
     other = write_lines(tmp_path / "new.jsonl", [{"text": "unseen", "id": "x"}])
-    predict = {"dataset": {"uri": f"file://{other}"}, "columns": ["id"], "batch_tokens": 64}
+    predict = {"dataset": {"uri": f"file://{other}"}, "columns": ["id"], "device": "cpu", "batch_tokens": 64}
     facts = prepare(a_job(data, predict=predict), paths, NoProgress())
     assert facts.fingerprint == first.fingerprint
     assert facts.splits["predict"].rows == 1
@@ -598,7 +598,11 @@ def test_another_predict_data_set_leaves_the_fingerprint_of_the_training_data(da
 def test_of_several_splits_of_the_predict_data_set_the_test_split_is_predicted(data, paths):
     uri, splits = f"file://{data}", {"train": "train", "validation": "validation", "test": "test"}
     write_lines(data / "test.jsonl", [{"text": "the one", "label": 1}])
-    prepare(a_job(data, predict={"dataset": {"uri": uri, "splits": splits}, "batch_tokens": 64}), paths, NoProgress())
+    prepare(
+        a_job(data, predict={"dataset": {"uri": uri, "splits": splits}, "device": "cpu", "batch_tokens": 64}),
+        paths,
+        NoProgress(),
+    )
     assert PreparedData.open(paths).raw("predict").to_dict() == {"text": ["the one"]}
 
 

@@ -27,6 +27,7 @@ from finetune_trainer.progress import NoProgress
 from finetune_trainer.reporting import SAMPLES_FILE, merge_metrics
 from finetune_trainer.tasks.base import task_module
 
+SMALL: dict[str, Any] = {"device": "cpu", "batch_tokens": 64}
 LABELS = ("bad", "so-so", "good")
 ROWS = [
     {"text": " ".join(["word"] * (1 + 7 * i % 23)) + f" {i}", "label": LABELS[i % 3], "id": f"r{i}", "score": i / 2}
@@ -55,7 +56,7 @@ def a_job(model: Path, data: Path | None, **changes: Any) -> TrainerJob:
         "name": "job",
         "task": "text-classification",
         "model": {"uri": f"file://{model}"},
-        "evaluation": {"batch_tokens": 64},
+        "evaluation": SMALL,
     }
     if data is not None:
         body["dataset"] = {"uri": f"file://{data}", "columns": {"text": "text", "label": "label"}}
@@ -94,7 +95,7 @@ def test_logits_come_in_the_order_of_the_rows_and_padding_does_not_change_them(m
     network = task_module(job.task).load_model(job, str(model), {})
     network.train()
     progress = Recorder()
-    logits = logits_of(network, PreparedData.open(paths), "test", batch_tokens=64, progress=progress)
+    logits = logits_of(network, PreparedData.open(paths), "test", **SMALL, progress=progress)
     np.testing.assert_allclose(logits, one_by_one(model, [row["text"] for row in ROWS]), rtol=1e-4, atol=1e-5)
     assert progress.said[-1] == (41, 41)
     assert [step for step, _ in progress.said] == sorted({step for step, _ in progress.said})
@@ -136,9 +137,22 @@ def test_evaluation_needs_no_raw_data(model, data, paths):
     assert evaluate(job, paths, NoProgress())["evaluate"]["rows"] == 41
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the GPU that the plan counts on")
+@pytest.mark.parametrize(("stage", "run"), [("evaluation", evaluate), ("predict", predict)])
+def test_a_plan_for_a_gpu_is_refused_where_there_is_none_and_never_computed_on_the_cpu(model, data, paths, stage, run):
+    job = a_job(model, data, **{stage: {**SMALL, "device": "cuda"}})
+    prepare(job, paths, NoProgress())
+    with pytest.raises(StageError) as caught:
+        run(job, paths, NoProgress())
+    told = caught.value
+    assert (told.failure_class, told.reason) == (FailureClass.STRATEGY_NOT_IN_EFFECT, "DeviceMissing")
+    assert not paths.predictions_jsonl.exists()
+    assert not paths.metrics.exists()
+
+
 def test_a_gate_that_is_not_met_fails_after_the_metrics_are_written(model, data, paths):
     gate = {"metric": "accuracy", "minimum": 0.999}
-    job = a_job(model, data, evaluation={"batch_tokens": 64, "metrics": ["f1"], "gate": gate})
+    job = a_job(model, data, evaluation={**SMALL, "metrics": ["f1"], "gate": gate})
     prepare(job, paths, NoProgress())
     with pytest.raises(StageError) as caught:
         evaluate(job, paths, NoProgress())
@@ -158,19 +172,19 @@ def reason_of(call: Any, *arguments: Any) -> tuple[FailureClass, str]:
 
 
 def test_an_unknown_metric_is_refused_before_the_model_runs(model, data, paths):
-    job = a_job(model, data, evaluation={"batch_tokens": 64, "metrics": ["bleu"]})
+    job = a_job(model, data, evaluation={**SMALL, "metrics": ["bleu"]})
     prepare(job, paths, NoProgress())
     assert reason_of(evaluate, job, paths) == (FailureClass.CONFIG, "UnknownMetric")
 
 
 def test_a_gate_on_the_loss_is_refused_for_a_minimum_would_let_bad_models_pass(model, data, paths):
-    job = a_job(model, data, evaluation={"batch_tokens": 64, "gate": {"metric": "loss", "minimum": 0.5}})
+    job = a_job(model, data, evaluation={**SMALL, "gate": {"metric": "loss", "minimum": 0.5}})
     prepare(job, paths, NoProgress())
     assert reason_of(evaluate, job, paths) == (FailureClass.CONFIG, "UnknownMetric")
 
 
 def test_the_samples_of_the_report_hold_texts_and_no_column_that_predictions_copy(model, data, paths):
-    job = a_job(model, data, predict={"batch_tokens": 64, "columns": ["id"]})
+    job = a_job(model, data, predict={**SMALL, "columns": ["id"]})
     prepare(job, paths, NoProgress())
     evaluate(job, paths, NoProgress())
     samples = json.loads((paths.root / SAMPLES_FILE).read_text(encoding="utf-8"))
@@ -194,7 +208,7 @@ def predicted(path: Path) -> list[dict[str, Any]]:
 
 
 def test_predictions_are_complete_in_order_and_hold_the_copied_columns(model, data, paths):
-    job = a_job(model, data, predict={"batch_tokens": 64, "columns": ["id", "label", "score"]})
+    job = a_job(model, data, predict={**SMALL, "columns": ["id", "label", "score"]})
     prepare(job, paths, NoProgress())
     result = predict(job, paths, NoProgress())
     rows = predicted(paths.predictions_jsonl)
@@ -214,7 +228,7 @@ def test_a_data_set_of_its_own_goes_to_the_named_parquet_file(model, tmp_path, p
     rows = [{"text": f"new {i}", "when": None if i < 3 else f"day {i}"} for i in range(5)]
     uri = f"file://{write_lines(tmp_path / 'new.jsonl', rows)}"
     out = tmp_path / "out" / "answers.parquet"
-    settings = {"dataset": {"uri": uri, "columns": {"text": "text"}}, "columns": ["when"], "batch_tokens": 64}
+    settings = {"dataset": {"uri": uri, "columns": {"text": "text"}}, "columns": ["when"], **SMALL}
     body = {"predict": {**settings, "output": f"file://{out}"}, "evaluation": None}
     job = a_job(model, None, **body)
     prepare(job, paths, NoProgress())
@@ -228,7 +242,7 @@ def test_a_data_set_of_its_own_goes_to_the_named_parquet_file(model, tmp_path, p
 
 
 def test_a_failed_prediction_leaves_the_earlier_file(model, data, paths):
-    job = a_job(model, data, predict={"batch_tokens": 64})
+    job = a_job(model, data, predict=SMALL)
     prepare(job, paths, NoProgress())
     predict(job, paths, NoProgress())
     before = paths.predictions_jsonl.read_bytes()
@@ -243,7 +257,7 @@ def test_a_failed_prediction_leaves_the_earlier_file(model, data, paths):
     [("file://out.txt", "OutputFormat"), ("out.jsonl", "BadUri"), ("nope://x/out.jsonl", "DriverMissing")],
 )
 def test_an_output_that_cannot_be_written_is_refused(output, reason, model, data, paths):
-    job = a_job(model, data, predict={"batch_tokens": 64, "output": output})
+    job = a_job(model, data, predict={**SMALL, "output": output})
     prepare(job, paths, NoProgress())
     assert reason_of(predict, job, paths) == (FailureClass.CONFIG, reason)
 

@@ -155,8 +155,8 @@ def cluster_job(tiny_data: Path, tiny_bert, tmp_path: Path) -> TrainerJob:
             "model": {"uri": f"file://{model}"},
             "dataset": {"uri": f"file://{data}", "columns": {"text": "text", "label": "label"}},
             "preparation": {"max_length": 32},
-            "evaluation": {"batch_tokens": 1024},
-            "predict": {"batch_tokens": 1024, "output": f"file://{claims}/out/deep/predictions.jsonl"},
+            "evaluation": {"device": "cpu", "batch_tokens": 1024},
+            "predict": {"device": "cpu", "batch_tokens": 1024, "output": f"file://{claims}/out/deep/predictions.jsonl"},
         }
     )
 

@@ -113,7 +113,7 @@ def pods_of(host: GitHost, tiny_model: Path, tiny_data: Path, tmp_path: Path) ->
             "script": settled,
         }
         if inference:
-            job["evaluation"] = {"batch_tokens": 1024}
+            job["evaluation"] = {"device": "cpu", "batch_tokens": 1024}
         return Pods(tmp_path, TrainerJob.model_validate(job), host.environment)
 
     return make

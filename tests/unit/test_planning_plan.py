@@ -158,6 +158,7 @@ def test_without_training_the_plan_has_no_training_numbers():
     assert result.trainer.evaluation.model_dump() == {
         "metrics": None,
         "gate": {"metric": "accuracy", "minimum": 0.8},
+        "device": "cpu",
         "batch_tokens": 2048,
     }
 
@@ -255,6 +256,12 @@ EIGHT_H100 = parse_hardware("gpu=H100,gpus=8,cpu=96,hostMemory=1Ti")
             id="auto without GPUs is CPU",
         ),
         pytest.param(
+            {"resources": {"gpusPerNode": 0}},
+            EIGHT_H100,
+            World(nodes=1, processes_per_node=1, device="cpu", threads_per_process=96),
+            id="the CPU of a node with GPUs, as asked",
+        ),
+        pytest.param(
             {"resources": {"gpusPerNode": 8, "nodes": 4, "processesPerNode": 4}},
             EIGHT_H100,
             World(nodes=4, processes_per_node=4, device="cuda", threads_per_process=24),
@@ -269,7 +276,10 @@ EIGHT_H100 = parse_hardware("gpu=H100,gpus=8,cpu=96,hostMemory=1Ti")
     ],
 )
 def test_the_world(spec, hardware, world):
-    assert training(planned(spec, hardware=hardware)).world == world
+    result = planned(spec, hardware=hardware)
+    assert training(result).world == world
+    assert result.trainer.evaluation is not None
+    assert result.trainer.evaluation.device == world.device
 
 
 @pytest.mark.parametrize(

@@ -173,20 +173,27 @@ def connect(world: ProcessWorld, device: Device, threads: int, strategy: Strateg
     if device == "cpu":
         keep_freed_memory()
     if device == "cuda":
-        if not torch.cuda.is_available() or torch.cuda.device_count() <= world.local_rank:
-            raise StageError(
-                FailureClass.STRATEGY_NOT_IN_EFFECT,
-                "DeviceMissing",
-                f"The plan trains on GPUs; process {world.rank} has local rank {world.local_rank} and sees "
-                f"{torch.cuda.device_count()} of them. Its torch is {torch.__version__}, built "
-                f"{'without CUDA' if torch.version.cuda is None else f'for CUDA {torch.version.cuda}'}.",
-                "Ask for as many GPUs as processes per node, use an image that is built with CUDA, and check the "
-                "node's driver.",
-            )
+        refuse_missing_gpu(world.rank, world.local_rank)
         torch.cuda.set_device(world.local_rank)
     if strategy != "single":
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         torch.distributed.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+
+
+def refuse_missing_gpu(rank: int = 0, local_rank: int = 0) -> None:
+    """StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` where the process of that rank does not see its GPU."""
+    import torch
+
+    if torch.cuda.is_available() and torch.cuda.device_count() > local_rank:
+        return
+    raise StageError(
+        FailureClass.STRATEGY_NOT_IN_EFFECT,
+        "DeviceMissing",
+        f"The plan runs this stage on GPUs; process {rank} has local rank {local_rank} and sees "
+        f"{torch.cuda.device_count()} of them. Its torch is {torch.__version__}, built "
+        f"{'without CUDA' if torch.version.cuda is None else f'for CUDA {torch.version.cuda}'}.",
+        "Ask for as many GPUs as processes per node, use an image that is built with CUDA, and check the driver.",
+    )
 
 
 def barrier() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self, TypeVar
 
-from finetune_contract.choices import Precision, Stage
+from finetune_contract.choices import Device, Precision, Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
 from finetune_contract.job import Adapter, Batch, CheckpointSchedule, Strategy, World
 from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
@@ -109,6 +109,11 @@ class Draft:
     def train_split(self) -> SplitFacts | None:
         """The prepared train split, when prepare has run."""
         return None if self.data is None else self.data.splits.get("train")
+
+    @property
+    def inference_device(self) -> Device:
+        """What evaluate and predict compute on."""
+        return "cpu" if self.spec.resources.gpus_per_node == 0 else self.hardware.device
 
     @property
     def device_bytes(self) -> int:

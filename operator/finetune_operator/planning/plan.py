@@ -315,9 +315,7 @@ def data_source(task: Task, dataset: DatasetSpec, with_answers: bool = True) -> 
 
 def inference_tokens(draft: Draft) -> int:
     """Padded tokens of one inference batch; never fewer than the longest row."""
-    resources = draft.spec.resources
-    on_gpu = draft.hardware.gpus_per_node > 0 and resources.gpus_per_node != 0
-    if not on_gpu:
+    if draft.inference_device == "cpu":
         tokens = CPU_BATCH_TOKENS
     else:
         tokens = GPU_BATCH_TOKENS if draft.model.hidden_size <= 2048 else GPU_BATCH_TOKENS_WIDE
@@ -356,7 +354,7 @@ def _evaluation(draft: Draft) -> Evaluation | None:
     asked = draft.spec.evaluation
     metrics = None if asked is None or asked.metrics == "auto" else asked.metrics
     gate = None if asked is None or asked.gate is None else Gate(metric=asked.gate.metric, minimum=asked.gate.minimum)
-    return Evaluation(metrics=metrics, gate=gate, batch_tokens=inference_tokens(draft))
+    return Evaluation(metrics=metrics, gate=gate, device=draft.inference_device, batch_tokens=inference_tokens(draft))
 
 
 def _prediction(draft: Draft) -> Prediction | None:
@@ -364,7 +362,13 @@ def _prediction(draft: Draft) -> Prediction | None:
     if asked is None:
         return None
     dataset = None if asked.dataset is None else data_source(draft.spec.task, asked.dataset, with_answers=False)
-    return Prediction(dataset=dataset, output=asked.output, columns=asked.columns, batch_tokens=inference_tokens(draft))
+    return Prediction(
+        dataset=dataset,
+        output=asked.output,
+        columns=asked.columns,
+        device=draft.inference_device,
+        batch_tokens=inference_tokens(draft),
+    )
 
 
 def trainer_job(draft: Draft) -> TrainerJob:

@@ -218,6 +218,7 @@ class Evaluation(Order):
     metrics: tuple[str, ...] | None = None
     """None: the task's own set."""
     gate: Gate | None = None
+    device: Device
     batch_tokens: int = Field(gt=0)
     """Padded tokens of one inference batch (longest row x rows)."""
 
@@ -230,6 +231,7 @@ class Prediction(Order):
     """URI of the result; None: `predictions.jsonl` in the job's folder. Ending `.parquet` writes Parquet."""
     columns: tuple[str, ...] = ()
     """Input columns copied into the output."""
+    device: Device
     batch_tokens: int = Field(gt=0)
 
 

@@ -11,21 +11,19 @@ from finetune_contract.job import Gate, TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.failures import StageError
-from finetune_trainer.inference.runner import logits_of, model_to_use
+from finetune_trainer.inference.runner import DEFAULT_BATCH_TOKENS, DEFAULT_DEVICE, logits_of, model_to_use
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, write_model_card, write_samples
 from finetune_trainer.tasks.base import LabelIds, Logits, task_module
 
-DEFAULT_BATCH_TOKENS = 8192
-"""Padded tokens of a batch when the job has no evaluation settings; some 100 MB of activations for a small encoder."""
 _SAMPLES = 20
 
 
 def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[str, Any]:
     """Writes `evaluate` and `majority` into metrics.json and returns both.
 
-    StageError DATA `NoLabels` without labelled rows, CONFIG `UnknownMetric`, GATE_NOT_MET after the metrics are
-    written.
+    StageError DATA `NoLabels` without labelled rows, CONFIG `UnknownMetric`, STRATEGY_NOT_IN_EFFECT `DeviceMissing`,
+    GATE_NOT_MET after the metrics are written.
     """
     task = task_module(job.task)
     prepared = PreparedData.open(paths)
@@ -33,8 +31,10 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
     names = prepared.facts.labels
     wanted = _wanted(job, task.majority(labels, names))
     model = model_to_use(job, paths, prepared)
-    batch_tokens = job.evaluation.batch_tokens if job.evaluation else DEFAULT_BATCH_TOKENS
-    logits = logits_of(model, prepared, role, batch_tokens=batch_tokens, progress=progress)
+    device, batch_tokens = DEFAULT_DEVICE, DEFAULT_BATCH_TOKENS
+    if job.evaluation:
+        device, batch_tokens = job.evaluation.device, job.evaluation.batch_tokens
+    logits = logits_of(model, prepared, role, device=device, batch_tokens=batch_tokens, progress=progress)
     measured = task.metrics(logits, labels, names)
     majority = task.majority(labels, names)
     sections: dict[str, Any] = {

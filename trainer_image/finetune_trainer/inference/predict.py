@@ -24,8 +24,7 @@ from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.prepared import PreparedData, arrow_table
 from finetune_trainer.failures import StageError
-from finetune_trainer.inference.evaluate import DEFAULT_BATCH_TOKENS
-from finetune_trainer.inference.runner import logits_of, model_to_use
+from finetune_trainer.inference.runner import DEFAULT_BATCH_TOKENS, DEFAULT_DEVICE, logits_of, model_to_use
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.tasks.base import Logits, task_module
 from finetune_trainer.uris import Uri, local_path
@@ -37,7 +36,8 @@ _CHUNK_ROWS = 4096
 def predict(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[str, Any]:
     """Writes the predictions and returns `rows`, `path` (file or URI) and `split`.
 
-    StageError DATA, MODEL, or CONFIG for an output that cannot be written; an earlier result stays when it fails.
+    StageError DATA, MODEL, STRATEGY_NOT_IN_EFFECT `DeviceMissing`, or CONFIG for an output that cannot be written; an
+    earlier result stays when it fails.
     """
     prepared = PreparedData.open(paths)
     role = "predict" if job.predict and job.predict.dataset else "test"
@@ -51,8 +51,10 @@ def predict(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[st
     copies = _output_names(job.predict.columns if job.predict else ())
     output = _output(job, paths)
     model = model_to_use(job, paths, prepared)
-    batch_tokens = job.predict.batch_tokens if job.predict else DEFAULT_BATCH_TOKENS
-    logits = logits_of(model, prepared, role, batch_tokens=batch_tokens, progress=progress)
+    device, batch_tokens = DEFAULT_DEVICE, DEFAULT_BATCH_TOKENS
+    if job.predict:
+        device, batch_tokens = job.predict.device, job.predict.batch_tokens
+    logits = logits_of(model, prepared, role, device=device, batch_tokens=batch_tokens, progress=progress)
     output.write(_tables(prepared, role, logits, copies), parquet=output.name.endswith(".parquet"))
     return {"rows": len(logits), "path": output.name, "split": role}
 

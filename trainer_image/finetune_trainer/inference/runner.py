@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from finetune_contract.choices import Device
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.distributed import refuse_missing_gpu
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import resolve_model
 from finetune_trainer.progress import ProgressSink
@@ -17,6 +19,12 @@ from finetune_trainer.tasks.base import Logits, task_module
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+DEFAULT_BATCH_TOKENS = 8192
+"""Padded tokens of a batch when the job has no settings for the stage; some 100 MB of activations for a small encoder.
+"""
+DEFAULT_DEVICE: Device = "cpu"
+"""Where a stage computes for which the job has no settings."""
 
 
 def model_to_use(job: TrainerJob, paths: JobPaths, prepared: PreparedData) -> PreTrainedModel:
@@ -52,17 +60,25 @@ def model_to_use(job: TrainerJob, paths: JobPaths, prepared: PreparedData) -> Pr
 
 
 def logits_of(
-    model: PreTrainedModel, prepared: PreparedData, role: str, *, batch_tokens: int, progress: ProgressSink
+    model: PreTrainedModel,
+    prepared: PreparedData,
+    role: str,
+    *,
+    device: Device,
+    batch_tokens: int,
+    progress: ProgressSink,
 ) -> Logits:
-    """Float32 logits, one row for each row of the split and in its order; on the GPU if there is one.
+    """Float32 logits, one row for each row of the split and in its order; StageError STRATEGY_NOT_IN_EFFECT
+    `DeviceMissing` without the GPU that `device` counts on.
 
     `batch_tokens` bounds the padded tokens of a batch. The model keeps its dtype; `progress` counts rows.
     """
     import torch
     from torch import nn
 
+    if device == "cuda":
+        refuse_missing_gpu()
     task = task_module(prepared.task)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     was_training = model.training
     module = cast(nn.Module, model)  # transformers' own signatures of `to` and `eval` are untyped
     module.to(device)
