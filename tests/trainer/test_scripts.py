@@ -152,6 +152,7 @@ def test_the_documented_program_trains_stops_resumes_and_its_model_is_measured(p
     saved = json.loads((pods.paths.checkpoints / "checkpoint-125" / "trainer_state.json").read_text())
     assert saved["global_step"] == 125, "200 rows / (4 x 2), 5 times"
     assert trained.artifacts == {"model": "model"}
+    assert {oct(each.stat().st_mode & 0o777) for each in pods.paths.model.glob("*.*")} == {"0o644"}
     section = trained.metrics["train"]
     assert {"loss", "runtime", "samples_per_second", "world_size", "seconds"} <= set(section)
     assert (section["epoch"], section["world_size"]) == (5.0, 2)

@@ -58,6 +58,7 @@ def test_a_run_whose_last_step_was_saved_publishes_the_same_model_again_without_
     weights, losses = run.weights(), run.losses()
     metrics = json.loads(run.paths.metrics.read_text())["train"]
     assert (len(losses), checkpoints(run)) == (10, ["step-10"])
+    assert {oct(each.stat().st_mode & 0o777) for each in run.paths.model.iterdir()} == {"0o644"}, "others may read it"
     (run.paths.model / "model.safetensors").unlink()
 
     run.train_here()

@@ -21,7 +21,7 @@ from torch import nn
 
 from finetune_contract.job import Adapter, TrainerJob
 from finetune_contract.layout import FailureClass
-from finetune_trainer.failures import StageError
+from finetune_trainer.failures import StageError, first_of
 from finetune_trainer.uris import public_uri
 
 if TYPE_CHECKING:
@@ -120,12 +120,11 @@ def _matches(target: str, name: str) -> bool:
 
 def _unknown_targets(unknown: Sequence[str], linears: Sequence[BlockLinear], model_uri: str) -> StageError:
     names = sorted({each.short for each in linears})
-    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
     return StageError(
         FailureClass.CONFIG,
         "UnknownTargetModules",
         f"model.adapter.targetModules has {', '.join(map(repr, unknown))}, and no linear layer in the blocks of "
-        f"{model_uri} is called so; there are {', '.join(names[:_SHOWN_NAMES])}{more}.",
+        f"{model_uri} is called so; there are {first_of(names, _SHOWN_NAMES)}.",
         "Name these, or ends of them after a dot, or set model.adapter.targetModules to auto for all of them.",
     )
 

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from finetune_contract.base import Message
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass
-from finetune_trainer.failures import StageError
+from finetune_trainer.failures import StageError, other_settings
 from finetune_trainer.files import write_atomically, write_synced
 
 log = logging.getLogger(__name__)
@@ -180,17 +180,8 @@ class CheckpointStore:
 
 def refuse_other_job(checkpoint: Checkpoint, job: Mapping[str, Any]) -> None:
     """StageError CHECKPOINT when the checkpoint belongs to other settings than `job`, naming them."""
-    theirs = checkpoint.manifest.job
-    if digest(job) == checkpoint.manifest.job_digest:
-        return
-    changed = [f"{name} was {theirs.get(name)!r}, is {job.get(name)!r}" for name in sorted({*theirs, *job})
-               if theirs.get(name) != job.get(name)]  # fmt: skip
-    raise StageError(
-        FailureClass.CHECKPOINT,
-        "CheckpointOfAnotherJob",
-        f"{checkpoint.folder} was written with other settings: {'; '.join(changed)}.",
-        "Start anew (checkpoints.resume: never), or give the job another name.",
-    )
+    if digest(job) != checkpoint.manifest.job_digest:
+        raise other_settings(f"{checkpoint.folder} was", checkpoint.manifest.job, job)
 
 
 def verify(folder: Path) -> Checkpoint:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections.abc import Mapping, Sequence
 
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport
@@ -22,6 +23,27 @@ class StageError(Exception):
         self.reason = reason
         self.message = message
         self.hint = hint
+
+
+def first_of(names: Sequence[str], most: int) -> str:
+    """The first names of a list that may be long, and how many more there are: the way a message tells of it."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "none") + more
+
+
+def other_settings(what: str, theirs: Mapping[str, object], ours: Mapping[str, object]) -> StageError:
+    """Of `what`, checkpoints, that were written with other settings than ours: those that differ are named."""
+    changed = [
+        f"{name} was {theirs.get(name)!r}, is {ours.get(name)!r}"
+        for name in sorted({*theirs, *ours})
+        if theirs.get(name) != ours.get(name)
+    ]
+    return StageError(
+        FailureClass.CHECKPOINT,
+        "CheckpointOfAnotherJob",
+        f"{what} written with other settings: {'; '.join(changed)}.",
+        "Start anew (checkpoints.resume: never), or give the job another name.",
+    )
 
 
 def chain(error: BaseException) -> list[BaseException]:

@@ -29,6 +29,15 @@ def write_atomically(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
+def share(folder: Path) -> None:
+    """Lets those read the files below `folder` who may read the folder: safetensors writes each for its owner alone,
+    and who loads a model from a claim is often another user.
+    """
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(path.stat().st_mode | folder.stat().st_mode & 0o444)
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Waits for the lock on `path` and holds it; the kernel gives it up with the process, however that ends."""

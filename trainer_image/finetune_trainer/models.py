@@ -44,7 +44,8 @@ _POSITIONS_AFTER_PADDING = frozenset(
 )
 _REFUSED = (401, 403)
 """HTTP statuses that the same token would meet again."""
-_WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+"""What `save_pretrained` calls a model's weights."""
 
 
 def resolve_model(
@@ -183,7 +184,7 @@ def truncation_length(job: TrainerJob, config: PretrainedConfig) -> int:
 
 def stored_bytes(name_or_path: str) -> int | None:
     """Size of the weight files of a local model in bytes; None for one on the Hub."""
-    for pattern in _WEIGHT_FILES:
+    for pattern in WEIGHT_FILES:
         sizes = [path.stat().st_size for path in Path(name_or_path).glob(pattern)]
         if sizes:
             return sum(sizes)

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from finetune_contract.base import Message
 from finetune_contract.job import Script
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
-from finetune_trainer.failures import StageError
+from finetune_trainer.failures import StageError, first_of
 from finetune_trainer.files import write_synced
 from finetune_trainer.scripts.git import fetch
 
@@ -123,11 +123,10 @@ def _there(root: Path, found: Iterable[Path]) -> list[str]:
 
 def _missing(field: str, reason: str, value: str, found: Fetched, there: list[str]) -> StageError:
     near = difflib.get_close_matches(value, there, n=1)
-    more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
     return StageError(
         FailureClass.CONFIG,
         reason,
         f"{field} is {value!r}, and commit {found.commit} of {found.url} does not have it. "
-        f"It has {', '.join(there[:_SHOWN]) or 'none'}{more}.",
+        f"It has {first_of(there, _SHOWN)}.",
         f"Did you mean {near[0]}?" if near else "Name one of them.",
     )

@@ -14,12 +14,12 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from finetune_contract.layout import FailureClass
-from finetune_trainer.failures import StageError
+from finetune_trainer.failures import StageError, first_of
 
 _SETTINGS = {
     "core.hooksPath": "/dev/null",
@@ -179,7 +179,8 @@ def _failed(repository: _Repository, url: str, ref: str, words: str) -> StageErr
     return StageError(
         FailureClass.CONFIG,
         "GitRefNotFound",
-        f"training.script.git.ref is {ref!r}, and {url} has no such branch, tag or commit. It has {_some(names)}.",
+        f"training.script.git.ref is {ref!r}, and {url} has no such branch, tag or commit. "
+        f"It has {first_of(names, _SHOWN)}.",
         f"Did you mean {near[0]}?" if near else f"Name one of them{whole}.",
     )
 
@@ -193,8 +194,3 @@ def _told(what: str, words: str) -> StageError:
     return StageError(
         FailureClass.CODE_UNAVAILABLE, "GitFailed", f"{what}: {said}", "Check that the host answers, and try again."
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return (", ".join(names[:_SHOWN]) + more) or "none at all"

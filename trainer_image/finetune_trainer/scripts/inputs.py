@@ -31,7 +31,7 @@ from finetune_contract.layout import (
     FailureClass,
     JobPaths,
 )
-from finetune_trainer.failures import StageError
+from finetune_trainer.failures import StageError, other_settings
 from finetune_trainer.files import write_atomically
 from finetune_trainer.models import load_config, resolve_model
 from finetune_trainer.scripts.code import Program
@@ -162,14 +162,8 @@ def check_origin(paths: JobPaths, origin: Origin) -> None:
     except (OSError, ValueError):
         theirs = {}
     ours: Mapping[str, object] = json.loads(origin.to_json())
-    changed = [f"{name} was {theirs.get(name)!r}, is {ours[name]!r}" for name in ours if theirs.get(name) != ours[name]]
-    if changed:
-        raise StageError(
-            FailureClass.CHECKPOINT,
-            "CheckpointOfAnotherJob",
-            f"The checkpoints in {paths.checkpoints} were written with other settings: {'; '.join(changed)}.",
-            "Start anew (checkpoints.resume: never), or give the job another name.",
-        )
+    if theirs != ours:
+        raise other_settings(f"The checkpoints in {paths.checkpoints} were", theirs, ours)
 
 
 def make_folders(paths: JobPaths, origin: Origin, resume: bool) -> None:

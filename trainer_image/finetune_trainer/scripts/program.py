@@ -35,8 +35,10 @@ from finetune_contract.layout import (
 )
 from finetune_trainer.distributed import ProcessWorld, settle_rank
 from finetune_trainer.failures import StageError, classify_words
+from finetune_trainer.files import share
 from finetune_trainer.launching.below import Below, End
 from finetune_trainer.launching.launch import grace_seconds
+from finetune_trainer.models import WEIGHT_FILES
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics
 from finetune_trainer.scripts.code import Program, open_code
@@ -49,7 +51,7 @@ log = logging.getLogger(__name__)
 _OURS = (ENV_REPORT, ENV_PROGRESS)
 """Files that are this process's to write."""
 _KUBEFLOW = (ENV_KUBEFLOW_URL, ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN)
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model*.bin")
+_WEIGHTS = (*WEIGHT_FILES, "adapter_model*.bin")
 _CONFIGS = ("config.json", "adapter_config.json")
 _TOKENIZER = "tokenizer_config.json"
 _RESULTS = "all_results.json"
@@ -104,6 +106,7 @@ def run_program(
     if not world.is_main:
         return Result({}, {})
     _check_model(job, paths.model)
+    share(paths.model)
     shutil.rmtree(former_model(paths), ignore_errors=True)
     section = {"train": {**_measured(paths), "world_size": world.size, "seconds": time.monotonic() - started}}
     merge_metrics(paths, section, without=("evaluate", "majority"))

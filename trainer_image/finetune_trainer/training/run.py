@@ -27,6 +27,7 @@ from finetune_trainer.console import quiet_transformers
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
+from finetune_trainer.files import share
 from finetune_trainer.models import load_tokenizer, pinned
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, write_model_card
@@ -158,6 +159,8 @@ def train(
                 str(model_folder)
             )
         load_tokenizer(job).save_pretrained(str(model_folder))
+        for folder in (model_folder, adapter_folder):
+            share(folder)
     # What an earlier model was worth is not said of this one.
     metrics = merge_metrics(paths, section, without=("evaluate", "majority"))
     write_model_card(paths, job, prepared.facts, metrics)
