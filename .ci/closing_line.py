@@ -3,7 +3,7 @@
 import sys
 from xml.etree import ElementTree
 
-KINDS = {"failures": "failed", "passed": "passed", "skipped": "skipped", "errors": "error"}
+KINDS = {"failures": "failed", "passed": "passed", "skipped": "skipped", "errors": "errors"}
 """Attributes of a report's test suites in the order and words of pytest; `passed` is what is left."""
 
 
@@ -16,8 +16,11 @@ def closing_line(reports: list[str]) -> str:
             found["passed"] = int(suite.get("tests", 0)) - sum(found.values())
             counts = {kind: counts[kind] + found[kind] for kind in KINDS}
             seconds += float(suite.get("time", 0))
-    plural = {"errors": "s" if counts["errors"] > 1 else ""}
-    words = [f"{count} {KINDS[kind]}{plural.get(kind, '')}" for kind, count in counts.items() if count]
+    words = [
+        f"{count} {'error' if kind == 'errors' and count == 1 else KINDS[kind]}"
+        for kind, count in counts.items()
+        if count
+    ]
     whole = int(seconds)
     time = f"{seconds:.2f}s ({whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02})"
     return f" {', '.join(words) or 'no tests ran'} in {time} ".center(80, "=")

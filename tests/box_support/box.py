@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,17 +22,15 @@ import pytest
 import yaml
 
 from cluster_support.access import Api, Object
-from cluster_support.control_plane import AUDIT_POLICY, ROOT, SHARED, Cluster, assets_folder, free_port
+from cluster_support.control_plane import ROOT, SHARED, Cluster, assets_folder, audited, free_port
+from cluster_support.operator_process import NAMESPACE
+from finetune_operator.rendering.pods import CONTAINER_NAME
 
 TOOLS = SHARED / "tools"
 PROCESS_KUBELET = TOOLS / "process-kubelet"
 OPERATOR, TRAINER = "finetune-operator", "finetune-trainer"
 IMAGES = (OPERATOR, TRAINER)
 CONTROLLERS = ("training-operator", "mpi-operator")
-SYSTEM = "finetune-system"
-CONTAINER = "pytorch"
-"""Name of the trainer's container in every pod."""
-
 GIT_HOST = "git.code.svc"
 """From which users' own programs are fetched: a Service that `git_pod` makes."""
 
@@ -88,8 +86,10 @@ class Box:
     def inside(self, namespace: str, pod: str, *command: str, seconds: float = 60) -> subprocess.CompletedProcess[str]:
         """Run a command in the trainer's container of a pod."""
         if self.folder is None:
-            return self.cluster.kubectl("exec", "-n", namespace, pod, "-c", CONTAINER, "--", *command, seconds=seconds)
-        call = [sys.executable, str(PROCESS_KUBELET), "exec", pod, "-n", namespace, "-c", CONTAINER]
+            return self.cluster.kubectl(
+                "exec", "-n", namespace, pod, "-c", CONTAINER_NAME, "--", *command, seconds=seconds
+            )
+        call = [sys.executable, str(PROCESS_KUBELET), "exec", pod, "-n", namespace, "-c", CONTAINER_NAME]
         state = ["--state", str(self.folder / "kubelet")]
         return subprocess.run([*call, *state, "--", *command], capture_output=True, text=True, timeout=seconds)
 
@@ -125,7 +125,7 @@ class Box:
         kustomization = {
             "apiVersion": "kustomize.config.k8s.io/v1beta1",
             "kind": "Kustomization",
-            "namespace": SYSTEM,
+            "namespace": NAMESPACE,
             "resources": [os.path.relpath(ROOT / "manifests" / "operator", overlay)],
             "configMapGenerator": [
                 {"name": "finetune-operator-settings", "behavior": "merge", "files": ["settings.yaml"]}
@@ -135,12 +135,12 @@ class Box:
             kustomization["images"] = [{"name": OPERATOR, **_named_image(OPERATOR)}]
         (overlay / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
         self.kubectl("apply", "--server-side", "--force-conflicts", "-k", str(overlay))
-        self.kubectl("rollout", "status", "-n", SYSTEM, f"deployment/{OPERATOR}", "--timeout=120s", seconds=150)
+        self.kubectl("rollout", "status", "-n", NAMESPACE, f"deployment/{OPERATOR}", "--timeout=120s", seconds=150)
 
     def operator_log(self, lines: int = 60) -> str:
         """The end of what the operator's pods say, for a failed test."""
         chosen = ("-l", "app.kubernetes.io/component=operator", f"--tail={lines}", "--prefix")
-        return self.cluster.kubectl("logs", "-n", SYSTEM, *chosen).stdout
+        return self.cluster.kubectl("logs", "-n", NAMESPACE, *chosen).stdout
 
     # -------------------------------------------------------------------------------------------------------- claims
 
@@ -279,18 +279,16 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
         if place.is_dir():
             program = next(one.name for one in (place / "bin").iterdir())
             images.append(f"*/{program.removesuffix('.v1')}:*={place}")
-    (folder / "audit-policy.yaml").write_text(AUDIT_POLICY)
-    audit = f"--audit-policy-file {folder}/audit-policy.yaml --audit-log-path {folder}/control-plane/audit.log"
     environment = {
         **os.environ,
         "KUBE_ASSETS": str(assets),
         "PYTHON": sys.executable,
         "PATH": f"{assets}:{os.environ['PATH']}",
-        "APISERVER_FLAGS": f"{audit} --audit-log-mode blocking --audit-log-maxsize 10000",
+        "APISERVER_FLAGS": audited(folder, folder / "control-plane" / "audit.log"),
     }
     mapped = [part for image in images for part in ("--image", image)]
     up = ["up", str(folder), "--nodes", str(nodes), "--gpus", str(gpus), "--with", "none", "--port", str(free_port())]
-    try:
+    with _ending_orphans(folder), _down_after(folder, environment):
         # The servers outlive the call and would hold a pipe open: output goes to a file.
         with (folder / "up.log").open("w") as log:
             command = [str(TOOLS / "cluster"), *up, *mapped, *(["--", *options] if options else [])]
@@ -299,12 +297,16 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
         place = folder / "control-plane"
         cluster = Cluster(str(assets / "kubectl"), place / "admin.kubeconfig", place)
         names = tuple(f"node-{number}" for number in range(nodes))
-        with _ending_orphans(folder):
-            yield Box(cluster, Api(cluster.access), folder, names if nodes > 1 else ("node",))
+        yield Box(cluster, Api(cluster.access), folder, names if nodes > 1 else ("node",))
+
+
+@contextmanager
+def _down_after(folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
+    try:
+        yield
     finally:
         down = [str(TOOLS / "cluster"), "down", str(folder)]
         subprocess.run(down, env=environment, capture_output=True, timeout=120)
-        _end_left_processes(folder)
 
 
 @contextmanager
@@ -314,12 +316,15 @@ def _ending_orphans(folder: Path) -> Iterator[None]:
     """
     over = Event()
 
+    def sweep() -> None:
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if _is_orphan(process, folder):
+                    os.kill(int(process.name), signal.SIGKILL)
+
     def look() -> None:
         while not over.wait(0.2):
-            for process in Path("/proc").glob("[0-9]*"):
-                with suppress(OSError):
-                    if _is_orphan(process, folder):
-                        os.kill(int(process.name), signal.SIGKILL)
+            sweep()
 
     thread = Thread(target=look, name="orphans", daemon=True)
     thread.start()
@@ -328,6 +333,7 @@ def _ending_orphans(folder: Path) -> Iterator[None]:
     finally:
         over.set()
         thread.join()
+        sweep()
 
 
 def _is_orphan(process: Path, folder: Path) -> bool:
@@ -335,19 +341,4 @@ def _is_orphan(process: Path, folder: Path) -> bool:
     parent = (process / "stat").read_text().rpartition(")")[2].split()[1]
     if parent != "1" or (process / "ns" / "pid").readlink() == Path("/proc/self/ns/pid").readlink():
         return False
-    return _mark(folder) in (process / "mountinfo").read_bytes()
-
-
-def _mark(folder: Path) -> bytes:
-    """What the mounts of every pod's processes tell."""
-    return f"{folder}/kubelet/pods/".encode()
-
-
-def _end_left_processes(folder: Path) -> None:
-    """Containers whose user is not root outlive process-kubelet: changing the user takes the death signal off them.
-    Their mounts tell that they are ours.
-    """
-    for process in Path("/proc").iterdir():
-        with suppress(OSError):
-            if process.name.isdigit() and _mark(folder) in (process / "mountinfo").read_bytes():
-                os.kill(int(process.name), signal.SIGKILL)
+    return f"{folder}/kubelet/pods/".encode() in (process / "mountinfo").read_bytes()

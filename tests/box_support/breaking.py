@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from box_support.box import CONTAINER
 from box_support.faults import puppet
 from box_support.team import Team, stage_of, tiny_spec
 from cluster_support.access import ApiError, Object, path_of, wait_until
+from finetune_operator.rendering.pods import CONTAINER_NAME
 
 STEPS = 300
 BEFORE_FAULT = 25
@@ -143,7 +143,7 @@ class Training:
                 continue
             place = path_of("v1", "pods", self.team.namespace, pod["metadata"]["name"], "log")
             try:
-                said = _RESUMED.search(self.team.box.api.call("GET", f"{place}?container={CONTAINER}"))
+                said = _RESUMED.search(self.team.box.api.call("GET", f"{place}?container={CONTAINER_NAME}"))
             except ApiError:
                 continue  # It has no log yet.
             if said is not None:

@@ -22,7 +22,7 @@ from typing import Literal, TypeVar
 import requests
 
 from box_support import faults
-from box_support.box import CONTAINER, SYSTEM, Box
+from box_support.box import Box
 from box_support.chaos_schedule import (
     BLIND,
     CONTROL,
@@ -39,10 +39,12 @@ from box_support.chaos_schedule import (
     Schedule,
     Strike,
 )
-from box_support.team import INPUTS, TERMINAL, Team, stage_of, tiny_spec
+from box_support.team import INPUTS, TERMINAL, Team, last_step, stage_of, tiny_spec
 from cluster_support.access import Api, ApiError, Object, path_of
+from cluster_support.operator_process import NAMESPACE
 from finetune_contract.layout import JobPaths
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+from finetune_operator.rendering.pods import CONTAINER_NAME
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -94,8 +96,6 @@ def spec_of(fate: Fate) -> Object:
             **({"progressDeadlineSeconds": PROGRESS_SECONDS} if hangs else {}),
         },
     )
-    if hangs:
-        spec["runPolicy"]["progressDeadlineSeconds"] = PROGRESS_SECONDS
     del spec["training"]
     if TRAIN in case.stages:
         spec |= {"training": training, "checkpoints": {"every": {"steps": STEPS_BETWEEN_CHECKPOINTS}}}
@@ -134,7 +134,7 @@ _POD = re.compile(rf"^(?P<job>.+)-(?P<stage>{'|'.join(STAGES)})-(?P<attempt>\d+)
 def living(box: Box, namespace: str) -> list[Live]:
     """Containers whose processes are there, whatever the API server has been told; by name of the pod."""
     found = []
-    for file in (box.own("looking into pods") / "kubelet" / "pods").glob(f"*/containers/{CONTAINER}/exec.json"):
+    for file in (box.own("looking into pods") / "kubelet" / "pods").glob(f"*/containers/{CONTAINER_NAME}/exec.json"):
         try:
             entry, began = json.loads(file.read_text()), file.stat().st_mtime
             alive = str(file.parent / "start").encode() in Path(f"/proc/{entry['pid']}/cmdline").read_bytes()
@@ -454,7 +454,7 @@ class Storm:
 
     def _log_files(self) -> list[Path]:
         folder = self.team.box.own("reading logs") / "kubelet" / "logs"
-        return sorted(folder.glob(f"{SYSTEM}_finetune-operator-*.log*"))
+        return sorted(folder.glob(f"{NAMESPACE}_finetune-operator-*.log*"))
 
     def operator_said(self) -> str:
         """What the operators have written since the storm began, over all of their lives."""
@@ -554,15 +554,9 @@ def steps_of(course: Course, since: float = 0.0) -> int:
         return 0
     file = JobPaths(course.folder).history
     try:
-        if file.stat().st_mtime <= since:
-            return 0
-        lines = file.read_text().splitlines()
-    except OSError:
+        return last_step(file) if file.stat().st_mtime > since else 0
+    except FileNotFoundError:
         return 0
-    for line in reversed(lines):
-        with suppress(ValueError):
-            return int(json.loads(line)["step"])
-    return 0
 
 
 def _late(course: Course, fault: Fault, aim: Aim) -> bool:

@@ -8,17 +8,17 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 
-from box_support.box import OPERATOR, SYSTEM
+from box_support.box import OPERATOR
 from box_support.chaos import STEPS, Course, Storm, living
 from box_support.chaos_schedule import TRAIN, End, Kind, possible_ends
 from box_support.faults import ready
 from cluster_support.access import Object, path_of
-from cluster_support.operator_process import USER
+from cluster_support.operator_process import NAMESPACE, USER
+from cluster_support.world import CHILD_KINDS
 from finetune_contract.layout import COMPLETION_MARKER, JobPaths
 from finetune_operator.api.types import API_VERSION, PLURAL
 from finetune_operator.rendering.types import JOB_LABEL
 
-_ATTEMPTS = (("batch/v1", "jobs"), ("kubeflow.org/v1", "pytorchjobs"), ("kubeflow.org/v2beta1", "mpijobs"))
 _BESIDE = (("v1", "configmaps"), ("v1", "services"))
 _AGAIN = re.compile(r"Stage (\w+) starts again as attempt (\d+) ")
 _STOPPED = re.compile(r"Stage (\w+), attempt (\d+), is stopped")
@@ -74,7 +74,7 @@ def _creations(storm: Storm, mark: int) -> Iterator[tuple[str, str]]:
 
 def attempts_not_made_once(storm: Storm) -> Iterator[str]:
     """Attempts that the API server has created more than once, or that are told of and were never created."""
-    kinds = {plural for _, plural in _ATTEMPTS}
+    kinds = {plural for _, plural in CHILD_KINDS}
     made = Counter(name for resource, name in _creations(storm, storm.mark) if resource in kinds)
     told = {
         f"{course.name}-{stage}-{number}"
@@ -183,11 +183,11 @@ def left_behind(storm: Storm) -> Iterator[str]:
         job, phase = pod["metadata"].get("labels", {}).get(JOB_LABEL), pod["status"].get("phase")
         if job in names and phase not in ("Succeeded", "Failed"):
             yield f"pod {pod['metadata']['name']} is {phase}"
-    for api_version, plural in (*_ATTEMPTS, *_BESIDE):
+    for api_version, plural in (*CHILD_KINDS, *_BESIDE):
         for child in box.api.items(path_of(api_version, plural, namespace)):
             yield from _orphaned(storm, names, plural, child)
     yield from (f"{node} is not ready" for node in box.nodes if not ready(box, node))
-    deployment = box.api.get(path_of("apps/v1", "deployments", SYSTEM, OPERATOR)) or {}
+    deployment = box.api.get(path_of("apps/v1", "deployments", NAMESPACE, OPERATOR)) or {}
     available, wanted = (deployment.get(key, {}).get(name) for key, name in _REPLICAS)
     if available != wanted:
         yield f"{available} of {wanted} operators are available"
@@ -205,7 +205,7 @@ def _orphaned(storm: Storm, names: dict[str, Course], plural: str, child: Object
     if [one["uid"] for one in meta.get("ownerReferences", [])] != [owner]:
         yield f"{plural} {meta['name']} does not belong to {job}"
     conditions = {one["type"] for one in child.get("status", {}).get("conditions", []) if one["status"] == "True"}
-    if plural in {kind for _, kind in _ATTEMPTS} and not conditions & {"Complete", "Succeeded", "Failed"}:
+    if plural in {kind for _, kind in CHILD_KINDS} and not conditions & {"Complete", "Succeeded", "Failed"}:
         yield f"{plural} {meta['name']} is not over: {sorted(conditions)}"
 
 

@@ -19,9 +19,12 @@ from typing import Literal
 
 import psutil
 
-from box_support.box import CONTAINER, SYSTEM, Box
+from box_support.box import Box
 from box_support.team import Team
 from cluster_support.access import Object, path_of, wait_until
+from cluster_support.operator_process import NAMESPACE
+from finetune_operator.rendering.pods import CONTAINER_NAME
+from finetune_operator.shell.kube import resource_of
 from finetune_trainer.distributed import discover
 
 RAISE_SIGNAL = signal.SIGUSR2
@@ -95,7 +98,7 @@ def ranks(team: Team, pod: str) -> list[Rank]:
 def _processes(box: Box, namespace: str, pod: str) -> list[psutil.Process]:
     """Everything that runs in the trainer's container of a pod."""
     state = box.own("looking into a pod") / "kubelet" / "pods"
-    for file in state.glob(f"*/containers/{CONTAINER}/exec.json"):
+    for file in state.glob(f"*/containers/{CONTAINER_NAME}/exec.json"):
         try:
             entry = json.loads(file.read_text())
             if entry["pod"] == [namespace, pod]:
@@ -107,7 +110,7 @@ def _processes(box: Box, namespace: str, pod: str) -> list[psutil.Process]:
 
 def kill_pod(team: Team, pod: str, by: str = "KILL") -> None:
     """The trainer's container of a pod: all of its processes are killed, or the first one gets another signal."""
-    team.box.fault("kill", pod, "-n", team.namespace, "-c", CONTAINER, "--signal", by)
+    team.box.fault("kill", pod, "-n", team.namespace, "-c", CONTAINER_NAME, "--signal", by)
 
 
 def signal_rank(team: Team, pod: str, number: signal.Signals, rank: int | None = None) -> int:
@@ -163,8 +166,10 @@ def exhaust_memory(team: Team, pod: str) -> None:
     kills for want of memory, and the container ends as OOMKilled.
     """
     uid = team.pod(pod)["metadata"]["uid"]
-    group = next(iter(sorted(Path("/sys/fs/cgroup").glob(f"**/process-kubelet-*/{uid}_{CONTAINER}"))), None)
-    assert group is not None, f"container {CONTAINER} of pod {pod} has no memory cgroup: no limit, or none can be made"
+    group = next(iter(sorted(Path("/sys/fs/cgroup").glob(f"**/process-kubelet-*/{uid}_{CONTAINER_NAME}"))), None)
+    assert group is not None, (
+        f"container {CONTAINER_NAME} of pod {pod} has no memory cgroup: no limit, or none can be made"
+    )
     eater = subprocess.Popen(
         [sys.executable, "-c", _EATER, str(group / "cgroup.procs")], stdin=subprocess.DEVNULL, start_new_session=True
     )
@@ -187,13 +192,14 @@ def delete_pod(team: Team, pod: str) -> None:
     team.box.api.delete(path_of("v1", "pods", team.namespace, pod))
 
 
-PLURALS = {"Job": "jobs", "PyTorchJob": "pytorchjobs", "MPIJob": "mpijobs"}
-
-
 def delete_child(team: Team, name: str, stage: str) -> str:
     """The object that runs the current attempt of a stage, deleted behind the operator's back; its name."""
     child = next(one["child"] for one in team.status(name)["stages"] if one["name"] == stage)
-    team.box.api.delete(path_of(child["apiVersion"], PLURALS[child["kind"]], team.namespace, child["name"]))
+    team.box.api.delete(
+        path_of(
+            child["apiVersion"], resource_of(child["apiVersion"], child["kind"]).plural, team.namespace, child["name"]
+        )
+    )
     return str(child["name"])
 
 
@@ -285,12 +291,12 @@ def small_claim(team: Team, name: str, megabytes: int) -> Iterator[SmallClaim]:
 def operator_pods(box: Box) -> list[Object]:
     """The operator's pods; the one that acts is the holder of the Lease."""
     chosen = "app.kubernetes.io/component=operator"
-    return box.api.items(path_of("v1", "pods", SYSTEM), labelSelector=chosen)
+    return box.api.items(path_of("v1", "pods", NAMESPACE), labelSelector=chosen)
 
 
 def acting_operator(box: Box) -> str | None:
     """Name of the pod that holds the Lease."""
-    lease = box.api.get(path_of("coordination.k8s.io/v1", "leases", SYSTEM, "finetune-operator")) or {}
+    lease = box.api.get(path_of("coordination.k8s.io/v1", "leases", NAMESPACE, "finetune-operator")) or {}
     holder = str(lease.get("spec", {}).get("holderIdentity") or "").partition("_")[0]
     return next((name for pod in operator_pods(box) if (name := pod["metadata"]["name"]) == holder), None)
 
@@ -305,7 +311,7 @@ def kill_operator(box: Box, which: Literal["acting", "all"] = "all") -> list[str
     ]
     hit = [name for name in running if which == "all" or name == acting_operator(box)]
     for name in hit:
-        box.fault("kill", name, "-n", SYSTEM)
+        box.fault("kill", name, "-n", NAMESPACE)
     return hit
 
 

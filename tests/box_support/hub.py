@@ -14,10 +14,10 @@ from pathlib import Path
 
 import yaml
 
-from box_support.box import Box, trainer_image
+from box_support.box import Box
+from box_support.servers import server, way_to
 from box_support.team import INPUTS, Team
 from cluster_support.access import Object
-from finetune_operator.rendering.types import JOB_LABEL
 
 SERVER = Path(__file__).parents[1] / "hub_stand_in" / "server.py"
 NAME = "hub-stand-in"
@@ -39,7 +39,7 @@ class Hub:
     @contextmanager
     def answers(self, namespace: str) -> Iterator[None]:
         """To the pods of this namespace, while the block runs."""
-        self.box.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(_way_to(self.namespace, namespace)))
+        self.box.kubectl("apply", "-f", "-", stdin=yaml.safe_dump(way_to(NAME, self.namespace, PORT, namespace)))
         self.box.kubectl("label", "namespace", namespace, f"{REDIRECTED}=true")
         try:
             yield
@@ -70,61 +70,9 @@ def hub_stand_in(team: Team, *, public: Mapping[str, str], private: Mapping[str,
 
 
 def _server(options: list[str], token: str) -> list[Object]:
-    meta = {"name": NAME, "labels": {"app": NAME}}
-    container: Object = {
-        "name": "hub",
-        "image": trainer_image(),
-        "command": ["python", "/server/server.py", "--port", str(PORT), *options],
-        "env": [
-            {"name": "HUB_TOKEN", "valueFrom": {"secretKeyRef": {"name": NAME, "key": "token"}}},
-            {"name": "PYTHONUNBUFFERED", "value": "1"},
-        ],
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "readinessProbe": {"tcpSocket": {"port": PORT}, "periodSeconds": 1},
-        "volumeMounts": [
-            {"name": "server", "mountPath": "/server"},
-            {"name": "in", "mountPath": "/in", "readOnly": True},
-        ],
-    }
-    spec: Object = {
-        "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
-        "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": 1,
-        "containers": [container],
-        "volumes": [
-            {"name": "server", "configMap": {"name": NAME}},
-            {"name": "in", "persistentVolumeClaim": {"claimName": INPUTS}},
-        ],
-    }
-    return [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": {"server.py": SERVER.read_text()}},
-        {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "stringData": {"token": token}},
-        {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": meta,
-            "spec": {"selector": {"app": NAME}, "ports": [{"port": PORT}]},
-        },
-        {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec},
-    ]
-
-
-def _way_to(hub: str, namespace: str) -> Object:
-    """The pods of jobs may reach port 443 of the world, and no server beside them: policies add up."""
-    peer = {
-        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": hub}},
-        "podSelector": {"matchLabels": {"app": NAME}},
-    }
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": {"name": NAME, "namespace": namespace},
-        "spec": {
-            "podSelector": {"matchExpressions": [{"key": JOB_LABEL, "operator": "Exists"}]},
-            "policyTypes": ["Egress"],
-            "egress": [{"to": [peer], "ports": [{"port": PORT}]}],
-        },
-    }
+    env = [{"name": "HUB_TOKEN", "valueFrom": {"secretKeyRef": {"name": NAME, "key": "token"}}}]
+    volumes: dict[str, Object] = {"in": {"persistentVolumeClaim": {"claimName": INPUTS}}}
+    return server(NAME, SERVER, options, {"token": token}, port=PORT, service_port=PORT, env=env, volumes=volumes)
 
 
 def _policy(namespace: str) -> list[Object]:

@@ -13,6 +13,7 @@ import yaml
 
 from box_support.box import Box
 from cluster_support.access import ApiError, Object, path_of, wait_until
+from finetune_contract.layout import JobPaths
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from finetune_operator.rendering.types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL
 
@@ -166,12 +167,7 @@ class Team:
 
     def step(self, name: str) -> int:
         """The last step that the training has written down, without the delay of its reports; 0 before the first."""
-        try:
-            lines = (self.results(name) / "history.jsonl").read_text().splitlines()
-        except FileNotFoundError:
-            return 0
-        # The last line may be half written.
-        return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
+        return last_step(JobPaths(self.results(name)).history)
 
     def tell(self, name: str) -> str:
         """Everything that explains a failed test."""
@@ -191,6 +187,16 @@ class Team:
             for pod in self.pods(name)[-3:]
         ]
         return "\n".join([status, "events:", events, "pods:", *pods, *logs, "operator:", self.box.operator_log(30)])
+
+
+def last_step(history: Path) -> int:
+    """Of a training's `history.jsonl`; 0 before there is one."""
+    try:
+        lines = history.read_text().splitlines()
+    except FileNotFoundError:
+        return 0
+    # The last line may be half written.
+    return max((json.loads(line)["step"] for line in lines if line.endswith("}")), default=0)
 
 
 def stage_of(status: Object, name: str) -> Object:

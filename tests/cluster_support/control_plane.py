@@ -179,7 +179,6 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
         pytest.skip("FINETUNE_TEST_KUBECONFIG is not set and ../shared/tools/control-plane is not there")
     if not ((assets / "kube-apiserver").is_file() and ((assets / "etcd").is_file() or shutil.which("etcd"))):
         pytest.skip("FINETUNE_TEST_KUBECONFIG is not set and KUBEBUILDER_ASSETS has no kube-apiserver and etcd")
-    (folder / "audit-policy.yaml").write_text(AUDIT_POLICY)
     servers = folder / "servers"
     servers.mkdir()
     for program in (found for name in SERVERS if (found := shutil.which(name, path=f"{assets}:{os.environ['PATH']}"))):
@@ -190,9 +189,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
         "PATH": f"{assets}:{os.environ['PATH']}",
         "PORT": str(free_port()),
         "EPORT": str(free_port()),
-        # The log backend's own mode blocks, so that a line is there before its answer is; sizes far above any run's.
-        "APISERVER_FLAGS": f"--audit-policy-file {folder}/audit-policy.yaml --audit-log-path {folder}/audit.log "
-        "--audit-log-mode blocking --audit-log-maxsize 10000",
+        "APISERVER_FLAGS": audited(folder, folder / "audit.log"),
     }
     try:
         # The servers outlive the call and would hold a pipe open: output goes to a file.
@@ -205,6 +202,15 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
         yield Cluster(kubectl, folder / "admin.kubeconfig", folder)
     finally:
         subprocess.run([str(CONTROL_PLANE), "stop", str(folder)], env=environment, capture_output=True, timeout=60)
+
+
+def audited(folder: Path, log: Path) -> str:
+    """The API server's flags for an audit log, whose policy is written to `folder`."""
+    policy = folder / "audit-policy.yaml"
+    policy.write_text(AUDIT_POLICY)
+    # The log backend's own mode blocks, so that a line is there before its answer is; sizes far above any run's.
+    mode = "--audit-log-mode blocking --audit-log-maxsize 10000"
+    return f"--audit-policy-file {policy} --audit-log-path {log} {mode}"
 
 
 def _start_controllers(folder: Path, assets: Path) -> None:

