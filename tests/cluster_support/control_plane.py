@@ -133,7 +133,7 @@ class Cluster:
             file.seek(mark)
             whole = file.read().rpartition(b"\n")[0]
         entries = [json.loads(line) for line in whole.split(b"\n") if line.strip()]
-        return [entry for entry in entries if user is None or entry["user"]["username"] == user]
+        return [entry for entry in entries if user is None or entry["user"].get("username") == user]
 
 
 def _gone(pid: int) -> bool:
