@@ -97,7 +97,6 @@ GANGS: dict[str, tuple[str, str, Object, set[str]]] = {
         "pytorchjobs",
         {
             "runPolicy": {"cleanPodPolicy": "Running"},
-            "elasticPolicy": {"rdzvBackend": "c10d", "minReplicas": 2, "maxReplicas": 2},
             "pytorchReplicaSpecs": {
                 "Worker": {"replicas": 2, "restartPolicy": "Never", "template": {"spec": pod_spec()}}
             },

@@ -76,8 +76,8 @@ class Gangs:
         deciding = {name: phase for name, phase in phases.items() if self._kinds[uid] is PYTORCH or "-launcher" in name}
         if any(phase == "Failed" for phase in deciding.values()):
             await self._tell(uid, "Failed", "Failed", over=True)
-        # With an elastic policy one worker that has succeeded is enough; so is an MPIJob's launcher.
-        elif any(phase == "Succeeded" for phase in deciding.values()):
+        # With an elastic policy one worker that has succeeded would be enough.
+        elif deciding and all(phase == "Succeeded" for phase in deciding.values()):
             await self._tell(uid, "Succeeded", "Succeeded", over=True)
         elif phases and all(phase == "Running" for phase in phases.values()):
             await self._tell(uid, "Running", "Running")

@@ -255,10 +255,13 @@ def _home(role: Role) -> dict[str, str]:
 
 
 def _rendezvous(pods: StagePods) -> dict[str, str]:
-    """Where torchrun's agents meet. The Training Operator brings its own; a plain Job has nobody else to tell."""
-    if pods.starter != "torchrun" or pods.plan.launcher != "job":
+    """Where torchrun's agents meet. Each replica of a PyTorchJob has a Service of its name."""
+    if pods.starter != "torchrun":
         return {}
-    host = "127.0.0.1" if pods.service is None else f"{pods.name}-0.{pods.service}"
+    if pods.plan.launcher == "pytorchjob":
+        host = f"{pods.name}-worker-0"
+    else:
+        host = "127.0.0.1" if pods.service is None else f"{pods.name}-0.{pods.service}"
     return {
         "PET_RDZV_BACKEND": "c10d",
         "PET_RDZV_ENDPOINT": f"{host}:{RENDEZVOUS_PORT}",
