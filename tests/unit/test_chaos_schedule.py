@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from box_support.chaos import spec_of
 from box_support.chaos_schedule import (
     BLIND,
     CONTROL,
@@ -26,6 +27,9 @@ from box_support.chaos_schedule import (
     possible_ends,
     schedule,
 )
+from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.types import API_VERSION, KIND
+from finetune_operator.api.validation import validate_job
 
 SEEDS = range(40)
 PREPARE, TRAIN, EVALUATE = "prepare", "train", "evaluate"
@@ -69,6 +73,16 @@ def test_many_storms_have_every_doom_moment_and_shape() -> None:
 
 def _storms() -> list[Schedule]:
     return [schedule(seed, faults) for seed in SEEDS for faults in (10, 30)]
+
+
+def test_every_job_of_a_storm_is_one_that_the_api_server_takes() -> None:
+    dooms = set()
+    for fate in (fate for seed in SEEDS for fate in schedule(seed, 30).fates):
+        dooms.add(fate.case.doom)
+        document = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "storm"}, "spec": spec_of(fate)}
+        job, problems = validate_job(document, CLUSTER_SETTINGS)
+        assert (job is None, problems) == (False, []), fate
+    assert dooms == {None, *Doom}
 
 
 def test_a_fault_is_planned_where_it_can_be_made() -> None:
