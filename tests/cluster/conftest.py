@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from cluster_support.control_plane import Cluster, needs_controllers, running_cl
 from cluster_support.gangs import Gangs
 from cluster_support.kubelet import Kubelet
 from cluster_support.operator_process import OperatorProcess, install
+from cluster_support.told_jobs import Jobs
 from cluster_support.world import SETTINGS, World, fresh_namespace, install_kinds
 
 
@@ -118,3 +120,10 @@ def world(
         stand_ins.background.check()
         assert complaints == []
         assert operator.running, operator.logs()[-4000:]
+
+
+@pytest.fixture
+def jobs(cluster: Cluster, kinds: None, tmp_path: Path) -> Iterator[Jobs]:
+    """Jobs with statuses of our making, in a namespace where no operator works."""
+    with fresh_namespace(cluster) as namespace:
+        yield Jobs(cluster, namespace, tmp_path)

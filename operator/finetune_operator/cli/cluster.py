@@ -1,8 +1,8 @@
-"""The cluster as `finetune status`, `logs` and `watch` see it: jobs, their events, their pods, the pods' logs.
+"""The cluster as the `finetune` command sees it: jobs, their events, their pods, the pods' logs.
 
-It only reads. Everything that comes back is parsed here into what the commands need; what a newer operator says
-beside that is passed over. Every way in which a cluster can be out of reach becomes a ClusterError, whose text
-says what to do.
+Everything that comes back is parsed here into what the commands need; what a newer operator says beside that is
+passed over. Every way in which a cluster can be out of reach becomes a ClusterError, whose text says what to do.
+Only jobs are ever written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from finetune_operator.reconcile.observed import pod_view
 from finetune_operator.reconcile.raw import Meta, Raw
 from finetune_operator.reconcile.types import PodView
 from finetune_operator.rendering.pods import CONTAINER_NAME
-from finetune_operator.rendering.types import UID_LABEL
+from finetune_operator.rendering.types import JOB_LABEL, UID_LABEL
 
 if TYPE_CHECKING:
     import aiohttp
@@ -230,6 +230,51 @@ class Cluster:
             ) from error
         return tuple(parse_job({**item, "apiVersion": API_VERSION}) for item in listed.get("items") or ())
 
+    async def set_suspended(self, job: ClusterJob, suspended: bool, dry_run: bool = False) -> ClusterJob:
+        """Write `runPolicy.suspend` of this very job."""
+        body = {
+            "metadata": {"uid": job.metadata.uid},
+            "spec": {"runPolicy": {"suspend": suspended}},
+        }
+        path = f"{self._jobs_path(job.metadata.namespace)}/{quote(job.name, safe='')}"
+        return parse_job(await self._write("PATCH", path, body, dry_run, "application/merge-patch+json"))
+
+    async def delete(self, job: ClusterJob, dry_run: bool = False) -> None:
+        """Delete this very job; what it has made goes in the background."""
+        body: dict[str, Any] = {"propagationPolicy": "Background", "preconditions": {"uid": job.metadata.uid}}
+        # Of a deletion that has a body the API server does not look at the query.
+        body |= {"dryRun": ["All"]} if dry_run else {}
+        path = f"{self._jobs_path(job.metadata.namespace)}/{quote(job.name, safe='')}"
+        await self._write("DELETE", path, body, dry_run)
+
+    async def create(self, manifest: Mapping[str, Any], dry_run: bool = False) -> ClusterJob:
+        """Make a job; its namespace is the manifest's."""
+        path = self._jobs_path(manifest["metadata"]["namespace"])
+        return parse_job(await self._write("POST", path, manifest, dry_run))
+
+    async def objects(self, job: ClusterJob, api_version: str, plural: str) -> tuple[dict[str, Any], ...]:
+        """Objects of another kind that carry the job's label; none where the kind is not served."""
+        root = "/api/v1" if api_version == "v1" else f"/apis/{api_version}"
+        path = f"{root}/namespaces/{quote(job.metadata.namespace)}/{plural}"
+        try:
+            listed = await self._get(path, {"labelSelector": f"{JOB_LABEL}={job.name}"})
+        except ClusterError as error:
+            if error.code == 404:
+                return ()
+            raise
+        kind = str(listed.get("kind", "")).removesuffix("List")
+        return tuple({"apiVersion": api_version, "kind": kind, **item} for item in listed.get("items") or ())
+
+    async def raw_events(self, job: ClusterJob) -> tuple[dict[str, Any], ...]:
+        """The job's events as the API server has them."""
+        path = f"/api/v1/namespaces/{quote(job.metadata.namespace)}/events"
+        listed = await self._get(path, {"fieldSelector": f"involvedObject.uid={job.metadata.uid}"})
+        return tuple(listed.get("items") or ())
+
+    async def served_version(self) -> dict[str, Any]:
+        """What the API server says of itself."""
+        return await self._get("/version")
+
     async def job_changes(self, job: ClusterJob) -> AsyncIterator[Change]:
         """What becomes of the job after this version; ends when the server ends the watch, and is then begun anew
         from the job as it is by then.
@@ -248,9 +293,7 @@ class Cluster:
 
     async def events(self, job: ClusterJob) -> tuple[Happening, ...]:
         """The job's events, oldest first."""
-        path = f"/api/v1/namespaces/{quote(job.metadata.namespace)}/events"
-        listed = await self._get(path, {"fieldSelector": f"involvedObject.uid={job.metadata.uid}"})
-        found = [_happening(item) for item in listed.get("items") or ()]
+        found = [_happening(item) for item in await self.raw_events(job)]
         return tuple(sorted(found, key=lambda event: event.time))
 
     async def pods(self, job: ClusterJob) -> tuple[PodView, ...]:
@@ -286,6 +329,14 @@ class Cluster:
             value: dict[str, Any] = json.loads(await response.read())
             return value
 
+    async def _write(
+        self, method: str, path: str, body: Mapping[str, Any], dry_run: bool, content: str = "application/json"
+    ) -> dict[str, Any]:
+        query = {"dryRun": "All"} if dry_run else {}
+        async with self._answer(path, query, READ_SECONDS, method, body, content) as response:
+            value: dict[str, Any] = json.loads(await response.read())
+            return value
+
     async def _lines(self, path: str, query: Mapping[str, Any], seconds: float | None) -> AsyncIterator[bytes]:
         """The answer line by line, as it comes; a line may be of any length."""
         rest = b""
@@ -299,26 +350,34 @@ class Cluster:
 
     @asynccontextmanager
     async def _answer(
-        self, path: str, query: Mapping[str, Any] | None, seconds: float | None
+        self,
+        path: str,
+        query: Mapping[str, Any] | None,
+        seconds: float | None,
+        method: str = "GET",
+        body: Mapping[str, Any] | None = None,
+        content: str = "application/json",
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer to a GET. Raises ClusterError for one that is no success, and when there is none."""
+        """The answer to a request. Raises ClusterError for one that is no success, and when there is none."""
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=CONNECT_SECONDS, sock_read=None if seconds is None else seconds + CONNECT_SECONDS
         )
         try:
+            headers = {"Accept": "*/*", "User-Agent": "finetune"} | ({} if body is None else {"Content-Type": content})
             call = await self._client.param_serialize(
-                "GET",
+                method,
                 path,
                 query_params=[(name, str(value)) for name, value in (query or {}).items()],
-                header_params={"Accept": "*/*", "User-Agent": "finetune"},
+                header_params=headers,
+                body=body,
                 auth_settings=["BearerToken"],
             )
             answer = await self._client.call_api(*call, _request_timeout=timeout)
             response: aiohttp.ClientResponse = answer.response
             try:
-                if response.status != 200:
+                if response.status not in (200, 201, 202):
                     raise self._refused(response.status, await response.read())
                 yield response
             finally:

@@ -1,10 +1,12 @@
 """The `finetune` command, also `kubectl finetune`: what can be typed, and which module answers.
 
-Exit codes: 0; 1 when a job is refused or fails; 2 for a call that is wrong; 128 + signal when interrupted.
+Exit codes: 0; 1 when a job is refused or fails; 2 for a call that is wrong; 124 when a time is over; 128 + signal when
+interrupted.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from importlib.metadata import version as distribution_version
@@ -15,9 +17,10 @@ import typer
 from typer.core import TyperGroup
 
 from finetune_operator.cli.commands.cluster import logs, status, watch
-from finetune_operator.cli.commands.documents import crd, schema
+from finetune_operator.cli.commands.documents import COMPLETE_VARIABLE, completion, crd, schema
 from finetune_operator.cli.commands.files import plan, render, validate
 from finetune_operator.cli.commands.local import run
+from finetune_operator.cli.commands.steering import cancel, cost, debug, restart, resume, suspend, wait
 from finetune_operator.cli.console import program_name
 
 
@@ -41,7 +44,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-COMMANDS = (validate, plan, render, run, status, logs, watch, crd, schema)
+COMMANDS = (
+    validate, plan, render, run,
+    status, logs, watch, wait, suspend, resume, restart, cancel, cost, debug,
+    crd, schema, completion,
+)  # fmt: skip
 for _command in COMMANDS:
     app.command()(_command)
 
@@ -51,6 +58,10 @@ def main() -> NoReturn:
     for command in app.registered_commands:
         assert command.callback is not None
         command.help = (getdoc(command.callback) or "").replace("  finetune ", f"  {program_name()} ")
+    if COMPLETE_VARIABLE in os.environ:
+        from typer.completion import completion_init  # type: ignore[attr-defined]  # the classes that answer a shell
+
+        completion_init()
     try:
         app(prog_name=program_name())
     except KeyboardInterrupt:

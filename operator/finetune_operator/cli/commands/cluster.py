@@ -10,20 +10,45 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from finetune_contract.choices import Stage
-from finetune_operator.cli.commands.options import Context, Form, Kubeconfig, Namespace
+from finetune_operator.cli.commands.options import AllNamespaces, Context, Form, Kubeconfig, Namespace
 from finetune_operator.cli.console import Output, UsageError, complain, emit, note, out, program_name
 
 if TYPE_CHECKING:
     from finetune_operator.cli.cluster import Cluster, Connection
 
 Result = TypeVar("Result")
-JobName = Annotated[str, typer.Argument(metavar="JOB", help="Name of the FineTuneJob.")]
+COMPLETE_SECONDS = 3.0
+"""How long a shell waits for the names of jobs."""
+
+
+def names_of_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
+    """What a shell offers for JOB; nothing when the cluster does not answer at once."""
+    from finetune_operator.cli.cluster import ClusterError, Connection, connect
+
+    given = ctx.params
+    connection = Connection(given.get("kubeconfig"), given.get("context"), given.get("namespace"))
+
+    async def names() -> list[str]:
+        async with asyncio.timeout(COMPLETE_SECONDS), connect(connection) as cluster:
+            return [job.name for job in await cluster.jobs() if job.name.startswith(incomplete)]
+
+    try:
+        return asyncio.run(names())
+    except (ClusterError, TimeoutError):
+        return []
+
+
+JobName = Annotated[str, typer.Argument(metavar="JOB", help="Name of the FineTuneJob.", autocompletion=names_of_jobs)]
+OneOrAll = Annotated[
+    str | None,
+    typer.Argument(metavar="JOB", help="Name of the FineTuneJob; left out: all.", autocompletion=names_of_jobs),
+]
 
 
 def status(
-    job: Annotated[str | None, typer.Argument(metavar="JOB", help="Name of the FineTuneJob; left out: all.")] = None,
+    job: OneOrAll = None,
     namespace: Namespace = None,
-    all_namespaces: Annotated[bool, typer.Option("--all-namespaces", "-A", help="Jobs of every namespace.")] = False,
+    all_namespaces: AllNamespaces = False,
     context: Context = None,
     kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
@@ -67,7 +92,7 @@ def status(
                 f"there is no FineTuneJob in {'any namespace' if all_namespaces else f'namespace {cluster.namespace}'}."
             )
 
-    _in_cluster(connection, all_of_them if job is None else lambda cluster: one(cluster, job))
+    in_cluster(connection, all_of_them if job is None else lambda cluster: one(cluster, job))
 
 
 def logs(
@@ -122,7 +147,7 @@ def logs(
         else:
             await show_logs(cluster, found, wanted, out())
 
-    _in_cluster(Connection(kubeconfig, context, namespace), show)
+    in_cluster(Connection(kubeconfig, context, namespace), show)
 
 
 def watch(job: JobName, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
@@ -139,11 +164,11 @@ def watch(job: JobName, namespace: Namespace = None, context: Context = None, ku
     from finetune_operator.cli.watching import watch_job
 
     connection = Connection(kubeconfig, context, namespace)
-    ended = _in_cluster(connection, lambda cluster: watch_job(cluster, job, out(), program_name(), _flags(connection)))
+    ended = in_cluster(connection, lambda cluster: watch_job(cluster, job, out(), program_name(), _flags(connection)))
     raise typer.Exit(0 if ended.outcome == "Succeeded" else 1)
 
 
-def _in_cluster(connection: Connection, work: Callable[[Cluster], Awaitable[Result]]) -> Result:
+def in_cluster(connection: Connection, work: Callable[[Cluster], Awaitable[Result]]) -> Result:
     """The result of `work`; ends the command with 1 when the cluster does not give what it needs."""
     from finetune_operator.cli.cluster import ClusterError, connect
 

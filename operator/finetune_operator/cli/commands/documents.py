@@ -1,9 +1,26 @@
-"""`finetune crd` and `finetune schema`: the API itself as documents."""
+"""`finetune crd`, `schema` and `completion`: the API and the command itself as documents."""
 
 from __future__ import annotations
 
+from enum import StrEnum
+from typing import Annotated
+
+import typer
+
 from finetune_operator.cli.commands.options import DocumentForm
 from finetune_operator.cli.console import DocumentOutput, emit
+
+COMPLETE_VARIABLE = "_FINETUNE_COMPLETE"
+"""By which a shell's script asks the command what could follow."""
+
+
+class Shell(StrEnum):
+    """Shells that a script for completion can be written for."""
+
+    BASH = "bash"
+    ZSH = "zsh"
+    FISH = "fish"
+    POWERSHELL = "powershell"
 
 
 def crd(output: DocumentForm = DocumentOutput.YAML) -> None:
@@ -38,3 +55,17 @@ def schema(output: DocumentForm = DocumentOutput.JSON) -> None:
     from finetune_operator.api.crd import json_schema
 
     emit([json_schema()], output)
+
+
+def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh, fish or powershell.")]) -> None:
+    """Write a script that completes commands, options and names of jobs in a shell.
+
+    \b
+    Examples:
+      source <(finetune completion bash)
+      finetune completion zsh > "${fpath[1]}/_finetune"
+      finetune completion fish > ~/.config/fish/completions/finetune.fish
+    """
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]  # documented, and not listed
+
+    print(get_completion_script(prog_name="finetune", complete_var=COMPLETE_VARIABLE, shell=shell.value))

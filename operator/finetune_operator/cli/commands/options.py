@@ -56,6 +56,7 @@ Measure: TypeAlias = Annotated[
 Namespace: TypeAlias = Annotated[
     str | None, typer.Option("--namespace", "-n", help="Namespace. Left out: that of the kubeconfig's context.")
 ]
+AllNamespaces: TypeAlias = Annotated[bool, typer.Option("--all-namespaces", "-A", help="Jobs of every namespace.")]
 Context: TypeAlias = Annotated[
     str | None, typer.Option("--context", help="Context of the kubeconfig. Left out: the current one.")
 ]

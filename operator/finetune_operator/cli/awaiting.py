@@ -1,0 +1,103 @@
+"""`finetune wait`: until jobs are as far as was asked for, or can no longer come there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from finetune_operator.cli.cluster import Cluster, ClusterJob
+from finetune_operator.cli.jobview import phase_of
+from finetune_operator.cli.watching import JobDeletedError, versions
+
+
+class Goal(StrEnum):
+    """What is waited for."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    ENDED = "ended"
+    PLANNED = "planned"
+    RUNNING = "running"
+    SUSPENDED = "suspended"
+    DELETED = "deleted"
+
+
+@dataclass(frozen=True)
+class Wait:
+    """How waiting for one job went."""
+
+    name: str
+    reached: bool
+    text: str
+    job: ClusterJob | None = None
+    timed_out: bool = False
+
+    def data(self, goal: Goal) -> dict[str, Any]:
+        """For `-o json`."""
+        return {
+            "name": self.name,
+            "for": goal.value,
+            "reached": self.reached,
+            "timedOut": self.timed_out,
+            "phase": None if self.job is None else phase_of(self.job),
+            "message": self.text,
+        }
+
+
+def _holds(job: ClusterJob, kind: str) -> bool:
+    return any(one.type == kind and one.status == "True" for one in job.status.conditions)
+
+
+_REACHED: dict[Goal, Callable[[ClusterJob], bool]] = {
+    Goal.SUCCEEDED: lambda job: job.outcome == "Succeeded",
+    Goal.FAILED: lambda job: job.outcome == "Failed",
+    Goal.ENDED: lambda job: job.outcome is not None,
+    Goal.PLANNED: lambda job: _holds(job, "Planned"),
+    Goal.RUNNING: lambda job: _holds(job, "Running"),
+    Goal.SUSPENDED: lambda job: job.status.phase == "Suspended",
+    Goal.DELETED: lambda job: False,
+}
+
+
+async def wait_for(
+    cluster: Cluster, names: Sequence[str], goal: Goal, timeout: float | None, tell: Callable[[Wait], None]
+) -> tuple[Wait, ...]:
+    """How it went with each job, in the order of `names`; each is told of as soon as it is known.
+
+    Raises ClusterError when a job is not there, unless it is its deletion that is waited for.
+    """
+
+    async def one(name: str) -> Wait:
+        try:
+            async with asyncio.timeout(timeout):
+                found = await _until(cluster, name, goal)
+        except TimeoutError:
+            found = Wait(name, False, f"is not {goal} after {timeout:.0f} s", timed_out=True)
+        tell(found)
+        return found
+
+    async with asyncio.TaskGroup() as tasks:
+        waits = [tasks.create_task(one(name)) for name in names]
+    return tuple(wait.result() for wait in waits)
+
+
+async def _until(cluster: Cluster, name: str, goal: Goal) -> Wait:
+    if goal is Goal.DELETED and name not in {job.name for job in await cluster.jobs()}:
+        return Wait(name, True, "is not there")
+    last: ClusterJob | None = None
+    try:
+        async for job in versions(cluster, name):
+            last = job
+            # What an operator says of the spec before is no answer.
+            if (job.status.observed_generation or 0) < job.metadata.generation:
+                continue
+            if _REACHED[goal](job):
+                return Wait(name, True, f"is {goal}", job)
+            if job.outcome is not None and goal is not Goal.DELETED:
+                return Wait(name, False, f"has {job.outcome.lower()} and can no longer be {goal}", job)
+    except JobDeletedError as error:
+        return Wait(name, goal is Goal.DELETED, str(error).removeprefix(f"FineTuneJob {name} "), last)
+    raise AssertionError("a job's versions end only with its deletion")

@@ -1,0 +1,137 @@
+"""`finetune debug`: one archive with everything that a maintainer would ask for, secrets removed.
+
+What may not be read is left out, and `README.txt` in the archive says so; nothing stops the rest. Secrets are never
+asked for.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import platform
+import tarfile
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+
+from finetune_operator.cli.cluster import Cluster, ClusterError, ClusterJob
+from finetune_operator.cli.jobview import Page, print_page, utc_now
+from finetune_operator.cli.redaction import Redactor
+
+T = TypeVar("T")
+
+KINDS = {
+    "pods": "v1",
+    "services": "v1",
+    "configmaps": "v1",
+    "jobs": "batch/v1",
+    "pytorchjobs": "kubeflow.org/v1",
+    "mpijobs": "kubeflow.org/v2beta1",
+    "networkpolicies": "networking.k8s.io/v1",
+}
+"""Plural -> API version of what a job has."""
+LOG_LINES = 5000
+"""Of each pod, the last ones."""
+PACKAGES = ("finetune-operator", "finetune-contract", "kubernetes", "pydantic", "typer")
+
+
+@dataclass
+class Collected:
+    """Files of the archive, by name, before secrets are taken out."""
+
+    files: dict[str, Any] = field(default_factory=dict)
+    """Text, or an object that becomes JSON."""
+    missing: list[str] = field(default_factory=list)
+
+
+async def collect(cluster: Cluster, job: ClusterJob, tell: Callable[[str], None]) -> Collected:
+    """Everything about the job that may be read; `tell` hears what is being read."""
+    found = Collected()
+
+    async def ask(what: str, question: Awaitable[T]) -> T | None:
+        tell(what)
+        try:
+            return await question
+        except ClusterError as error:
+            found.missing.append(f"{what}: {error}")
+            return None
+
+    found.files["job.json"] = job.raw
+    events = await ask("events", cluster.raw_events(job))
+    found.files["events.json"] = list(events or ())
+    for plural, api_version in KINDS.items():
+        objects = await ask(plural, cluster.objects(job, api_version, plural))
+        if objects:
+            found.files[f"{plural}.json"] = [_without_managed_fields(one) for one in objects]
+    for pod in await ask("the job's pods", cluster.pods(job)) or ():
+        lines = await ask(f"the log of {pod.name}", _log(cluster, job, pod))
+        if lines:
+            found.files[f"logs/{pod.name}.log"] = "\n".join(lines) + "\n"
+    found.files["versions.json"] = {
+        "apiServer": await ask("the API server's version", cluster.served_version()),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+    }
+    return found
+
+
+async def _log(cluster: Cluster, job: ClusterJob, pod: Any) -> list[str]:
+    return [line async for line in cluster.log(job, pod, tail=LOG_LINES)]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def _without_managed_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
+    return {**raw, "metadata": {k: v for k, v in raw["metadata"].items() if k != "managedFields"}}
+
+
+def status_page(job: ClusterJob) -> str:
+    """What `finetune status` shows, as text."""
+    buffer = io.StringIO()
+    print_page(Console(file=buffer, width=200, highlight=False, markup=False, emoji=False), Page(job, utc_now()))
+    return buffer.getvalue()
+
+
+def write_archive(path: Path, job: ClusterJob, found: Collected) -> list[str]:
+    """The archive, with a folder of the job's name in it; gives the names of its files. OSError."""
+    redactor = Redactor()
+    for content in found.files.values():
+        redactor.learn(content)
+    files = {**found.files, "status.txt": status_page(job), "README.txt": _readme(job, found)}
+    # In JSON texts are redacted one by one: what is cut out of the whole may be half of its syntax.
+    texts = {
+        name: redactor.text(content)
+        if isinstance(content, str)
+        else json.dumps(redactor.value(content), indent=2, ensure_ascii=False)
+        for name, content in files.items()
+    }
+    with tarfile.open(path, "w:gz") as archive:
+        for name, text in sorted(texts.items()):
+            data = text.encode()
+            entry = tarfile.TarInfo(f"{job.name}/{name}")
+            entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o644
+            archive.addfile(entry, io.BytesIO(data))
+    return sorted(texts)
+
+
+def _readme(job: ClusterJob, found: Collected) -> str:
+    lines = [
+        f"FineTuneJob {job.name} of namespace {job.metadata.namespace}, collected {utc_now():%Y-%m-%d %H:%M:%S} UTC.",
+        "",
+        "Secrets were never read. Values of variables and fields that are called like secrets, and words that look",
+        "like tokens, keys or passwords, are replaced; look through the files before you give them to others.",
+        "",
+    ]
+    lines += ["Not there, as it could not be read:", *found.missing] if found.missing else ["Everything could be read."]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,99 @@
+"""Takes secrets out of what is given to others.
+
+Two kinds of them are known: values that stand where secrets stand (a variable called HF_TOKEN, a header, the user part
+of a URL), and words that look like one wherever they are. Values of the first kind are taken out of everything, also
+of the logs in which a program may have printed them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+HIDDEN = "[removed]"
+_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+(?![a-z])")
+_ENDS = frozenset({"token", "secret", "password", "passwd", "passphrase", "pwd", "apikey", "credential", "credentials"})
+_ENDS_OF_TWO = frozenset({("api", "key"), ("access", "key"), ("account", "key"), ("private", "key"), ("secret", "key")})
+"""Of names, in small letters: `secretName` and `key` name a Secret and its entry, which are no secrets."""
+_LOOKS = re.compile(
+    r"hf_[A-Za-z0-9]{8,}|api_org_[A-Za-z0-9]{8,}"  # Hugging Face
+    r"|(?:AKIA|ASIA)[A-Z0-9]{16}"  # AWS access keys
+    r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_\-]{16,}"  # git hosts
+    r"|xox[abeprs]-[A-Za-z0-9\-]{10,}"  # Slack
+    r"|AIza[A-Za-z0-9_\-]{30,}|ya29\.[A-Za-z0-9_\-]{20,}"  # Google
+    r"|eyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]*"  # JSON web tokens
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    re.DOTALL,
+)
+_USER_INFO = re.compile(r"(?<=://)[^/@\s:]+(?::[^/@\s]*)?@")
+_BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=\-]{8,}")
+_ASSIGNED = re.compile(
+    r"(?i)\b([a-z0-9_\-]*(?:token|secret|password|passwd|passphrase|api_?key|access_?key))(\"?\s*[=:]\s*)"
+    r"(\"[^\"]*\"|'[^']*'|[^\s,;&\"']+)"
+)
+"""`password=...` in a line of a log or in a query."""
+_LEAST = 4
+"""Shorter values are words that are everywhere; taking them out would leave nothing readable."""
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether what bears this name is a secret, e.g. `HF_TOKEN` and `awsSecretAccessKey`."""
+    words = [word.lower() for word in _WORD.findall(name)]
+    return bool(words) and (words[-1] in _ENDS or tuple(words[-2:]) in _ENDS_OF_TWO)
+
+
+class Redactor:
+    """Remembers the secrets that it has met, and takes them out of every text."""
+
+    def __init__(self) -> None:
+        self._met: set[str] = set()
+
+    def learn(self, value: Any) -> None:
+        """Meet the secrets of an object: first of all objects, then texts are rid of what any of them holds."""
+        for secret in _secrets_in(value):
+            if len(secret) >= _LEAST:
+                self._met.add(secret)
+
+    def text(self, text: str) -> str:
+        """The text without secrets."""
+        for secret in sorted(self._met, key=len, reverse=True):
+            text = text.replace(secret, HIDDEN)
+        text = _LOOKS.sub(HIDDEN, text)
+        text = _USER_INFO.sub(f"{HIDDEN}@", text)
+        text = _BEARER.sub(rf"\1{HIDDEN}", text)
+        return _ASSIGNED.sub(rf"\1\2{HIDDEN}", text)
+
+    def value(self, value: Any) -> Any:
+        """The object without secrets; its shape stays."""
+        match value:
+            case str():
+                return self.text(value)
+            case Mapping():
+                if "name" in value and "value" in value and is_secret_name(str(value["name"])):
+                    return {**{k: self.value(v) for k, v in value.items()}, "value": HIDDEN}
+                return {str(key): self._of(str(key), one) for key, one in value.items()}
+            case list() | tuple():
+                return [self.value(one) for one in value]
+            case _:
+                return value
+
+    def _of(self, name: str, value: Any) -> Any:
+        return HIDDEN if isinstance(value, str) and value and is_secret_name(name) else self.value(value)
+
+
+def _secrets_in(value: Any) -> Iterable[str]:
+    match value:
+        case Mapping():
+            if isinstance(value.get("value"), str) and is_secret_name(str(value.get("name", ""))):
+                yield value["value"]
+            for key, one in value.items():
+                if isinstance(one, str) and is_secret_name(str(key)):
+                    yield one
+                yield from _secrets_in(one)
+        case list() | tuple():
+            for one in value:
+                yield from _secrets_in(one)
+        case str():
+            for found in _USER_INFO.findall(value):
+                yield found.removesuffix("@").rpartition(":")[2]

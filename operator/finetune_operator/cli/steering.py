@@ -1,0 +1,167 @@
+"""`finetune suspend`, `resume`, `restart` and `cancel`: what becomes of a job, decided from outside.
+
+Each gives a Change: what was done, or why nothing had to be. What cannot be done is a ClusterError. With `dry_run` the
+API server is asked whether it would take the change, and nothing is changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_operator.cli.cluster import Cluster, ClusterError, ClusterJob
+from finetune_operator.cli.jobview import phase_of
+
+LOOK_SECONDS = 0.5
+STOP_SECONDS = 600.0
+"""How long an attempt may take to save its checkpoint and end; `template`'s grace period is far below that."""
+KEPT_ANNOTATION = "kubectl.kubernetes.io/last-applied-configuration"
+
+
+@dataclass(frozen=True)
+class Change:
+    """What was done to one job."""
+
+    job: ClusterJob
+    verb: str
+    """`suspended`, `resumed`, `restarted`, `cancelled`; `unchanged` where it was so before."""
+    text: str
+
+    def data(self) -> dict[str, Any]:
+        """For `-o json`."""
+        return {
+            "name": self.job.name,
+            "namespace": self.job.metadata.namespace,
+            "uid": self.job.metadata.uid,
+            "change": self.verb,
+            "message": self.text,
+        }
+
+
+class NotRecreatedError(ClusterError):
+    """The job was deleted and could not be made again; it is in `manifest`."""
+
+    def __init__(self, text: str, manifest: dict[str, Any]) -> None:
+        super().__init__(text)
+        self.manifest = manifest
+
+
+async def suspend(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
+    """Stop the running attempt, which saves a checkpoint, and begin no other."""
+    job = await _living(cluster, name, "suspended")
+    if job.spec.run_policy.suspend:
+        return Change(job, "unchanged", "is suspended already")
+    changed = await cluster.set_suspended(job, True, dry_run)
+    return Change(changed, "suspended", "is suspended: what runs saves a checkpoint and ends")
+
+
+async def resume(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
+    """Let a suspended job go on."""
+    job = await _living(cluster, name, "resumed")
+    if not job.spec.run_policy.suspend:
+        return Change(job, "unchanged", "is not suspended")
+    changed = await cluster.set_suspended(job, False, dry_run)
+    return Change(changed, "resumed", "goes on")
+
+
+async def restart(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
+    """A new attempt, from the last checkpoint, of a job that runs; the same job from its beginning when it has ended.
+
+    Raises NotRecreatedError when the ended job is gone and the API server does not take it again.
+    """
+    job = await cluster.job(name)
+    if job.metadata.deletion_timestamp is not None:
+        raise ClusterError(f"FineTuneJob {name} is being deleted; apply its file again when it is gone")
+    if job.outcome is not None:
+        return await _anew(cluster, job, dry_run)
+    if job.spec.run_policy.suspend:
+        raise ClusterError(f"FineTuneJob {name} is suspended: nothing of it runs; finetune resume {name} lets it go on")
+    if job.status.start_time is None:
+        return Change(job, "unchanged", "has not started yet")
+    held = await cluster.set_suspended(job, True, dry_run)
+    if not dry_run:
+        try:
+            held = await _until(cluster, held, lambda one: one.status.phase == "Suspended", "stopped")
+        finally:
+            held = await cluster.set_suspended(held, False)
+    return Change(held, "restarted", "begins another attempt, from its last checkpoint")
+
+
+async def cancel(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
+    """Delete a job that has not ended. Its claim stays, with checkpoints and what was trained."""
+    job = await cluster.job(name)
+    if job.outcome is not None:
+        return Change(job, "unchanged", f"has ended already ({job.outcome})")
+    await cluster.delete(job, dry_run)
+    return Change(job, "cancelled", "is deleted; what it has written stays on its claim")
+
+
+async def _living(cluster: Cluster, name: str, wanted: str) -> ClusterJob:
+    job = await cluster.job(name)
+    if job.outcome is not None:
+        raise ClusterError(
+            f"FineTuneJob {name} has ended ({phase_of(job)}) and cannot be {wanted}; "
+            f"finetune restart {name} runs it from its beginning"
+        )
+    return job
+
+
+async def _anew(cluster: Cluster, job: ClusterJob, dry_run: bool) -> Change:
+    manifest = manifest_of(job)
+    # Of another name, as this one is taken: the spec may have been admitted by rules that have changed since.
+    metadata = {**manifest["metadata"], "name": f"{job.name[:40]}-check"}
+    await cluster.create({**manifest, "metadata": metadata}, dry_run=True)
+    await cluster.delete(job, dry_run)
+    if dry_run:
+        return Change(job, "restarted", "would be deleted and made again")
+    try:
+        await _gone(cluster, job)
+        made = await cluster.create(manifest)
+    except ClusterError as error:
+        raise NotRecreatedError(f"FineTuneJob {job.name} was deleted and not made again: {error}", manifest) from error
+    return Change(made, "restarted", "runs from its beginning; results of the run before are moved aside, not deleted")
+
+
+def manifest_of(job: ClusterJob) -> dict[str, Any]:
+    """The job as its owner would apply it: without what the API server and the operator have added."""
+    raw = job.raw
+    annotations = {k: v for k, v in raw["metadata"].get("annotations", {}).items() if k != KEPT_ANNOTATION}
+    metadata = {"name": job.name, "namespace": job.metadata.namespace}
+    labels = raw["metadata"].get("labels", {})
+    return {
+        "apiVersion": raw["apiVersion"],
+        "kind": raw["kind"],
+        "metadata": {
+            **metadata,
+            **({"labels": labels} if labels else {}),
+            **({"annotations": annotations} if annotations else {}),
+        },
+        "spec": raw["spec"],
+    }
+
+
+async def _gone(cluster: Cluster, job: ClusterJob) -> None:
+    end = time.monotonic() + STOP_SECONDS
+    while True:
+        there = {one.metadata.uid for one in await cluster.jobs()}
+        if job.metadata.uid not in there:
+            return
+        if time.monotonic() > end:
+            raise ClusterError(f"it was still there after {STOP_SECONDS:.0f} s")
+        await asyncio.sleep(LOOK_SECONDS)
+
+
+async def _until(cluster: Cluster, job: ClusterJob, reached: Callable[[ClusterJob], bool], what: str) -> ClusterJob:
+    end = time.monotonic() + STOP_SECONDS
+    while not reached(job) and job.outcome is None:
+        if time.monotonic() > end:
+            raise ClusterError(f"FineTuneJob {job.name} has not {what} within {STOP_SECONDS:.0f} s")
+        await asyncio.sleep(LOOK_SECONDS)
+        job = await cluster.job(job.name)
+    return job
+
+
+Steer = Callable[[Cluster, str, bool], Awaitable[Change]]

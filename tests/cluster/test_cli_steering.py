@@ -1,0 +1,279 @@
+"""`finetune wait`, `suspend`, `resume`, `restart`, `cancel`, `cost` and `debug` against a real API server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from cluster_support.told_jobs import FAILED, SUCCEEDED, TRAINING, Jobs
+
+CANARY = "canary-4f1c9b2e77"
+
+
+def stored(jobs: Jobs, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(jobs.api.must("get", "ftj", name, "-n", jobs.namespace, "-o", "json"))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- suspend and resume
+
+
+def test_suspend_and_resume_write_the_run_policy_and_nothing_else(jobs: Jobs) -> None:
+    jobs.make("reviews", TRAINING)
+    before = stored(jobs, "reviews")["spec"]
+    code, out, err = jobs.finetune("suspend", "reviews")
+    assert (code, out, err) == (0, "FineTuneJob reviews is suspended: what runs saves a checkpoint and ends.\n", "")
+    assert stored(jobs, "reviews")["spec"] == {**before, "runPolicy": {**before.get("runPolicy", {}), "suspend": True}}
+    assert jobs.finetune("suspend", "reviews")[:2] == (0, "FineTuneJob reviews is suspended already.\n")
+    assert jobs.finetune("resume", "reviews")[:2] == (0, "FineTuneJob reviews goes on.\n")
+    assert stored(jobs, "reviews")["spec"]["runPolicy"]["suspend"] is False
+
+
+def test_a_dry_run_asks_the_api_server_and_changes_nothing(jobs: Jobs) -> None:
+    jobs.make("reviews", TRAINING)
+    before = stored(jobs, "reviews")
+    for verb in ("suspend", "restart", "cancel"):
+        code, out, _ = jobs.finetune(verb, "reviews", "--dry-run")
+        assert (code, out.endswith("(dry run: nothing was changed).\n")) == (0, True), out
+    assert stored(jobs, "reviews") == before
+
+
+def test_one_job_that_is_not_there_keeps_no_other_from_being_changed(jobs: Jobs) -> None:
+    jobs.make("one", TRAINING)
+    jobs.make("two", TRAINING)
+    code, out, err = jobs.finetune("suspend", "one", "none", "two", "-o", "json")
+    assert code == 1
+    assert "there is no FineTuneJob none" in err
+    assert [(one["name"], one["change"]) for one in json.loads(out)] == [("one", "suspended"), ("two", "suspended")]
+
+
+def test_what_has_ended_is_not_suspended_and_the_way_out_is_told(jobs: Jobs) -> None:
+    jobs.make("reviews", FAILED)
+    code, out, err = jobs.finetune("suspend", "reviews")
+    assert (code, out) == (1, "")
+    assert "has ended (Failed) and cannot be suspended; finetune restart reviews runs it from its beginning" in err
+
+
+# ------------------------------------------------------------------------------------------------- restart and cancel
+
+
+def test_a_job_that_has_ended_is_made_again_as_it_was_applied(jobs: Jobs) -> None:
+    jobs.make("reviews", FAILED)
+    jobs.api.must("label", "ftj", "reviews", "-n", jobs.namespace, "team=search")
+    jobs.api.must("annotate", "ftj", "reviews", "-n", jobs.namespace, "note=kept")
+    before = stored(jobs, "reviews")
+    code, out, err = jobs.finetune("restart", "reviews")
+    assert (code, err) == (0, "")
+    assert out.startswith("FineTuneJob reviews runs from its beginning;")
+    after = stored(jobs, "reviews")
+    assert after["metadata"]["uid"] != before["metadata"]["uid"]
+    assert (after["spec"], after["metadata"]["labels"]) == (before["spec"], {"team": "search"})
+    assert after["metadata"]["annotations"] == {"note": "kept"}
+    assert "status" not in after
+
+
+def test_a_job_that_the_api_server_would_not_take_again_is_not_deleted(jobs: Jobs) -> None:
+    jobs.make("reviews", FAILED)
+    quota = {"count/finetunejobs.finetune.dev": "1"}
+    manifest = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}, "spec": {"hard": quota}}
+    jobs.api.must("create", "-n", jobs.namespace, "-f", "-", stdin=json.dumps(manifest))
+    uid = stored(jobs, "reviews")["metadata"]["uid"]
+    code, _, err = jobs.finetune("restart", "reviews")
+    assert code == 1
+    assert "quota" in err
+    assert stored(jobs, "reviews")["metadata"]["uid"] == uid
+
+
+def test_a_running_job_is_stopped_and_goes_on_as_another_attempt(jobs: Jobs) -> None:
+    jobs.make("reviews", TRAINING)
+    with jobs.start("restart", "reviews") as process:
+        deadline = time.monotonic() + 30
+        while not stored(jobs, "reviews")["spec"].get("runPolicy", {}).get("suspend"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        # The operator's part: the attempt has saved its checkpoint and is gone.
+        jobs.tell("reviews", {**TRAINING, "phase": "Suspended", "observedGeneration": 2})
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+    assert out == "FineTuneJob reviews begins another attempt, from its last checkpoint.\n"
+    assert stored(jobs, "reviews")["spec"]["runPolicy"]["suspend"] is False
+
+
+def test_cancel_deletes_what_runs_and_leaves_what_has_ended(jobs: Jobs) -> None:
+    jobs.make("running", TRAINING)
+    jobs.make("done", SUCCEEDED)
+    code, out, _ = jobs.finetune("cancel", "running", "done")
+    assert (code, out.splitlines()) == (
+        0,
+        [
+            "FineTuneJob running is deleted; what it has written stays on its claim.",
+            "FineTuneJob done has ended already (Succeeded).",
+        ],
+    )
+    assert jobs.api.must("get", "ftj", "-n", jobs.namespace, "-o", "name").split() == ["finetunejob.finetune.dev/done"]
+
+
+# --------------------------------------------------------------------------------------------------------------- wait
+
+
+@pytest.mark.parametrize(
+    ("status", "goal", "code", "told"),
+    [
+        pytest.param(SUCCEEDED, "succeeded", 0, "is succeeded", id="it has succeeded"),
+        pytest.param(FAILED, "succeeded", 1, "has failed and can no longer be succeeded", id="it cannot any more"),
+        pytest.param(FAILED, "ended", 0, "is ended", id="either end"),
+        pytest.param(TRAINING, "running", 0, "is running", id="it runs"),
+        pytest.param(TRAINING, "succeeded", 124, "is not succeeded after 1 s", id="the time is over"),
+    ],
+)
+def test_waiting_ends_with_what_can_be_said(jobs: Jobs, status: Any, goal: str, code: int, told: str) -> None:
+    jobs.make("reviews", status)
+    found, out, err = jobs.finetune("wait", "reviews", "--for", goal, "--timeout", "1s")
+    assert (found, (out + err).strip()) == (code, f"FineTuneJob reviews {told}.")
+
+
+def test_waiting_for_several_jobs_ends_with_the_last_of_them(jobs: Jobs) -> None:
+    jobs.make("one", TRAINING)
+    jobs.make("two", SUCCEEDED)
+    with jobs.start("wait", "one", "two", "--timeout", "60s", "-o", "json") as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(timeout=3)
+        jobs.tell("one", SUCCEEDED)
+        out, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert [(one["name"], one["reached"], one["phase"]) for one in json.loads(out)] == [
+        ("one", True, "Succeeded"),
+        ("two", True, "Succeeded"),
+    ]
+
+
+def test_waiting_for_a_deletion_ends_when_the_job_is_gone_also_before(jobs: Jobs) -> None:
+    assert jobs.finetune("wait", "never-there", "--for", "deleted")[0] == 0
+    jobs.make("reviews", TRAINING)
+    with jobs.start("wait", "reviews", "--for", "deleted") as process:
+        time.sleep(2)
+        jobs.api.must("delete", "ftj", "reviews", "-n", jobs.namespace)
+        out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (0, "FineTuneJob reviews was deleted.\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        pytest.param(("--for", "finished"), "--for finished: is no state to wait for", id="no such state"),
+        pytest.param(("--timeout", "soon"), "--timeout soon: is no time", id="no time"),
+    ],
+)
+def test_a_call_that_is_wrong_ends_with_2(jobs: Jobs, arguments: tuple[str, ...], told: str) -> None:
+    code, _, err = jobs.finetune("wait", "reviews", *arguments)
+    assert code == 2
+    assert told in err
+
+
+# --------------------------------------------------------------------------------------------------------------- cost
+
+
+def test_costs_are_a_table_with_sums_by_currency_and_data_for_programs(jobs: Jobs) -> None:
+    used = {"nodeSeconds": 3600, "billableSeconds": 3900}
+    jobs.make("dear", {**SUCCEEDED, "cost": {**used, "currency": "EUR", "amount": 12.5, "saved": 7.5}})
+    jobs.make("dollars", {**SUCCEEDED, "cost": {**used, "currency": "USD", "amount": 1.0}})
+    jobs.make("unpriced", {**TRAINING, "cost": used})
+    code, out, _ = jobs.finetune("cost")
+    rows = [" ".join(line.split()) for line in out.splitlines()]
+    assert code == 0
+    assert rows[1] == "dear Succeeded 60 min 65 min 12.50 EUR 7.50 EUR 12 min"
+    assert rows[4:] == [
+        "total 1 job 60 min 65 min 12.50 EUR 7.50 EUR",
+        "total 1 job 60 min 65 min 1.00 USD 0.00 USD",
+        "total 1 job 60 min 65 min - -",
+    ]
+    data = json.loads(jobs.finetune("cost", "-o", "json")[1])
+    assert [(one["currency"], one["amount"]) for one in data["totals"]] == [("EUR", 12.5), ("USD", 1.0), (None, None)]
+    one = yaml.safe_load(jobs.finetune("cost", "dear", "-o", "yaml")[1])
+    assert (one["amount"], one["saved"], one["estimated"]["seconds"]) == (12.5, 7.5, 750.0)
+
+
+# -------------------------------------------------------------------------------------------------------------- debug
+
+
+def test_debug_collects_all_that_may_be_read_and_no_secret(jobs: Jobs, tmp_path: Path) -> None:
+    jobs.make("reviews", TRAINING)
+    uid = stored(jobs, "reviews")["metadata"]["uid"]
+    secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "hub"}, "stringData": {"token": CANARY}}
+    labels = {
+        "finetune.dev/job": "reviews",
+        "finetune.dev/job-uid": uid,
+        "finetune.dev/stage": "train",
+        "finetune.dev/attempt": "2",
+    }
+    variables = [
+        {"name": "MY_TOKEN", "value": CANARY},
+        {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}},
+    ]
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": "reviews-train-2-0", "labels": labels},
+        "spec": {
+            "automountServiceAccountToken": False,
+            "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+            "containers": [
+                {
+                    "name": "pytorch",
+                    "image": "trainer",
+                    "env": variables,
+                    "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+                }
+            ],
+        },
+    }
+    event = {
+        "apiVersion": "v1",
+        "kind": "Event",
+        "metadata": {"name": "reviews.1"},
+        "involvedObject": {"kind": "FineTuneJob", "name": "reviews", "uid": uid, "namespace": jobs.namespace},
+        "reason": "StageFailed",
+        "message": f"the Hub did not take {CANARY}",
+        "lastTimestamp": "2026-01-05T10:00:00Z",
+    }
+    for manifest in (secret, pod, event):
+        jobs.api.must("create", "-n", jobs.namespace, "-f", "-", stdin=json.dumps(manifest))
+    file = tmp_path / "found.tar.gz"
+    code, out, err = jobs.finetune("debug", "reviews", "--file", str(file))
+    assert code == 0, err
+    assert "look through them" in out
+    with tarfile.open(file) as archive:
+        texts = {
+            name.removeprefix("reviews/"): content.read().decode()
+            for name in archive.getnames()
+            if (content := archive.extractfile(name)) is not None
+        }
+    assert set(texts) == {"README.txt", "events.json", "job.json", "pods.json", "status.txt", "versions.json"}
+    assert not [name for name, text in texts.items() if CANARY in text]
+    assert json.loads(texts["events.json"])[0]["message"] == "the Hub did not take [removed]"
+    assert json.loads(texts["pods.json"])[0]["spec"]["containers"][0]["env"][1] == variables[1], "names of Secrets stay"
+    assert "train" in texts["status.txt"]
+    assert "the log of reviews-train-2-0" in texts["README.txt"], "a pod without a node has no log, and that is said"
+    assert jobs.finetune("debug", "reviews", "--file", str(file))[0] == 2, "what is there is not written over"
+
+
+# --------------------------------------------------------------------------------------------------------- completion
+
+
+def test_a_shell_completes_commands_and_names_of_jobs(jobs: Jobs) -> None:
+    jobs.make("reviews", TRAINING)
+    jobs.make("ratings", TRAINING)
+    words = f"finetune status -n {jobs.namespace} ra"
+    typed = f'COMP_WORDS=({words}); COMP_CWORD=4; _finetune_completion finetune; echo "${{COMPREPLY[@]}}"'
+    script = f"source <(finetune completion bash); {typed}"
+    ran = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True, env=jobs.environment()
+    )
+    assert ran.stdout.split() == ["ratings"]

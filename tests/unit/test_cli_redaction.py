@@ -1,0 +1,76 @@
+"""What `finetune debug` takes out, and what it leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetune_operator.cli.redaction import HIDDEN, Redactor, is_secret_name
+
+SECRET_NAMES = (
+    "HF_TOKEN",
+    "token",
+    "WANDB_API_KEY",
+    "awsSecretAccessKey",
+    "AWS_SECRET_ACCESS_KEY",
+    "db-password",
+    "storageAccountKey",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+)
+OTHER_NAMES = ("secretName", "secretKeyRef", "key", "HF_TOKEN_PATH", "max_tokens", "tokenizer", "name", "")
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES)
+def test_what_is_called_like_a_secret_is_one(name: str) -> None:
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_what_names_a_secret_or_counts_tokens_is_none(name: str) -> None:
+    assert not is_secret_name(name)
+
+
+TEXTS: dict[str, tuple[str, str]] = {
+    "a token of the Hub": ("401 for hf_AbCdEfGh1234 at once", f"401 for {HIDDEN} at once"),
+    "an access key of a cloud": ("key AKIAABCDEFGHIJKLMNOP.", f"key {HIDDEN}."),
+    "the user part of a URL": (
+        "cloning https://reader:pa55@git.example.com/a",
+        f"cloning https://{HIDDEN}@git.example.com/a",
+    ),
+    "a header": ("Authorization: Bearer abcdef123456", f"Authorization: Bearer {HIDDEN}"),
+    "a setting in a line of a log": ("login user=me password=hunter22, ok", f"login user=me password={HIDDEN}, ok"),
+    "a setting in JSON": ('{"api_key": "s3cr3t", "n": 1}', f'{{"api_key": {HIDDEN}, "n": 1}}'),
+    "a private key": ("x -----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY----- y", f"x {HIDDEN} y"),
+    "ordinary figures": (
+        "step 40/100 loss 0.31 tokens=5120 padding 4 %",
+        "step 40/100 loss 0.31 tokens=5120 padding 4 %",
+    ),
+    "an address": ("fetched https://example.com/a@main#part", "fetched https://example.com/a@main#part"),
+}
+
+
+@pytest.mark.parametrize("case", TEXTS)
+def test_words_that_look_like_secrets_are_taken_out_of_a_text(case: str) -> None:
+    text, expected = TEXTS[case]
+    assert Redactor().text(text) == expected
+
+
+def test_a_variable_s_value_is_taken_out_of_everything_also_of_logs_that_print_it() -> None:
+    pod: dict[str, Any] = {
+        "env": [
+            {"name": "MY_TOKEN", "value": "canary-7731"},
+            {"name": "HF_HOME", "value": "/cache"},
+            {"name": "OTHER_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}},
+        ]
+    }
+    redactor = Redactor()
+    redactor.learn(pod)
+    assert redactor.value(pod) == {
+        "env": [
+            {"name": "MY_TOKEN", "value": HIDDEN},
+            {"name": "HF_HOME", "value": "/cache"},
+            {"name": "OTHER_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}},
+        ]
+    }
+    assert redactor.text("the program says canary-7731 aloud") == f"the program says {HIDDEN} aloud"
