@@ -24,12 +24,32 @@ def command_reference() -> str:
     return "\n".join(parts)
 
 
+def argo_health() -> str:
+    """The health check as Argo CD's own ConfigMap takes it, to be merged into the one that is there."""
+    lua = (ROOT / "manifests" / "gitops" / "argocd" / "health.lua").read_text(encoding="utf-8")
+    indented = "".join(f"    {line}\n" if line else "\n" for line in lua.splitlines())
+    return f"""# Made from health.lua. Merge it into Argo CD's own settings:
+#
+#   kubectl -n argocd patch configmap argocd-cm --patch-file argocd-cm.yaml
+apiVersion: v1
+kind: ConfigMap
+metadata:
+  name: argocd-cm
+  namespace: argocd
+  labels:
+    app.kubernetes.io/part-of: argocd
+data:
+  resource.customizations.health.finetune.dev_FineTuneJob: |
+{indented}"""
+
+
 ROOT = Path(__file__).parents[1]
 GENERATED: dict[str, Callable[[], str]] = {
     "manifests/crd/finetune.dev_finetunejobs.yaml": crd_yaml,
     "docs/api.md": api_reference,
     "docs/settings.md": settings_reference,
     "docs/commands.md": command_reference,
+    "manifests/gitops/argocd/argocd-cm.yaml": argo_health,
     "trainer_image/contract/finetune_contract/training_arguments.json": known_arguments_json,
 }
 

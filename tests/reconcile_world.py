@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -413,3 +414,61 @@ class World:
     def told(self) -> list[str]:
         """Reasons of all events."""
         return [note.reason for note in self.events]
+
+
+# ---------------------------------------------------------------------------------------------------------------- lives
+
+
+def through(world: World, stages: int) -> None:
+    """That many stages succeed, and the next one runs."""
+    world.settle()
+    for _ in range(stages):
+        world.succeed()
+        world.settle()
+    if world.phase not in ("Succeeded", "Failed"):
+        world.start()
+    world.settle()
+
+
+def failing(world: World, failure: FailureClass) -> None:
+    through(world, 1)
+    world.fail(failure)
+    world.settle()
+
+
+def suspended(world: World) -> None:
+    through(world, 1)
+    world.edit(suspend=True)
+    world.settle()
+
+
+def refused(world: World) -> None:
+    world.refuse["Job"] = (403, "exceeded quota")
+    world.settle()
+
+
+def invalid(world: World) -> None:
+    world.spec["task"] = "poetry"
+    world.settle()
+
+
+def unplannable(world: World) -> None:
+    world.spec["launcher"] = "mpijob"
+    world.settle()
+
+
+LIVES: dict[str, Callable[[World], object]] = {
+    "a spec that is refused": invalid,
+    "a plan that is refused": unplannable,
+    "a first stage whose pods are not made yet": lambda w: w.settle(),
+    "prepare runs": lambda w: through(w, 0),
+    "train runs": lambda w: through(w, 1),
+    "evaluate runs": lambda w: through(w, 2),
+    "predict runs": lambda w: through(w, 3),
+    "all is done": lambda w: through(w, 4),
+    "a stage that starts again": lambda w: failing(w, FailureClass.COLLECTIVE),
+    "a job that has failed": lambda w: failing(w, FailureClass.DATA),
+    "a suspended job": suspended,
+    "a quota in the way": refused,
+}
+"""Sentence -> what happens to a job; one for each phase and each kind of end."""

@@ -116,7 +116,12 @@ def emit(values: Sequence[Any], output: Output | DocumentOutput) -> None:
     if output == "json":
         print(json.dumps(values[0] if len(values) == 1 else list(values), indent=2, ensure_ascii=False))
     else:
-        print(yaml.dump_all(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120), end="")
+        print(documents(values), end="")
+
+
+def documents(values: Sequence[Any]) -> str:
+    """YAML, a document each."""
+    return yaml.dump_all(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 class _Dumper(yaml.SafeDumper):

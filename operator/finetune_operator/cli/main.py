@@ -20,6 +20,7 @@ from finetune_operator.cli.commands.cluster import logs, status, watch
 from finetune_operator.cli.commands.documents import COMPLETE_VARIABLE, completion, crd, schema
 from finetune_operator.cli.commands.files import plan, render, validate
 from finetune_operator.cli.commands.local import run
+from finetune_operator.cli.commands.review import review
 from finetune_operator.cli.commands.steering import cancel, cost, debug, restart, resume, suspend, wait
 from finetune_operator.cli.console import program_name
 
@@ -45,7 +46,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 COMMANDS = (
-    validate, plan, render, run,
+    validate, plan, render, review, run,
     status, logs, watch, wait, suspend, resume, restart, cancel, cost, debug,
     crd, schema, completion,
 )  # fmt: skip

@@ -1,0 +1,93 @@
+"""`finetune review`: a change of job files, looked at before it is merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from finetune_operator.api.settings import Settings
+from finetune_operator.cli.commands.files import DEFAULT_NAMESPACE
+from finetune_operator.cli.commands.options import ClusterSettings, Filenames, Files, Form, Hardware
+from finetune_operator.cli.commands.steps import cluster_facts, hardware_of, settings_of, tell_notes
+from finetune_operator.cli.console import Output, UsageError, complain, documents, emit
+from finetune_operator.cli.inputs import JobEntry, located, read_inputs
+from finetune_operator.planning.types import JobPlan, PlanRefused
+
+
+def review(
+    files: Files = None,
+    filename: Filenames = None,
+    summary: Annotated[
+        Path | None,
+        typer.Option("--summary", metavar="FILE", help="Write the Markdown there instead of to standard output."),
+    ] = None,
+    rendered: Annotated[
+        Path | None,
+        typer.Option("--render", metavar="DIR", help="Write the objects that each job becomes to DIR/NAME.yaml."),
+    ] = None,
+    max_cost: Annotated[
+        float | None,
+        typer.Option("--max-cost", min=0, metavar="AMOUNT", help="Refuse a training that is expected to cost more."),
+    ] = None,
+    hardware: Hardware = None,
+    settings: ClusterSettings = None,
+    output: Form = Output.TEXT,
+) -> None:
+    """Validate, plan and render job files as the operator would, and write one Markdown page for a code review.
+
+    Needs no cluster, no model and no data, and asks nobody: a step of any CI can run it in the operator's image.
+    Exit code 0 when nothing speaks against the jobs, 1 when something does; the page is written in both cases.
+
+    \b
+    Examples:
+      finetune review jobs/
+      finetune review jobs/ --settings settings.yaml --max-cost 200 --summary review.md
+      finetune review jobs/ --hardware gpu=H100,memory=80Gi,gpus=8 --render rendered/
+      finetune review jobs/*.yaml -o json
+    """
+    from finetune_operator.cli.reviewing import Review, Reviewed, markdown, too_dear
+    from finetune_operator.planning.plan import plan
+
+    limits, node = settings_of(settings, cluster=True), hardware_of(hardware)
+    inputs = read_inputs([*(files or []), *(filename or [])], limits)
+    tell_notes(inputs)
+    jobs: list[Reviewed] = []
+    for entry in inputs.entries:
+        try:
+            made = plan(entry.job, cluster_facts(entry, node, None, False), limits)
+            if rendered is not None:
+                _render(entry, made, limits, rendered)
+        except PlanRefused as refused:
+            jobs.append(Reviewed(entry, None, tuple(located(entry.document, one) for one in refused.problems)))
+        else:
+            jobs.append(Reviewed(entry, made, over=too_dear(made, max_cost)))
+    found = Review(tuple(jobs), tuple(inputs.problems))
+    if output is not Output.TEXT:
+        emit([found.data()], output)
+    if summary is not None:
+        _write(summary, markdown(found), "--summary")
+    elif output is Output.TEXT:
+        print(markdown(found), end="")
+    if not found.passes:
+        if summary is not None:
+            complain(f"something speaks against these jobs: see {summary}.")
+        raise typer.Exit(1)
+
+
+def _render(entry: JobEntry, made: JobPlan, limits: Settings, folder: Path) -> None:
+    from finetune_operator.rendering.manifests import render
+    from finetune_operator.rendering.types import RenderContext
+
+    namespace = entry.job.metadata.namespace or DEFAULT_NAMESPACE
+    manifests = render(made, RenderContext(namespace, entry.job.spec, limits))
+    _write(folder / f"{entry.job.name}.yaml", documents(list(manifests)), "--render")
+
+
+def _write(file: Path, text: str, option: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{option} {file}: cannot be written: {error.strerror or error}") from error

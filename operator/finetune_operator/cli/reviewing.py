@@ -1,0 +1,152 @@
+"""`finetune review`: what a change of job files would do, as a page of Markdown for a code review.
+
+For each job the verdict, what would run, how long it takes and what it costs at the prices of the settings, and for
+each problem its line, rule and way out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_operator.api.problems import Problem
+from finetune_operator.cli.console import described, problem_data
+from finetune_operator.cli.costs import money
+from finetune_operator.cli.inputs import JobEntry
+from finetune_operator.planning.quantities import human_bytes, human_seconds
+from finetune_operator.planning.summary import summarise
+from finetune_operator.planning.types import JobPlan
+
+
+@dataclass(frozen=True)
+class Reviewed:
+    """One job, planned or refused."""
+
+    entry: JobEntry
+    plan: JobPlan | None
+    problems: tuple[Problem, ...] = ()
+    over: str = ""
+    """Why a job that could run is more than is allowed."""
+
+    @property
+    def passes(self) -> bool:
+        """Whether nothing speaks against it."""
+        return self.plan is not None and not self.over
+
+    def data(self) -> dict[str, Any]:
+        """For `-o json`."""
+        made = self.plan
+        return {
+            "file": self.entry.source,
+            "line": self.entry.document.line,
+            "name": self.entry.job.name,
+            "passes": self.passes,
+            "over": self.over or None,
+            "problems": [problem_data(self.entry.source, one) for one in self.problems],
+            "plan": None
+            if made is None
+            else {
+                "strategy": made.strategy,
+                "launcher": made.launcher,
+                "stages": [stage.value for stage in made.stages],
+                "processes": None if made.trainer.world is None else made.trainer.world.size,
+                "estimate": {
+                    "seconds": made.estimate.seconds,
+                    "cost": made.estimate.cost,
+                    "currency": made.estimate.currency,
+                },
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Review:
+    """All files of a change."""
+
+    jobs: tuple[Reviewed, ...]
+    unread: tuple[tuple[str, Problem], ...] = ()
+    """Problems of files in which no job could be read, with their files."""
+
+    @property
+    def passes(self) -> bool:
+        """Whether nothing speaks against any of them."""
+        return not self.unread and all(one.passes for one in self.jobs)
+
+    def data(self) -> dict[str, Any]:
+        """For `-o json`."""
+        return {
+            "passes": self.passes,
+            "jobs": [one.data() for one in self.jobs],
+            "problems": [problem_data(source, problem) for source, problem in self.unread],
+        }
+
+
+def markdown(review: Review) -> str:
+    """The page: a table of all jobs, what is wrong, and each plan folded away."""
+    parts = ["## Fine-tuning jobs", ""]
+    if review.jobs:
+        parts += [
+            "| | Job | Runs | Processes | Memory of one | Training takes | Cost |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        parts += [_row(one) for one in review.jobs]
+        parts.append("")
+    elif not review.unread:
+        parts += ["There is no job in these files.", ""]
+    wrong = [described(problem, source) for source, problem in review.unread]
+    wrong += [described(problem, one.entry.source) for one in review.jobs for problem in one.problems]
+    wrong += [f"{one.entry.source}: {one.entry.job.name}: {one.over}" for one in review.jobs if one.over]
+    if wrong:
+        parts += ["### What is wrong", "", *(f"- {_plain(line)}" for line in wrong), ""]
+    for one in review.jobs:
+        if one.plan is not None:
+            parts += _folded(one.plan)
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _row(one: Reviewed) -> str:
+    name = _plain(one.entry.job.name)
+    if one.plan is None:
+        return f"| ❌ | {name} | refused | | | | |"
+    made, world, estimate = one.plan, one.plan.trainer.world, one.plan.estimate
+    cells = (
+        f"{made.strategy} by {made.launcher}",
+        "" if world is None else f"{world.size} on {world.device}",
+        "" if made.memory is None else human_bytes(made.memory.total_bytes),
+        "not known" if estimate.seconds is None else human_seconds(estimate.seconds),
+        "not known" if estimate.cost is None else money(estimate.cost, estimate.currency),
+    )
+    verdict = "✅" if one.passes else "❌"
+    return f"| {verdict} | {name} | {' | '.join(_plain(cell) for cell in cells)} |"
+
+
+def _folded(plan: JobPlan) -> list[str]:
+    lines = ["<details>", f"<summary>{_plain(plan.name)}: the plan and why</summary>", ""]
+    for section in summarise(plan):
+        lines += [f"**{_plain(section.title)}**", ""]
+        for row in section.rows:
+            words = f"{row.label}: {row.value}" if row.label else row.value
+            lines.append(f"- {_plain(words)}{f' ({_plain(row.remark)})' if row.remark else ''}")
+        lines.append("")
+    return [*lines, "</details>", ""]
+
+
+_SIGNS = str.maketrans({sign: f"\\{sign}" for sign in "\\`*_[]|#~"} | {"<": "&lt;", ">": "&gt;", "@": "&#64;"})
+"""What Markdown reads as its own; `@name` would call somebody to the review."""
+
+
+def _plain(text: str) -> str:
+    """What a job file says is shown as it is, and becomes no part of the page."""
+    return " ".join(text.split()).translate(_SIGNS)
+
+
+def too_dear(plan: JobPlan, most: float | None) -> str:
+    """Why the job costs more than `most`; empty: it does not, or nothing bounds it."""
+    if most is None:
+        return ""
+    cost = plan.estimate.cost
+    if cost is None:
+        return f"what it costs is not known, so that --max-cost {most:g} cannot be held; give --settings with prices"
+    if cost <= most:
+        return ""
+    return f"it is expected to cost {money(cost, plan.estimate.currency)}, more than --max-cost {most:g}"

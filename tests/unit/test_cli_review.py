@@ -1,0 +1,108 @@
+"""`finetune review`: the page for a code review, its exit codes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+BIN = Path(sys.executable).parent
+PRICED = """\
+schemes: [hf]
+prices:
+  - {product: NVIDIA-H100-80GB-HBM3, gpus: 1, perHour: 12.0}
+"""
+HARDWARE = "gpu=H100,memory=80Gi,gpus=1,cpu=16,hostMemory=128Gi"
+
+
+def a_job(name: str, **spec: object) -> str:
+    base = {
+        "task": "text-classification",
+        "model": {"uri": "hf://some-org/some-model"},
+        "dataset": {"uri": "hf://some-org/rows"},
+        "training": {"epochs": 1},
+        "resources": {"gpusPerNode": 1},
+    }
+    document = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": {"name": name}}
+    return yaml.safe_dump({**document, "spec": {**base, **spec}})
+
+
+def review(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(BIN / "finetune"), "review", *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Path:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "settings.yaml").write_text(PRICED)
+    (tmp_path / "jobs" / "good.yaml").write_text(a_job("good"))
+    return tmp_path
+
+
+def test_a_good_job_is_a_row_with_time_and_cost_and_its_plan_folded_below(jobs: Path) -> None:
+    ran = review(jobs, "jobs", "--settings", "settings.yaml", "--hardware", HARDWARE)
+    assert ran.returncode == 0, ran.stderr
+    lines = ran.stdout.splitlines()
+    row = next(line for line in lines if line.startswith("| ✅ "))
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[:4] == ["✅", "good", "single by job", "1 on cuda"]
+    assert cells[-1].endswith(" USD")
+    assert lines[0] == "## Fine-tuning jobs"
+    assert "<summary>good: the plan and why</summary>" in lines
+    assert "What is wrong" not in ran.stdout
+
+
+def test_every_problem_of_every_file_is_told_with_its_line_and_the_page_is_written_all_the_same(jobs: Path) -> None:
+    (jobs / "jobs" / "bad.yaml").write_text(a_job("bad", training={"epochs": 0}))
+    (jobs / "jobs" / "mpi.yaml").write_text(a_job("big", parallelism={"tensorParallel": 3}))
+    ran = review(jobs, "jobs", "--summary", "out/review.md")
+    page = (jobs / "out" / "review.md").read_text()
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert "see out/review.md" in ran.stderr
+    wrong = [line for line in page.splitlines() if line.startswith("- jobs/")]
+    assert any("bad.yaml" in line and "spec.training.epochs" in line for line in wrong)
+    assert any("mpi.yaml" in line and "tensorParallel" in line for line in wrong)
+    assert "| ✅ | good " in page
+
+
+@pytest.mark.parametrize(
+    ("most", "settings", "code", "told"),
+    [
+        pytest.param("1000", True, 0, "", id="within the bound"),
+        pytest.param("0.0001", True, 1, "more than --max-cost 0.0001", id="above it"),
+        pytest.param("1000", False, 1, "what it costs is not known", id="no prices: nothing can be held"),
+    ],
+)
+def test_a_bound_on_the_cost_is_held_or_the_job_does_not_pass(
+    jobs: Path, most: str, settings: bool, code: int, told: str
+) -> None:
+    options = ["--settings", "settings.yaml"] if settings else []
+    ran = review(jobs, "jobs", "--hardware", HARDWARE, "--max-cost", most, *options)
+    assert ran.returncode == code, ran.stdout
+    assert told in ran.stdout.replace("\\", "")
+
+
+def test_what_a_job_file_says_becomes_no_part_of_the_page(jobs: Path) -> None:
+    uri = "hf://some-org/x|<img src=a>[l](http://evil)@team`b`"
+    (jobs / "jobs" / "good.yaml").write_text(a_job("good", model={"uri": uri}))
+    page = review(jobs, "jobs").stdout
+    assert "some-org" in page
+    shown = page.replace("\\|", "").replace("\\[", "").replace("\\]", "").replace("\\`", "")
+    assert not [sign for sign in ("<img", "[l]", "@team", "`b`") if sign in shown]
+
+
+def test_objects_are_rendered_for_each_job_and_data_is_for_programs(jobs: Path) -> None:
+    ran = review(jobs, "jobs", "--render", "rendered", "-o", "json")
+    found = json.loads(ran.stdout)
+    assert (ran.returncode, found["passes"], [one["name"] for one in found["jobs"]]) == (0, True, ["good"])
+    kinds = [one["kind"] for one in yaml.safe_load_all((jobs / "rendered" / "good.yaml").read_text())]
+    assert {"PersistentVolumeClaim", "ConfigMap", "Job", "NetworkPolicy"} <= set(kinds)
+
+
+def test_a_folder_without_jobs_is_a_wrong_call(tmp_path: Path) -> None:
+    assert review(tmp_path, "nowhere").returncode == 2
