@@ -67,8 +67,8 @@ def matchers(expression: str) -> Iterator[tuple[str, str, str, str]]:
 # -------------------------------------------------------------------------------------------------------------- series
 
 
-def of_operator() -> list[Series]:
-    """Of a replica that has told everything once; all of them grow."""
+def lived() -> Metrics:
+    """Of a replica that has told everything once."""
     metrics = Metrics()
     metrics.pass_done(0.1, "failed")
     metrics.request_done("list", "pods", 200, 0.1)
@@ -79,8 +79,13 @@ def of_operator() -> list[Series]:
     job = world.job()
     world.succeed()
     metrics.status_written(job, world.step().status)
+    return metrics
+
+
+def of_operator() -> list[Series]:
+    """All series of such a replica; all of them grow."""
     found = []
-    for family in text_string_to_metric_families(metrics.exposition().decode()):
+    for family in text_string_to_metric_families(lived().exposition().decode()):
         for sample in family.samples:
             found.append(Series(sample.name, {**sample.labels, **TARGET}, "0+1x240"))
     return found
@@ -185,9 +190,9 @@ def jobs() -> dict[str, dict[str, Any]]:
 # ------------------------------------------------------------------------------------------------------------ promtool
 
 
-def promtool(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def promtool(*arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
     """Prometheus' own tool, which holds its parser and its engine; the test is skipped where it is not."""
     program = shutil.which("promtool")
     if program is None:
         pytest.skip("promtool is not in PATH (Debian's package prometheus has it)")
-    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=300)
+    return subprocess.run([program, *arguments], input=stdin, capture_output=True, text=True, timeout=300)
