@@ -12,7 +12,6 @@ from finetune_contract.layout import ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN, ENV_KU
 from finetune_operator.api.types import ConditionType, Phase
 from finetune_operator.planning.placement import LAUNCHER_ORDER
 from finetune_operator.reconcile.remedies import REMEDIES, Remedy
-from finetune_operator.shell.metrics import Metrics
 from finetune_operator.shell.progress_protocol import progress_of, update_of
 
 TEXT = (Path(__file__).parents[2] / "docs" / "operator.md").read_text(encoding="utf-8")
@@ -53,13 +52,6 @@ def test_every_condition_and_every_phase_is_described() -> None:
 def test_the_launchers_are_in_the_order_in_which_auto_takes_them() -> None:
     told = [quoted(row[0])[0] for row in rows("launcher")]
     assert told == [name for name in LAUNCHER_ORDER if name in told]
-
-
-def test_the_metrics_are_those_that_are_served() -> None:
-    told = {name for row in rows("metric") for name in quoted(row[0])}
-    exposed = Metrics().exposition().decode()
-    served = set(re.findall(r"^# TYPE (finetune_\S+) ", exposed, re.MULTILINE))
-    assert {name for name in served if not name.endswith("_created")} == told
 
 
 def test_the_example_posts_what_the_progress_server_reads(monkeypatch, tmp_path: Path) -> None:

@@ -1,21 +1,52 @@
-"""Figures for Prometheus: their names, and that labels come from closed sets."""
+"""Figures for Prometheus: their names, what is counted when, and that labels come from closed sets."""
 
 from __future__ import annotations
 
+import random
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from finetune_operator.api.types import FailureStatus, FineTuneJobStatus, StageStatus
+from finetune_contract.choices import Stage
+from finetune_contract.layout import FailureClass
+from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
+from finetune_operator.api.types import FailureStatus, FineTuneJobStatus, Phase, ProgressStatus
+from finetune_operator.reconcile.figures import Fleet, fleet
+from finetune_operator.reconcile.remedies import OperatorCause
+from finetune_operator.reconcile.times import stamp
+from finetune_operator.reconcile.types import Decision, JobView
+from finetune_operator.shell.families import OTHER
 from finetune_operator.shell.kube import RequestCounter
 from finetune_operator.shell.metrics import Metrics
 from finetune_operator.shell.state import Measurements
+from reconcile_world import NOON, SPEC, World
+
+ROOT = Path(__file__).parents[2]
+GPU = "NVIDIA-H100-80GB-HBM3"
+PRICED = Settings.model_validate(
+    {
+        "currency": "EUR",
+        "prices": (
+            {"product": "cpu", "gpus": 0, "perHour": 3.6, "spotPerHour": 1.2},
+            {"product": GPU, "gpus": 2, "perHour": 36.0, "spotPerHour": 7.2},
+        ),
+    }
+)
 
 
 def samples(metrics: Metrics, *, zeros: bool = False) -> dict[str, float]:
-    """Own samples as `name{label="value"}`, buckets and times of creation left out."""
+    """Own samples as `name{label="value"}`, without buckets."""
     found = {}
     for family in text_string_to_metric_families(metrics.exposition().decode()):
         for sample in family.samples:
-            if not sample.name.startswith("finetune_") or sample.name.endswith(("_bucket", "_created")):
+            if not sample.name.startswith("finetune_") or sample.name.endswith("_bucket"):
                 continue
             labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()))
             if sample.value or zeros:
@@ -23,11 +54,52 @@ def samples(metrics: Metrics, *, zeros: bool = False) -> dict[str, float]:
     return found
 
 
+def series(metrics: Metrics) -> int:
+    """Own series, buckets and all."""
+    lines = metrics.exposition().decode().splitlines()
+    return sum(line.startswith("finetune_") for line in lines)
+
+
+@dataclass
+class Measured(World):
+    """A world whose operator counts what it writes."""
+
+    metrics: Metrics = field(default_factory=lambda: Metrics("EUR"))
+    settings: Settings = PRICED
+    history: list[tuple[JobView, FineTuneJobStatus]] = field(default_factory=list)
+
+    def step(self, crash_after: int | None = None) -> Decision:
+        before = self.job()
+        decision = super().step(crash_after)
+        if self.job().status != before.status:
+            self.history.append((before, decision.status))
+            self.metrics.status_written(before, decision.status)
+        return decision
+
+    def pass_(self, seconds: float) -> None:
+        """Time in which nothing is looked at."""
+        self.now += timedelta(seconds=seconds)
+
+    def run(self, wait: float, seconds: float, end: Callable[[World], object] = World.succeed) -> None:
+        """The newest child gets its pods after `wait`, and ends after `seconds` more."""
+        self.wait(wait)
+        self.start()
+        self.settle()
+        self.pass_(seconds)
+        end(self)
+        self.settle()
+
+
+def counted(world: Measured, *prefixes: str) -> dict[str, float]:
+    return {name: value for name, value in samples(world.metrics).items() if name.startswith(prefixes)}
+
+
 def test_everything_that_is_told_is_shown() -> None:
     metrics = Metrics()
     told: Measurements = metrics
     counter: RequestCounter = metrics
-    metrics.follow_jobs(lambda: ["Training", "Training", "Failed", "a word of its own"])
+    now = Fleet({"Training": 2, "Failed": 1, "a word of its own": 1}, 1, 30.0, 7.5, {"train": 12.0}, {"train": 480.0})
+    metrics.follow_jobs(lambda: replace(now, estimated_cost={"USD": 4.5, "EUR": 1.0, "CHF": 2.0}))
     metrics.follow_queue(lambda: 7)
     metrics.follow_leading(lambda: True)
     metrics.event_loop_lag(0.5)
@@ -42,6 +114,13 @@ def test_everything_that_is_told_is_shown() -> None:
         'finetune_jobs{phase="Training"}': 2,
         'finetune_jobs{phase="Failed"}': 1,
         'finetune_jobs{phase="other"}': 1,
+        "finetune_jobs_waiting": 1,
+        "finetune_oldest_waiting_seconds": 30,
+        "finetune_progress_age_seconds": 7.5,
+        'finetune_samples_per_second{stage="train"}': 12,
+        'finetune_tokens_per_second{stage="train"}': 480,
+        'finetune_estimated_cost{currency="USD"}': 4.5,
+        'finetune_estimated_cost{currency="other"}': 3,
         "finetune_queue_depth": 7,
         "finetune_leading": 1,
         "finetune_event_loop_lag_seconds": 0.5,
@@ -60,45 +139,320 @@ def test_everything_that_is_told_is_shown() -> None:
     }
 
 
-def test_phases_without_jobs_are_shown_as_none() -> None:
-    zeros = samples(Metrics(), zeros=True)
-    assert zeros['finetune_jobs{phase="Succeeded"}'] == 0
-    assert len([name for name in zeros if name.startswith("finetune_jobs")]) == 11
+# -------------------------------------------------------------------------------------------------------- whole lives
 
 
-def stage(state: str, attempt: int = 1, end: str | None = None) -> StageStatus:
-    return StageStatus.model_validate(
+def test_a_job_on_gpus_is_counted_from_its_creation_to_its_end() -> None:
+    accelerator = {"product": GPU, "memory": "80Gi"}
+    world = Measured(spec={**SPEC, "resources": {"nodes": 2, "gpusPerNode": 2, "accelerator": accelerator}})
+    world.settle()
+    world.run(wait=40, seconds=60)
+    world.run(wait=10, seconds=100)
+    plan = world.job().status.plan
+    assert plan is not None
+    assert plan.estimated.duration_seconds is not None
+    world.run(wait=0, seconds=20)
+    world.run(wait=0, seconds=20)
+    assert world.phase == "Succeeded"
+    told = counted(world, "finetune_")
+    ratio = told.pop("finetune_estimate_ratio_sum")
+    assert ratio == pytest.approx(100 / plan.estimated.duration_seconds)
+    assert told == {
+        'finetune_job_ends_total{cause="none",outcome="succeeded"}': 1,
+        "finetune_job_wait_seconds_count": 1,
+        "finetune_job_wait_seconds_sum": 40,
+        'finetune_stage_seconds_count{outcome="succeeded",stage="prepare"}': 1,
+        'finetune_stage_seconds_sum{outcome="succeeded",stage="prepare"}': 100,
+        'finetune_stage_seconds_count{outcome="succeeded",stage="train"}': 1,
+        'finetune_stage_seconds_sum{outcome="succeeded",stage="train"}': 110,
+        'finetune_stage_seconds_count{outcome="succeeded",stage="evaluate"}': 1,
+        'finetune_stage_seconds_sum{outcome="succeeded",stage="evaluate"}': 20,
+        'finetune_stage_seconds_count{outcome="succeeded",stage="predict"}': 1,
+        'finetune_stage_seconds_sum{outcome="succeeded",stage="predict"}': 20,
+        'finetune_node_seconds_total{capacity="any",stage="prepare"}': 60,
+        'finetune_node_seconds_total{capacity="any",stage="train"}': 200,
+        'finetune_node_seconds_total{capacity="any",stage="evaluate"}': 20,
+        'finetune_node_seconds_total{capacity="any",stage="predict"}': 20,
+        'finetune_running_node_seconds_total{capacity="any",stage="prepare"}': 60,
+        'finetune_running_node_seconds_total{capacity="any",stage="train"}': 200,
+        'finetune_running_node_seconds_total{capacity="any",stage="evaluate"}': 20,
+        'finetune_running_node_seconds_total{capacity="any",stage="predict"}': 20,
+        'finetune_gpu_seconds_total{capacity="any",stage="train"}': 400,
+        'finetune_gpu_seconds_total{capacity="any",stage="evaluate"}': 20,
+        'finetune_gpu_seconds_total{capacity="any",stage="predict"}': 20,
+        # 60 s of a CPU node, 200 of a GPU node, and 40 of half of one.
+        'finetune_cost_total{currency="EUR"}': pytest.approx(0.06 + 2.0 + 0.2),
+        "finetune_estimate_ratio_count": 1,
+    }
+
+
+def take_away(world: World) -> None:
+    name = world.newest()
+    for pod in world.pods_of(name):
+        world.end_pod(pod, 143)
+        world.pods[pod]["status"]["conditions"] = [world.condition("DisruptionTarget", "DeletionByTaintManager")]
+    world.end_child(name, succeeded=False)
+
+
+def test_a_training_that_loses_its_spot_node_is_a_preemption_and_its_seconds_are_of_spot_nodes() -> None:
+    world = Measured(spec={**SPEC, "spot": {"enabled": True}})
+    world.settle()
+    world.run(wait=0, seconds=10)
+    world.run(wait=0, seconds=1000, end=take_away)
+    world.wait(10)
+    world.run(wait=0, seconds=500)
+    assert counted(world, "finetune_preemptions", "finetune_restarts", "finetune_estimate", "finetune_cost_saved") == {
+        "finetune_preemptions_total": 1,
+        'finetune_restarts_total{cause="NodeLost"}': 1,
+        'finetune_cost_saved_total{currency="EUR"}': pytest.approx(1.0),
+    }
+    assert counted(world, "finetune_node_seconds") == {
+        'finetune_node_seconds_total{capacity="any",stage="prepare"}': 10,
+        'finetune_node_seconds_total{capacity="spot",stage="train"}': 1500,
+    }
+
+
+def test_a_failure_for_good_is_an_end_with_its_class_and_a_restart_is_none() -> None:
+    world = Measured()
+    world.settle()
+    world.run(wait=0, seconds=10)
+    world.run(wait=0, seconds=10, end=lambda each: each.fail(FailureClass.COLLECTIVE))
+    assert counted(world, "finetune_job_ends") == {}
+    world.wait(60)
+    world.run(wait=0, seconds=10, end=lambda each: each.fail(FailureClass.DATA))
+    assert counted(world, "finetune_job_ends", "finetune_restarts") == {
+        'finetune_job_ends_total{cause="DataError",outcome="failed"}': 1,
+        'finetune_restarts_total{cause="CollectiveFailed"}': 1,
+    }
+
+
+def test_a_job_that_was_suspended_first_waits_from_its_first_child_on() -> None:
+    world = Measured(spec={**SPEC, "runPolicy": {"suspend": True}})
+    world.settle()
+    world.wait(86_400)
+    world.edit(suspend=False)
+    world.settle()
+    world.run(wait=25, seconds=10)
+    assert counted(world, "finetune_job_wait") == {
+        "finetune_job_wait_seconds_count": 1, "finetune_job_wait_seconds_sum": 25,
+    }  # fmt: skip
+
+
+def test_two_replicas_that_lead_in_turn_count_each_change_once_between_them() -> None:
+    world = Measured(spec={**SPEC, "spot": {"enabled": True}})
+    world.settle()
+    world.run(wait=5, seconds=10)
+    world.run(wait=5, seconds=100, end=take_away)
+    world.wait(10)
+    for _ in range(3):
+        world.run(wait=5, seconds=100)
+    assert world.phase == "Succeeded"
+    replicas = Metrics("EUR"), Metrics("EUR")
+    for number, (job, after) in enumerate(world.history):
+        replicas[number % 2].status_written(job, after)
+    one, other = (samples(replica, zeros=True) for replica in replicas)
+    both = {name: one.get(name, 0) + other.get(name, 0) for name in {*one, *other}}
+    assert {name: value for name, value in both.items() if value} == pytest.approx(counted(world, "finetune_"))
+
+
+def test_a_new_leader_counts_nothing_of_what_was_written_before() -> None:
+    world = Measured()
+    world.settle()
+    for _ in range(4):
+        world.run(wait=5, seconds=10)
+    assert world.phase == "Succeeded"
+    world.metrics = Metrics("EUR")
+    world.wait(3600)
+    assert counted(world, "finetune_") == {}
+
+
+# ------------------------------------------------------------------------------------------------------------ all jobs
+
+
+def seen(**status: Any) -> JobView:
+    """A job that was created at noon."""
+    return replace(World().job(), status=FineTuneJobStatus.model_validate(status))
+
+
+def training(seconds: float, **progress: Any) -> JobView:
+    """One that trains, and told its progress at that second."""
+    stage = {"name": "train", "state": "Running", "attempt": 1, "runningSince": stamp(NOON)}
+    told = ProgressStatus(last_update_time=stamp(NOON + timedelta(seconds=seconds)), **progress)
+    return seen(phase="Training", stage="train", stages=(stage,), progress=told)
+
+
+STALLED = {"type": "Stalled", "status": "True", "reason": "PlanRefused", "lastTransitionTime": stamp(NOON)}
+STARTED = {"name": "prepare", "state": "Running", "attempt": 1, "startTime": stamp(NOON)}
+
+WAITING: dict[str, tuple[JobView, bool]] = {
+    "nothing is known of it yet": (seen(), True),
+    "its first pods have no nodes": (seen(phase="Preparing", stages=(STARTED,)), True),
+    "its queue holds it": (seen(phase="Queued", stages=(STARTED,)), True),
+    "its first attempt found no node and another is made": (
+        seen(phase="Preparing", stages=({**STARTED, "state": "Failed"},)),
+        True,
+    ),
+    "its pods run": (seen(phase="Preparing", stages=({**STARTED, "runningSince": stamp(NOON)},)), False),
+    "its pods ran and run no more": (
+        seen(phase="Training", stages=({**STARTED, "state": "Failed"},), cost={"nodeSeconds": 5.0}),
+        False,
+    ),
+    "it is suspended": (seen(phase="Suspended"), False),
+    "its plan is refused": (seen(phase="Pending", conditions=(STALLED,)), False),
+    "its spec cannot be read": (replace(seen(), job=None), False),
+    "it is somebody else's": (replace(seen(), managed_by="kueue.x-k8s.io/multikueue"), False),
+    "it is being deleted": (replace(seen(), deleting=True), False),
+    "it is over": (seen(phase="Failed"), False),
+}
+
+
+@pytest.mark.parametrize("case", WAITING)
+def test_a_job_waits_when_nothing_but_capacity_keeps_it_from_its_first_pods(case: str) -> None:
+    job, waits = WAITING[case]
+    now = fleet([job], NOON + timedelta(seconds=50), lambda job: None)
+    assert (now.waiting, now.oldest_waiting_seconds) == ((1, 50.0) if waits else (0, 0.0))
+
+
+def test_the_fleet_is_the_sum_of_its_jobs_and_the_age_of_its_worst() -> None:
+    planned = {"strategy": "ddp", "launcher": "job", "worldSize": 2, "estimated": {"cost": 3.0, "currency": "EUR"}}
+    jobs = [
+        training(900, samples_per_second=40.0, tokens_per_second=2000.0),
+        training(990, samples_per_second=10.0),
+        training(100, samples_per_second=1000.0),
+        seen(phase="Training", plan=planned),
+        seen(phase="Succeeded", plan=planned),
+        seen(),
+    ]
+    assert fleet(jobs, NOON + timedelta(seconds=1000), lambda job: None) == Fleet(
+        phases={"Training": 4, "Succeeded": 1, "Pending": 1},
+        waiting=2,
+        oldest_waiting_seconds=1000,
+        progress_age_seconds=900,
+        # The rate of one that was silent for longer than ten minutes is none of now.
+        samples_per_second={"train": 50},
+        tokens_per_second={"train": 2000},
+        estimated_cost={"EUR": 3},
+    )
+
+
+def test_reports_without_anything_new_are_no_progress() -> None:
+    now = NOON + timedelta(seconds=1000)
+    assert fleet([training(995)], now, lambda job: NOON).progress_age_seconds == 1000
+    assert fleet([training(995)], now, lambda job: None).progress_age_seconds == 5
+    without_a_word = replace(training(0), status=training(0).status.model_copy(update={"progress": None}))
+    assert fleet([without_a_word], now, lambda job: None).progress_age_seconds == 0
+
+
+# -------------------------------------------------------------------------------------------------------------- bounds
+
+
+def random_status(rng: random.Random, number: int) -> FineTuneJobStatus:
+    """Anything that a status may hold, and words that no set knows."""
+    classes = [*FailureClass, *OperatorCause, f"Class{number}"]
+    name = rng.choice(["prepare", "train", "evaluate", "predict", "serve"])
+    state = rng.choice(["Pending", "Running", "Succeeded", "Failed", "Suspended"])
+    capacity = rng.choice([None, "spot", "onDemand"])
+    stage = {
+        "name": name, "state": state, "attempt": rng.randrange(4), "capacity": capacity,
+        "startTime": stamp(NOON), "runningSince": rng.choice([None, stamp(NOON)]),
+        "completionTime": stamp(NOON + timedelta(seconds=rng.randrange(10**6))),
+        "child": {"apiVersion": "batch/v1", "kind": "Job", "name": f"secret-{number}-train-1"},
+        "avoidedNodes": (f"secret-node-{number}",),
+    }  # fmt: skip
+    currency = rng.choice(["EUR", "USD", f"X{chr(65 + number % 26)}{chr(65 + number // 26 % 26)}"])
+    failure = {
+        "class": rng.choice(classes), "reason": f"Reason{number}", "message": f"secret {number}",
+        "pod": f"secret-pod-{number}", "node": f"secret-node-{number}",
+    }  # fmt: skip
+    seconds = rng.random() * 10**6
+    plan = {
+        "strategy": f"secret-{number}", "launcher": f"secret-{number}", "worldSize": 8,
+        "estimated": {"durationSeconds": rng.random() * 10**5, "cost": rng.random() * 100, "currency": currency},
+    }  # fmt: skip
+    return FineTuneJobStatus.model_validate(
         {
-            "name": "train", "state": state, "attempt": attempt, "startTime": "2026-01-01T00:00:00Z",
-            "completionTime": end,
+            "phase": rng.choice(get_args(Phase)), "stage": name, "stages": (stage,), "plan": plan,
+            "failure": rng.choice([None, failure]), "restarts": rng.randrange(5),
+            "spot": {"preemptions": rng.randrange(5)},
+            "cost": {
+                "nodeSeconds": seconds / 2, "billableSeconds": seconds, "amount": seconds / 100, "saved": seconds / 500,
+                "currency": currency,
+            },
+            "progress": {"samplesPerSecond": rng.random(), "lastUpdateTime": stamp(NOON)},
         }
     )  # fmt: skip
 
 
-def test_a_status_that_takes_the_place_of_another_tells_of_ends_and_restarts() -> None:
-    metrics = Metrics()
-    running = FineTuneJobStatus(stages=(stage("Running"),))
-    failure = FailureStatus.model_validate({"class": "OutOfMemory", "reason": "A", "message": "b"})
-    again = FineTuneJobStatus(stages=(stage("Running", 2),), restarts=1, failure=failure)
-    over = FineTuneJobStatus(stages=(stage("Succeeded", 2, "2026-01-01T00:01:30Z"),), restarts=1)
-    for before, after in [(FineTuneJobStatus(), running), (running, again), (again, over), (over, over)]:
-        metrics.status_written(before, after)
-    assert samples(metrics) == {
-        'finetune_restarts_total{cause="OutOfMemory"}': 1,
-        'finetune_stage_seconds_count{outcome="succeeded",stage="train"}': 1,
-        'finetune_stage_seconds_sum{outcome="succeeded",stage="train"}': 90,
-    }
+def test_a_thousand_jobs_of_any_status_have_no_more_series_than_the_sets_allow() -> None:
+    rng, metrics = random.Random(7), Metrics("EUR")
+    most = {row.name: row.most for row in metrics.families.rows}
+    of_jobs = sum(number for name, number in most.items() if not name.startswith("finetune_api_requests"))
+    base, jobs = World().job(), []
+    counts = []
+    for number in range(1000):
+        statuses = [random_status(rng, number) for _ in range(4)]
+        for before, after in pairwise([FineTuneJobStatus(), *statuses]):
+            metrics.status_written(replace(base, status=before), after)
+        jobs.append(replace(base, name=f"secret-{number}", namespace=f"secret-{number}", status=statuses[-1]))
+        metrics.follow_jobs(lambda: fleet(jobs, NOON, lambda job: None))
+        if number in (9, 99, 999):
+            counts.append(series(metrics))
+    print(f"series after 10, 100 and 1000 jobs: {counts}; bound without requests to the API server: {of_jobs}")
+    assert counts[-1] <= of_jobs < 1000
+    assert counts[-1] - counts[1] <= 30, "from some point on, jobs add no series"
+    text = metrics.exposition().decode()
+    assert "secret" not in text
+    assert "Reason" not in text
+    shown = samples(metrics)
+    assert shown['finetune_cost_total{currency="other"}'] > 0
+    assert shown['finetune_job_ends_total{cause="other",outcome="failed"}'] > 0
 
 
 def test_words_from_outside_become_no_labels() -> None:
     metrics = Metrics()
     before = len(samples(metrics, zeros=True))
+    base = World().job()
     for number in range(50):
         metrics.request_done(f"verb-{number}", f"resource-{number}", 1000 + number, 0.0)
         metrics.resynced(f"reason-{number}")
+        metrics.progress_post(700 + number)
         failure = FailureStatus.model_validate({"class": f"class-{number}", "reason": "A", "message": "b"})
-        metrics.status_written(FineTuneJobStatus(), FineTuneJobStatus(restarts=1, failure=failure))
+        metrics.status_written(base, FineTuneJobStatus(restarts=1, failure=failure))
     shown = samples(metrics, zeros=True)
-    assert shown['finetune_api_requests_total{code="0",resource="other",verb="other"}'] == 50
+    assert shown['finetune_api_requests_total{code="other",resource="other",verb="other"}'] == 50
     assert shown['finetune_restarts_total{cause="other"}'] == 50
     assert len(shown) == before + 5
+
+
+def test_counters_of_jobs_are_there_before_their_first_count() -> None:
+    zeros = samples(Metrics("EUR"), zeros=True)
+    for name in (
+        'finetune_job_ends_total{cause="DataError",outcome="failed"}',
+        'finetune_job_ends_total{cause="none",outcome="succeeded"}',
+        'finetune_restarts_total{cause="NodeLost"}',
+        'finetune_node_seconds_total{capacity="spot",stage="train"}',
+        'finetune_cost_total{currency="EUR"}',
+        "finetune_preemptions_total",
+        'finetune_jobs{phase="Succeeded"}',
+    ):
+        assert zeros[name] == 0
+    assert len([name for name in zeros if name.startswith("finetune_jobs{")]) == len(get_args(Phase)) + 1
+
+
+def test_what_is_told_of_each_metric_is_what_is_served() -> None:
+    metrics = Metrics()
+    exposed = metrics.exposition().decode()
+    served = set(re.findall(r"^# TYPE (finetune_\S+) (\w+)$", exposed, re.MULTILINE))
+    assert {(row.name, row.kind) for row in metrics.families.rows} == served
+    for row in metrics.families.rows:
+        assert row.meaning.endswith("."), row
+        assert all(words[-1] == OTHER for words in row.labels.values())
+        assert set(row.labels) <= {
+            "phase", "stage", "capacity", "outcome", "cause", "currency", "verb", "resource", "code", "reason",
+        }  # fmt: skip
+
+
+def test_stages_and_currency_are_those_of_the_operator() -> None:
+    labels = {row.name: row.labels for row in Metrics(CLUSTER_SETTINGS.currency).families.rows}
+    assert labels["finetune_cost_total"]["currency"] == ("USD", OTHER)
+    assert labels["finetune_stage_seconds"]["stage"] == (*(stage.value for stage in Stage), OTHER)

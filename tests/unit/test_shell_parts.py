@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 from kubernetes.aio import client
+from pydantic import JsonValue
 from typer.testing import CliRunner
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus, StageStatus
+from finetune_operator.reconcile.figures import Fleet
+from finetune_operator.reconcile.times import stamp
 from finetune_operator.rendering.types import ProgressEndpoint
 from finetune_operator.settings_file import SettingsError, read_settings_file
 from finetune_operator.shell.command import LogFormat, LogLevel, _set_up_logs, app
@@ -21,6 +24,7 @@ from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.leader import address_in
 from finetune_operator.shell.queue import WorkQueue
 from finetune_operator.shell.reconciler import only_progress_differs, status_body
+from finetune_operator.shell.serving import OperatorView
 from finetune_operator.shell.state import Hearing, OperatorState, ProgressBook
 from finetune_operator.shell.store import Store
 
@@ -142,6 +146,34 @@ def test_reports_cannot_be_heard_when(case: str):
     before, after = asyncio.run(look())
     assert before is not None
     assert after is None
+
+
+def test_the_fleet_is_what_the_store_holds_and_progress_is_what_moves():
+    async def look() -> tuple[Fleet, Fleet]:
+        state = operator_state()
+        view = OperatorView(state)
+        told = {
+            **status_body(STATUS),
+            "progress": {"samplesPerSecond": 8.0, "lastUpdateTime": stamp(datetime.now(UTC))},
+        }
+        for number, status in enumerate(({}, told)):
+            metadata: dict[str, JsonValue] = {
+                "name": f"job-{number}", "namespace": "team", "uid": f"uid-{number}", "resourceVersion": "7",
+                "creationTimestamp": stamp(datetime.now(UTC)),
+            }  # fmt: skip
+            state.store.put({"kind": "FineTuneJob", "metadata": metadata, "spec": {}, "status": status})
+        told_long_ago = datetime.now(UTC) - timedelta(seconds=500)
+        before = view.fleet()
+        state.progress.note("uid-1", Stage.TRAIN, 1, ProgressStatus(step=1), "the same", told_long_ago)
+        after = view.fleet()
+        await state.kube.api.close()  # type: ignore[no-untyped-call]
+        return before, after
+
+    before, after = asyncio.run(look())
+    assert before.phases == {"Pending": 1, "Training": 1}
+    assert before.samples_per_second == {"train": 8}
+    assert before.progress_age_seconds < 60
+    assert 500 <= after.progress_age_seconds < 560
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,14 @@ def nodes(spec: FineTuneJobSpec, stage: Stage) -> int:
     return spec.resources.nodes if stage is Stage.TRAIN else 1
 
 
+def gpus(spec: FineTuneJobSpec, stage: Stage) -> int:
+    """GPUs that a pod of `stage` takes; none where the job leaves their number open."""
+    asked = spec.resources.gpus_per_node
+    if stage is Stage.PREPARE or asked == "auto":
+        return 0
+    return asked if stage is Stage.TRAIN else min(1, asked)
+
+
 def cost_after(
     status: FineTuneJobStatus, spec: FineTuneJobSpec, settings: Settings, stage: StageStatus, ended: datetime
 ) -> CostStatus:
@@ -156,7 +164,7 @@ def _price(spec: FineTuneJobSpec, settings: Settings, stage: Stage) -> PodPrice 
     product = spec.resources.accelerator.product
     if product is None:
         return None
-    taken = asked if stage is Stage.TRAIN else 1
+    taken = gpus(spec, stage)
     node = find_price(settings, product, taken)
     return _share(node, 1.0) or _share(find_price(settings, product, asked), taken / asked)
 

@@ -332,7 +332,7 @@ class Reconciler:
             # What has to wait until it is told (the end of a failed attempt's pods) can be done now, and no event would
             # say so: the watch brings nothing that the store does not have already.
             self._state.queue.add(key)
-        self._state.measurements.status_written(job.status, decision.status)
+        self._state.measurements.status_written(job, decision.status)
         _log_transition(key, job.status, decision.status)
         return "done"
 

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from finetune_contract.choices import Stage
 from finetune_operator.api.types import ProgressStatus
-from finetune_operator.reconcile.types import PodView
+from finetune_operator.reconcile.figures import Fleet, fleet
+from finetune_operator.reconcile.types import JobView, PodView
 from finetune_operator.rendering.types import Manifest, ProgressEndpoint
 from finetune_operator.shell.certificates import (
     LOOK_AGAIN,
@@ -141,10 +143,14 @@ class OperatorView:
         )  # fmt: skip
         self._state.queue.add(JobKey(at.namespace, at.job))
 
-    def phases(self) -> list[str]:
-        """Of all jobs."""
+    def fleet(self) -> Fleet:
+        """All jobs, as they are known here now."""
         jobs = [self._state.store.job(key) for key in self._state.store.jobs()]
-        return [job.status.phase or "Pending" for job in jobs if job is not None]
+        return fleet([job for job in jobs if job is not None], datetime.now(UTC), self._moved)
+
+    def _moved(self, job: JobView) -> datetime | None:
+        running = next((stage for stage in job.status.stages if stage.state == "Running"), None)
+        return None if running is None else self._state.progress.moved(job.uid, Stage(running.name), running.attempt)
 
     def faults(self) -> Sequence[str]:
         """See `endpoints.Health`."""
@@ -173,7 +179,7 @@ class Servers:
     async def start(self, state: OperatorState) -> None:
         """Serve. OSError when a port is taken; ApiError when the certificates cannot be read or kept."""
         view = OperatorView(state, self.progress_port)
-        self._metrics.follow_jobs(view.phases)
+        self._metrics.follow_jobs(view.fleet)
         self._metrics.follow_queue(lambda: len(state.queue))
         self._metrics.follow_leading(view.leading)
         self._endpoints = Endpoints(view, self._metrics)

@@ -229,7 +229,7 @@ async def run(options: Options, decide: Decide) -> None:
     pool = 2 * options.workers + SPARE_CONNECTIONS + watches
     api = await connect(options.kubeconfig, options.context, pool=pool)
     try:
-        metrics = Metrics()
+        metrics = Metrics(options.settings.currency)
         servers = Servers(
             metrics, host=options.listen, http_port=options.http_port, progress_port=options.progress_port
         )

@@ -16,6 +16,7 @@ from typing import Protocol
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus
+from finetune_operator.reconcile.types import JobView
 from finetune_operator.rendering.types import ProgressEndpoint
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.queue import WorkQueue
@@ -112,8 +113,8 @@ class Measurements(Protocol):
     def request_done(self, verb: str, resource: str, code: int, seconds: float) -> None:
         """One request to the API server; `code` is the HTTP status, 0 when there was no answer."""
 
-    def status_written(self, before: FineTuneJobStatus, after: FineTuneJobStatus) -> None:
-        """A status took the place of another."""
+    def status_written(self, job: JobView, after: FineTuneJobStatus) -> None:
+        """A status took the place of the one in `job`."""
 
     def resynced(self, reason: str) -> None:
         """Everything was listed again; `reason` is start, leadership, outage or relist."""
@@ -128,7 +129,7 @@ class NoMeasurements:
     def request_done(self, verb: str, resource: str, code: int, seconds: float) -> None:
         """Nothing."""
 
-    def status_written(self, before: FineTuneJobStatus, after: FineTuneJobStatus) -> None:
+    def status_written(self, job: JobView, after: FineTuneJobStatus) -> None:
         """Nothing."""
 
     def resynced(self, reason: str) -> None:

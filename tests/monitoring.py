@@ -1,0 +1,198 @@
+"""What Prometheus would have of an operator and of kube-state-metrics, and Prometheus' own tool to ask it with."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from finetune_operator.api.types import FineTuneJobStatus
+from finetune_operator.shell.metrics import Metrics
+from reconcile_world import World
+
+ROOT = Path(__file__).parents[1]
+FILES = ROOT / "charts" / "finetune-operator" / "files"
+TARGET_LABELS = frozenset({"cluster", "namespace", "pod", "instance"})
+"""That Prometheus gives to all series of a target; `cluster` where an installation has one."""
+TARGET = {"namespace": "ops", "pod": "finetune-operator-0", "instance": "10.0.0.1:8080"}
+
+_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
+_LISTS = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\([^)]*\)")
+_WORDS = frozenset({"and", "or", "unless", "bool", "offset", "by", "on", "without", "ignoring", "inf", "nan"})
+_SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\s*\{([^}]*)\}")
+_MATCHER = re.compile(r'(\w+)\s*(=~|!~|!=|=)\s*"([^"]*)"')
+
+
+@dataclass(frozen=True)
+class Series:
+    """One series, of one replica or one object."""
+
+    name: str
+    labels: Mapping[str, str]
+    values: str
+    """In promtool's notation."""
+
+    @property
+    def notation(self) -> str:
+        return f"{self.name}{{{', '.join(f'{key}={json.dumps(value)}' for key, value in self.labels.items())}}}"
+
+
+# ------------------------------------------------------------------------------------------------------------- queries
+
+
+def names(expression: str) -> set[str]:
+    """Metrics that a PromQL expression asks for."""
+    bare = re.sub(r"\{[^}]*\}|\[[^\]]*\]", "", _LISTS.sub("", _TEXT.sub("", expression)))
+    found = re.finditer(r"(?<![\w:.])([a-zA-Z_:][\w:]*)\b(?!\s*\()", bare)
+    return {match[1] for match in found} - _WORDS
+
+
+def matchers(expression: str) -> Iterator[tuple[str, str, str, str]]:
+    """Metric, label, operator and value of each condition."""
+    for metric, inner in _SELECTOR.findall(expression):
+        for label, operator, value in _MATCHER.findall(inner):
+            yield metric, label, operator, value
+
+
+# -------------------------------------------------------------------------------------------------------------- series
+
+
+def lived() -> Metrics:
+    """Of a replica that has told everything once."""
+    metrics = Metrics()
+    metrics.pass_done(0.1, "failed")
+    metrics.request_done("list", "pods", 200, 0.1)
+    metrics.progress_post(200)
+    metrics.resynced("start")
+    world = World()
+    world.settle()
+    job = world.job()
+    world.succeed()
+    metrics.status_written(job, world.step().status)
+    return metrics
+
+
+def of_operator() -> list[Series]:
+    """All series of such a replica; all of them grow."""
+    found = []
+    for family in text_string_to_metric_families(lived().exposition().decode()):
+        for sample in family.samples:
+            found.append(Series(sample.name, {**sample.labels, **TARGET}, "0+1x240"))
+    return found
+
+
+def of_state(document: Mapping[str, Any], config: Mapping[str, Any]) -> list[Series]:
+    """What kube-state-metrics makes of an object by its configuration for custom resources, as its pages tell.
+
+    `path` leads to a value, a list or a map; the labels of a metric start at the object, those of `each` at `path`.
+    """
+    (resource,) = config["spec"]["resources"]
+    found = []
+    for metric in resource["metrics"]:
+        base = _labels(document, resource["labelsFromPath"]) | _labels(document, metric.get("labelsFromPath", {}))
+        name = f"{resource['metricNamePrefix']}_{metric['name']}"
+        for labels, value in _values(document, metric["each"]):
+            found.append(Series(name, {**base, **labels}, f"{value:g}x240"))
+    return found
+
+
+def _values(document: Mapping[str, Any], each: Mapping[str, Any]) -> Iterator[tuple[dict[str, str], float]]:
+    kind = each["type"]
+    told = each[kind[0].lower() + kind[1:]]
+    at = _at(document, told.get("path", ()))
+    if at is None:
+        return
+    match kind:
+        case "Info":
+            yield _labels(at, told["labelsFromPath"]), 1.0
+        case "StateSet":
+            assert at in told["list"], at
+            yield from (({told["labelName"]: word}, float(word == at)) for word in told["list"])
+        case "Gauge" if "labelFromKey" in told:
+            yield from (({told["labelFromKey"]: key}, float(value)) for key, value in at.items())
+        case "Gauge" if isinstance(at, list):
+            for one in at:
+                yield _labels(one, told["labelsFromPath"]), _number(_at(one, told["valueFrom"]))
+        case "Gauge":
+            yield {}, _number(at)
+        case _:
+            raise AssertionError(f"type {kind}")
+
+
+def _at(value: Any, path: Iterable[str]) -> Any:
+    for part in path:
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _labels(value: Any, paths: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    found = {label: _at(value, path) for label, path in paths.items()}
+    return {label: str(one) for label, one in found.items() if one is not None}
+
+
+def _number(value: Any) -> float:
+    """A time is its Unix time."""
+    return datetime.fromisoformat(value).timestamp() if isinstance(value, str) else float(value)
+
+
+def state_config() -> dict[str, Any]:
+    """The configuration of kube-state-metrics."""
+    config: dict[str, Any] = yaml.safe_load((FILES / "kube-state-metrics.yaml").read_text(encoding="utf-8"))
+    return config
+
+
+def jobs() -> dict[str, dict[str, Any]]:
+    """One job that trains, and one that has failed after a success of its training, with all that a status may have."""
+    noon = "2026-01-01T12:00:00Z"
+    common: dict[str, Any] = {
+        "startTime": noon, "restarts": 1, "spot": {"preemptions": 1},
+        "plan": {
+            "strategy": "ddp", "launcher": "job", "worldSize": 2,
+            "estimated": {"durationSeconds": 900.0, "cost": 2.5, "currency": "EUR"},
+        },
+        "stages": [{"name": "train", "state": "Running", "attempt": 2}],
+        "cost": {"nodeSeconds": 50.0, "billableSeconds": 60.0, "amount": 1.5, "currency": "EUR"},
+    }  # fmt: skip
+    progress = {
+        "step": 40, "totalSteps": 100, "percent": 40, "loss": 0.5, "samplesPerSecond": 32.0, "tokensPerSecond": 900.0,
+        "remainingSeconds": 60.0, "lastUpdateTime": noon,
+    }  # fmt: skip
+    statuses = {
+        "running": {**common, "phase": "Training", "progress": progress},
+        "over": {
+            **common, "phase": "Failed", "completionTime": "2026-01-01T13:00:00Z",
+            "failure": {"class": "GateNotMet", "reason": "BelowMinimum", "message": "m", "stage": "evaluate"},
+            "artifacts": {"metrics": {"accuracy": 0.5, "train_loss": 0.25}},
+        },
+    }  # fmt: skip
+    found = {}
+    for name, status in statuses.items():
+        # What is no field of a status is dropped here.
+        told = FineTuneJobStatus.model_validate(status).model_dump(mode="json", by_alias=True, exclude_none=True)
+        found[name] = {
+            "metadata": {"name": name, "namespace": "ops", "creationTimestamp": noon},
+            "spec": {"task": "text-classification", "model": {"uri": "hf://org/encoder"}},
+            "status": told,
+        }
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------------ promtool
+
+
+def promtool(*arguments: str | Path, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Prometheus' own tool, which holds its parser and its engine; the test is skipped where it is not."""
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("promtool is not in PATH (Debian's package prometheus has it)")
+    return subprocess.run([program, *arguments], input=stdin, capture_output=True, text=True, timeout=300)
