@@ -25,8 +25,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a cluster without training operators goes first; otherwise the order stays."""
-    items.sort(key=lambda item: item.get_closest_marker("bare") is None)
+    """What needs a cluster without training operators goes first, what takes our operator away last; else the order
+    stays.
+    """
+    items.sort(key=lambda item: (item.get_closest_marker("last") is not None, item.get_closest_marker("bare") is None))
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,196 @@
+"""The operator by its Helm chart on a cluster with nodes: installed from nothing, upgraded and rolled back while jobs
+train, taken over by its other replica, and uninstalled. `FINETUNE_UPGRADE_JOBS=10` trains more of them meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+
+from box_support import faults
+from box_support.box import SETTINGS, Box
+from box_support.team import Team, stage_of, tiny_spec
+from chart_files import CHART
+from chart_rendering import helm
+from cluster_support.access import Object, wait_until
+from cluster_support.control_plane import ROOT
+from cluster_support.operator_process import NAMESPACE, USER
+from cluster_support.world import CHILD_KINDS
+
+pytestmark = pytest.mark.last
+"""It takes the place of the operator that the other tests use."""
+
+RELEASE = "finetune-operator"
+JOBS = int(os.environ.get("FINETUNE_UPGRADE_JOBS", "3"))
+STEPS, STEP_SECONDS = 60, 1.0
+TAKEOVER_SECONDS = 20
+
+
+@dataclass
+class Story:
+    """What was done, and what was seen of it."""
+
+    install_seconds: float = 0.0
+    takeover_seconds: float = 0.0
+    mark: int = 0
+    """Place in the audit log when the jobs trained."""
+    names: list[str] = field(default_factory=list)
+    pods: dict[str, list[str]] = field(default_factory=dict)
+    """Job -> uids of its training's pods, before."""
+    revisions: list[str] = field(default_factory=list)
+    replicas: list[int] = field(default_factory=list)
+    """Of the Deployment, after each of install, upgrade, rollback."""
+    statuses: dict[str, Object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Release:
+    """Helm, for this cluster."""
+
+    box: Box
+
+    def helm(self, *arguments: str) -> str:
+        ran = helm(*arguments, "--kubeconfig", str(self.box.cluster.kubeconfig), "--namespace", NAMESPACE)
+        assert ran.returncode == 0, f"helm {' '.join(arguments)}\n{ran.stdout}{ran.stderr}"
+        return ran.stdout
+
+    def replicas(self) -> int:
+        return int(self.box.kubectl("get", "deployment", RELEASE, "-n", NAMESPACE, "-o", "jsonpath={.spec.replicas}"))
+
+    def ready(self) -> None:
+        self.box.kubectl("rollout", "status", "-n", NAMESPACE, f"deployment/{RELEASE}", "--timeout=120s", seconds=150)
+
+
+def earlier(folder: Path) -> Path:
+    """The chart as the version before this one."""
+    chart = folder / CHART.name
+    shutil.copytree(CHART, chart)
+    about = yaml.safe_load((chart / "Chart.yaml").read_text())
+    (chart / "Chart.yaml").write_text(yaml.safe_dump({**about, "version": "0.0.1"}))
+    return chart
+
+
+@pytest.fixture(scope="module")
+def release(box: Box, team: Team) -> Iterator[Release]:
+    """A cluster on which nothing of ours is."""
+    box.own("installing by Helm")
+    # What is named like the base's objects; claims and pods of others stay.
+    box.kubectl("delete", "-k", str(ROOT / "manifests" / "operator"), "--ignore-not-found", seconds=180)
+    yield Release(box)
+    helm("uninstall", RELEASE, "--kubeconfig", str(box.cluster.kubeconfig), "--namespace", NAMESPACE)
+
+
+@pytest.fixture(scope="module")
+def story(release: Release, team: Team, tmp_path_factory: pytest.TempPathFactory) -> Story:
+    box, seen, work = release.box, Story(), tmp_path_factory.mktemp("release")
+    values = work / "values.yaml"
+    values.write_text(yaml.safe_dump({"settings": SETTINGS}))
+    began = time.monotonic()
+    release.helm("install", RELEASE, str(earlier(work)), "--create-namespace", "--values", str(values), "--wait")
+    release.ready()
+    seen.install_seconds = time.monotonic() - began
+    seen.replicas.append(release.replicas())
+
+    spec = tiny_spec(
+        training={"maxSteps": STEPS, "globalBatchSize": 8, "learningRate": 0.002, "precision": "fp32"},
+        parallelism={"strategy": "single"},
+        resources={"nodes": 1, "processesPerNode": 1, "cpu": "500m", "memory": "2Gi"},
+        template=faults.puppet(team, STEP_SECONDS),
+    )
+    seen.names = [team.new_name("upgraded") for _ in range(JOBS)]
+    for name in seen.names:
+        team.apply(name, spec)
+    for name in seen.names:
+        wait_until(lambda name=name: team.step(name), f"{name}: the first step", 300, lambda name=name: team.tell(name))
+    seen.mark = box.cluster.audit_mark()
+    seen.pods = {name: [pod["metadata"]["uid"] for pod in team.pods(name, "train")] for name in seen.names}
+
+    upgrade = ("upgrade", RELEASE, str(CHART), "--reuse-values", "--set", "replicas=3", "--set", "workers=8", "--wait")
+    release.helm(*upgrade)
+    release.ready()
+    seen.replicas.append(release.replicas())
+    seen.takeover_seconds = _taken_over(box)
+    release.helm("rollback", RELEASE, "1", "--wait")
+    release.ready()
+    seen.replicas.append(release.replicas())
+    seen.revisions = [str(one["chart"]) for one in yaml.safe_load(release.helm("history", RELEASE, "--output", "json"))]
+    seen.statuses = {name: team.succeeds(name, 400) for name in seen.names}
+    return seen
+
+
+def _taken_over(box: Box) -> float:
+    """Seconds from the acting replica's death, power and all, until another one acts."""
+    before = wait_until(lambda: faults.acting_operator(box), "one of the replicas acts", 60)
+    began = time.monotonic()
+    faults.kill_operator(box, "acting")
+
+    def another() -> str | None:
+        now = faults.acting_operator(box)
+        return now if now is not None and now != before else None
+
+    wait_until(another, "another replica acts", 3 * TAKEOVER_SECONDS, lambda: box.operator_log())
+    return time.monotonic() - began
+
+
+def test_the_chart_installs_an_operator_that_trains(story: Story) -> None:
+    assert {name: status["phase"] for name, status in story.statuses.items()} == dict.fromkeys(story.names, "Succeeded")
+    assert len(story.names) == JOBS
+
+
+def test_upgrade_and_rollback_happen_for_real(story: Story) -> None:
+    assert story.replicas == [2, 3, 2]
+    assert [chart.rpartition("-")[2] for chart in story.revisions] == ["0.0.1", "0.1.0", "0.0.1"]
+
+
+def test_no_running_job_is_disturbed_by_either(story: Story, team: Team) -> None:
+    for name, status in story.statuses.items():
+        assert [(one["name"], one["attempt"]) for one in status["stages"]] == [
+            ("prepare", 1), ("train", 1), ("evaluate", 1),
+        ], name  # fmt: skip
+        assert status.get("restarts", 0) == 0, name
+        pods = [pod["metadata"]["uid"] for pod in team.pods(name, "train")]
+        assert pods == story.pods[name], "the very pods that ran before"
+
+
+def test_another_replica_takes_over_in_time_and_nothing_is_made_twice(story: Story, box: Box) -> None:
+    assert story.takeover_seconds < TAKEOVER_SECONDS
+    plurals = {plural for _, plural in CHILD_KINDS}
+    made = [
+        entry["objectRef"].get("name") or entry["responseObject"]["metadata"]["name"]
+        for entry in box.cluster.audit(story.mark, USER)
+        if entry["verb"] == "create"
+        and entry["objectRef"]["resource"] in plurals
+        and entry["responseStatus"].get("code") == 201
+    ]
+    assert sorted(made) == sorted(f"{name}-evaluate-1" for name in story.names)
+
+
+def test_the_release_s_own_test_makes_a_job_and_sees_it_planned(story: Story, release: Release) -> None:
+    said = release.helm("test", RELEASE, "--logs", "--timeout", "3m")
+    assert "Phase:          Succeeded" in said
+
+
+def test_uninstalling_leaves_jobs_results_and_their_kind(story: Story, release: Release, team: Team) -> None:
+    release.helm("uninstall", RELEASE, "--wait")
+    assert release.box.cluster.kubectl("get", "deployment", RELEASE, "-n", NAMESPACE).returncode != 0
+    for name in story.names:
+        assert stage_of(team.status(name), "train")["state"] == "Succeeded"
+        assert (team.results(name) / "model" / "model.safetensors").is_file()
+    # Installed again, it takes the jobs up as they are: they have ended, and nothing is made for them.
+    mark = release.box.cluster.audit_mark()
+    values = ("--set-json", "settings={}")
+    release.helm("install", RELEASE, str(CHART), *values, "--wait")
+    release.ready()
+    assert [entry for entry in release.box.cluster.audit(mark, USER) if _makes_a_child(entry)] == []
+    assert {team.status(name)["phase"] for name in story.names} == {"Succeeded"}
+
+
+def _makes_a_child(entry: Object) -> bool:
+    return entry["verb"] == "create" and entry["objectRef"]["resource"] in {plural for _, plural in CHILD_KINDS}
