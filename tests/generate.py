@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from chart_files import chart_readme, chart_rights, overlay_rights, values_schema
 from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.docs import api_reference, settings_reference
 from finetune_trainer.training.arguments import known_arguments_json
@@ -12,6 +13,11 @@ from finetune_trainer.training.arguments import known_arguments_json
 ROOT = Path(__file__).parents[1]
 GENERATED: dict[str, Callable[[], str]] = {
     "manifests/crd/finetune.dev_finetunejobs.yaml": crd_yaml,
+    "charts/finetune-operator/files/crd.yaml": crd_yaml,
+    "charts/finetune-operator/files/rights.yaml": chart_rights,
+    "charts/finetune-operator/values.schema.json": values_schema,
+    "charts/finetune-operator/README.md": chart_readme,
+    "manifests/overlays/namespaced/rbac.yaml": overlay_rights,
     "docs/api.md": api_reference,
     "docs/settings.md": settings_reference,
     "trainer_image/contract/finetune_contract/training_arguments.json": known_arguments_json,
