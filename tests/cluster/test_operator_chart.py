@@ -1,4 +1,4 @@
-"""The chart on a real API server: it takes every object, and an operator for given namespaces works under its rights."""
+"""The chart on a real API server: it takes every object, and for given namespaces an operator needs no more rights."""
 
 from __future__ import annotations
 
@@ -48,6 +48,9 @@ def ready(cluster: Cluster) -> Cluster:
 @pytest.mark.parametrize("name", VALUE_SETS)
 def test_the_api_server_takes_every_object_without_a_warning(name: str, ready: Cluster, tmp_path: Path) -> None:
     found = render(None, name, chart=complete_chart(tmp_path))
+    # A pod is not even tried without its account.
+    accounts = tuple(each for each in found if each["kind"] == "ServiceAccount")
+    ready.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=as_text(accounts))
     ran = ready.kubectl(
         "apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-f", "-",
         stdin=as_text(found),
@@ -115,7 +118,7 @@ def test_for_given_namespaces_it_runs_their_jobs_and_asks_for_nothing_that_it_ma
             api.delete(path_of(API_VERSION, PLURAL, namespace, "first"))
 
 
-# -------------------------------------------------------------------------------------------------------------- helm test
+# ------------------------------------------------------------------------------------------------------------ helm test
 
 
 def run_test(cluster: Cluster, folder: Path, values: Object) -> subprocess.CompletedProcess[str]:
