@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from finetune_operator.cli.commands.cluster import logs, status, watch
 from finetune_operator.cli.commands.documents import crd, schema
 from finetune_operator.cli.commands.files import plan, render, validate
+from finetune_operator.cli.commands.installation import images
 from finetune_operator.cli.commands.local import run
 from finetune_operator.cli.console import program_name
 
@@ -41,7 +42,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-COMMANDS = (validate, plan, render, run, status, logs, watch, crd, schema)
+COMMANDS = (validate, plan, render, run, status, logs, watch, images, crd, schema)
 for _command in COMMANDS:
     app.command()(_command)
 
