@@ -343,6 +343,8 @@ def rights() -> dict[str, list[Any]]:
     }
 
 
+PARTS = {"app.kubernetes.io/name": "finetune-operator", "app.kubernetes.io/part-of": "finetune-operator"}
+FROM_CHART = "# Generated from charts/finetune-operator/files by `make generate`; do not edit.\n"
 HEAD = "# Generated from manifests/operator by `make generate`; do not edit.\n"
 
 
@@ -365,6 +367,28 @@ def overlay_rights() -> str:
         "subjects": [subject],
     }
     return HEAD + _dump(role) + "---\n" + _dump(binding)
+
+
+def overlay_rules() -> str:
+    """The alerts of the chart as manifests/overlays/monitoring has them; none while the chart has none."""
+    file = CHART / "files" / "rules.yaml"
+    rules = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {"groups": []}
+    meta = {"name": "finetune-operator", "namespace": "finetune-system", "labels": {**PARTS, "release": "prometheus"}}
+    return FROM_CHART + _dump(
+        {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule", "metadata": meta, "spec": rules}
+    )
+
+
+def overlay_dashboards() -> str:
+    """The dashboards of the chart, likewise."""
+    files = sorted((CHART / "files" / "dashboards").glob("*.json"))
+    meta = {
+        "name": "finetune-operator-dashboards",
+        "namespace": "finetune-system",
+        "labels": {**PARTS, "grafana_dashboard": "1"},
+    }
+    data = {file.name: file.read_text(encoding="utf-8") for file in files}
+    return FROM_CHART + _dump({"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": data})
 
 
 class _Plain(yaml.SafeDumper):

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from chart_files import chart_readme, chart_rights, overlay_rights, values_schema
+from chart_files import (
+    chart_readme,
+    chart_rights,
+    overlay_dashboards,
+    overlay_rights,
+    overlay_rules,
+    values_schema,
+)
 from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.docs import api_reference, settings_reference
 from finetune_trainer.training.arguments import known_arguments_json
@@ -18,6 +25,8 @@ GENERATED: dict[str, Callable[[], str]] = {
     "charts/finetune-operator/values.schema.json": values_schema,
     "charts/finetune-operator/README.md": chart_readme,
     "manifests/overlays/namespaced/rbac.yaml": overlay_rights,
+    "manifests/overlays/monitoring/rules.yaml": overlay_rules,
+    "manifests/overlays/monitoring/dashboards.yaml": overlay_dashboards,
     "docs/api.md": api_reference,
     "docs/settings.md": settings_reference,
     "trainer_image/contract/finetune_contract/training_arguments.json": known_arguments_json,

@@ -24,6 +24,7 @@ from chart_rendering import (
 )
 from finetune_operator.api.crd import crd
 from finetune_operator.api.settings_check import check_settings
+from finetune_operator.cli.images import pulled_images, read_values
 from finetune_operator.documents import read_documents
 
 CRD = "finetunejobs.finetune.dev"
@@ -419,3 +420,13 @@ def test_values_are_described_in_sentences() -> None:
     assert len(described) > 70
     assert [path for path, text in described.items() if not text.endswith(".") or not text[0].isupper()] == []
     assert all(len(line) <= 160 for line in VALUES.read_text().splitlines())
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_the_images_are_those_that_finetune_images_lists(name: str) -> None:
+    found = render(None, name)
+    pods = [each["spec"] for each in found if each["kind"] == "Pod"]
+    pods += [each["spec"]["template"]["spec"] for each in found if each["kind"] == "Deployment"]
+    pulled = {container["image"] for pod in pods for container in pod["containers"]}
+    listed = pulled_images(read_values(Path(__file__).parent / "values" / f"{name}.yaml"))
+    assert {each.target for each in listed} == pulled | {settings_of(found).defaults.image}

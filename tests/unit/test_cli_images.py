@@ -69,7 +69,7 @@ def test_values_of_the_chart_name_images_as_the_chart_does(tmp_path: Path) -> No
         "global": {"imageRegistry": "registry.example.com"},
         "image": {"registry": "ghcr.example.com/", "repository": "ml/finetune-operator", "digest": DIGEST},
         "trainer": {"image": {"tag": "1-cpu"}},
-        "settings": {"images": ["registry.example.com/*", "finetune-trainer:*"]},
+        "settings": {"images": ["registry.example.com/*"]},
         "replicas": 3,
     }
     (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))

@@ -67,12 +67,20 @@ class ChartValues(_Values):
     trainer: TrainerValues = TrainerValues()
     settings: dict[str, JsonValue] = {}
 
+    @property
+    def defaults(self) -> dict[str, JsonValue]:
+        """Of the settings."""
+        defaults = self.settings.get("defaults")
+        return defaults if isinstance(defaults, dict) else {}
+
 
 @dataclass(frozen=True)
 class Installation:
     """What names the images of an installation."""
 
     operator: str
+    trainer: str
+    """Of jobs that name none."""
     settings: Settings
     registry: str = ""
     """Registry for all, perhaps with a path; empty: each image's own."""
@@ -105,15 +113,13 @@ def read_values(file: Path) -> Installation:
         wrong = error.errors()[0]
         path = ".".join(str(part) for part in wrong["loc"])
         raise UsageError(f"--values: {file}: {path}: {wrong['msg']}") from error
-    settings, problems = check_settings(values.settings)
+    registry, trainer = values.shared.image_registry, values.trainer.image.reference(TRAINER_REPOSITORY)
+    # As the chart writes them: what the settings allow is about images as they are pulled.
+    written = {**values.settings, "defaults": {**values.defaults, "image": moved(trainer, registry)}}
+    settings, problems = check_settings(written)
     if settings is None:
         raise UsageError("; ".join(f"--values: {described(problem, f'{file}: settings')}" for problem in problems))
-    defaults = settings.defaults.model_copy(update={"image": values.trainer.image.reference(TRAINER_REPOSITORY)})
-    return Installation(
-        operator=values.image.reference(OPERATOR_REPOSITORY),
-        settings=settings.model_copy(update={"defaults": defaults}),
-        registry=values.shared.image_registry,
-    )
+    return Installation(values.image.reference(OPERATOR_REPOSITORY), trainer, settings, registry)
 
 
 def pulled_images(installation: Installation, jobs: Iterable[JobEntry] = ()) -> tuple[PulledImage, ...]:
@@ -143,7 +149,7 @@ def moved(image: str, registry: str) -> str:
 
 def _found(installation: Installation, jobs: Iterable[JobEntry]) -> Iterator[tuple[str, str]]:
     yield installation.operator, "operator"
-    yield installation.settings.defaults.image, "jobs that name no image"
+    yield installation.trainer, "jobs that name no image"
     for image in installation.settings.images:
         if not _WILD.search(image):
             yield image, "images in the settings"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -52,9 +53,10 @@ def images(
     if values is not None:
         found = read_values(values)
     else:
-        found = Installation(OPERATOR_IMAGE, settings_of(settings, cluster=True))
+        limits = settings_of(settings, cluster=True)
+        found = Installation(OPERATOR_IMAGE, limits.defaults.image, limits)
     if registry is not None:
-        found = Installation(found.operator, found.settings, registry)
+        found = replace(found, registry=registry)
     names = [*(files or []), *(filename or [])]
     pulled = pulled_images(found, checked_jobs(names, found.settings, output) if names else ())
     if globs := patterns(found.settings):
