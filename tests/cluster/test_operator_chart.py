@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
-from chart_files import CHART
-from chart_rendering import NAMESPACE, VALUE_SETS, Object, complete_chart, one, render
+from chart_files import CHART, rights
+from chart_rendering import NAMESPACE, RELEASE, VALUE_SETS, Object, complete_chart, helm, one, render
 from cluster_support.access import Api, path_of, wait_until
 from cluster_support.control_plane import SHARED, Cluster
 from cluster_support.operator_process import USER, OperatorProcess
@@ -74,8 +74,8 @@ def namespaced(ready: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iter
     """With the place in the audit log where it began."""
     mark = ready.audit_mark()
     found = render(VALUES)
-    rights = tuple(each for each in found if each["kind"] in RBAC)
-    ready.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=as_text(rights))
+    granted = tuple(each for each in found if each["kind"] in RBAC)
+    ready.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=as_text(granted))
     settings = yaml.safe_load(one(found, "ConfigMap", "finetune-operator-settings")["data"]["settings.yaml"])
     # Left over from another module, cluster-wide rights would hide what is missing.
     ready.kubectl("delete", "clusterrolebinding", "finetune-operator", "--ignore-not-found")
@@ -85,7 +85,7 @@ def namespaced(ready: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield process, mark
     finally:
         process.terminate()
-        ready.kubectl("delete", "-f", "-", "--ignore-not-found", stdin=as_text(rights))
+        ready.kubectl("delete", "-f", "-", "--ignore-not-found", stdin=as_text(granted))
 
 
 def conditions(api: Api, namespace: str, name: str) -> dict[str, Any]:
@@ -125,8 +125,8 @@ def run_test(cluster: Cluster, folder: Path, values: Object) -> subprocess.Compl
     """What the pod of `helm test` runs, under the rights that the chart gives it."""
     found = [each for each in render({**VALUES, **values}) if "helm.sh/hook" in each["metadata"].get("annotations", {})]
     (pod,) = (each for each in found if each["kind"] == "Pod")
-    rights = tuple(each for each in found if each["kind"] != "Pod")
-    cluster.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=as_text(rights))
+    around = tuple(each for each in found if each["kind"] != "Pod")
+    cluster.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=as_text(around))
     account = pod["spec"]["serviceAccountName"]
     token = cluster.must("create", "token", account, "-n", NAMESPACE).strip()
     container = pod["spec"]["containers"][0]
@@ -187,3 +187,78 @@ def test_the_script_of_its_own_test_needs_only_what_the_operators_image_has() ->
         line.split()[1].split(".")[0] for line in SCRIPT.read_text().splitlines() if line.startswith(("import", "from"))
     }
     assert imported == {"json", "os", "sys", "time", "kubernetes"}
+
+
+# ------------------------------------------------------------------------------------------------- installed by Helm
+
+ALICE = "alice"
+
+
+def helm_here(cluster: Cluster, *arguments: str, stdin: str | None = None) -> str:
+    """Helm on this cluster, which has to succeed."""
+    ran = helm(*arguments, "--kubeconfig", str(cluster.kubeconfig), "--namespace", NAMESPACE, stdin=stdin)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.fixture
+def alice(ready: Cluster) -> Iterator[str]:
+    """Administers two namespaces, with the rights that docs/install.md asks for, and has none in the cluster."""
+    documents: list[Object] = []
+    group = "rbac.authorization.k8s.io"
+    for namespace in (NAMESPACE, TEAM):
+        meta = {"name": ALICE, "namespace": namespace}
+        user = {"kind": "User", "name": ALICE, "apiGroup": group}
+        documents.append({"apiVersion": f"{group}/v1", "kind": "Role", "metadata": meta, "rules": rights()["jobs"]})
+        for kind, role in (("Role", ALICE), ("ClusterRole", "admin")):
+            documents.append({
+                "apiVersion": f"{group}/v1", "kind": "RoleBinding", "metadata": {**meta, "name": f"{ALICE}-{role}"},
+                "roleRef": {"apiGroup": group, "kind": kind, "name": role}, "subjects": [user],
+            })  # fmt: skip
+    ready.must("apply", "--server-side", "-f", "-", stdin=as_text(tuple(documents)))
+    # A controller fills the role admin.
+    may = ("auth", "can-i", "create", "roles.rbac.authorization.k8s.io", "-n", NAMESPACE, "--as", ALICE)
+    wait_until(lambda: ready.kubectl(*may).stdout.strip() == "yes", "alice administers her namespaces")
+    yield ALICE
+    ready.kubectl("delete", "-f", "-", stdin=as_text(tuple(documents)))
+
+
+def test_who_has_no_rights_in_the_cluster_installs_upgrades_and_uninstalls_for_given_namespaces(
+    ready: Cluster, alice: str
+) -> None:
+    as_alice = ("--kube-as-user", alice, "--values", "-")
+    values = {**VALUES, "labels": {"by": alice}}
+    install = ("install", RELEASE, str(CHART), *as_alice)
+    assert "runs jobs of the namespaces team-a" in helm_here(ready, *install, stdin=yaml.safe_dump(values))
+    try:
+        helm_here(ready, "upgrade", RELEASE, str(CHART), *as_alice, stdin=yaml.safe_dump({**values, "replicas": 3}))
+        made = ready.must("get", "clusterroles,clusterrolebindings", "-l", f"by={alice}", "-o", "name")
+        assert made == ""
+    finally:
+        helm_here(ready, "uninstall", RELEASE, "--kube-as-user", alice)
+
+
+def test_an_upgrade_upgrades_the_kind_and_uninstalling_leaves_it_and_all_jobs(ready: Cluster, tmp_path: Path) -> None:
+    new = complete_chart(tmp_path)
+    text = (new / "files/crd.yaml").read_text()
+    (new / "files/crd.yaml").write_text(text.replace("Fine-tunes, evaluates", "Tunes, evaluates"))
+    column = "jsonpath={.spec.versions[0].schema.openAPIV3Schema.description}"
+    look = ("get", "crd", "finetunejobs.finetune.dev", "-o", column)
+    # The kind is there already, as other tests need it.
+    helm_here(ready, "install", RELEASE, str(CHART), "--take-ownership", "--force-conflicts")
+    api, path = Api(ready.access), path_of(API_VERSION, PLURAL, TEAM, "kept")
+    body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "kept"}, "spec": BASE}
+    api.create(path_of(API_VERSION, PLURAL, TEAM), body)
+    try:
+        before = ready.must("get", "ftj", "kept", "-n", TEAM, "-o", "jsonpath={.metadata.uid} {.metadata.generation}")
+        helm_here(ready, "upgrade", RELEASE, str(new))
+        assert ready.must(*look).startswith("Tunes, evaluates")
+        helm_here(ready, "rollback", RELEASE, "1")
+        assert ready.must(*look).startswith("Fine-tunes, evaluates")
+        helm_here(ready, "uninstall", RELEASE)
+        after = ready.must("get", "ftj", "kept", "-n", TEAM, "-o", "jsonpath={.metadata.uid} {.metadata.generation}")
+        assert after == before
+        assert ready.kubectl("get", "deployment", RELEASE, "-n", NAMESPACE).returncode != 0
+        assert ready.kubectl("get", "clusterrole", RELEASE).returncode != 0
+    finally:
+        api.delete(path)
