@@ -320,12 +320,14 @@ def _cell(value: Value) -> str:
 # --------------------------------------------------------------------------------------------------------------- rights
 
 TOKENS = "tokenreviews"
-CLUSTER = ("customresourcedefinitions",)
+CLUSTER = ("customresourcedefinitions", "validatingwebhookconfigurations")
 """Resources without a namespace, beside tokenreviews; the operator does without them where it runs given namespaces."""
 
 
 def rights() -> dict[str, list[Any]]:
-    """The rules of manifests/operator, by where they hold: in the namespaces of jobs, in the cluster, in its own."""
+    """The rules of manifests/operator, by where they hold: in the namespaces of jobs, in the cluster, in its own; and
+    apart those that only an operator needs to which pods report progress.
+    """
     by_kind: dict[str, list[Any]] = {}
     for document in yaml.safe_load_all((OPERATOR / "rbac.yaml").read_text(encoding="utf-8")):
         by_kind.setdefault(document["kind"], []).extend(document.get("rules", []))
@@ -335,7 +337,8 @@ def rights() -> dict[str, list[Any]]:
         "jobs": [rule for rule in rules if not {TOKENS, *CLUSTER} & set(rule["resources"])],
         "tokens": [rule for rule in rules if TOKENS in rule["resources"]],
         "cluster": [rule for rule in rules if set(CLUSTER) & set(rule["resources"])],
-        "own": by_kind["Role"],
+        "own": [rule for rule in by_kind["Role"] if "secrets" not in rule["resources"]],
+        "serving": [rule for rule in by_kind["Role"] if "secrets" in rule["resources"]],
         "users": [
             {"name": role["metadata"]["name"], "labels": role["metadata"]["labels"], "rules": role["rules"]}
             for role in users

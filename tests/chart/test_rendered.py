@@ -261,6 +261,14 @@ def test_the_right_to_review_tokens_is_the_only_one_in_the_cluster_where_it_is_w
     assert rules_of(role) == {("authentication.k8s.io", "tokenreviews", "create")}
 
 
+@pytest.mark.parametrize("namespaces", [[], ["team-a"]], ids=["in a cluster", "in a namespace"])
+def test_without_progress_there_are_no_rights_for_it(namespaces: list[str]) -> None:
+    found = render({"watchNamespaces": namespaces, "settings": {"progress": {"enabled": False}}})
+    granted = {rule[1] for each in found if each["kind"] in ("Role", "ClusterRole") for rule in rules_of(each)}
+    assert granted & {"secrets", "tokenreviews"} == set()
+    assert "leases" in granted
+
+
 def test_one_replica_is_not_nailed_to_its_node() -> None:
     assert "PodDisruptionBudget" in {each["kind"] for each in render()}
     assert "PodDisruptionBudget" not in {each["kind"] for each in render({"replicas": 1})}
@@ -293,7 +301,7 @@ OTHERS: dict[str, Any] = {
     "env": [{"name": "A", "value": "b"}],
     "volumes": [{"name": "a", "emptyDir": {}}],
     "volumeMounts": [{"name": "tmp", "mountPath": "/var/tmp"}],
-    "tests.waitFor": "Succeeded",
+    "tests.waitFor": "Accepted",
     "tests.spec": {"task": "text-classification"},
     "metrics.dashboards.labels": {"grafana_dashboard": "yes"},
     **{
@@ -420,6 +428,19 @@ def test_values_are_described_in_sentences() -> None:
     assert len(described) > 70
     assert [path for path, text in described.items() if not text.endswith(".") or not text[0].isupper()] == []
     assert all(len(line) <= 160 for line in VALUES.read_text().splitlines())
+
+
+def test_a_test_that_cannot_succeed_is_refused() -> None:
+    ran = template({"tests": {"waitFor": "Succeeded"}})
+    assert ran.returncode != 0
+    assert "tests.waitFor Succeeded needs tests.spec" in ran.stderr
+
+
+def test_null_takes_a_default_away() -> None:
+    values = {"podSecurityContext": {"runAsUser": None, "runAsGroup": None}, "resources": {"limits": None}}
+    pod = one(render(values), "Deployment", "finetune-operator")["spec"]["template"]["spec"]
+    assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    assert list(pod["containers"][0]["resources"]) == ["requests"]
 
 
 @pytest.mark.parametrize("name", VALUE_SETS)

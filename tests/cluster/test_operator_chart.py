@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from chart_files import CHART, rights
+from chart_files import CHART, ROOT, rights
 from chart_rendering import NAMESPACE, RELEASE, VALUE_SETS, Object, complete_chart, helm, one, render
 from cluster_support.access import Api, path_of, wait_until
 from cluster_support.control_plane import SHARED, Cluster
@@ -23,6 +23,8 @@ from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 
 MONITORING = ("servicemonitors", "podmonitors", "prometheusrules")
 TEAM, OTHER = "team-a", "team-b"
+HELM, ALICES = "finetune-helm", "finetune-alice"
+"""Where Helm installs for real."""
 SCRIPT = CHART / "files" / "test_job.py"
 
 
@@ -38,7 +40,7 @@ def ready(cluster: Cluster) -> Cluster:
     cluster.must("wait", "--for=condition=Established", "--timeout=60s", *[
         f"crd/{name}.monitoring.coreos.com" for name in MONITORING
     ])  # fmt: skip
-    for name in (NAMESPACE, TEAM, OTHER, "0815", "ml-team"):
+    for name in (NAMESPACE, TEAM, OTHER, "0815", "ml-team", HELM, ALICES):
         if cluster.kubectl("get", "namespace", name).returncode:
             cluster.must("create", "namespace", name)
     cluster.must("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted", "--overwrite")
@@ -57,6 +59,15 @@ def test_the_api_server_takes_every_object_without_a_warning(name: str, ready: C
     )  # fmt: skip
     assert (ran.returncode, ran.stderr) == (0, "")
     assert len(ran.stdout.splitlines()) == len(found)
+
+
+@pytest.mark.parametrize("name", ["air-gap", "high-availability", "monitoring", "namespaced"])
+def test_the_api_server_takes_every_object_of_an_overlay(name: str, ready: Cluster) -> None:
+    ran = ready.kubectl(
+        "apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict",
+        "-k", str(ROOT / "manifests" / "overlays" / name),
+    )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def as_text(found: tuple[Object, ...]) -> str:
@@ -194,9 +205,9 @@ def test_the_script_of_its_own_test_needs_only_what_the_operators_image_has() ->
 ALICE = "alice"
 
 
-def helm_here(cluster: Cluster, *arguments: str, stdin: str | None = None) -> str:
+def helm_here(cluster: Cluster, namespace: str, *arguments: str, stdin: str | None = None) -> str:
     """Helm on this cluster, which has to succeed."""
-    ran = helm(*arguments, "--kubeconfig", str(cluster.kubeconfig), "--namespace", NAMESPACE, stdin=stdin)
+    ran = helm(*arguments, "--kubeconfig", str(cluster.kubeconfig), "--namespace", namespace, stdin=stdin)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout
 
@@ -206,7 +217,7 @@ def alice(ready: Cluster) -> Iterator[str]:
     """Administers two namespaces, with the rights that docs/install.md asks for, and has none in the cluster."""
     documents: list[Object] = []
     group = "rbac.authorization.k8s.io"
-    for namespace in (NAMESPACE, TEAM):
+    for namespace in (ALICES, OTHER):
         meta = {"name": ALICE, "namespace": namespace}
         user = {"kind": "User", "name": ALICE, "apiGroup": group}
         documents.append({"apiVersion": f"{group}/v1", "kind": "Role", "metadata": meta, "rules": rights()["jobs"]})
@@ -217,7 +228,7 @@ def alice(ready: Cluster) -> Iterator[str]:
             })  # fmt: skip
     ready.must("apply", "--server-side", "-f", "-", stdin=as_text(tuple(documents)))
     # A controller fills the role admin.
-    may = ("auth", "can-i", "create", "roles.rbac.authorization.k8s.io", "-n", NAMESPACE, "--as", ALICE)
+    may = ("auth", "can-i", "create", "roles.rbac.authorization.k8s.io", "-n", ALICES, "--as", ALICE)
     wait_until(lambda: ready.kubectl(*may).stdout.strip() == "yes", "alice administers her namespaces")
     yield ALICE
     ready.kubectl("delete", "-f", "-", stdin=as_text(tuple(documents)))
@@ -227,15 +238,17 @@ def test_who_has_no_rights_in_the_cluster_installs_upgrades_and_uninstalls_for_g
     ready: Cluster, alice: str
 ) -> None:
     as_alice = ("--kube-as-user", alice, "--values", "-")
-    values = {**VALUES, "labels": {"by": alice}}
+    values = {**VALUES, "watchNamespaces": [OTHER], "labels": {"by": alice}}
     install = ("install", RELEASE, str(CHART), *as_alice)
-    assert "runs jobs of the namespaces team-a" in helm_here(ready, *install, stdin=yaml.safe_dump(values))
+    assert "runs jobs of the namespaces team-b" in helm_here(ready, ALICES, *install, stdin=yaml.safe_dump(values))
     try:
-        helm_here(ready, "upgrade", RELEASE, str(CHART), *as_alice, stdin=yaml.safe_dump({**values, "replicas": 3}))
+        helm_here(
+            ready, ALICES, "upgrade", RELEASE, str(CHART), *as_alice, stdin=yaml.safe_dump({**values, "replicas": 3})
+        )
         made = ready.must("get", "clusterroles,clusterrolebindings", "-l", f"by={alice}", "-o", "name")
         assert made == ""
     finally:
-        helm_here(ready, "uninstall", RELEASE, "--kube-as-user", alice)
+        helm_here(ready, ALICES, "uninstall", RELEASE, "--kube-as-user", alice)
 
 
 def test_an_upgrade_upgrades_the_kind_and_uninstalling_leaves_it_and_all_jobs(ready: Cluster, tmp_path: Path) -> None:
@@ -245,20 +258,20 @@ def test_an_upgrade_upgrades_the_kind_and_uninstalling_leaves_it_and_all_jobs(re
     column = "jsonpath={.spec.versions[0].schema.openAPIV3Schema.description}"
     look = ("get", "crd", "finetunejobs.finetune.dev", "-o", column)
     # The kind is there already, as other tests need it.
-    helm_here(ready, "install", RELEASE, str(CHART), "--take-ownership", "--force-conflicts")
+    helm_here(ready, HELM, "install", RELEASE, str(CHART), "--take-ownership", "--force-conflicts")
     api, path = Api(ready.access), path_of(API_VERSION, PLURAL, TEAM, "kept")
     body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "kept"}, "spec": BASE}
     api.create(path_of(API_VERSION, PLURAL, TEAM), body)
     try:
         before = ready.must("get", "ftj", "kept", "-n", TEAM, "-o", "jsonpath={.metadata.uid} {.metadata.generation}")
-        helm_here(ready, "upgrade", RELEASE, str(new))
+        helm_here(ready, HELM, "upgrade", RELEASE, str(new))
         assert ready.must(*look).startswith("Tunes, evaluates")
-        helm_here(ready, "rollback", RELEASE, "1")
+        helm_here(ready, HELM, "rollback", RELEASE, "1")
         assert ready.must(*look).startswith("Fine-tunes, evaluates")
-        helm_here(ready, "uninstall", RELEASE)
+        helm_here(ready, HELM, "uninstall", RELEASE)
         after = ready.must("get", "ftj", "kept", "-n", TEAM, "-o", "jsonpath={.metadata.uid} {.metadata.generation}")
         assert after == before
-        assert ready.kubectl("get", "deployment", RELEASE, "-n", NAMESPACE).returncode != 0
+        assert ready.kubectl("get", "deployment", RELEASE, "-n", HELM).returncode != 0
         assert ready.kubectl("get", "clusterrole", RELEASE).returncode != 0
     finally:
         api.delete(path)
