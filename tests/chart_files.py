@@ -305,8 +305,15 @@ access to other registries, and with monitoring; [docs/operator.md](../../docs/o
 
 def chart_readme() -> str:
     """README.md of the chart."""
-    rows = (f"| `{value.path}` | `{_flow(value.default)}` | {_cell(value)} |" for value in leaves())
-    return README + "\n".join(rows) + "\n"
+    return README + "\n".join(_rows(values())) + "\n"
+
+
+def _rows(found: tuple[Value, ...]) -> Iterator[str]:
+    """A row for each value, below one that tells what its section is about."""
+    for value in found:
+        default = "" if value.inner else f"`{_flow(value.default)}`"
+        yield f"| `{value.path}` | {default} | {_cell(value)} |"
+        yield from _rows(value.inner)
 
 
 def _flow(default: Any) -> str:

@@ -404,6 +404,9 @@ NOTES: dict[str, tuple[Object, list[str], list[str]]] = {
         {"watchNamespaces": ["team-a"]}, ["runs jobs of the namespaces team-a", "--namespace team-a apply", "progress"],
         [],
     ),
+    "for a namespace, with the right to review tokens": (
+        {"watchNamespaces": ["team-a"], "rbac": {"tokenReview": True}}, [], ["progress"],
+    ),
     "without the kind": ({"crds": {"install": False}}, ["not part of this release"], ["leaves jobs"]),
     "without a test": ({"tests": {"enabled": False}}, [], ["helm --namespace"]),
 }  # fmt: skip
