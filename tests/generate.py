@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from chart_files import (
+    chart_readme,
+    chart_rights,
+    overlay_dashboards,
+    overlay_rights,
+    overlay_rules,
+    values_schema,
+)
 from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.docs import api_reference, settings_reference
 from finetune_operator.cli.main import COMMANDS, app
@@ -62,6 +70,13 @@ def between_marks(path: str, made: Callable[[], str]) -> Callable[[], str]:
 
 GENERATED: dict[str, Callable[[], str]] = {
     "manifests/crd/finetune.dev_finetunejobs.yaml": crd_yaml,
+    "charts/finetune-operator/files/crd.yaml": crd_yaml,
+    "charts/finetune-operator/files/rights.yaml": chart_rights,
+    "charts/finetune-operator/values.schema.json": values_schema,
+    "charts/finetune-operator/README.md": chart_readme,
+    "manifests/overlays/namespaced/rbac.yaml": overlay_rights,
+    "manifests/overlays/monitoring/rules.yaml": overlay_rules,
+    "manifests/overlays/monitoring/dashboards.yaml": overlay_dashboards,
     "docs/api.md": api_reference,
     "docs/settings.md": settings_reference,
     "docs/commands.md": command_reference,

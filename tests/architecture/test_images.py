@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from finetune_operator.api.settings import TRAINER_IMAGE
+from finetune_operator.api.settings import OPERATOR_IMAGE, TRAINER_IMAGE
 from finetune_operator.rendering.pods import USER_ID
 from finetune_operator.rendering.trainer_pod import HOME, SSH_KEYS
 
@@ -90,14 +90,19 @@ def test_one_name_and_version_holds_everywhere() -> None:
         path: tomllib.loads((ROOT / path / "pyproject.toml").read_text())["project"]["version"]
         for path in ("operator", "trainer_image", "trainer_image/contract")
     }
+    chart = yaml.safe_load((ROOT / "charts/finetune-operator/Chart.yaml").read_text())
     assert {
         "default": TRAINER_IMAGE,
+        "operator": OPERATOR_IMAGE,
+        "chart": (chart["version"], chart["appVersion"]),
         "settings": installed["defaults"]["image"],
         "kustomization": [f"{image['name']}:{image['newTag']}" for image in kustomization["images"]],
         "deployment": [container["image"] for container in containers],
         "packages": set(versions.values()),
     } == {
         "default": f"finetune-trainer:{VERSION}",
+        "operator": f"finetune-operator:{VERSION}",
+        "chart": (VERSION, VERSION),
         "settings": f"finetune-trainer:{VERSION}",
         "kustomization": [f"finetune-operator:{VERSION}"],
         "deployment": ["finetune-operator"],

@@ -332,7 +332,9 @@ def test_the_crd_and_the_schema_are_written_in_both_forms(tmp_path: Path) -> Non
     assert yaml.safe_load(finetune("schema", "-o", "yaml", folder=tmp_path).stdout) == json.loads(schema)
 
 
-@pytest.mark.parametrize("command", ["validate", "plan", "render", "run", "status", "logs", "watch", "crd", "schema"])
+@pytest.mark.parametrize(
+    "command", ["validate", "plan", "render", "run", "status", "logs", "watch", "images", "crd", "schema"]
+)
 def test_every_command_explains_itself_with_examples_under_the_name_that_was_typed(
     command: str, tmp_path: Path
 ) -> None:

@@ -29,6 +29,8 @@ from finetune_operator.api.types import (
 
 TRAINER_IMAGE = "finetune-trainer:0.1.0"
 """Name and tag as `images/` builds it; an installation names its registry in the settings."""
+OPERATOR_IMAGE = "finetune-operator:0.1.0"
+"""Likewise; what the manifests and the chart install."""
 
 CLUSTER_SCHEMES: tuple[Scheme, ...] = ("hf", "s3", "gs", "az", "pvc")
 """`file` and `pkg` name things on the machine that runs the job: in a cluster that is a pod, where they mean

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from finetune_operator.cli.commands.cluster import logs, status, watch
 from finetune_operator.cli.commands.documents import COMPLETE_VARIABLE, completion, crd, schema
 from finetune_operator.cli.commands.files import plan, render, validate
+from finetune_operator.cli.commands.installation import images
 from finetune_operator.cli.commands.local import run
 from finetune_operator.cli.commands.review import review
 from finetune_operator.cli.commands.steering import cancel, cost, debug, restart, resume, suspend, wait
@@ -48,7 +49,7 @@ app = typer.Typer(
 COMMANDS = (
     validate, plan, render, review, run,
     status, logs, watch, wait, suspend, resume, restart, cancel, cost, debug,
-    crd, schema, completion,
+    images, crd, schema, completion,
 )  # fmt: skip
 for _command in COMMANDS:
     app.command()(_command)

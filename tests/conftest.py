@@ -1,16 +1,13 @@
-"""Golden files: what the planner answers to whole jobs, kept beside them.
+"""Golden files: whole answers, kept beside the tests that compare with them.
 
-`pytest tests/golden --update-golden` writes them again.
+`pytest tests/golden tests/chart --update-golden` writes them again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-
-FOLDER = Path(__file__).parent
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -19,11 +16,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
-    """Compare a text with the golden file of that name, or write it with --update-golden."""
+    """Compare a text with the golden file of that name beside the test, or write it with --update-golden."""
     update: bool = request.config.getoption("--update-golden")
+    folder = request.path.parent
 
     def check(name: str, text: str) -> None:
-        file = FOLDER / name
+        file = folder / name
         if update:
             file.write_text(text, encoding="utf-8")
         assert file.is_file(), f"{name} is missing: run with --update-golden, and read the difference"

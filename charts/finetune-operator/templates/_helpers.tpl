@@ -1,0 +1,67 @@
+{{/*
+The names of objects do not follow the release: the operator looks for its Lease, its Secret and its Service by name, and jobs for its pods by label.
+*/}}
+{{- define "finetune-operator.name" -}}finetune-operator{{- end }}
+
+{{/* What the Deployment, the Services and the policies select. */}}
+{{- define "finetune-operator.selector" -}}
+app.kubernetes.io/name: finetune-operator
+app.kubernetes.io/component: operator
+{{- end }}
+
+{{- define "finetune-operator.account" -}}
+{{ .Values.serviceAccount.name | default (include "finetune-operator.name" .) }}
+{{- end }}
+
+{{/*
+metadata of an object: dict "root" $, "name"; where they differ, "namespace" ("" for what has none), "labels" and "annotations".
+*/}}
+{{- define "finetune-operator.metadata" -}}
+{{- $root := .root -}}
+{{- $own := dict
+  "helm.sh/chart" (printf "%s-%s" $root.Chart.Name ($root.Chart.Version | replace "+" "_"))
+  "app.kubernetes.io/name" "finetune-operator"
+  "app.kubernetes.io/instance" $root.Release.Name
+  "app.kubernetes.io/version" $root.Chart.AppVersion
+  "app.kubernetes.io/managed-by" $root.Release.Service
+  "app.kubernetes.io/part-of" "finetune-operator" -}}
+{{- $annotations := merge (dict) (.annotations | default dict) $root.Values.annotations -}}
+name: {{ .name | quote }}
+{{- with (hasKey . "namespace" | ternary .namespace $root.Release.Namespace) }}
+namespace: {{ . | quote }}
+{{- end }}
+labels:
+  {{- merge (dict) (.labels | default dict) $own $root.Values.labels | toYaml | nindent 2 }}
+{{- with $annotations }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{/* An image as it is pulled: dict "root" $, "image" values of the form of .Values.image. */}}
+{{- define "finetune-operator.image" -}}
+{{- $registry := .root.Values.global.imageRegistry | default .image.registry | trimSuffix "/" -}}
+{{- with $registry }}{{ . }}/{{ end -}}
+{{- .image.repository -}}
+{{- if or .image.tag (not .image.digest) }}:{{ .image.tag | default .root.Chart.AppVersion }}{{ end -}}
+{{- with .image.digest }}@{{ . }}{{ end -}}
+{{- end }}
+
+{{/* settings.yaml. Without the right to review tokens, pods could not report progress: then they are not told to. */}}
+{{- define "finetune-operator.settings" -}}
+{{- $settings := deepCopy .Values.settings -}}
+{{- $image := include "finetune-operator.image" (dict "root" . "image" .Values.trainer.image) -}}
+{{- $_ := set $settings "defaults" (merge (dict "image" $image) ($settings.defaults | default dict)) -}}
+{{- if .Values.watchNamespaces -}}
+{{- $_ := set $settings "namespaces" .Values.watchNamespaces -}}
+{{- if not .Values.rbac.tokenReview -}}
+{{- $_ := set $settings "progress" (merge (dict) ($settings.progress | default dict) (dict "enabled" false)) -}}
+{{- end -}}
+{{- end -}}
+{{- toYaml $settings -}}
+{{- end }}
+
+{{/* Namespace of the job of `helm test`. */}}
+{{- define "finetune-operator.test-namespace" -}}
+{{ .Values.tests.namespace | default (first .Values.watchNamespaces) | default .Release.Namespace }}
+{{- end }}

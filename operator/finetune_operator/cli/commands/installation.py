@@ -1,0 +1,76 @@
+"""`finetune images`: what a cluster has to be able to pull."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from finetune_operator.api.settings import OPERATOR_IMAGE
+from finetune_operator.cli.commands.options import ClusterSettings, Filenames, Files, Form
+from finetune_operator.cli.commands.steps import checked_jobs, settings_of
+from finetune_operator.cli.console import Output, UsageError, emit, note
+
+
+def images(
+    files: Files = None,
+    filename: Filenames = None,
+    values: Annotated[
+        Path | None,
+        typer.Option("--values", metavar="FILE", help="Values of the chart. Left out: those that it has."),
+    ] = None,
+    settings: ClusterSettings = None,
+    registry: Annotated[
+        str | None,
+        typer.Option(
+            "--registry",
+            metavar="PREFIX",
+            help="Say also where each image belongs in this registry. Left out: global.imageRegistry of --values.",
+        ),
+    ] = None,
+    output: Form = Output.TEXT,
+) -> None:
+    """List every image that an installation and its jobs can pull.
+
+    The operator's, the trainer's that jobs get by default, those that the settings allow one by one, and those
+    that the job files name. One a line; with a registry, each with its name there, in the form that a loop copies
+    into a cluster without access to others.
+
+    \b
+    Examples:
+      finetune images
+      finetune images -f jobs/ --settings settings.yaml
+      finetune images --values values.yaml -o json
+      finetune images --registry registry.example.com/mirror |
+        while read -r from to; do skopeo copy docker://$from docker://$to; done
+    """
+    from finetune_operator.cli.images import Installation, patterns, pulled_images, read_values
+
+    if values is not None and settings is not None:
+        raise UsageError("--values and --settings exclude each other: the chart's values hold the settings")
+    if values is not None:
+        found = read_values(values)
+    else:
+        limits = settings_of(settings, cluster=True)
+        found = Installation(OPERATOR_IMAGE, limits.defaults.image, limits)
+    if registry is not None:
+        found = replace(found, registry=registry)
+    names = [*(files or []), *(filename or [])]
+    pulled = pulled_images(found, checked_jobs(names, found.settings, output) if names else ())
+    if globs := patterns(found.settings):
+        note(f"jobs may name further images, those like {', '.join(globs)}; give the job files to have theirs listed")
+    if output is Output.TEXT:
+        for each in pulled:
+            print(f"{each.image} {each.target}" if found.registry else each.image)
+        return
+    listed = [
+        {
+            "image": each.image,
+            **({"target": each.target} if found.registry else {}),
+            "usedBy": list(each.used_by),
+        }
+        for each in pulled
+    ]
+    emit([{"images": listed}], output)

@@ -1,0 +1,456 @@
+"""What the chart renders: whole files on record, and the same operator as `kubectl apply -k manifests/operator`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from chart_files import CHART, OPERATOR, VALUES, leaves
+from chart_rendering import (
+    VALUE_SETS,
+    Object,
+    complete_chart,
+    helm,
+    kustomize,
+    nested,
+    one,
+    render,
+    template,
+    without_tests,
+)
+from finetune_operator.api.crd import crd
+from finetune_operator.api.settings_check import check_settings
+from finetune_operator.cli.images import pulled_images, read_values
+from finetune_operator.documents import read_documents
+
+CRD = "finetunejobs.finetune.dev"
+CHART_LABELS = {
+    "helm.sh/chart",
+    "app.kubernetes.io/instance",
+    "app.kubernetes.io/managed-by",
+    "app.kubernetes.io/version",
+    "app.kubernetes.io/component",
+}
+NAME_LABEL = "app.kubernetes.io/name"
+CHECKSUM = "checksum/settings"
+
+
+@pytest.fixture(scope="module")
+def chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return complete_chart(tmp_path_factory.mktemp("chart"))
+
+
+def in_short(each: Object) -> Object:
+    """Without the texts that are compared with their own sources elsewhere."""
+    annotations = each["metadata"].get("annotations", {})
+    match each["kind"], each["metadata"]["name"]:
+        case "CustomResourceDefinition", _:
+            return {**each, "spec": "as in manifests/crd"}
+        case "PrometheusRule", _:
+            return {**each, "spec": "as in files/rules.yaml"}
+        case "ConfigMap", "finetune-operator-dashboards":
+            return {**each, "data": "as in files/dashboards"}
+        case "Pod", _ if annotations.get("helm.sh/hook") == "test":
+            each["spec"]["containers"][0]["args"] = ["as in files/test_job.py"]
+    return each
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_the_objects_are_those_on_record(name: str, chart: Path, golden: Callable[[str, str], None]) -> None:
+    found = [in_short(each) for each in render(None, name, chart=chart)]
+    assert len(found) >= 12
+    golden(f"golden/{name}.yaml", yaml.safe_dump_all(found, sort_keys=False, width=120))
+
+
+def test_there_is_a_record_for_each_set_of_values_and_no_other() -> None:
+    folder = Path(__file__).parent
+    for kind in ("values", "golden"):
+        assert {file.stem for file in (folder / kind).glob("*.yaml")} == set(VALUE_SETS)
+
+
+# -------------------------------------------------------------------------------------------- the same as the manifests
+
+
+def comparable(each: Object) -> Object:
+    """An object as kustomize and the chart should both have it."""
+    metadata = each["metadata"]
+    labels = {key: value for key, value in metadata.get("labels", {}).items() if key not in CHART_LABELS}
+    found = {**each, "metadata": {"name": metadata["name"], "labels": labels}}
+    if "namespace" in metadata:
+        found["metadata"]["namespace"] = metadata["namespace"]
+    return walked(found)
+
+
+def walked(node: Any) -> Any:
+    """Selectors of the chart also name the operator: its namespace may hold other things that have a component
+    `operator`, and the manifests' namespace holds nothing else.
+    """
+    if isinstance(node, list):
+        return [walked(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    if node.get("app.kubernetes.io/component") == "operator":
+        node = {key: value for key, value in node.items() if key != NAME_LABEL}
+    return {key: walked(value) for key, value in node.items()}
+
+
+def rules_of(each: Object) -> set[tuple[str, ...]]:
+    return {
+        (group, resource, verb, *rule.get("resourceNames", ()))
+        for rule in each["rules"]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def test_without_values_it_is_the_operator_of_the_manifests() -> None:
+    expected = {(each["kind"], each["metadata"]["name"]): comparable(each) for each in kustomize(OPERATOR)}
+    found = {(each["kind"], each["metadata"]["name"]): comparable(each) for each in without_tests(render())}
+    # Helm makes the namespace, or finds it: a chart that owns its own namespace cannot be installed into it.
+    del expected["Namespace", "finetune-system"]
+    # kustomize names the settings by their content; here, an annotation of the pods has it.
+    (hashed,) = (key for key in expected if key[0] == "ConfigMap")
+    settings = expected.pop(hashed)
+    assert yaml.safe_load(found["ConfigMap", "finetune-operator-settings"]["data"]["settings.yaml"]) == yaml.safe_load(
+        settings["data"]["settings.yaml"]
+    )
+    del found["ConfigMap", "finetune-operator-settings"]
+    deployment = "Deployment", "finetune-operator"
+    volumes = expected[deployment]["spec"]["template"]["spec"]["volumes"]
+    assert volumes[0]["configMap"]["name"] == hashed[1]
+    volumes[0]["configMap"]["name"] = "finetune-operator-settings"
+    pod = found[deployment]["spec"]["template"]
+    assert list(pod["metadata"].pop("annotations")) == [CHECKSUM]
+    # Kubernetes' own default for an image with a tag other than latest; a value has to have some default.
+    assert pod["spec"]["containers"][0].pop("imagePullPolicy") == "IfNotPresent"
+    for kind in ("Role", "ClusterRole"):
+        for key in [key for key in expected if key[0] == kind]:
+            expected[key]["rules"], found[key]["rules"] = rules_of(expected[key]), rules_of(found[key])
+    assert len(expected) >= 13
+    assert found.keys() == expected.keys()
+    # It has a test of its own; kustomize writes its numbers in forms that PyYAML takes for text.
+    del expected["CustomResourceDefinition", CRD]
+    for key, each in expected.items():
+        assert found[key] == each, key
+
+
+def test_the_crd_is_the_generated_one_and_stays_when_the_release_goes() -> None:
+    found = one(render(), "CustomResourceDefinition", CRD)
+    assert found["metadata"].pop("annotations") == {"helm.sh/resource-policy": "keep"}
+    del found["metadata"]["labels"]
+    assert found == crd()
+
+
+def test_braces_in_the_texts_of_others_stay_as_they_are(tmp_path: Path) -> None:
+    chart = complete_chart(tmp_path)
+    text = (chart / "files/crd.yaml").read_text()
+    (chart / "files/crd.yaml").write_text(text.replace("Fine-tunes,", "Fine {{ .Values }},"))
+    (chart / "files/rules.yaml").write_text('groups: [{name: "{{ $labels.job }}"}]\n')
+    for file in (chart / "files/dashboards").glob("*.json"):
+        file.unlink()
+    (chart / "files/dashboards/a.json").write_text('{"legend": "{{ phase }}"}')
+    found = render(None, "monitoring", chart=chart)
+    schema = one(found, "CustomResourceDefinition", CRD)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    assert schema["description"].startswith("Fine {{ .Values }},")
+    assert one(found, "PrometheusRule", "finetune-operator")["spec"] == {"groups": [{"name": "{{ $labels.job }}"}]}
+    assert one(found, "ConfigMap", "finetune-operator-dashboards")["data"] == {"a.json": '{"legend": "{{ phase }}"}'}
+
+
+def test_rules_and_dashboards_that_are_not_there_leave_nothing(tmp_path: Path) -> None:
+    chart = complete_chart(tmp_path)
+    for file in (chart / "files/rules.yaml", *(chart / "files/dashboards").glob("*.json")):
+        file.unlink()
+    kinds = {each["kind"] for each in render(None, "monitoring", chart=chart)}
+    assert "ServiceMonitor" in kinds
+    assert "PrometheusRule" not in kinds
+
+
+# ------------------------------------------------------------------------------------------------------------- settings
+
+
+def settings_of(found: tuple[Object, ...]) -> Any:
+    text = one(found, "ConfigMap", "finetune-operator-settings")["data"]["settings.yaml"]
+    (document,), problems = read_documents(text.encode())
+    assert problems == []
+    settings, wrong = check_settings(document.value)
+    assert wrong == []
+    return settings
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_the_operator_takes_the_settings(name: str) -> None:
+    settings_of(render(None, name))
+
+
+EXAMPLES = sorted((CHART / "examples").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_an_example_says_how_it_is_used_and_the_operator_takes_its_settings(file: Path) -> None:
+    assert f"--values charts/finetune-operator/examples/{file.name}" in file.read_text()
+    settings = settings_of(render(yaml.safe_load(file.read_text())))
+    assert len(settings.spot.nodes) == 1
+
+
+def test_there_are_examples_for_the_clouds() -> None:
+    assert [file.stem for file in EXAMPLES] == ["aws", "azure", "gcp", "karpenter"]
+
+
+def test_other_settings_roll_the_pods_and_the_same_do_not() -> None:
+    def checksum(values: Object) -> str:
+        pods = one(render(values), "Deployment", "finetune-operator")["spec"]["template"]
+        return str(pods["metadata"]["annotations"][CHECKSUM])
+
+    assert checksum({}) == checksum({"settings": {}}) != checksum({"settings": {"currency": "EUR"}})
+
+
+IMAGES: dict[str, tuple[Object, str]] = {
+    "nothing: the chart's version": ({}, "finetune-operator:0.1.0"),
+    "a tag": ({"image": {"tag": "1.2"}}, "finetune-operator:1.2"),
+    "a digest alone": ({"image": {"digest": f"sha256:{'a' * 64}"}}, f"finetune-operator@sha256:{'a' * 64}"),
+    "a tag and a digest": (
+        {"image": {"tag": "1.2", "digest": f"sha256:{'a' * 64}"}}, f"finetune-operator:1.2@sha256:{'a' * 64}"
+    ),
+    "a registry": ({"image": {"registry": "a.example.com/x/"}}, "a.example.com/x/finetune-operator:0.1.0"),
+    "a registry for all, which comes first": (
+        {"image": {"registry": "a.example.com"}, "global": {"imageRegistry": "b.example.com:5000"}},
+        "b.example.com:5000/finetune-operator:0.1.0",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IMAGES)
+def test_an_image_is_named_by(case: str) -> None:
+    values, image = IMAGES[case]
+    found = render(values)
+    assert one(found, "Deployment", "finetune-operator")["spec"]["template"]["spec"]["containers"][0]["image"] == image
+    assert one(found, "Pod", "finetune-operator-test")["spec"]["containers"][0]["image"] == image
+    trainer = render({**values, "trainer": {"image": values.get("image", {})}})
+    assert settings_of(trainer).defaults.image == image.replace("operator", "trainer")
+
+
+# ----------------------------------------------------------------------------------------------------------- namespaces
+
+
+def test_for_given_namespaces_nothing_is_made_for_the_cluster() -> None:
+    found = render(None, "namespaced")
+    assert {each["kind"] for each in found if "namespace" not in each["metadata"]} == set()
+    places = {each["metadata"]["namespace"] for each in found}
+    assert places == {"finetune-system", "team-a", "0815"}
+    assert settings_of(found).namespaces == ("team-a", "0815")
+
+
+def test_without_the_right_to_review_tokens_pods_are_not_told_to_report_progress() -> None:
+    def enabled(values: Object) -> bool:
+        return bool(settings_of(render(values, "namespaced")).progress.enabled)
+
+    assert not enabled({})
+    assert enabled({"rbac": {"tokenReview": True}})
+    # Somebody else may have granted it.
+    assert enabled({"settings": {"progress": {"enabled": True}}})
+
+
+def test_the_right_to_review_tokens_is_the_only_one_in_the_cluster_where_it_is_wanted() -> None:
+    found = render({"rbac": {"tokenReview": True}}, "namespaced")
+    (role,) = (each for each in found if each["kind"] == "ClusterRole")
+    assert rules_of(role) == {("authentication.k8s.io", "tokenreviews", "create")}
+
+
+@pytest.mark.parametrize("namespaces", [[], ["team-a"]], ids=["in a cluster", "in a namespace"])
+def test_without_progress_there_are_no_rights_for_it(namespaces: list[str]) -> None:
+    found = render({"watchNamespaces": namespaces, "settings": {"progress": {"enabled": False}}})
+    granted = {rule[1] for each in found if each["kind"] in ("Role", "ClusterRole") for rule in rules_of(each)}
+    assert granted & {"secrets", "tokenreviews"} == set()
+    assert "leases" in granted
+
+
+def test_one_replica_is_not_nailed_to_its_node() -> None:
+    assert "PodDisruptionBudget" in {each["kind"] for each in render()}
+    assert "PodDisruptionBudget" not in {each["kind"] for each in render({"replicas": 1})}
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+OTHERS: dict[str, Any] = {
+    "image.pullPolicy": "Always",
+    "imagePullSecrets": [{"name": "registry"}],
+    "watchNamespaces": ["team-a"],
+    "settings": {"currency": "EUR"},
+    "replicas": 3,
+    "log.format": "text",
+    "log.level": "debug",
+    "extraArgs": ["--listen=::"],
+    "podSecurityContext": {"runAsUser": 1000},
+    "securityContext": {"readOnlyRootFilesystem": False},
+    "resources": {"limits": {"memory": "2Gi"}},
+    "probes.startup": {"failureThreshold": 60},
+    "probes.liveness": {"timeoutSeconds": 5},
+    "probes.readiness": {"periodSeconds": 10},
+    "tolerations": [{"operator": "Exists"}],
+    "affinity": {"nodeAffinity": {}},
+    "topologySpreadConstraints": [],
+    "podDisruptionBudget.minAvailable": "50%",
+    "networkPolicy.apiServerPorts": [6443],
+    "networkPolicy.extraIngress": [{"ports": [{"port": 1}]}],
+    "networkPolicy.extraEgress": [{"ports": [{"port": 1}]}],
+    "env": [{"name": "A", "value": "b"}],
+    "volumes": [{"name": "a", "emptyDir": {}}],
+    "volumeMounts": [{"name": "tmp", "mountPath": "/var/tmp"}],
+    "tests.waitFor": "Accepted",
+    "tests.spec": {"task": "text-classification"},
+    "metrics.dashboards.labels": {"grafana_dashboard": "yes"},
+    **{
+        f"metrics.{monitor}.{name}": value
+        for monitor in ("serviceMonitor", "podMonitor")
+        for name, value in {
+            "interval": "30s",
+            "scrapeTimeout": "10s",
+            "relabelings": [{"action": "labeldrop", "regex": "pod"}],
+            "metricRelabelings": [{"action": "drop", "regex": "a"}],
+        }.items()
+    },
+}
+"""Other values than the defaults; what is not here follows from the default."""
+WITH: dict[str, Object] = {
+    "rbac.tokenReview": {"watchNamespaces": ["team-a"]},
+    **{
+        f"metrics.{name}.": {"metrics": {name: {"enabled": True}}}
+        for name in ("serviceMonitor", "podMonitor", "prometheusRule", "dashboards")
+    },
+}
+"""What has to be switched on for a value to matter, by the beginning of its path."""
+PATHS = [value.path for value in leaves()]
+
+
+def other(path: str, default: Any) -> Any:
+    if path in OTHERS:
+        return OTHERS[path]
+    if path.endswith("igest"):
+        return f"sha256:{'a' * 64}"
+    match default:
+        case bool():
+            return not default
+        case int():
+            return default + 1
+        case str():
+            return "other"
+        case {}:
+            return {"example.com/other": "yes"}
+    raise AssertionError(f"say in OTHERS what {path} may be besides {default!r}")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_every_value_changes_what_is_rendered(path: str, chart: Path) -> None:
+    default = {value.path: value.default for value in leaves()}[path]
+    around = next((values for start, values in WITH.items() if path.startswith(start)), {})
+    if path.endswith(".enabled") and path.startswith("metrics."):
+        around = {}
+    changed = other(path, default)
+    assert changed != default
+    before = template(around, chart=chart)
+    merged = yaml.safe_load(yaml.safe_dump(around))
+    merge(merged, nested(path, changed))
+    after = template(merged, chart=chart)
+    assert (before.returncode, after.returncode) == (0, 0), before.stderr + after.stderr
+    assert after.stdout != before.stdout
+
+
+def merge(into: Object, more: Object) -> None:
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def test_the_set_of_everything_leaves_few_values_out() -> None:
+    given = yaml.safe_load((Path(__file__).parent / "values" / "everything.yaml").read_text())
+
+    def there(path: str) -> bool:
+        node: Any = given
+        for part in path.split("."):
+            if not isinstance(node, dict) or part not in node:
+                return False
+            node = node[part]
+        return True
+
+    assert {path for path in PATHS if not there(path)} == {
+        # Beside others of the set they would take away what it shows.
+        "watchNamespaces", "rbac.create", "rbac.tokenReview", "serviceAccount.create", "crds.install", "tests.enabled",
+        "podDisruptionBudget.enabled", "networkPolicy.enabled", "trainer.image.registry", "trainer.image.digest",
+    }  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------- what is told
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_the_linter_finds_nothing(name: str) -> None:
+    ran = helm("lint", "--strict", str(CHART), "--values", str(Path(__file__).parent / "values" / f"{name}.yaml"))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+NOTES: dict[str, tuple[Object, list[str], list[str]]] = {
+    "for a cluster": (
+        {}, ["runs jobs of all namespaces", "helm --namespace finetune-system test finetune-operator --logs"],
+        ["progress", "not part of this release"],
+    ),
+    "for a namespace": (
+        {"watchNamespaces": ["team-a"]}, ["runs jobs of the namespaces team-a", "--namespace team-a apply", "progress"],
+        [],
+    ),
+    "for a namespace, with the right to review tokens": (
+        {"watchNamespaces": ["team-a"], "rbac": {"tokenReview": True}}, [], ["progress"],
+    ),
+    "without the kind": ({"crds": {"install": False}}, ["not part of this release"], ["leaves jobs"]),
+    "without a test": ({"tests": {"enabled": False}}, [], ["helm --namespace"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOTES)
+def test_the_notes_say_what_to_type_next(case: str) -> None:
+    values, there, not_there = NOTES[case]
+    ran = helm(
+        "install", "finetune-operator", str(CHART), "--namespace", "finetune-system", "--dry-run=client",
+        "--values", "-", stdin=yaml.safe_dump(values),
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    notes = ran.stdout.partition("\nNOTES:\n")[2]
+    assert "kubectl --namespace finetune-system rollout status deployment/finetune-operator" in notes
+    assert [text for text in there if text not in notes] == []
+    assert [text for text in not_there if text in notes] == []
+
+
+def test_values_are_described_in_sentences() -> None:
+    described = {value.path: value.description for value in leaves()}
+    assert len(described) > 70
+    assert [path for path, text in described.items() if not text.endswith(".") or not text[0].isupper()] == []
+    assert all(len(line) <= 160 for line in VALUES.read_text().splitlines())
+
+
+def test_a_test_that_cannot_succeed_is_refused() -> None:
+    ran = template({"tests": {"waitFor": "Succeeded"}})
+    assert ran.returncode != 0
+    assert "tests.waitFor Succeeded needs tests.spec" in ran.stderr
+
+
+def test_null_takes_a_default_away() -> None:
+    values = {"podSecurityContext": {"runAsUser": None, "runAsGroup": None}, "resources": {"limits": None}}
+    pod = one(render(values), "Deployment", "finetune-operator")["spec"]["template"]["spec"]
+    assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    assert list(pod["containers"][0]["resources"]) == ["requests"]
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_the_images_are_those_that_finetune_images_lists(name: str) -> None:
+    found = render(None, name)
+    pods = [each["spec"] for each in found if each["kind"] == "Pod"]
+    pods += [each["spec"]["template"]["spec"] for each in found if each["kind"] == "Deployment"]
+    pulled = {container["image"] for pod in pods for container in pod["containers"]}
+    listed = pulled_images(read_values(Path(__file__).parent / "values" / f"{name}.yaml"))
+    assert {each.target for each in listed} == pulled | {settings_of(found).defaults.image}

@@ -1,0 +1,410 @@
+"""What of the chart and the overlays is made from something else: schema and table of the values, and the rights.
+
+A value's description is the comment above it in values.yaml, and its type follows from its default. Only what a default
+cannot tell is said here: the form of lists and free objects, choices and bounds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune_operator.api.settings import Settings
+
+ROOT = Path(__file__).parents[1]
+CHART = ROOT / "charts" / "finetune-operator"
+VALUES = CHART / "values.yaml"
+OPERATOR = ROOT / "manifests" / "operator"
+
+Schema = dict[str, Any]
+
+NAME = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+LABEL = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+DURATION = r"^([0-9]+(ms|s|m|h))*$"
+REPOSITORY = r"^[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*$"
+TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+
+
+def closed(properties: dict[str, Schema], *required: str) -> Schema:
+    """An object with these keys and no others."""
+    found: Schema = {"type": "object", "additionalProperties": False, "properties": properties}
+    return found | ({"required": list(required)} if required else {})
+
+
+def listed(item: Schema) -> Schema:
+    return {"type": "array", "items": item}
+
+
+def words(*choices: str) -> Schema:
+    return {"type": "string", "enum": list(choices)}
+
+
+def free(description: str, *required: str) -> Schema:
+    """An object that the API server checks: its form is Kubernetes', and grows with it."""
+    found: Schema = {"type": "object", "description": description}
+    return found | ({"required": list(required)} if required else {})
+
+
+REGISTRY: Schema = {"type": "string", "pattern": r"^([A-Za-z0-9.-]+(:[0-9]+)?(/[a-z0-9._-]+)*/?)?$"}
+TAG: Schema = {"type": "string", "pattern": r"^([A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?$"}
+DIGEST: Schema = {"type": "string", "pattern": r"^(sha256:[a-f0-9]{64})?$"}
+NATURAL: Schema = {"type": "integer", "minimum": 1}
+QUANTITIES: Schema = {"type": "object", "additionalProperties": {"type": ["string", "number"]}}
+PROBE = closed(
+    {
+        name: {"type": "integer", "minimum": 0 if name == "initialDelaySeconds" else 1}
+        for name in ("initialDelaySeconds", "periodSeconds", "timeoutSeconds", "successThreshold", "failureThreshold")
+    }
+)
+TOLERATION = closed(
+    {
+        "key": {"type": "string"},
+        "operator": words("Equal", "Exists", "Lt", "Gt"),
+        "value": {"type": "string"},
+        "effect": words("NoSchedule", "PreferNoSchedule", "NoExecute"),
+        "tolerationSeconds": {"type": "integer"},
+    }
+)
+RELABELINGS = listed(free("A RelabelConfig, as the Prometheus operator has it."))
+
+FORMS: dict[str, Schema] = {
+    "global.imageRegistry": REGISTRY,
+    "image.registry": REGISTRY,
+    "image.repository": {"type": "string", "pattern": REPOSITORY},
+    "image.tag": TAG,
+    "image.digest": DIGEST,
+    "image.pullPolicy": words("Always", "IfNotPresent", "Never"),
+    "imagePullSecrets": listed(closed({"name": {"type": "string", "pattern": NAME}}, "name")),
+    "trainer.image.registry": REGISTRY,
+    "trainer.image.repository": {"type": "string", "pattern": REPOSITORY},
+    "trainer.image.tag": TAG,
+    "trainer.image.digest": DIGEST,
+    "watchNamespaces": listed({"type": "string", "pattern": LABEL, "maxLength": 63}) | {"uniqueItems": True},
+    "replicas": NATURAL,
+    "log.format": words("json", "text"),
+    "log.level": words("debug", "info", "warning", "error"),
+    "workers": {"type": "integer", "minimum": 1, "maximum": 256},
+    "extraArgs": listed({"type": "string"}),
+    "serviceAccount.name": {"type": "string", "pattern": f"{NAME}|^$"},
+    "serviceAccount.annotations": TEXTS,
+    "labels": TEXTS,
+    "annotations": TEXTS,
+    "podLabels": TEXTS,
+    "podAnnotations": TEXTS,
+    "podSecurityContext": free("A PodSecurityContext, as Kubernetes has it."),
+    "securityContext": free("A SecurityContext, as Kubernetes has it."),
+    "resources": closed({"requests": QUANTITIES, "limits": QUANTITIES, "claims": listed(free("A ResourceClaim."))}),
+    "probes.startup": PROBE,
+    "probes.liveness": PROBE,
+    "probes.readiness": PROBE,
+    "nodeSelector": TEXTS,
+    "tolerations": listed(TOLERATION),
+    "affinity": closed(
+        {kind: free(f"As Kubernetes has it: {kind}.") for kind in ("nodeAffinity", "podAffinity", "podAntiAffinity")}
+    ),
+    "topologySpreadConstraints": listed(
+        free("A TopologySpreadConstraint, as Kubernetes has it.", "maxSkew", "topologyKey", "whenUnsatisfiable")
+    ),
+    "podDisruptionBudget.minAvailable": {
+        "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": r"^[0-9]{1,3}%$"}]
+    },
+    "networkPolicy.apiServerPorts": listed({"type": "integer", "minimum": 1, "maximum": 65535}) | {"minItems": 1},
+    "networkPolicy.extraIngress": listed(
+        closed({"from": listed(free("A NetworkPolicyPeer.")), "ports": listed(free("A NetworkPolicyPort."))})
+    ),
+    "networkPolicy.extraEgress": listed(
+        closed({"to": listed(free("A NetworkPolicyPeer.")), "ports": listed(free("A NetworkPolicyPort."))})
+    ),
+    "service.annotations": TEXTS,
+    "env": listed(
+        closed({"name": {"type": "string"}, "value": {"type": "string"}, "valueFrom": free("An EnvVarSource.")}, "name")
+    ),
+    "volumes": listed(free("A Volume, as Kubernetes has it.", "name")),
+    "volumeMounts": listed(free("A VolumeMount, as Kubernetes has it.", "name", "mountPath")),
+    **{
+        f"metrics.{monitor}.{name}": form
+        for monitor in ("serviceMonitor", "podMonitor")
+        for name, form in {
+            "interval": {"type": "string", "pattern": DURATION},
+            "scrapeTimeout": {"type": "string", "pattern": DURATION},
+            "labels": TEXTS,
+            "relabelings": RELABELINGS,
+            "metricRelabelings": RELABELINGS,
+        }.items()
+    },
+    "metrics.prometheusRule.labels": TEXTS,
+    "metrics.dashboards.labels": TEXTS,
+    "metrics.dashboards.annotations": TEXTS,
+    "tests.namespace": {"type": "string", "pattern": f"{LABEL}|^$", "maxLength": 63},
+    "tests.waitFor": words("Accepted", "Planned", "Running", "Succeeded"),
+    "tests.timeoutSeconds": NATURAL,
+    "tests.spec": free("The spec of a FineTuneJob, as docs/api.md lists it; the CRD checks it."),
+}
+"""What the defaults do not tell, by the path of the value."""
+
+DECIDED_ELSEWHERE = {"namespaces": "watchNamespaces", "defaults.image": "trainer.image"}
+"""Settings that other values decide, so that there are not two of them."""
+
+
+# --------------------------------------------------------------------------------------------------------------- values
+
+
+@dataclass(frozen=True)
+class Value:
+    """One key of values.yaml."""
+
+    path: str
+    description: str
+    default: Any
+    inner: tuple[Value, ...]
+    """Of a section; a value whose form is in FORMS or that has no keys of its own has none."""
+
+
+def values() -> tuple[Value, ...]:
+    """The keys of values.yaml with the comments above them."""
+    text = VALUES.read_text(encoding="utf-8")
+    node = yaml.compose(text)
+    assert isinstance(node, yaml.MappingNode)
+    return tuple(_values(node, yaml.safe_load(text), text.splitlines(), ""))
+
+
+def leaves() -> Iterator[Value]:
+    """Those that hold something."""
+    waiting = list(reversed(values()))
+    while waiting:
+        value = waiting.pop()
+        if value.inner:
+            waiting.extend(reversed(value.inner))
+        else:
+            yield value
+
+
+def _values(node: yaml.MappingNode, read: dict[str, Any], lines: list[str], prefix: str) -> Iterator[Value]:
+    for key, inner in node.value:
+        path = f"{prefix}{key.value}"
+        section = isinstance(inner, yaml.MappingNode) and not inner.flow_style and path not in FORMS
+        below = tuple(_values(inner, read[key.value], lines, f"{path}.")) if section else ()
+        yield Value(path, _comment(lines, key.start_mark.line, path), read[key.value], below)
+
+
+def _comment(lines: list[str], line: int, path: str) -> str:
+    found: list[str] = []
+    while line > 0 and lines[line - 1].lstrip().startswith("#"):
+        line -= 1
+        found.insert(0, lines[line].lstrip().removeprefix("#").strip())
+    assert found, f"values.yaml says nothing about {path}"
+    return " ".join(found)
+
+
+# --------------------------------------------------------------------------------------------------------------- schema
+
+
+def values_schema() -> str:
+    """values.schema.json: draft-07, which Helm 3 and 4 read."""
+    settings, definitions = _settings_schema()
+    properties = {value.path: _schema(value, settings) for value in values()}
+    # Of an umbrella chart's global values, this chart reads one and cannot know the others.
+    properties["global"].pop("additionalProperties")
+    schema = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Values of the chart finetune-operator",
+        **closed(properties),
+        "definitions": definitions,
+    }
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def _schema(value: Value, settings: Schema) -> Schema:
+    described: Schema = {"description": value.description}
+    if value.inner:
+        return described | closed({inner.path.rpartition(".")[2]: _schema(inner, settings) for inner in value.inner})
+    if value.path == "settings":
+        return described | settings
+    form = FORMS.get(value.path) or _inferred(value)
+    return form | described | {"default": value.default}
+
+
+def _inferred(value: Value) -> Schema:
+    match value.default:
+        case bool():
+            return {"type": "boolean"}
+        case int():
+            return {"type": "integer", "minimum": 0}
+        case str():
+            return {"type": "string"}
+        case other:
+            raise TypeError(f"the form of {value.path}, {other!r}, has to be told in FORMS")
+
+
+def _settings_schema() -> tuple[Schema, Schema]:
+    """The operator's settings by their models, and the definitions that they refer to."""
+    whole = Settings.model_json_schema(ref_template="#/definitions/{model}")
+    definitions = {name: _draft_07(node) for name, node in whole.pop("$defs").items()}
+    settings = _draft_07(whole)
+    settings.pop("description")
+    for path in DECIDED_ELSEWHERE:
+        block, _, name = path.rpartition(".")
+        owner = definitions[block.capitalize()] if block else settings
+        del owner["properties"][name]
+    return settings, definitions
+
+
+def _draft_07(node: Any) -> Any:
+    """Without titles, and with what stands beside a $ref, which draft-07 would pass over, around it."""
+    if isinstance(node, list):
+        return [_draft_07(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    found = {}
+    for key, inner in node.items():
+        if key == "properties":
+            found[key] = {name: _draft_07(each) for name, each in inner.items()}
+        elif key != "title":
+            found[key] = inner if key in ("default", "enum", "const") else _draft_07(inner)
+    if "$ref" in found and len(found) > 1:
+        return {"allOf": [{"$ref": found.pop("$ref")}], **found}
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------------- README
+
+README = """\
+# The chart finetune-operator
+
+Generated from the comments of values.yaml by `make generate`; do not edit.
+
+Installs the operator that runs `FineTuneJob`s: what `kubectl apply -k manifests/operator` installs, with values in
+place of overlays. Works with Helm 3 and 4.
+
+```console
+$ helm install finetune-operator charts/finetune-operator --namespace finetune-system --create-namespace
+$ helm test finetune-operator --namespace finetune-system --logs
+```
+
+[docs/install.md](../../docs/install.md) tells how to install for given namespaces, for high availability, without
+access to other registries, and with monitoring; [docs/operator.md](../../docs/operator.md) what the operator does.
+`examples/` has values for AWS, Google Cloud, Azure and Karpenter.
+
+- Names of objects are fixed and do not follow the release, since jobs and replicas find the operator by them: one
+  release a namespace.
+- Unknown and mistyped values are refused before anything changes (`values.schema.json`).
+- `settings` holds the operator's settings, [all of them](../../docs/settings.md) but `namespaces` and
+  `defaults.image`, which `watchNamespaces` and `trainer.image` decide. The operator starts anew when they change.
+
+## Values
+
+| Value | Default | Description |
+|---|---|---|
+"""
+
+
+def chart_readme() -> str:
+    """README.md of the chart."""
+    return README + "\n".join(_rows(values())) + "\n"
+
+
+def _rows(found: tuple[Value, ...]) -> Iterator[str]:
+    """A row for each value, below one that tells what its section is about."""
+    for value in found:
+        default = "" if value.inner else f"`{_flow(value.default)}`"
+        yield f"| `{value.path}` | {default} | {_cell(value)} |"
+        yield from _rows(value.inner)
+
+
+def _flow(default: Any) -> str:
+    return json.dumps(default, ensure_ascii=False)
+
+
+def _cell(value: Value) -> str:
+    return value.description.replace("|", "\\|")
+
+
+# --------------------------------------------------------------------------------------------------------------- rights
+
+TOKENS = "tokenreviews"
+CLUSTER = ("customresourcedefinitions", "validatingwebhookconfigurations")
+"""Resources without a namespace, beside tokenreviews; the operator does without them where it runs given namespaces."""
+
+
+def rights() -> dict[str, list[Any]]:
+    """The rules of manifests/operator, by where they hold: in the namespaces of jobs, in the cluster, in its own; and
+    apart those that only an operator needs to which pods report progress.
+    """
+    by_kind: dict[str, list[Any]] = {}
+    for document in yaml.safe_load_all((OPERATOR / "rbac.yaml").read_text(encoding="utf-8")):
+        by_kind.setdefault(document["kind"], []).extend(document.get("rules", []))
+    rules = by_kind["ClusterRole"]
+    users = yaml.safe_load_all((OPERATOR / "user-roles.yaml").read_text(encoding="utf-8"))
+    return {
+        "jobs": [rule for rule in rules if not {TOKENS, *CLUSTER} & set(rule["resources"])],
+        "tokens": [rule for rule in rules if TOKENS in rule["resources"]],
+        "cluster": [rule for rule in rules if set(CLUSTER) & set(rule["resources"])],
+        "own": [rule for rule in by_kind["Role"] if "secrets" not in rule["resources"]],
+        "serving": [rule for rule in by_kind["Role"] if "secrets" in rule["resources"]],
+        "users": [
+            {"name": role["metadata"]["name"], "labels": role["metadata"]["labels"], "rules": role["rules"]}
+            for role in users
+        ],
+    }
+
+
+PARTS = {"app.kubernetes.io/name": "finetune-operator", "app.kubernetes.io/part-of": "finetune-operator"}
+FROM_CHART = "# Generated from charts/finetune-operator/files by `make generate`; do not edit.\n"
+HEAD = "# Generated from manifests/operator by `make generate`; do not edit.\n"
+
+
+def chart_rights() -> str:
+    """files/rights.yaml of the chart."""
+    return HEAD + _dump(rights())
+
+
+def overlay_rights() -> str:
+    """The Role of manifests/overlays/namespaced."""
+    meta = {"name": "finetune-operator-jobs", "namespace": "team-a"}
+    group = "rbac.authorization.k8s.io"
+    subject = {"kind": "ServiceAccount", "name": "finetune-operator", "namespace": "finetune-system"}
+    role = {"apiVersion": f"{group}/v1", "kind": "Role", "metadata": meta, "rules": rights()["jobs"]}
+    binding = {
+        "apiVersion": f"{group}/v1",
+        "kind": "RoleBinding",
+        "metadata": meta,
+        "roleRef": {"apiGroup": group, "kind": "Role", "name": meta["name"]},
+        "subjects": [subject],
+    }
+    return HEAD + _dump(role) + "---\n" + _dump(binding)
+
+
+def overlay_rules() -> str:
+    """The alerts of the chart as manifests/overlays/monitoring has them; none while the chart has none."""
+    file = CHART / "files" / "rules.yaml"
+    rules = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {"groups": []}
+    meta = {"name": "finetune-operator", "namespace": "finetune-system", "labels": {**PARTS, "release": "prometheus"}}
+    return FROM_CHART + _dump(
+        {"apiVersion": "monitoring.coreos.com/v1", "kind": "PrometheusRule", "metadata": meta, "spec": rules}
+    )
+
+
+def overlay_dashboards() -> str:
+    """The dashboards of the chart, likewise."""
+    files = sorted((CHART / "files" / "dashboards").glob("*.json"))
+    meta = {
+        "name": "finetune-operator-dashboards",
+        "namespace": "finetune-system",
+        "labels": {**PARTS, "grafana_dashboard": "1"},
+    }
+    data = {file.name: file.read_text(encoding="utf-8") for file in files}
+    return FROM_CHART + _dump({"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta, "data": data})
+
+
+class _Plain(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _dump(data: Any) -> str:
+    return yaml.dump(data, Dumper=_Plain, sort_keys=False, width=120, default_flow_style=None)

@@ -1,0 +1,98 @@
+"""The chart as Helm renders it, for the tests."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from chart_files import CHART, ROOT
+from cluster_support.control_plane import assets_folder
+
+VALUES = ROOT / "tests" / "chart" / "values"
+VALUE_SETS = ("default", "namespaced", "high-availability", "air-gap", "monitoring", "everything")
+RELEASE, NAMESPACE = "finetune-operator", "finetune-system"
+STAND_INS = {
+    "files/rules.yaml": 'groups: [{name: stand-in, rules: [{alert: A, expr: "1", labels: {of: "{{ $value }}"}}]}]\n',
+    "files/dashboards/stand-in.json": '{"title": "{{ stand-in }}"}\n',
+}
+"""In place of what is not there; the texts hold braces, as the real ones do."""
+
+Object = dict[str, Any]
+
+
+def program(name: str) -> str:
+    """The program in KUBEBUILDER_ASSETS or in PATH; the test is skipped when there is neither."""
+    found = shutil.which(name, path=f"{assets_folder()}{os.pathsep}{os.environ['PATH']}")
+    if found is None:
+        pytest.skip(f"no {name} in PATH, nor in the folder that KUBEBUILDER_ASSETS names")
+    return found
+
+
+def helm(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run Helm; the caller looks at the exit code."""
+    return subprocess.run([program("helm"), *arguments], input=stdin, capture_output=True, text=True, timeout=120)
+
+
+def complete_chart(folder: Path) -> Path:
+    """The chart with stand-ins for the rules and dashboards that it has not."""
+    chart = folder / CHART.name
+    shutil.copytree(CHART, chart)
+    for name, text in STAND_INS.items():
+        file = chart / name
+        if not list(file.parent.glob(f"*{file.suffix}")) or (file.parent == chart / "files" and not file.is_file()):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+    return chart
+
+
+def template(
+    values: Mapping[str, Any] | None = None, *names: str, chart: Path = CHART
+) -> subprocess.CompletedProcess[str]:
+    """`helm template` with sets of values, and `values` over them."""
+    files = [part for name in names for part in ("--values", str(VALUES / f"{name}.yaml"))]
+    more = yaml.safe_dump(dict(values or {}))
+    return helm("template", RELEASE, str(chart), "--namespace", NAMESPACE, *files, "--values", "-", stdin=more)
+
+
+def render(values: Mapping[str, Any] | None = None, *names: str, chart: Path = CHART) -> tuple[Object, ...]:
+    """The objects of the same."""
+    ran = template(values, *names, chart=chart)
+    assert ran.returncode == 0, ran.stderr
+    return objects(ran.stdout)
+
+
+def kustomize(folder: Path) -> tuple[Object, ...]:
+    """The objects that `kubectl apply -k` would send."""
+    ran = subprocess.run([program("kubectl"), "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    return objects(ran.stdout)
+
+
+def objects(text: str) -> tuple[Object, ...]:
+    return tuple(each for each in yaml.load_all(text, Loader=yaml.CSafeLoader) if each)
+
+
+def one(found: Sequence[Object], kind: str, name: str) -> Object:
+    """The object of that kind and name, which has to be there once."""
+    (only,) = (each for each in found if each["kind"] == kind and each["metadata"]["name"] == name)
+    return only
+
+
+def without_tests(found: Sequence[Object]) -> tuple[Object, ...]:
+    """What `helm install` makes."""
+    return tuple(each for each in found if "helm.sh/hook" not in each["metadata"].get("annotations", {}))
+
+
+def nested(path: str, value: Any) -> Object:
+    """`a.b: value` as {a: {b: value}}."""
+    for part in reversed(path.split(".")):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value

@@ -1,0 +1,277 @@
+"""The chart on a real API server: it takes every object, and for given namespaces an operator needs no more rights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from chart_files import CHART, ROOT, rights
+from chart_rendering import NAMESPACE, RELEASE, VALUE_SETS, Object, complete_chart, helm, one, render
+from cluster_support.access import Api, path_of, wait_until
+from cluster_support.control_plane import SHARED, Cluster
+from cluster_support.operator_process import USER, OperatorProcess
+from cluster_support.world import BASE, SETTINGS, install_kinds
+from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+
+MONITORING = ("servicemonitors", "podmonitors", "prometheusrules")
+TEAM, OTHER = "team-a", "team-b"
+HELM, ALICES = "finetune-helm", "finetune-alice"
+"""Where Helm installs for real."""
+SCRIPT = CHART / "files" / "test_job.py"
+
+
+@pytest.fixture(scope="module")
+def ready(cluster: Cluster) -> Cluster:
+    """With the kinds and namespaces that the sets of values speak of."""
+    files = [SHARED / "crds" / f"monitoring.coreos.com_{name}.yaml" for name in MONITORING]
+    if not all(file.is_file() for file in files):
+        pytest.skip("the kinds of the Prometheus operator are not at hand: ../shared/crds")
+    install_kinds(cluster)
+    for file in files:
+        cluster.must("apply", "--server-side", "-f", str(file))
+    cluster.must("wait", "--for=condition=Established", "--timeout=60s", *[
+        f"crd/{name}.monitoring.coreos.com" for name in MONITORING
+    ])  # fmt: skip
+    for name in (NAMESPACE, TEAM, OTHER, "0815", "ml-team", HELM, ALICES):
+        if cluster.kubectl("get", "namespace", name).returncode:
+            cluster.must("create", "namespace", name)
+    cluster.must("label", "namespace", NAMESPACE, "pod-security.kubernetes.io/enforce=restricted", "--overwrite")
+    return cluster
+
+
+@pytest.mark.parametrize("name", VALUE_SETS)
+def test_the_api_server_takes_every_object_without_a_warning(name: str, ready: Cluster, tmp_path: Path) -> None:
+    found = render(None, name, chart=complete_chart(tmp_path))
+    # A pod is not even tried without its account.
+    accounts = tuple(each for each in found if each["kind"] == "ServiceAccount")
+    ready.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=as_text(accounts))
+    ran = ready.kubectl(
+        "apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict", "-f", "-",
+        stdin=as_text(found),
+    )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert len(ran.stdout.splitlines()) == len(found)
+
+
+@pytest.mark.parametrize("name", ["air-gap", "high-availability", "monitoring", "namespaced"])
+def test_the_api_server_takes_every_object_of_an_overlay(name: str, ready: Cluster) -> None:
+    ran = ready.kubectl(
+        "apply", "--server-side", "--force-conflicts", "--dry-run=server", "--validate=strict",
+        "-k", str(ROOT / "manifests" / "overlays" / name),
+    )  # fmt: skip
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def as_text(found: tuple[Object, ...]) -> str:
+    return "\n---\n".join(json.dumps(each) for each in found)
+
+
+# ---------------------------------------------------------------------------------------- an operator for one namespace
+
+VALUES: Object = {"watchNamespaces": [TEAM], "crds": {"install": False}, "settings": SETTINGS}
+RBAC = {"ServiceAccount", "Role", "RoleBinding"}
+
+
+@pytest.fixture(scope="module")
+def namespaced(ready: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[OperatorProcess, int]]:
+    """With the place in the audit log where it began."""
+    mark = ready.audit_mark()
+    found = render(VALUES)
+    granted = tuple(each for each in found if each["kind"] in RBAC)
+    ready.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=as_text(granted))
+    settings = yaml.safe_load(one(found, "ConfigMap", "finetune-operator-settings")["data"]["settings.yaml"])
+    # Left over from another module, cluster-wide rights would hide what is missing.
+    ready.kubectl("delete", "clusterrolebinding", "finetune-operator", "--ignore-not-found")
+    process = OperatorProcess(ready, tmp_path_factory.mktemp("operator"), settings, name="operator-namespaced")
+    process.start()
+    try:
+        yield process, mark
+    finally:
+        process.terminate()
+        ready.kubectl("delete", "-f", "-", "--ignore-not-found", stdin=as_text(granted))
+
+
+def conditions(api: Api, namespace: str, name: str) -> dict[str, Any]:
+    found = api.get(path_of(API_VERSION, PLURAL, namespace, name)) or {}
+    return {each["type"]: each["status"] for each in found.get("status", {}).get("conditions", [])}
+
+
+def test_for_given_namespaces_it_runs_their_jobs_and_asks_for_nothing_that_it_may_not(
+    ready: Cluster, namespaced: tuple[OperatorProcess, int]
+) -> None:
+    process, mark = namespaced
+    api = Api(ready.access)
+    for namespace in (TEAM, OTHER):
+        body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "first"}, "spec": BASE}
+        api.create(path_of(API_VERSION, PLURAL, namespace), body)
+    try:
+        planned = lambda: conditions(api, TEAM, "first").get("Planned") == "True"  # noqa: E731
+        wait_until(planned, "the job is planned", 60, lambda: process.logs()[-4000:])
+        stage = path_of("batch/v1", "jobs", TEAM, "first-prepare-1")
+        wait_until(lambda: api.get(stage), "its first stage is made", 60, lambda: process.logs()[-4000:])
+        assert conditions(api, OTHER, "first") == {}
+        refused = [
+            f"{entry['verb']} {entry['requestURI']}"
+            for entry in ready.audit(mark, USER)
+            if entry.get("responseStatus", {}).get("code") == 403
+        ]
+        assert refused == []
+    finally:
+        for namespace in (TEAM, OTHER):
+            api.delete(path_of(API_VERSION, PLURAL, namespace, "first"))
+
+
+# ------------------------------------------------------------------------------------------------------------ helm test
+
+
+def run_test(cluster: Cluster, folder: Path, values: Object) -> subprocess.CompletedProcess[str]:
+    """What the pod of `helm test` runs, under the rights that the chart gives it."""
+    found = [each for each in render({**VALUES, **values}) if "helm.sh/hook" in each["metadata"].get("annotations", {})]
+    (pod,) = (each for each in found if each["kind"] == "Pod")
+    around = tuple(each for each in found if each["kind"] != "Pod")
+    cluster.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=as_text(around))
+    account = pod["spec"]["serviceAccountName"]
+    token = cluster.must("create", "token", account, "-n", NAMESPACE).strip()
+    container = pod["spec"]["containers"][0]
+    access = cluster.access
+    config = folder / "kubeconfig"
+    config.write_text(yaml.safe_dump({
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "c", "cluster": {"server": access.host, "certificate-authority": access.ca}}],
+        "users": [{"name": "u", "user": {"token": token}}],
+        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+        "current-context": "c",
+    }))  # fmt: skip
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    command = [sys.executable, *container["command"][1:], *container["args"]]
+    return subprocess.run(
+        command, env={**os.environ, **variables, "KUBECONFIG": str(config)}, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_its_own_test_has_a_job_planned_and_leaves_nothing(
+    ready: Cluster, namespaced: tuple[OperatorProcess, int], tmp_path: Path
+) -> None:
+    ran = run_test(ready, tmp_path, {})
+    assert (ran.returncode, ran.stderr) == (0, ""), ran.stdout + ran.stderr
+    assert "\nPlanned: " in ran.stdout
+    # A second time, as after an upgrade.
+    assert run_test(ready, tmp_path, {}).returncode == 0
+    path = path_of(API_VERSION, PLURAL, TEAM, "finetune-operator-test")
+    wait_until(lambda: Api(ready.access).get(path) is None, "the job is gone")
+
+
+FAILURES: dict[str, tuple[Object, str]] = {
+    "a job that is refused": (
+        {"spec": {**BASE, "model": {"uri": "hf://a/b", "trustRemoteCode": True}}},
+        "Accepted=False InvalidSpec",
+    ),
+    "a spec that the kind does not take": ({"spec": {"task": "guessing"}}, "the API server answered 422"),
+    "a namespace that the operator does not serve": (
+        {"namespace": OTHER, "timeoutSeconds": 5}, "has said nothing about the job"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAILURES)
+def test_its_own_test_fails_and_says_why_for(
+    case: str, ready: Cluster, namespaced: tuple[OperatorProcess, int], tmp_path: Path
+) -> None:
+    values, said = FAILURES[case]
+    ran = run_test(ready, tmp_path, {"tests": values})
+    assert ran.returncode == 1, ran.stdout + ran.stderr
+    assert ran.stdout.splitlines()[-1].endswith("logs deployment/finetune-operator")
+    assert said in ran.stdout
+
+
+def test_the_script_of_its_own_test_needs_only_what_the_operators_image_has() -> None:
+    imported = {
+        line.split()[1].split(".")[0] for line in SCRIPT.read_text().splitlines() if line.startswith(("import", "from"))
+    }
+    assert imported == {"json", "os", "sys", "time", "kubernetes"}
+
+
+# ------------------------------------------------------------------------------------------------- installed by Helm
+
+ALICE = "alice"
+
+
+def helm_here(cluster: Cluster, namespace: str, *arguments: str, stdin: str | None = None) -> str:
+    """Helm on this cluster, which has to succeed."""
+    ran = helm(*arguments, "--kubeconfig", str(cluster.kubeconfig), "--namespace", namespace, stdin=stdin)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+@pytest.fixture
+def alice(ready: Cluster) -> Iterator[str]:
+    """Administers two namespaces, with the rights that docs/install.md asks for, and has none in the cluster."""
+    documents: list[Object] = []
+    group = "rbac.authorization.k8s.io"
+    for namespace in (ALICES, OTHER):
+        meta = {"name": ALICE, "namespace": namespace}
+        user = {"kind": "User", "name": ALICE, "apiGroup": group}
+        documents.append({"apiVersion": f"{group}/v1", "kind": "Role", "metadata": meta, "rules": rights()["jobs"]})
+        for kind, role in (("Role", ALICE), ("ClusterRole", "admin")):
+            documents.append({
+                "apiVersion": f"{group}/v1", "kind": "RoleBinding", "metadata": {**meta, "name": f"{ALICE}-{role}"},
+                "roleRef": {"apiGroup": group, "kind": kind, "name": role}, "subjects": [user],
+            })  # fmt: skip
+    ready.must("apply", "--server-side", "-f", "-", stdin=as_text(tuple(documents)))
+    # A controller fills the role admin.
+    may = ("auth", "can-i", "create", "roles.rbac.authorization.k8s.io", "-n", ALICES, "--as", ALICE)
+    wait_until(lambda: ready.kubectl(*may).stdout.strip() == "yes", "alice administers her namespaces")
+    yield ALICE
+    ready.kubectl("delete", "-f", "-", stdin=as_text(tuple(documents)))
+
+
+def test_who_has_no_rights_in_the_cluster_installs_upgrades_and_uninstalls_for_given_namespaces(
+    ready: Cluster, alice: str
+) -> None:
+    as_alice = ("--kube-as-user", alice, "--values", "-")
+    values = {**VALUES, "watchNamespaces": [OTHER], "labels": {"by": alice}}
+    install = ("install", RELEASE, str(CHART), *as_alice)
+    assert "runs jobs of the namespaces team-b" in helm_here(ready, ALICES, *install, stdin=yaml.safe_dump(values))
+    try:
+        helm_here(
+            ready, ALICES, "upgrade", RELEASE, str(CHART), *as_alice, stdin=yaml.safe_dump({**values, "replicas": 3})
+        )
+        made = ready.must("get", "clusterroles,clusterrolebindings", "-l", f"by={alice}", "-o", "name")
+        assert made == ""
+    finally:
+        helm_here(ready, ALICES, "uninstall", RELEASE, "--kube-as-user", alice)
+
+
+def test_an_upgrade_upgrades_the_kind_and_uninstalling_leaves_it_and_all_jobs(ready: Cluster, tmp_path: Path) -> None:
+    new = complete_chart(tmp_path)
+    text = (new / "files/crd.yaml").read_text()
+    (new / "files/crd.yaml").write_text(text.replace("Fine-tunes, evaluates", "Tunes, evaluates"))
+    column = "jsonpath={.spec.versions[0].schema.openAPIV3Schema.description}"
+    look = ("get", "crd", "finetunejobs.finetune.dev", "-o", column)
+    # The kind is there already, as other tests need it.
+    helm_here(ready, HELM, "install", RELEASE, str(CHART), "--take-ownership", "--force-conflicts")
+    api, path = Api(ready.access), path_of(API_VERSION, PLURAL, TEAM, "kept")
+    body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "kept"}, "spec": BASE}
+    api.create(path_of(API_VERSION, PLURAL, TEAM), body)
+    try:
+        before = ready.must("get", "ftj", "kept", "-n", TEAM, "-o", "jsonpath={.metadata.uid} {.metadata.generation}")
+        helm_here(ready, HELM, "upgrade", RELEASE, str(new))
+        assert ready.must(*look).startswith("Tunes, evaluates")
+        helm_here(ready, HELM, "rollback", RELEASE, "1")
+        assert ready.must(*look).startswith("Fine-tunes, evaluates")
+        helm_here(ready, HELM, "uninstall", RELEASE)
+        after = ready.must("get", "ftj", "kept", "-n", TEAM, "-o", "jsonpath={.metadata.uid} {.metadata.generation}")
+        assert after == before
+        assert ready.kubectl("get", "deployment", RELEASE, "-n", HELM).returncode != 0
+        assert ready.kubectl("get", "clusterrole", RELEASE).returncode != 0
+    finally:
+        api.delete(path)

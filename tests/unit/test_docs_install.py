@@ -1,0 +1,55 @@
+"""docs/install.md stays true: what it names is there, its values are taken, and its commands are commands."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from chart_files import ROOT, leaves, values
+from chart_rendering import render
+
+TEXT = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+COMMANDS = [
+    line.removeprefix("$ ")
+    for block in re.findall(r"```console\n(.*?)```", TEXT, re.DOTALL)
+    for line in block.replace("\\\n", " ").splitlines()
+]
+
+
+def test_every_link_leads_somewhere() -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", TEXT) if "://" not in link]
+    assert len(links) >= 4
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+
+
+def test_every_overlay_is_in_the_table() -> None:
+    told = set(re.findall(r"\| `manifests/overlays/([a-z-]+)` \|", TEXT))
+    assert told == {folder.name for folder in (ROOT / "manifests" / "overlays").iterdir()}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_values_are_taken(block: str) -> None:
+    assert render(yaml.safe_load(block))
+
+
+def test_values_that_are_named_are_there() -> None:
+    known = {value.path for value in leaves()} | {value.path for value in values()}
+    named = set(re.findall(r"--set ([A-Za-z.]+)=", TEXT)) | set(re.findall(r"`([a-z]+(?:\.[a-zA-Z]+)+)[=`]", TEXT))
+    named = {name for name in named if name.split(".")[0] in {value.path for value in values()}}
+    assert len(named) > 10
+    wrong = {name for name in named if name not in known and not name.startswith("settings.")}
+    assert {name for name in wrong if name not in ("values.yaml",)} == set()
+
+
+def test_the_output_of_finetune_images_is_what_it_prints() -> None:
+    command = next(line for line in COMMANDS if line.startswith("finetune images"))
+    program = Path(sys.executable).parent / "finetune"
+    ran = subprocess.run([str(program), *shlex.split(command)[1:]], capture_output=True, text=True, timeout=60)
+    assert f"```text\n{ran.stdout}```" in TEXT
