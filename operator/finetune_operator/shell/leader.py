@@ -37,10 +37,10 @@ from finetune_operator.shell.kube import LEASE, ApiError, Kube, UnavailableError
 log = logging.getLogger(__name__)
 
 LEASE_NAME = "finetune-operator"
-LEASE_SECONDS = 20
-RENEW_SECONDS = 15.0
+LEASE_SECONDS = 15
+RENEW_SECONDS = 10.0
 """Without a renewal for this long, the leader stops acting: before the Lease ends."""
-RETRY_SECONDS = 5.0
+RETRY_SECONDS = 2.0
 """Between two renewals (two requests each), and between two looks of the stand-by (one)."""
 REQUEST_SECONDS = 5.0
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
