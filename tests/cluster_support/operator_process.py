@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,13 @@ class OperatorProcess:
         server: str | None = None,
         ca: Path | None = None,
         name: str = "operator-0",
+        options: Sequence[str] = (),
     ) -> None:
+        """`options` go to the command line as they are."""
         if not PROGRAM.is_file():
             pytest.skip(f"{PROGRAM.name} is not installed beside {Path(sys.executable).name}")
         self.http_port, self.progress_port = free_port(), free_port()
-        self.folder, self._name = folder, name
+        self.folder, self._name, self._options = folder, name, tuple(options)
         self._process: subprocess.Popen[bytes] | None = None
         self._log = folder / f"{name}.log"
         progress = {"url": f"https://127.0.0.1:{self.progress_port}", **settings.get("progress", {})}
@@ -88,6 +91,7 @@ class OperatorProcess:
             str(self.http_port),
             "--progress-port",
             str(self.progress_port),
+            *self._options,
         ]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(

@@ -131,6 +131,31 @@ def run(
     progress_port: Annotated[
         int, typer.Option("--progress-port", min=0, max=65535, help="Port for the progress of pods; 0: any.")
     ] = 8443,
+    webhook_port: Annotated[
+        int | None,
+        typer.Option(
+            "--webhook-port",
+            min=0,
+            max=65535,
+            help="Answer the API server there whether a job may be stored (/validate); 0: any. Left out: not at all.",
+        ),
+    ] = None,
+    webhook_configuration: Annotated[
+        str | None,
+        typer.Option(
+            "--webhook-configuration",
+            metavar="NAME",
+            help="ValidatingWebhookConfiguration that is told of the operator's own authority. Left out: none is.",
+        ),
+    ] = None,
+    webhook_certificate: Annotated[
+        Path | None,
+        typer.Option(
+            "--webhook-certificate",
+            metavar="DIR",
+            help="Folder with the webhook's tls.crt and tls.key, as cert-manager keeps it. Left out: one of our own.",
+        ),
+    ] = None,
     log_format: Annotated[LogFormat, typer.Option("--log-format", help="Form of the log.")] = LogFormat.TEXT,
     log_level: Annotated[LogLevel, typer.Option("--log-level", help="The least that is logged.")] = LogLevel.INFO,
 ) -> None:
@@ -156,9 +181,17 @@ def run(
     from finetune_operator.shell.kube import ApiError
     from finetune_operator.shell.startup import Options
     from finetune_operator.shell.startup import run as run_operator
+    from finetune_operator.shell.webhook import WebhookOptions
 
+    webhook = None
+    if webhook_port is not None:
+        webhook = WebhookOptions(webhook_port, webhook_configuration, webhook_certificate)
+    elif webhook_configuration is not None or webhook_certificate is not None:
+        _usage("--webhook-configuration and --webhook-certificate are for a webhook: give --webhook-port, too")
+    if webhook_configuration is not None and webhook_certificate is not None:
+        _usage("--webhook-configuration and --webhook-certificate exclude each other: who makes the one tells of it")
     options = Options(
-        chosen, home or "", kubeconfig, context, leader_election, workers, listen, http_port, progress_port
+        chosen, home or "", kubeconfig, context, leader_election, workers, listen, http_port, progress_port, webhook
     )
     try:
         asyncio.run(run_operator(options, decide))

@@ -36,6 +36,11 @@ class Discovery:
         """The kinds that attempts can be of."""
         return tuple(LAUNCHER_RESOURCES[launcher] for launcher in self.served)
 
+    async def served_now(self) -> tuple[LauncherName, ...]:
+        """The fresh answer. ApiError."""
+        await self.refresh()
+        return self.served
+
     async def refresh(self) -> None:
         """Ask, unless the answer is fresh."""
         async with self._asking:

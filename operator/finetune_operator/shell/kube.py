@@ -120,6 +120,12 @@ EVENT = Resource("v1", "Event", "events")
 NETWORK_POLICY = Resource("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 SECRET = Resource("v1", "Secret", "secrets")
 LEASE = Resource("coordination.k8s.io/v1", "Lease", "leases")
+WEBHOOK = Resource(
+    "admissionregistration.k8s.io/v1",
+    "ValidatingWebhookConfiguration",
+    "validatingwebhookconfigurations",
+    namespaced=False,
+)
 TOKEN_REVIEW = Resource("authentication.k8s.io/v1", "TokenReview", "tokenreviews", namespaced=False)
 
 RESOURCES: tuple[Resource, ...] = (
@@ -136,6 +142,7 @@ RESOURCES: tuple[Resource, ...] = (
     SECRET,
     LEASE,
     TOKEN_REVIEW,
+    WEBHOOK,
 )
 _BY_KIND = {(each.api_version, each.kind): each for each in RESOURCES}
 LAUNCHER_RESOURCES: Mapping[LauncherName, Resource] = {"pytorchjob": PYTORCH_JOB, "mpijob": MPI_JOB, "job": JOB}
@@ -427,7 +434,7 @@ class Kube:
         query = {"fieldManager": FIELD_OWNER}
         return await self._json("create", resource, resource.path(namespace), query=query, body=manifest)
 
-    async def replace(self, manifest: Manifest, namespace: str, name: str) -> Manifest:
+    async def replace(self, manifest: Manifest, namespace: str | None, name: str) -> Manifest:
         """Write an object again. With a resourceVersion in it, ConflictError when it has changed since."""
         resource = resource_of(str(manifest["apiVersion"]), str(manifest["kind"]))
         query = {"fieldManager": FIELD_OWNER}

@@ -179,6 +179,11 @@ class Metrics:
         )
         self._depth = made.gauge("finetune_queue_depth", "Jobs that wait for a worker.")
         self._lag = made.gauge("finetune_event_loop_lag_seconds", "How much too late the event loop woke up last.")
+        self._reviews = made.counter(
+            "finetune_webhook_reviews",
+            "Questions of the API server whether a job may be stored, by the answer; failed: it was no such question.",
+            outcome=("allowed", "refused", "failed"),
+        )
         self._posts = made.counter(
             "finetune_progress_posts", "Progress reports by the status code of the answer.", code=POST_CODES
         )
@@ -259,6 +264,9 @@ class Metrics:
     def follow_leading(self, leading: Callable[[], bool]) -> None:
         """Ask `leading` whether this replica acts whenever metrics are read."""
         self._leading.of().set_function(lambda: float(leading()))
+
+    def webhook_review(self, outcome: str) -> None:
+        self._reviews.of(outcome).inc()
 
     def progress_post(self, code: int) -> None:
         self._posts.of(str(code)).inc()

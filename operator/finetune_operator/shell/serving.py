@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+import ssl
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from finetune_contract.choices import Stage
-from finetune_operator.api.types import ProgressStatus
+from finetune_operator.api.types import LauncherName, ProgressStatus
 from finetune_operator.reconcile.figures import Fleet, fleet
 from finetune_operator.reconcile.types import JobView, PodView
 from finetune_operator.rendering.types import Manifest, ProgressEndpoint
@@ -44,6 +45,7 @@ from finetune_operator.shell.progress_server import PORT, KnownPod, ProgressServ
 from finetune_operator.shell.queue import JobKey
 from finetune_operator.shell.state import OperatorState
 from finetune_operator.shell.tokens import ReviewUnavailableError
+from finetune_operator.shell.webhook import FolderCertificate, WebhookOptions, WebhookServer, tell_authority
 
 log = logging.getLogger(__name__)
 
@@ -143,10 +145,21 @@ class OperatorView:
         )  # fmt: skip
         self._state.queue.add(JobKey(at.namespace, at.job))
 
+    def jobs(self) -> list[JobView]:
+        """See `webhook.World`."""
+        found = [self._state.store.job(key) for key in self._state.store.jobs()]
+        return [job for job in found if job is not None]
+
+    async def served(self) -> Collection[LauncherName]:
+        """See `webhook.World`."""
+        try:
+            return await self._state.served()
+        except ApiError:
+            return ()
+
     def fleet(self) -> Fleet:
         """All jobs, as they are known here now."""
-        jobs = [self._state.store.job(key) for key in self._state.store.jobs()]
-        return fleet([job for job in jobs if job is not None], datetime.now(UTC), self._moved)
+        return fleet(self.jobs(), datetime.now(UTC), self._moved)
 
     def _moved(self, job: JobView) -> datetime | None:
         running = next((stage for stage in job.status.stages if stage.state == "Running"), None)
@@ -162,19 +175,32 @@ class OperatorView:
 
 
 class Servers:
-    """Probes and metrics, and the progress server where the settings want it. A `state.Service`."""
+    """Probes and metrics, the progress server where the settings want it, and the webhook where it is asked for. A
+    `state.Service`.
+    """
 
     def __init__(
-        self, metrics: Metrics, *, host: str | None = None, http_port: int = HTTP_PORT, progress_port: int = PORT
+        self,
+        metrics: Metrics,
+        *,
+        host: str | None = None,
+        http_port: int = HTTP_PORT,
+        progress_port: int = PORT,
+        webhook: WebhookOptions | None = None,
     ) -> None:
-        """`host` None: all addresses. Port 0: one is chosen, and told by `http_port` and `progress_port`."""
+        """`host` None: all addresses. Port 0: one is chosen, and told by `http_port`, `progress_port` and
+        `webhook_port`.
+        """
         self.http_port = http_port
+        self.webhook_port = 0 if webhook is None else webhook.port
         self.progress_port = progress_port
         self._metrics = metrics
         self._host = host
         self._endpoints: Endpoints | None = None
         self._progress: ProgressServer | None = None
-        self._renewing: asyncio.Task[None] | None = None
+        self._webhook_options = webhook
+        self._webhook: WebhookServer | None = None
+        self._renewing: list[asyncio.Task[None]] = []
 
     async def start(self, state: OperatorState) -> None:
         """Serve. OSError when a port is taken; ApiError when the certificates cannot be read or kept."""
@@ -184,16 +210,19 @@ class Servers:
         self._metrics.follow_leading(view.leading)
         self._endpoints = Endpoints(view, self._metrics)
         self.http_port = await self._endpoints.start(self._host, self.http_port)
-        if state.settings.progress.enabled:
-            await self._start_progress(state, view)
-
-    async def _start_progress(self, state: OperatorState, view: OperatorView) -> None:
-        url = state.settings.progress.url
-        if url is None and not state.namespace:
+        url, hook = state.settings.progress.url, self._webhook_options
+        progress = state.settings.progress.enabled
+        if progress and url is None and not state.namespace:
             log.warning(
                 "Progress is not served: without a namespace of the operator there is no Service that pods could call. "
                 "Set progress.url in the settings to the address at which pods reach this process."
             )
+            progress = False
+        if hook is not None and hook.certificate is not None:
+            theirs = FolderCertificate(hook.certificate)
+            await self._start_webhook(state, view, hook, theirs.context)
+            self._keep(state, theirs.follow(), "renewal of the webhook's certificate")
+        if not progress and (hook is None or hook.certificate is not None):
             return
         keeper = CertificateKeeper(
             KubeSecrets(state.kube) if state.namespace else None,
@@ -202,41 +231,86 @@ class Servers:
         )
         certificates = await keeper.load()
         tls = TlsContexts(certificates)
-        base_url = url or f"https://{SERVICE_NAME}.{state.namespace}.svc:{PORT}"
+        users: list[Callable[[Certificates], Awaitable[None]]] = []
+        if progress:
+            base_url = url or f"https://{SERVICE_NAME}.{state.namespace}.svc:{PORT}"
+            users.append(await self._start_progress(state, view, tls, base_url))
+        if hook is not None and hook.certificate is None:
+            await self._start_webhook(state, view, hook, tls.server)
+            if hook.configuration is not None:
+                users.append(_authority_teller(state.kube, hook.configuration))
+        for use in users:
+            await use(certificates)
+        self._keep(state, _renew(keeper, certificates, tls, users), "renewal of the certificates")
+
+    def _keep(self, state: OperatorState, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._renewing.append(task)
+        state.tasks.append(task)
+
+    async def _start_progress(
+        self, state: OperatorState, view: OperatorView, tls: TlsContexts, base_url: str
+    ) -> Callable[[Certificates], Awaitable[None]]:
+        """Gives what has to be told of each new certificate."""
         self._progress = ProgressServer(view, KubeReviewer(state.kube), tls, counted=self._metrics.progress_post)
         self.progress_port = await self._progress.start(self._host, self.progress_port)
-        state.progress_endpoint = ProgressEndpoint(base_url, certificates.authority, state.namespace or None)
-        self._renewing = asyncio.create_task(
-            _renew(keeper, certificates, tls, state, base_url), name="renewal of the certificates"
-        )
-        state.tasks.append(self._renewing)
+
+        async def tell(certificates: Certificates) -> None:
+            state.progress_endpoint = ProgressEndpoint(base_url, certificates.authority, state.namespace or None)
+
+        return tell
+
+    async def _start_webhook(
+        self, state: OperatorState, view: OperatorView, options: WebhookOptions, tls: ssl.SSLContext
+    ) -> None:
+        self._webhook = WebhookServer(view, state.settings, tls, self._metrics.webhook_review)
+        self.webhook_port = await self._webhook.start(self._host, options.port)
 
     async def stop(self) -> None:
         """Also after a start that failed."""
-        if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.wait([self._renewing])
-        if self._progress is not None:
-            await self._progress.stop()
-        if self._endpoints is not None:
-            await self._endpoints.stop()
-        self._renewing = self._progress = self._endpoints = None
+        for task in self._renewing:
+            task.cancel()
+        await asyncio.gather(*self._renewing, return_exceptions=True)
+        for server in (self._webhook, self._progress, self._endpoints):
+            if server is not None:
+                await server.stop()
+        self._renewing, self._webhook, self._progress, self._endpoints = [], None, None, None
+
+
+def _authority_teller(kube: Kube, configuration: str) -> Callable[[Certificates], Awaitable[None]]:
+    """Has the configuration trust our authority. What stands in the way is told: jobs are run without a webhook."""
+
+    async def tell(certificates: Certificates) -> None:
+        try:
+            await tell_authority(kube, configuration, certificates.authority)
+        except ApiError as error:
+            log.warning(
+                "ValidatingWebhookConfiguration %s could not be told of our authority: %s", configuration, error
+            )
+
+    return tell
 
 
 async def _renew(
-    keeper: CertificateKeeper, certificates: Certificates, tls: TlsContexts, state: OperatorState, base_url: str
+    keeper: CertificateKeeper,
+    certificates: Certificates,
+    tls: TlsContexts,
+    users: Sequence[Callable[[Certificates], Awaitable[None]]],
 ) -> None:
-    """Takes over new certificates, and has them made when their time has come; for ever."""
+    """Takes over new certificates, and has them made when their time has come; for ever. All users are told each time,
+    as somebody may have taken away what they were told before.
+    """
     while True:
         due = min(LOOK_AGAIN, certificates.renew_at - datetime.now(UTC))
         await asyncio.sleep(max(SOONEST, due).total_seconds())
         try:
             found = await keeper.load()
         except (ApiError, UnusableError) as error:
-            log.warning("The progress server's certificates could not be looked after: %s", error)
+            log.warning("The certificates could not be looked after: %s", error)
             continue
         if found != certificates:
-            log.info("The progress server has new certificates.")
+            log.info("There are new certificates.")
             tls.take(found)
-            state.progress_endpoint = ProgressEndpoint(base_url, found.authority, state.namespace or None)
             certificates = found
+        for use in users:
+            await use(certificates)

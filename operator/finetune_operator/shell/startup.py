@@ -41,6 +41,7 @@ from finetune_operator.shell.serving import Servers
 from finetune_operator.shell.state import Measurements, OperatorState, ProgressBook, Service
 from finetune_operator.shell.store import Store
 from finetune_operator.shell.sync import Syncer
+from finetune_operator.shell.webhook import WebhookOptions
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ class Options:
     """Address to serve on; None: all."""
     http_port: int = HTTP_PORT
     progress_port: int = PORT
+    webhook: WebhookOptions | None = None
+    """None: no webhook is served."""
 
 
 class Operator:
@@ -83,6 +86,7 @@ class Operator:
         self._options = options
         self._api = api
         kube = Kube(api, counter=measurements)
+        self._discovery = discovery = Discovery(kube, once=bool(options.settings.namespaces))
         self.state = OperatorState(
             settings=options.settings,
             namespace=options.namespace,
@@ -92,10 +96,10 @@ class Operator:
             progress=ProgressBook(),
             leading=asyncio.Event(),
             synced=asyncio.Event(),
+            served=discovery.served_now,
             leader_address=lambda: None,
             measurements=measurements,
         )
-        self._discovery = discovery = Discovery(kube, once=bool(options.settings.namespaces))
         self._syncer = Syncer(self.state, discovery)
         self._reconciler = Reconciler(self.state, discovery, decide)
         self._leader: Leader | None = None
@@ -231,7 +235,11 @@ async def run(options: Options, decide: Decide) -> None:
     try:
         metrics = Metrics(options.settings.currency)
         servers = Servers(
-            metrics, host=options.listen, http_port=options.http_port, progress_port=options.progress_port
+            metrics,
+            host=options.listen,
+            http_port=options.http_port,
+            progress_port=options.progress_port,
+            webhook=options.webhook,
         )
         await Operator(options, api, decide, metrics).run(stopping, (servers,))
     finally:

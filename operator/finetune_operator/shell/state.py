@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Protocol
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Settings
-from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus
+from finetune_operator.api.types import FineTuneJobStatus, LauncherName, ProgressStatus
 from finetune_operator.reconcile.types import JobView
 from finetune_operator.rendering.types import ProgressEndpoint
 from finetune_operator.shell.kube import Kube
@@ -136,6 +136,11 @@ class NoMeasurements:
         """Nothing."""
 
 
+async def nothing_known() -> Collection[LauncherName]:
+    """Before anybody has asked."""
+    return ()
+
+
 @dataclass
 class OperatorState:
     """One running operator."""
@@ -161,6 +166,8 @@ class OperatorState:
     progress_endpoint: ProgressEndpoint | None = None
     """Where pods report progress, once that is served; new attempts are told."""
     hearing: Hearing = field(default_factory=Hearing)
+    served: Callable[[], Awaitable[Collection[LauncherName]]] = nothing_known
+    """Launchers that the cluster has; none: not known. ApiError."""
 
     def heard_since(self) -> datetime | None:
         """Since when no report of progress can have been missed; None: they cannot be heard now.

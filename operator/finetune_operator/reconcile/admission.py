@@ -1,0 +1,145 @@
+"""What the API server is told when it asks whether a FineTuneJob may be stored.
+
+The CRD's own rules are checked before. What is left for this are the rules that CEL cannot say: those of the
+administrator's settings, those across many fields with lists of known names in them, and those across jobs. It is the
+code of `finetune validate --cluster`, and of the operator, which would tell the same a moment later in a condition.
+
+An answer names no other job: who may ask is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic.alias_generators import to_camel
+
+from finetune_operator.api.problems import Problem, describe_value
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.types import FineTuneJobSpec, LauncherName
+from finetune_operator.api.validation import validate_job
+from finetune_operator.reconcile.planned import problems_text
+from finetune_operator.reconcile.status import ended
+from finetune_operator.reconcile.types import JobView
+
+API_VERSION = "admission.k8s.io/v1"
+KIND = "AdmissionReview"
+
+
+class NoReviewError(ValueError):
+    """What was sent is no AdmissionReview."""
+
+
+class _Asked(BaseModel):
+    """The parts of an AdmissionReview's request that are read."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", alias_generator=to_camel, validate_by_alias=True)
+
+    uid: str
+    operation: Literal["CREATE", "UPDATE", "DELETE", "CONNECT"]
+    namespace: str = ""
+    name: str = ""
+    sub_resource: str = ""
+    object: dict[str, JsonValue] | None = None
+    old_object: dict[str, JsonValue] | None = None
+
+
+class _Review(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
+
+    api_version: Literal["admission.k8s.io/v1"] = Field(alias="apiVersion")
+    kind: Literal["AdmissionReview"]
+    request: _Asked
+
+
+def answer(
+    review: bytes, settings: Settings, jobs: Iterable[JobView], served: Collection[LauncherName] = ()
+) -> dict[str, JsonValue]:
+    """The AdmissionReview that answers `review`. `jobs` are all that are known; `served` empty: it is not known which
+    launchers the cluster has. Raises NoReviewError.
+    """
+    try:
+        asked = _Review.model_validate_json(review).request
+    except ValidationError as error:
+        raise NoReviewError("the body is no AdmissionReview of admission.k8s.io/v1") from error
+    problems, warnings = _verdict(asked, settings, jobs, served)
+    response: dict[str, JsonValue] = {"uid": asked.uid, "allowed": not problems}
+    if problems:
+        response["status"] = _status(asked, problems)
+    if warnings:
+        response["warnings"] = list(warnings)
+    return {"apiVersion": API_VERSION, "kind": KIND, "response": response}
+
+
+def _verdict(
+    asked: _Asked, settings: Settings, jobs: Iterable[JobView], served: Collection[LauncherName]
+) -> tuple[tuple[Problem, ...], tuple[str, ...]]:
+    wanted = asked.object
+    if wanted is None or asked.sub_resource or asked.operation not in ("CREATE", "UPDATE") or _leaves(wanted):
+        return (), ()
+    # A job that was stored under other settings can still be labelled, suspended, given more time, and deleted.
+    if asked.old_object is not None and _work(asked.old_object) == _work(wanted):
+        return (), ()
+    job, problems = validate_job(wanted, settings)
+    if job is None:
+        return tuple(problems), ()
+    spec = job.spec
+    clashes = tuple(_clashes(asked, spec, jobs))
+    unserved = served and spec.launcher != "auto" and spec.launcher not in served
+    warning = f"launcher {spec.launcher} is not served by this cluster yet; the job waits until it is"
+    return clashes, ((warning,) if unserved and not clashes else ())
+
+
+def _work(job: Mapping[str, JsonValue]) -> JsonValue:
+    """What the job does: its spec without how long it may live."""
+    spec = job.get("spec")
+    return {name: value for name, value in spec.items() if name != "runPolicy"} if isinstance(spec, dict) else spec
+
+
+def _leaves(wanted: Mapping[str, JsonValue]) -> bool:
+    metadata = wanted.get("metadata")
+    return isinstance(metadata, dict) and metadata.get("deletionTimestamp") is not None
+
+
+def _clashes(asked: _Asked, spec: FineTuneJobSpec, jobs: Iterable[JobView]) -> Iterator[Problem]:
+    """Places that a job which has not ended writes to already: one would overwrite what the other has written."""
+    written = dict(_written(spec))
+    for other in jobs:
+        same = (other.namespace, other.name) == (asked.namespace, asked.name)
+        if same or other.namespace != asked.namespace or other.job is None or ended(other.status) is not None:
+            continue
+        theirs = {uri for _, uri in _written(other.job.spec)}
+        for path in [path for path, uri in written.items() if uri in theirs]:
+            yield Problem(
+                path,
+                describe_value(written.pop(path)),
+                "is where another job of this namespace writes that has not ended",
+                "name another place, or wait until that job has ended",
+                reason="Forbidden",
+            )
+
+
+def _written(spec: FineTuneJobSpec) -> Iterator[tuple[str, str]]:
+    """Fields that name a place to write to, and the place."""
+    if spec.predict is not None and spec.predict.output is not None:
+        yield "spec.predict.output", spec.predict.output
+    if spec.checkpoints.uri is not None:
+        yield "spec.checkpoints.uri", spec.checkpoints.uri
+
+
+def _status(asked: _Asked, problems: Iterable[Problem]) -> dict[str, JsonValue]:
+    """As the API server tells of a spec that its own schema refuses: one cause for each field."""
+    found = tuple(problems)
+    causes: list[JsonValue] = [
+        # kubectl puts the field before each.
+        {"reason": "FieldValueInvalid", "field": one.path, "message": problems_text((replace(one, path=""),))}
+        for one in found
+    ]
+    return {
+        "code": 422,
+        "reason": "Invalid",
+        "message": problems_text(found),
+        "details": {"name": asked.name, "kind": "FineTuneJob", "causes": causes},
+    }

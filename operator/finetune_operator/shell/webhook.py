@@ -1,0 +1,194 @@
+"""Where the API server asks whether a FineTuneJob may be stored: HTTPS, one path, and an answer in every case.
+
+Each replica answers, also one that stands by: it knows the jobs as well. Its certificate is the one of the progress
+server, whose authority the operator writes into its ValidatingWebhookConfiguration; or it lies in a folder that
+somebody else keeps, as cert-manager does, and that somebody names the authority, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import logging
+import re
+import ssl
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Protocol
+
+from aiohttp import web
+from pydantic import JsonValue
+
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.types import LauncherName
+from finetune_operator.reconcile.admission import NoReviewError, answer
+from finetune_operator.reconcile.types import JobView
+from finetune_operator.rendering.types import Manifest
+from finetune_operator.shell.kube import WEBHOOK, ConflictError, Kube, NotFoundError
+
+log = logging.getLogger(__name__)
+
+PATH = "/validate"
+BODY_LIMIT_BYTES = 8 * 1024 * 1024
+"""A review holds two objects, each of which the API server takes up to 3 MiB."""
+AUTHORITIES = 2
+"""Kept in a configuration: while certificates change, replicas may still show one that the last authority signed."""
+LOOK_AGAIN_SECONDS = 60.0
+"""Between two looks at a folder with certificates."""
+_BLOCK = re.compile(r"-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----\n?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class WebhookOptions:
+    """How the webhook is served."""
+
+    port: int
+    """0: one is chosen."""
+    configuration: str | None = None
+    """ValidatingWebhookConfiguration that is told of our authority; None: somebody else tells it."""
+    certificate: Path | None = None
+    """Folder with tls.crt and tls.key; None: the progress server's certificate."""
+
+
+class World(Protocol):
+    """What answers depend on."""
+
+    def jobs(self) -> Iterable[JobView]:
+        """All jobs that are known."""
+        ...
+
+    async def served(self) -> Collection[LauncherName]:
+        """Launchers that the cluster has; empty: not known now."""
+        ...
+
+
+class WebhookServer:
+    """See the module."""
+
+    def __init__(
+        self, world: World, settings: Settings, tls: ssl.SSLContext, counted: Callable[[str], None] = lambda word: None
+    ) -> None:
+        """`counted` is told of each answer: `allowed`, `refused`, or `failed` for what is no review."""
+        self._world = world
+        self._settings = settings
+        self._tls = tls
+        self._counted = counted
+        self._runner: web.AppRunner | None = None
+
+    async def start(self, host: str | None, port: int) -> int:
+        """Listen on `host` (None: all addresses); gives the port. OSError when it is taken."""
+        application = web.Application(client_max_size=BODY_LIMIT_BYTES)
+        application.add_routes([web.post(PATH, self._review)])
+        self._runner = web.AppRunner(application, access_log=None, keepalive_timeout=60.0, shutdown_timeout=2.0)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, host, port, ssl_context=self._tls).start()
+        chosen: int = self._runner.addresses[0][1]
+        return chosen
+
+    async def stop(self) -> None:
+        """Also after a start that failed."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+        self._runner = None
+
+    async def _review(self, request: web.Request) -> web.Response:
+        try:
+            asked, served = await request.read(), await self._world.served()
+            told = answer(asked, self._settings, self._world.jobs(), served)
+        except NoReviewError as error:
+            self._counted("failed")
+            return web.json_response({"message": str(error)}, status=HTTPStatus.BAD_REQUEST)
+        response = told["response"]
+        assert isinstance(response, dict), "an answer has a response"
+        self._counted("allowed" if response["allowed"] else "refused")
+        return web.json_response(told)
+
+
+# ------------------------------------------------------------------------------------------------------- our authority
+
+
+async def tell_authority(kube: Kube, name: str, authority: str) -> bool:
+    """Whether the configuration `name` now trusts `authority` (PEM). False when it is not there, or was changed in the
+    same moment: the next look will see. ApiError.
+    """
+    try:
+        configuration = await kube.get(WEBHOOK, None, name)
+    except NotFoundError:
+        log.warning(
+            "There is no ValidatingWebhookConfiguration %s that could be told of the webhook's authority.", name
+        )
+        return False
+    changed, told = with_authority(configuration, authority)
+    if not changed:
+        return True
+    try:
+        await kube.replace(told, None, name)
+    except (ConflictError, NotFoundError):
+        return False
+    log.info("ValidatingWebhookConfiguration %s trusts the operator's authority.", name)
+    return True
+
+
+def with_authority(configuration: Manifest, authority: str) -> tuple[bool, Manifest]:
+    """Whether there is anything to change, and the configuration with our authority first in each of its bundles."""
+    hooks, changed = configuration.get("webhooks"), False
+    told: list[JsonValue] = []
+    for hook in hooks if isinstance(hooks, list) else []:
+        assert isinstance(hook, dict), "a webhook is an object"
+        client = hook.get("clientConfig")
+        client = client if isinstance(client, dict) else {}
+        before = _certificates(client.get("caBundle"))
+        after = [authority, *(one for one in before if one.strip() != authority.strip())][:AUTHORITIES]
+        changed = changed or [one.strip() for one in before] != [one.strip() for one in after]
+        bundle = base64.b64encode("".join(f"{one.strip()}\n" for one in after).encode()).decode()
+        told.append({**hook, "clientConfig": {**client, "caBundle": bundle}})
+    return changed, {**configuration, "webhooks": told}
+
+
+def _certificates(bundle: JsonValue) -> list[str]:
+    with suppress(binascii.Error, UnicodeDecodeError):
+        return _BLOCK.findall(base64.b64decode(str(bundle or ""), validate=True).decode())
+    return []
+
+
+# ---------------------------------------------------------------------------------------------------- somebody else's
+
+
+class FolderCertificate:
+    """A certificate that somebody else keeps in a folder, and renews there."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError, also as ssl.SSLError, for what cannot be read or used."""
+        self._folder = folder
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.minimum_version = ssl.TLSVersion.TLSv1_2
+        self._seen = self._stamp()
+        self._take()
+
+    def _stamp(self) -> tuple[int, ...]:
+        return tuple((self._folder / name).stat().st_mtime_ns for name in ("tls.crt", "tls.key"))
+
+    def _take(self) -> None:
+        self.context.load_cert_chain(self._folder / "tls.crt", self._folder / "tls.key")
+
+    async def follow(self) -> None:
+        """Take over what is renewed, for ever; connections that are open stay."""
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_SECONDS)
+            self.look()
+
+    def look(self) -> None:
+        """Take over what has changed since the last look."""
+        try:
+            now = self._stamp()
+            if now != self._seen:
+                self._take()
+                self._seen = now
+                log.info("The webhook has a new certificate.")
+        except OSError as error:
+            # Half of it may be renewed; the next look will see the rest.
+            log.warning("The webhook's certificate could not be taken over: %s", error)
