@@ -113,6 +113,15 @@ FORMS: dict[str, Schema] = {
     "podDisruptionBudget.minAvailable": {
         "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": r"^[0-9]{1,3}%$"}]
     },
+    "webhook.failurePolicy": words("Ignore", "Fail"),
+    "webhook.timeoutSeconds": {"type": "integer", "minimum": 1, "maximum": 30},
+    "webhook.namespaceSelector": closed(
+        {"matchLabels": TEXTS, "matchExpressions": listed(free("A LabelSelectorRequirement."))}
+    ),
+    "webhook.annotations": TEXTS,
+    "webhook.certManager.issuerRef": closed(
+        {name: {"type": "string", "minLength": 1} for name in ("name", "kind", "group")}
+    ),
     "networkPolicy.apiServerPorts": listed({"type": "integer", "minimum": 1, "maximum": 65535}) | {"minItems": 1},
     "networkPolicy.extraIngress": listed(
         closed({"from": listed(free("A NetworkPolicyPeer.")), "ports": listed(free("A NetworkPolicyPort."))})

@@ -298,6 +298,9 @@ OTHERS: dict[str, Any] = {
     "networkPolicy.apiServerPorts": [6443],
     "networkPolicy.extraIngress": [{"ports": [{"port": 1}]}],
     "networkPolicy.extraEgress": [{"ports": [{"port": 1}]}],
+    "webhook.failurePolicy": "Fail",
+    "webhook.namespaceSelector": {"matchLabels": {"ml": "yes"}},
+    "webhook.certManager.issuerRef": {"name": "ours", "kind": "ClusterIssuer"},
     "env": [{"name": "A", "value": "b"}],
     "volumes": [{"name": "a", "emptyDir": {}}],
     "volumeMounts": [{"name": "tmp", "mountPath": "/var/tmp"}],
@@ -318,6 +321,9 @@ OTHERS: dict[str, Any] = {
 """Other values than the defaults; what is not here follows from the default."""
 WITH: dict[str, Object] = {
     "rbac.tokenReview": {"watchNamespaces": ["team-a"]},
+    "webhook.enabled": {},
+    "webhook.certManager.issuerRef": {"webhook": {"enabled": True, "certManager": {"enabled": True}}},
+    "webhook.": {"webhook": {"enabled": True}},
     **{
         f"metrics.{name}.": {"metrics": {name: {"enabled": True}}}
         for name in ("serviceMonitor", "podMonitor", "prometheusRule", "dashboards")
@@ -383,7 +389,44 @@ def test_the_set_of_everything_leaves_few_values_out() -> None:
         # Beside others of the set they would take away what it shows.
         "watchNamespaces", "rbac.create", "rbac.tokenReview", "serviceAccount.create", "crds.install", "tests.enabled",
         "podDisruptionBudget.enabled", "networkPolicy.enabled", "trainer.image.registry", "trainer.image.digest",
+        "webhook.certManager.enabled", "webhook.certManager.issuerRef",
     }  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------- the webhook
+
+
+def test_cert_manager_makes_the_webhook_s_certificate_and_the_operator_needs_no_right_for_it() -> None:
+    values: Object = {"webhook": {"enabled": True, "certManager": {"enabled": True}}, "watchNamespaces": ["team-a"]}
+    found = render(values)
+    hook = one(found, "ValidatingWebhookConfiguration", "finetune-operator-finetune-system")
+    certificate = one(found, "Certificate", "finetune-operator-webhook")
+    assert hook["metadata"]["annotations"] == {
+        "cert-manager.io/inject-ca-from": "finetune-system/finetune-operator-webhook"
+    }
+    assert hook["webhooks"][0]["namespaceSelector"]["matchExpressions"][0]["values"] == ["team-a"]
+    assert "finetune-operator-progress.finetune-system.svc" in certificate["spec"]["dnsNames"]
+    assert {each["kind"] for each in found}.isdisjoint({"ClusterRole", "ClusterRoleBinding"})
+    pod = one(found, "Deployment", "finetune-operator")["spec"]["template"]["spec"]
+    secret = {"name": "webhook", "secret": {"secretName": certificate["spec"]["secretName"]}}
+    assert secret in pod["volumes"]
+    command = pod["containers"][0]["command"]
+    assert command[command.index("--webhook-certificate") + 1] == "/etc/finetune-webhook"
+
+
+def test_for_given_namespaces_the_operator_cannot_name_its_own_authority_and_that_is_said_before_installing() -> None:
+    ran = template({"webhook": {"enabled": True}, "watchNamespaces": ["team-a"]})
+    assert ran.returncode != 0
+    assert "needs webhook.certManager.enabled" in ran.stderr
+
+
+def test_the_operator_may_write_its_own_webhook_configuration_and_no_other() -> None:
+    found = render({"webhook": {"enabled": True}})
+    name = "finetune-operator-finetune-system"
+    (rule,) = one(found, "ClusterRole", f"{name}-webhook")["rules"]
+    assert (rule["resourceNames"], rule["verbs"]) == ([name], ["get", "update"])
+    command = one(found, "Deployment", "finetune-operator")["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[command.index("--webhook-configuration") + 1] == name
 
 
 # --------------------------------------------------------------------------------------------------------- what is told

@@ -36,6 +36,14 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield found
 
 
+@pytest.fixture(scope="module")
+def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A control plane for one module, whose tests give and take what the others need: kinds, rights, webhooks."""
+    with running_cluster(tmp_path_factory.mktemp("own-control-plane")) as found:
+        found.own("giving and taking kinds and rights")
+        yield found
+
+
 @pytest.fixture(scope="session")
 def stand_ins(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIns]:
     """Nodes and training operators; skipped where no controllers run."""

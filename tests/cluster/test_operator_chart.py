@@ -29,6 +29,11 @@ SCRIPT = CHART / "files" / "test_job.py"
 
 
 @pytest.fixture(scope="module")
+def cluster(own_cluster: Cluster) -> Cluster:
+    return own_cluster
+
+
+@pytest.fixture(scope="module")
 def ready(cluster: Cluster) -> Cluster:
     """With the kinds and namespaces that the sets of values speak of."""
     files = [SHARED / "crds" / f"monitoring.coreos.com_{name}.yaml" for name in MONITORING]

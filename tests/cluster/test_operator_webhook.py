@@ -16,7 +16,7 @@ from cluster_support import certificates
 from cluster_support.access import wait_until
 from cluster_support.control_plane import Cluster, free_port
 from cluster_support.operator_process import USER, OperatorProcess, install
-from cluster_support.world import BASE, SETTINGS, fresh_namespace, merged
+from cluster_support.world import BASE, SETTINGS, fresh_namespace, install_kinds, merged
 from finetune_operator.api.types import API_VERSION, GROUP, KIND, PLURAL
 
 CONFIGURATION = "finetune-operator-test"
@@ -88,9 +88,15 @@ def bundle_of(cluster: Cluster) -> str:
     return cluster.must("get", "validatingwebhookconfiguration", CONFIGURATION, "-o", path).strip()
 
 
+@pytest.fixture(scope="module")
+def cluster(own_cluster: Cluster) -> Cluster:
+    install_kinds(own_cluster)
+    install(own_cluster)
+    return own_cluster
+
+
 @pytest.fixture
-def namespace(cluster: Cluster, kinds: None) -> Iterator[str]:
-    install(cluster)
+def namespace(cluster: Cluster) -> Iterator[str]:
     with fresh_namespace(cluster) as name:
         cluster.must("label", "namespace", name, *[f"{key}={value}" for key, value in CHECKED.items()])
         yield name
