@@ -6,7 +6,7 @@ WORKSPACE ?= runs
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-cluster test-e2e images lint format generate benchmark clean
+.PHONY: help install quickstart test test-slow test-cluster test-e2e images lint format generate benchmark clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -25,13 +25,16 @@ $(VENV)/.installed: constraints.txt pyproject.toml operator/pyproject.toml train
 quickstart: install ## Fine-tune, evaluate and predict on this machine (about 2 minutes after installing)
 	$(BIN)/finetune run manifests/examples/quickstart.yaml --workspace $(WORKSPACE)
 
-test: install ## Run all tests that need no cluster (under 15 minutes on 2 cores)
-	$(BIN)/python -m pytest
+test: install ## Run the tests that need no cluster, but the slowest (under 15 minutes on 2 cores)
+	$(BIN)/python -m pytest -m "not slow"
 
-test-cluster: install ## Run the operator's tests on a real API server (about 9 minutes; needs KUBEBUILDER_ASSETS or FINETUNE_TEST_KUBECONFIG)
+test-slow: install ## Run the slowest of them: every strategy against one process, README from a fresh start (about 6 minutes)
+	$(BIN)/python -m pytest -m slow
+
+test-cluster: install ## Run the operator's tests on a real API server (about 12 minutes; needs KUBEBUILDER_ASSETS or FINETUNE_TEST_KUBECONFIG)
 	$(BIN)/python -m pytest tests/cluster
 
-test-e2e: install ## Run whole jobs on a cluster with nodes (about 20 minutes; a box of its own as root, or FINETUNE_TEST_KUBECONFIG)
+test-e2e: install ## Run whole jobs on a cluster with nodes (about 30 minutes; a box of its own as root, or FINETUNE_TEST_KUBECONFIG)
 	$(BIN)/python -m pytest tests/e2e/cluster
 
 images: ## Build both images (REGISTRY=ghcr.io/acme TAG=1.2 ACCELERATOR=cpu; see images/README.md)
