@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 .PHONY: help install quickstart test test-slow test-cluster test-e2e images lint format generate benchmark clean
 
 help: ## Show the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 install: $(VENV)/.installed ## Make .venv with the finetune command and everything the tests need
 
