@@ -257,7 +257,7 @@ def test_debug_collects_all_that_may_be_read_and_no_secret(jobs: Jobs, tmp_path:
         }
     assert set(texts) == {"README.txt", "events.json", "job.json", "pods.json", "status.txt", "versions.json"}
     assert not [name for name, text in texts.items() if CANARY in text]
-    assert json.loads(texts["events.json"])[0]["message"] == "the Hub did not take [removed]"
+    assert json.loads(texts["events.json"])[0]["message"] == "the Hub did not take (hidden)"
     assert json.loads(texts["pods.json"])[0]["spec"]["containers"][0]["env"][1] == variables[1], "names of Secrets stay"
     assert "train" in texts["status.txt"]
     assert "the log of reviews-train-2-0" in texts["README.txt"], "a pod without a node has no log, and that is said"

@@ -33,11 +33,15 @@ HIDDEN = "(hidden)"
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 # Names whose text is a credential. Plurals stay visible: `columns.tokens` and `maxTokens` are ordinary
 # settings.
-_SECRET_NAME = re.compile(r"(?:password|passwd|secret|token|api[_-]?key|access[_-]?key|credentials?)$", re.IGNORECASE)
-# Hugging Face, GitHub, AWS, OpenAI-style and JWT credentials keep their form wherever they are written.
-_SECRET_TEXT = re.compile(
-    r"\bhf_[A-Za-z0-9]{8,}|\bgh[pousr]_[A-Za-z0-9]{8,}|\bgithub_pat_\w{8,}|\bglpat-[\w-]{8,}|\b(?:AKIA|ASIA)[A-Z0-9]{12,}"
-    r"|\bsk-[\w-]{16,}|\beyJ[\w-]{8,}\.[\w-]+"
+_SECRET_NAME = re.compile(
+    r"(?:password|passwd|passphrase|pwd|secret|token|(?:api|access|account|private|secret)[_-]?key|credentials?)$",
+    re.IGNORECASE,
+)
+# Credentials of Hugging Face, git hosts, AWS, Slack, Google, OpenAI-style and JWT keep their form wherever they are.
+SECRET_TEXT = re.compile(
+    r"\b(?:hf|api_org)_[A-Za-z0-9]{8,}|\bgh[pousr]_[A-Za-z0-9]{8,}|\bgithub_pat_\w{8,}|\bglpat-[\w-]{8,}"
+    r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bxox[abeprs]-[\w-]{10,}|\bAIza[\w-]{30,}|\bya29\.[\w-]{20,}"
+    r"|\bsk-[\w-]{16,}|\beyJ[\w-]{8,}\.[\w.-]+"
 )
 _URI_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
@@ -63,7 +67,14 @@ class Problem:
 
 def holds_secret(text: str) -> bool:
     """Whether a part of `text` has the form of a credential."""
-    return _SECRET_TEXT.search(text) is not None
+    return SECRET_TEXT.search(text) is not None
+
+
+def is_secret_name(name: str) -> bool:
+    """Whether what bears this name is a credential, e.g. `HF_TOKEN` and `awsSecretAccessKey`; `secretName` and `key`
+    name a Secret and its entry, which are none.
+    """
+    return _SECRET_NAME.search(name) is not None
 
 
 def format_path(path: Sequence[PathPart]) -> str:
@@ -92,9 +103,9 @@ def describe_value(value: object, path: Sequence[PathPart] = (), limit: int = 60
         case list() | tuple():
             return f"a list of {len(value)} item{'' if len(value) == 1 else 's'}"
         case str():
-            if path and isinstance(path[-1], str) and _SECRET_NAME.search(path[-1]):
+            if path and isinstance(path[-1], str) and is_secret_name(path[-1]):
                 return HIDDEN
-            text = _URI_PASSWORD.sub(HIDDEN, _SECRET_TEXT.sub(HIDDEN, value))
+            text = _URI_PASSWORD.sub(HIDDEN, SECRET_TEXT.sub(HIDDEN, value))
             shown = text if len(text) <= limit else text[: limit - 3] + "..."
             return json.dumps(shown, ensure_ascii=False)
         case None | bool():

@@ -11,21 +11,9 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-HIDDEN = "[removed]"
-_WORD = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+(?![a-z])")
-_ENDS = frozenset({"token", "secret", "password", "passwd", "passphrase", "pwd", "apikey", "credential", "credentials"})
-_ENDS_OF_TWO = frozenset({("api", "key"), ("access", "key"), ("account", "key"), ("private", "key"), ("secret", "key")})
-"""Of names, in small letters: `secretName` and `key` name a Secret and its entry, which are no secrets."""
-_LOOKS = re.compile(
-    r"hf_[A-Za-z0-9]{8,}|api_org_[A-Za-z0-9]{8,}"  # Hugging Face
-    r"|(?:AKIA|ASIA)[A-Z0-9]{16}"  # AWS access keys
-    r"|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_\-]{16,}"  # git hosts
-    r"|xox[abeprs]-[A-Za-z0-9\-]{10,}"  # Slack
-    r"|AIza[A-Za-z0-9_\-]{30,}|ya29\.[A-Za-z0-9_\-]{20,}"  # Google
-    r"|eyJ[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]{8,}\.[A-Za-z0-9_\-]*"  # JSON web tokens
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
-    re.DOTALL,
-)
+from finetune_operator.api.problems import HIDDEN, SECRET_TEXT, is_secret_name
+
+_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
 _USER_INFO = re.compile(r"(?<=://)[^/@\s:]+(?::[^/@\s]*)?@")
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=\-]{8,}")
 _ASSIGNED = re.compile(
@@ -35,12 +23,6 @@ _ASSIGNED = re.compile(
 """`password=...` in a line of a log or in a query."""
 _LEAST = 4
 """Shorter values are words that are everywhere; taking them out would leave nothing readable."""
-
-
-def is_secret_name(name: str) -> bool:
-    """Whether what bears this name is a secret, e.g. `HF_TOKEN` and `awsSecretAccessKey`."""
-    words = [word.lower() for word in _WORD.findall(name)]
-    return bool(words) and (words[-1] in _ENDS or tuple(words[-2:]) in _ENDS_OF_TWO)
 
 
 class Redactor:
@@ -59,7 +41,7 @@ class Redactor:
         """The text without secrets."""
         for secret in sorted(self._met, key=len, reverse=True):
             text = text.replace(secret, HIDDEN)
-        text = _LOOKS.sub(HIDDEN, text)
+        text = _PRIVATE_KEY.sub(HIDDEN, SECRET_TEXT.sub(HIDDEN, text))
         text = _USER_INFO.sub(f"{HIDDEN}@", text)
         text = _BEARER.sub(rf"\1{HIDDEN}", text)
         return _ASSIGNED.sub(rf"\1\2{HIDDEN}", text)
