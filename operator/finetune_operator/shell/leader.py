@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 LEASE_NAME = "finetune-operator"
 LEASE_SECONDS = 15
-RENEW_SECONDS = 10.0
+RENEW_SECONDS = 12.0
 """Without a renewal for this long, the leader stops acting: before the Lease ends."""
 RETRY_SECONDS = 2.0
 """Between two renewals (two requests each), and between two looks of the stand-by (one)."""
