@@ -236,16 +236,14 @@ class Cluster:
             "metadata": {"uid": job.metadata.uid},
             "spec": {"runPolicy": {"suspend": suspended}},
         }
-        path = f"{self._jobs_path(job.metadata.namespace)}/{quote(job.name, safe='')}"
-        return parse_job(await self._write("PATCH", path, body, dry_run, "application/merge-patch+json"))
+        return parse_job(await self._write("PATCH", self._job_path(job), body, dry_run, "application/merge-patch+json"))
 
     async def delete(self, job: ClusterJob, dry_run: bool = False) -> None:
         """Delete this very job; what it has made goes in the background."""
         body: dict[str, Any] = {"propagationPolicy": "Background", "preconditions": {"uid": job.metadata.uid}}
         # Of a deletion that has a body the API server does not look at the query.
         body |= {"dryRun": ["All"]} if dry_run else {}
-        path = f"{self._jobs_path(job.metadata.namespace)}/{quote(job.name, safe='')}"
-        await self._write("DELETE", path, body, dry_run)
+        await self._write("DELETE", self._job_path(job), body, dry_run)
 
     async def create(self, manifest: Mapping[str, Any], dry_run: bool = False) -> ClusterJob:
         """Make a job; its namespace is the manifest's."""
@@ -318,6 +316,9 @@ class Cluster:
 
     def _jobs_path(self, namespace: str | None = None) -> str:
         return f"/apis/{API_VERSION}/namespaces/{quote(namespace or self.namespace, safe='')}/{PLURAL}"
+
+    def _job_path(self, job: ClusterJob) -> str:
+        return f"{self._jobs_path(job.metadata.namespace)}/{quote(job.name, safe='')}"
 
     @property
     def _server(self) -> str:
@@ -406,12 +407,16 @@ class Cluster:
         return ClusterError(text, code)
 
 
+def as_shown(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """An object as kubectl shows it: who has written which field is left out."""
+    return {**raw, "metadata": {k: v for k, v in raw["metadata"].items() if k != "managedFields"}}
+
+
 def parse_job(value: dict[str, Any]) -> ClusterJob:
     """Raises ClusterError for a job that this version cannot read."""
     try:
         # Through JSON: strict models take a list for a tuple only there.
-        shown = {**value, "metadata": {k: v for k, v in value["metadata"].items() if k != "managedFields"}}
-        return ClusterJob.model_validate_json(json.dumps(value)).model_copy(update={"raw": shown})
+        return ClusterJob.model_validate_json(json.dumps(value)).model_copy(update={"raw": as_shown(value)})
     except ValidationError as error:
         first = error.errors()[0]
         name = value.get("metadata", {}).get("name")

@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 import yaml
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from finetune_operator.api.problems import Problem
 from finetune_operator.documents.scalars import NotResolvableError, resolve
@@ -64,6 +64,13 @@ def out() -> Console:
 def err() -> Console:
     """Standard error."""
     return _console(stderr=True)
+
+
+def print_trimmed(console: Console, what: RenderableType) -> None:
+    """Print with no spaces at the ends of lines: text that is copied or compared has none."""
+    with console.capture() as capture:
+        console.print(what)
+    console.file.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
 
 def note(text: str) -> None:

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from finetune_operator.api.types import CostStatus, EstimateStatus
 from finetune_operator.cli.cluster import ClusterJob
+from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.jobview import phase_of
 from finetune_operator.planning.quantities import human_seconds
 
@@ -99,9 +100,7 @@ def print_costs(console: Console, bills: Sequence[Bill], with_namespace: bool) -
                 "",
             ]
             table.add_row(*(["", *row] if with_namespace else row), style="bold")
-    with console.capture() as capture:
-        console.print(table)
-    console.file.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+    print_trimmed(console, table)
 
 
 def money(amount: float | None, currency: str | None) -> str:

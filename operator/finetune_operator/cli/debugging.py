@@ -11,7 +11,7 @@ import json
 import platform
 import tarfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from rich.console import Console
 
-from finetune_operator.cli.cluster import Cluster, ClusterError, ClusterJob
+from finetune_operator.cli.cluster import Cluster, ClusterError, ClusterJob, as_shown
 from finetune_operator.cli.jobview import Page, print_page, utc_now
 from finetune_operator.cli.redaction import Redactor
 
@@ -67,7 +67,7 @@ async def collect(cluster: Cluster, job: ClusterJob, tell: Callable[[str], None]
     for plural, api_version in KINDS.items():
         objects = await ask(plural, cluster.objects(job, api_version, plural))
         if objects:
-            found.files[f"{plural}.json"] = [_without_managed_fields(one) for one in objects]
+            found.files[f"{plural}.json"] = [as_shown(one) for one in objects]
     for pod in await ask("the job's pods", cluster.pods(job)) or ():
         lines = await ask(f"the log of {pod.name}", _log(cluster, job, pod))
         if lines:
@@ -90,10 +90,6 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _without_managed_fields(raw: Mapping[str, Any]) -> dict[str, Any]:
-    return {**raw, "metadata": {k: v for k, v in raw["metadata"].items() if k != "managedFields"}}
 
 
 def status_page(job: ClusterJob) -> str:

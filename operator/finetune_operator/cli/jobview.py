@@ -15,6 +15,7 @@ from rich.text import Text
 
 from finetune_operator.api.types import Condition, CostStatus, FailureStatus, PlanStatus, ProgressStatus, StageStatus
 from finetune_operator.cli.cluster import ClusterJob, Happening
+from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.display import duration
 from finetune_operator.planning.quantities import human_bytes, human_seconds
 from finetune_operator.reconcile.spot import words
@@ -159,10 +160,8 @@ def _saved(cost: CostStatus) -> str:
 
 
 def print_page(console: Console, page: Page) -> None:
-    """The page, with no spaces at the ends of lines: text that is copied or compared has none."""
-    with console.capture() as capture:
-        console.print(Group(*page.parts()))
-    console.file.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+    """The page."""
+    print_trimmed(console, Group(*page.parts()))
 
 
 def _table() -> Table:
@@ -303,9 +302,7 @@ def print_table(console: Console, jobs: Sequence[ClusterJob], now: datetime, wit
             ago(job.metadata.creation_timestamp, now),
         ]
         table.add_row(*([job.metadata.namespace, *row] if with_namespace else row))
-    with console.capture() as capture:
-        console.print(table)
-    console.file.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+    print_trimmed(console, table)
 
 
 def one_line(job: ClusterJob, now: datetime) -> str:

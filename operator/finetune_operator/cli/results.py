@@ -10,6 +10,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from finetune_operator.api.types import FailureStatus
+from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.display import duration
 from finetune_operator.planning.quantities import human_bytes
 from finetune_operator.planning.summary import summarise
@@ -24,9 +25,7 @@ def _table() -> Table:
 
 def _print_indented(console: Console, table: Table, below: int) -> None:
     """The table without the spaces that fill its last column: text that is copied or compared has none."""
-    with console.capture() as capture:
-        console.print(Padding(table, (0, 0, below, 2), expand=False))
-    console.file.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
+    print_trimmed(console, Padding(table, (0, 0, below, 2), expand=False))
 
 
 def print_plan(console: Console, plan: JobPlan) -> None:

@@ -84,7 +84,7 @@ async def restart(cluster: Cluster, name: str, dry_run: bool = False) -> Change:
     held = await cluster.set_suspended(job, True, dry_run)
     if not dry_run:
         try:
-            held = await _until(cluster, held, lambda one: one.status.phase == "Suspended", "stopped")
+            await _stopped(cluster, name)
         finally:
             held = await cluster.set_suspended(held, False)
     return Change(held, "restarted", "begins another attempt, from its last checkpoint")
@@ -144,24 +144,29 @@ def manifest_of(job: ClusterJob) -> dict[str, Any]:
 
 
 async def _gone(cluster: Cluster, job: ClusterJob) -> None:
-    end = time.monotonic() + STOP_SECONDS
-    while True:
-        there = {one.metadata.uid for one in await cluster.jobs()}
-        if job.metadata.uid not in there:
-            return
-        if time.monotonic() > end:
-            raise ClusterError(f"it was still there after {STOP_SECONDS:.0f} s")
-        await asyncio.sleep(LOOK_SECONDS)
+    async def look() -> bool:
+        return job.metadata.uid not in {one.metadata.uid for one in await cluster.jobs()}
+
+    await _until(look, f"it was still there after {STOP_SECONDS:.0f} s")
 
 
-async def _until(cluster: Cluster, job: ClusterJob, reached: Callable[[ClusterJob], bool], what: str) -> ClusterJob:
+async def _stopped(cluster: Cluster, name: str) -> None:
+    """Until nothing of the job runs, or it has ended before."""
+
+    async def look() -> bool:
+        job = await cluster.job(name)
+        return job.status.phase == "Suspended" or job.outcome is not None
+
+    await _until(look, f"FineTuneJob {name} has not stopped within {STOP_SECONDS:.0f} s")
+
+
+async def _until(look: Callable[[], Awaitable[bool]], otherwise: str) -> None:
+    """Look until it is so; ClusterError with that text when it takes too long."""
     end = time.monotonic() + STOP_SECONDS
-    while not reached(job) and job.outcome is None:
+    while not await look():
         if time.monotonic() > end:
-            raise ClusterError(f"FineTuneJob {job.name} has not {what} within {STOP_SECONDS:.0f} s")
+            raise ClusterError(otherwise)
         await asyncio.sleep(LOOK_SECONDS)
-        job = await cluster.job(job.name)
-    return job
 
 
 Steer = Callable[[Cluster, str, bool], Awaitable[Change]]

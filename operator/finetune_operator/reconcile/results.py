@@ -23,6 +23,7 @@ from finetune_operator.api.types import (
 from finetune_operator.planning.cost import find_price
 from finetune_operator.planning.names import JobNames
 from finetune_operator.reconcile.times import seconds_since
+from finetune_operator.rendering.sizes import gpus_of_stage
 
 HEADLINES = ("accuracy", "f1", "loss", "train_loss")
 """The metric that stands for a stage's result, the first that there is."""
@@ -110,9 +111,7 @@ def nodes(spec: FineTuneJobSpec, stage: Stage) -> int:
 def gpus(spec: FineTuneJobSpec, stage: Stage) -> int:
     """GPUs that a pod of `stage` takes; none where the job leaves their number open."""
     asked = spec.resources.gpus_per_node
-    if stage is Stage.PREPARE or asked == "auto":
-        return 0
-    return asked if stage is Stage.TRAIN else min(1, asked)
+    return gpus_of_stage(stage, 0 if asked == "auto" else asked)
 
 
 def cost_after(

@@ -44,14 +44,19 @@ def node_gpus(plan: JobPlan, spec: FineTuneJobSpec) -> int:
 
 
 def stage_gpus(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> int:
-    """GPUs of one pod of `stage`: none to prepare, and inference is one process."""
+    """GPUs of one pod of `stage`."""
+    return gpus_of_stage(stage, node_gpus(plan, spec))
+
+
+def gpus_of_stage(stage: Stage, of_node: int) -> int:
+    """GPUs of one pod of `stage`, where the training takes `of_node`: none to prepare, and inference is one process."""
     match stage:
         case Stage.PREPARE:
             return 0
         case Stage.TRAIN:
-            return node_gpus(plan, spec)
+            return of_node
         case _:
-            return min(1, node_gpus(plan, spec))
+            return min(1, of_node)
 
 
 def stage_device(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> Device:

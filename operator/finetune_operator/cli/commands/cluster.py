@@ -69,8 +69,7 @@ def status(
     from finetune_operator.cli.jobview import Page, next_commands, print_page, print_table, utc_now
     from finetune_operator.cli.watching import events_of
 
-    if job is not None and all_namespaces:
-        raise UsageError("--all-namespaces: a job has one namespace; name it with -n")
+    refuse_job_everywhere(job, all_namespaces)
     connection = Connection(kubeconfig, context, namespace)
 
     async def one(cluster: Cluster, name: str) -> None:
@@ -88,9 +87,7 @@ def status(
         elif found:
             print_table(out(), found, utc_now(), with_namespace=all_namespaces)
         else:
-            note(
-                f"there is no FineTuneJob in {'any namespace' if all_namespaces else f'namespace {cluster.namespace}'}."
-            )
+            tell_no_jobs(cluster, all_namespaces)
 
     in_cluster(connection, all_of_them if job is None else lambda cluster: one(cluster, job))
 
@@ -166,6 +163,18 @@ def watch(job: JobName, namespace: Namespace = None, context: Context = None, ku
     connection = Connection(kubeconfig, context, namespace)
     ended = in_cluster(connection, lambda cluster: watch_job(cluster, job, out(), program_name(), _flags(connection)))
     raise typer.Exit(0 if ended.outcome == "Succeeded" else 1)
+
+
+def refuse_job_everywhere(job: str | None, all_namespaces: bool) -> None:
+    """UsageError for one job together with all namespaces."""
+    if job is not None and all_namespaces:
+        raise UsageError("--all-namespaces: a job has one namespace; name it with -n")
+
+
+def tell_no_jobs(cluster: Cluster, all_namespaces: bool) -> None:
+    """Why a list is empty."""
+    where = "any namespace" if all_namespaces else f"namespace {cluster.namespace}"
+    note(f"there is no FineTuneJob in {where}.")
 
 
 def in_cluster(connection: Connection, work: Callable[[Cluster], Awaitable[Result]]) -> Result:

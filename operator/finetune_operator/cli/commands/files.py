@@ -191,19 +191,24 @@ def _with_launcher(entry: JobEntry, launcher: Launcher) -> JobEntry:
     return replace(entry, job=entry.job.model_copy(update={"spec": spec}))
 
 
-def _rendered(
-    entry: JobEntry, made: JobPlan, namespace: str | None, settings: Settings, output: DocumentOutput
-) -> tuple[Any, ...]:
+def objects_of(entry: JobEntry, made: JobPlan, settings: Settings, namespace: str | None = None) -> tuple[Any, ...]:
+    """The objects that the job becomes, in `namespace` or in the one that its file names. PlanRefused."""
     from finetune_operator.rendering.manifests import render as render_plan
     from finetune_operator.rendering.types import RenderContext
 
+    place = namespace or entry.job.metadata.namespace or DEFAULT_NAMESPACE
+    return render_plan(made, RenderContext(place, entry.job.spec, settings))
+
+
+def _rendered(
+    entry: JobEntry, made: JobPlan, namespace: str | None, settings: Settings, output: DocumentOutput
+) -> tuple[Any, ...]:
     written = entry.job.metadata.namespace
     if namespace is not None and written is not None and namespace != written:
         raise UsageError(
             f"--namespace {namespace}: {entry.job.name} has metadata.namespace {written}; change one of them"
         )
-    context = RenderContext(namespace or written or DEFAULT_NAMESPACE, entry.job.spec, settings)
     try:
-        return render_plan(made, context)
+        return objects_of(entry, made, settings, namespace)
     except PlanRefused as refused:
         refuse_plan(entry, refused, output)

@@ -7,13 +7,12 @@ from typing import Annotated
 
 import typer
 
-from finetune_operator.api.settings import Settings
-from finetune_operator.cli.commands.files import DEFAULT_NAMESPACE
+from finetune_operator.cli.commands.files import objects_of
 from finetune_operator.cli.commands.options import ClusterSettings, Filenames, Files, Form, Hardware
 from finetune_operator.cli.commands.steps import cluster_facts, hardware_of, settings_of, tell_notes
 from finetune_operator.cli.console import Output, UsageError, complain, documents, emit
-from finetune_operator.cli.inputs import JobEntry, located, read_inputs
-from finetune_operator.planning.types import JobPlan, PlanRefused
+from finetune_operator.cli.inputs import located, read_inputs
+from finetune_operator.planning.types import PlanRefused
 
 
 def review(
@@ -58,7 +57,8 @@ def review(
         try:
             made = plan(entry.job, cluster_facts(entry, node, None, False), limits)
             if rendered is not None:
-                _render(entry, made, limits, rendered)
+                text = documents(objects_of(entry, made, limits))
+                _write(rendered / f"{entry.job.name}.yaml", text, "--render")
         except PlanRefused as refused:
             jobs.append(Reviewed(entry, None, tuple(located(entry.document, one) for one in refused.problems)))
         else:
@@ -74,15 +74,6 @@ def review(
         if summary is not None:
             complain(f"something speaks against these jobs: see {summary}.")
         raise typer.Exit(1)
-
-
-def _render(entry: JobEntry, made: JobPlan, limits: Settings, folder: Path) -> None:
-    from finetune_operator.rendering.manifests import render
-    from finetune_operator.rendering.types import RenderContext
-
-    namespace = entry.job.metadata.namespace or DEFAULT_NAMESPACE
-    manifests = render(made, RenderContext(namespace, entry.job.spec, limits))
-    _write(folder / f"{entry.job.name}.yaml", documents(list(manifests)), "--render")
 
 
 def _write(file: Path, text: str, option: str) -> None:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_operator.cli.commands.cluster import JobName, OneOrAll, in_cluster, names_of_jobs
+from finetune_operator.cli.commands.cluster import (
+    JobName,
+    OneOrAll,
+    in_cluster,
+    names_of_jobs,
+    refuse_job_everywhere,
+    tell_no_jobs,
+)
 from finetune_operator.cli.commands.options import AllNamespaces, Context, Form, Kubeconfig, Namespace
 from finetune_operator.cli.console import Output, UsageError, complain, emit, err, note, out
 
@@ -24,14 +32,53 @@ DryRun = Annotated[
 ]
 
 
-def suspend(
-    jobs: JobNames,
-    dry_run: DryRun = False,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Form = Output.TEXT,
-) -> None:
+def _steering(described: Callable[[], None]) -> Callable[..., None]:
+    """The command that does to jobs what the function of its name in `cli.steering` does to one; its help is that of
+    `described`. One job after the other: what is wrong with one does not keep the others from being changed.
+    """
+
+    def command(
+        jobs: JobNames,
+        dry_run: DryRun = False,
+        namespace: Namespace = None,
+        context: Context = None,
+        kubeconfig: Kubeconfig = None,
+        output: Form = Output.TEXT,
+    ) -> None:
+        from finetune_operator.cli import steering
+        from finetune_operator.cli.cluster import ClusterError, Connection, UnreachableError
+
+        steer: Steer = getattr(steering, described.__name__)
+
+        async def all_of_them(cluster: Cluster) -> tuple[list[Change], bool]:
+            changes, refused = [], False
+            for name in dict.fromkeys(jobs):
+                try:
+                    change = await steer(cluster, name, dry_run)
+                except UnreachableError:
+                    raise
+                except ClusterError as error:
+                    refused = True
+                    complain(f"{_kept(error)}.")
+                    continue
+                changes.append(change)
+                if output is Output.TEXT:
+                    dry = " (dry run: nothing was changed)" if dry_run and change.verb != "unchanged" else ""
+                    out().print(f"FineTuneJob {name} {change.text}{dry}.", soft_wrap=True)
+            return changes, refused
+
+        changes, refused = in_cluster(Connection(kubeconfig, context, namespace), all_of_them)
+        if output is not Output.TEXT:
+            emit([change.data() for change in changes], output)
+        if refused:
+            raise typer.Exit(1)
+
+    command.__name__, command.__doc__ = described.__name__, described.__doc__
+    return command
+
+
+@_steering
+def suspend() -> None:
     """Stop jobs after a checkpoint; their pods go, and `finetune resume` lets them go on from there.
 
     \b
@@ -40,19 +87,10 @@ def suspend(
       finetune suspend reviews ratings -n team-a
       finetune suspend reviews && finetune wait reviews --for suspended
     """
-    from finetune_operator.cli.steering import suspend as steer
-
-    _steer(steer, jobs, dry_run, namespace, context, kubeconfig, output)
 
 
-def resume(
-    jobs: JobNames,
-    dry_run: DryRun = False,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Form = Output.TEXT,
-) -> None:
+@_steering
+def resume() -> None:
     """Let suspended jobs go on from their last checkpoint.
 
     \b
@@ -60,19 +98,10 @@ def resume(
       finetune resume reviews
       finetune resume reviews -o json
     """
-    from finetune_operator.cli.steering import resume as steer
-
-    _steer(steer, jobs, dry_run, namespace, context, kubeconfig, output)
 
 
-def restart(
-    jobs: JobNames,
-    dry_run: DryRun = False,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Form = Output.TEXT,
-) -> None:
+@_steering
+def restart() -> None:
     """Begin another attempt of jobs that run, from the last checkpoint; run jobs again that have ended.
 
     A job that has ended is deleted and made again with the same spec, labels and annotations. Its claim stays, and
@@ -84,19 +113,10 @@ def restart(
       finetune restart reviews
       finetune restart reviews --dry-run
     """
-    from finetune_operator.cli.steering import restart as steer
-
-    _steer(steer, jobs, dry_run, namespace, context, kubeconfig, output)
 
 
-def cancel(
-    jobs: JobNames,
-    dry_run: DryRun = False,
-    namespace: Namespace = None,
-    context: Context = None,
-    kubeconfig: Kubeconfig = None,
-    output: Form = Output.TEXT,
-) -> None:
+@_steering
+def cancel() -> None:
     """End jobs for good by deleting them; what they have written stays on their claims.
 
     Jobs that have ended are left alone.
@@ -106,9 +126,6 @@ def cancel(
       finetune cancel reviews
       finetune cancel reviews ratings --dry-run
     """
-    from finetune_operator.cli.steering import cancel as steer
-
-    _steer(steer, jobs, dry_run, namespace, context, kubeconfig, output)
 
 
 def wait(
@@ -183,8 +200,7 @@ def cost(
     from finetune_operator.cli.cluster import Connection
     from finetune_operator.cli.costs import Bill, print_costs, totals
 
-    if job is not None and all_namespaces:
-        raise UsageError("--all-namespaces: a job has one namespace; name it with -n")
+    refuse_job_everywhere(job, all_namespaces)
 
     async def show(cluster: Cluster) -> None:
         found = await cluster.jobs(all_namespaces) if job is None else (await cluster.job(job),)
@@ -195,8 +211,7 @@ def cost(
         elif bills:
             print_costs(out(), bills, with_namespace=all_namespaces)
         else:
-            where = "any namespace" if all_namespaces else f"namespace {cluster.namespace}"
-            note(f"there is no FineTuneJob in {where}.")
+            tell_no_jobs(cluster, all_namespaces)
 
     in_cluster(Connection(kubeconfig, context, namespace), show)
 
@@ -247,42 +262,6 @@ def debug(
         emit([{"file": str(target), "contents": names}], output)
     else:
         out().print(f"{target} has {len(names)} files; look through them before you give it to others.", soft_wrap=True)
-
-
-def _steer(
-    steer: Steer,
-    jobs: list[str],
-    dry_run: bool,
-    namespace: str | None,
-    context: str | None,
-    kubeconfig: Path | None,
-    output: Output,
-) -> None:
-    """One job after the other; what is wrong with one does not keep the others from being changed."""
-    from finetune_operator.cli.cluster import ClusterError, Connection, UnreachableError
-
-    async def all_of_them(cluster: Cluster) -> tuple[list[Change], bool]:
-        changes, refused = [], False
-        for name in dict.fromkeys(jobs):
-            try:
-                change = await steer(cluster, name, dry_run)
-            except UnreachableError:
-                raise
-            except ClusterError as error:
-                refused = True
-                complain(f"{_kept(error)}.")
-                continue
-            changes.append(change)
-            if output is Output.TEXT:
-                dry = " (dry run: nothing was changed)" if dry_run and change.verb != "unchanged" else ""
-                out().print(f"FineTuneJob {name} {change.text}{dry}.", soft_wrap=True)
-        return changes, refused
-
-    changes, refused = in_cluster(Connection(kubeconfig, context, namespace), all_of_them)
-    if output is not Output.TEXT:
-        emit([change.data() for change in changes], output)
-    if refused:
-        raise typer.Exit(1)
 
 
 def _kept(error: Exception) -> str:
