@@ -271,7 +271,7 @@ def small_claim(team: Team, name: str, megabytes: int) -> Iterator[SmallClaim]:
     }
     team.apply_manifest(document)
     path = path_of("v1", "persistentvolumeclaims", team.namespace, name)
-    wait_until(lambda: (team.box.api.get(path) or {}).get("status", {}).get("phase") == "Bound", f"{name} is bound")
+    wait_until(lambda: _bound(team, path), f"{name} is bound")
     folder = team.box.claim_folder(team.namespace, name)
     kubelet = int((team.box.own("a small claim") / "kubelet.pid").read_text())
     # The kubelet has mounts of its own, from which those of pods are made; this process sees them below its root.
@@ -317,6 +317,30 @@ def kill_operator(box: Box, which: Literal["acting", "all"] = "all") -> list[str
 
 @contextmanager
 def api_server_away(box: Box) -> Iterator[None]:
-    """No API server; afterwards it is ready again."""
+    """No API server; afterwards it is ready again. What runs on it may need another minute: see `caught_up`."""
     with box.cluster.api_server_away():
         yield
+
+
+def caught_up(team: Team) -> None:
+    """Wait until the cluster's own controllers have found the API server again.
+
+    They look for one that was away ever more seldom, and a job whose claim is bound a minute late has failed.
+    """
+    name = team.new_name("probe")
+    path = path_of("v1", "persistentvolumeclaims", team.namespace, name)
+    team.apply_manifest(
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolumeClaim",
+            "metadata": {"name": name},
+            "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Mi"}}},
+        }
+    )
+    wait_until(lambda: _bound(team, path), "a new claim is bound", 150)
+    team.box.api.delete(path)
+
+
+def _bound(team: Team, claim: str) -> bool:
+    found = team.box.api.get(claim) or {}
+    return bool(found.get("status", {}).get("phase") == "Bound")

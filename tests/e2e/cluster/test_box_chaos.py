@@ -13,6 +13,7 @@ import pytest
 from box_support import chaos_checks as checks
 from box_support.chaos import CLASSIFIER, Storm
 from box_support.chaos_schedule import schedule
+from box_support.faults import caught_up
 from box_support.team import INPUTS, Team
 from cluster_support.access import wait_until
 
@@ -42,6 +43,7 @@ def over(team: Team, training_operators: None, input_files: Path) -> Storm:
     except BaseException:
         print(made.tell())
         raise
+    caught_up(team)
     return made
 
 

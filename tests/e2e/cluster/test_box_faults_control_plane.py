@@ -12,7 +12,7 @@ import pytest
 
 from box_support.box import Box
 from box_support.breaking import EVERY
-from box_support.faults import api_server_away, kill_operator, operator_pods, puppet
+from box_support.faults import api_server_away, caught_up, kill_operator, operator_pods, puppet
 from box_support.team import Team, last_step, stage_of, tiny_spec
 from cluster_support.access import Object, wait_until
 from cluster_support.operator_process import USER
@@ -38,7 +38,7 @@ class Survived:
     """The step at which the API server went away."""
     after: int
     """The step at which it came back."""
-    caught_up: Object
+    told_again: Object
     """The status that told of this step, or of a later one."""
     pods: tuple[list[str], list[str]]
     """Uids of the training's pods before and after."""
@@ -89,10 +89,12 @@ def survived(box: Box, team: Team) -> Survived:
         status = team.status(name)
         return status if status.get("progress", {}).get("step", 0) >= after else None
 
-    caught_up = wait_until(told, f"{name}: the status tells of step {after}", 90, lambda: team.tell(name))
+    told_again = wait_until(told, f"{name}: the status tells of step {after}", 90, lambda: team.tell(name))
     uids_after = _uids(team, name)
     killed |= {stage: _kill_in(box, team, name, stage) for stage in STAGES[2:]}
-    return Survived(name, mark, killed, before, after, caught_up, (uids, uids_after), team.succeeds(name))
+    ended = team.succeeds(name)
+    caught_up(team)
+    return Survived(name, mark, killed, before, after, told_again, (uids, uids_after), ended)
 
 
 def test_all_stages_succeed_at_their_first_attempt(survived: Survived) -> None:
@@ -114,7 +116,7 @@ def test_the_operator_was_killed_in_each_stage_and_came_back(survived: Survived,
 
 def test_the_training_goes_on_without_an_api_server_and_the_status_catches_up(survived: Survived) -> None:
     assert survived.after - survived.before >= AWAY_SECONDS / 2, "the training stood still"
-    train = stage_of(survived.caught_up, "train")
+    train = stage_of(survived.told_again, "train")
     assert (train["attempt"], train["state"]) in [(1, "Running"), (1, "Succeeded")]
     assert survived.pods[0] == survived.pods[1]
 
