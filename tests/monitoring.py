@@ -8,7 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ def lived() -> Metrics:
     metrics.request_done("list", "pods", 200, 0.1)
     metrics.progress_post(200)
     metrics.resynced("start")
+    metrics.follow_certificate("progress", lambda: datetime.now(UTC))
     world = World()
     world.settle()
     job = world.job()

@@ -137,6 +137,10 @@ class Box:
         self.kubectl("apply", "--server-side", "--force-conflicts", "-k", str(overlay))
         self.kubectl("rollout", "status", "-n", NAMESPACE, f"deployment/{OPERATOR}", "--timeout=120s", seconds=150)
 
+    def uninstall_operator(self) -> None:
+        """Everything of ours, whoever installed it; jobs and the kind go as well."""
+        self.kubectl("delete", "-k", str(ROOT / "manifests" / "operator"), "--ignore-not-found", seconds=180)
+
     def operator_log(self, lines: int = 60) -> str:
         """The end of what the operator's pods say, for a failed test."""
         chosen = ("-l", "app.kubernetes.io/component=operator", f"--tail={lines}", "--prefix")

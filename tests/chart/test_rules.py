@@ -21,7 +21,7 @@ def test_the_alerts_that_a_fleet_needs_are_there() -> None:
     assert set(ALERTS) == {
         "FineTuneJobFailed", "FineTuneJobStuck", "FineTuneJobsQueuedTooLong", "FineTuneEstimatesFarOff",
         "FineTuneOperatorDown", "FineTuneOperatorNobodyLeads", "FineTuneOperatorTwoLead", "FineTuneReconcileErrors",
-        "FineTuneApiErrors", "FineTuneProgressRefused",
+        "FineTuneApiErrors", "FineTuneProgressRefused", "FineTuneCertificateEndsSoon",
     }  # fmt: skip
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from cluster_support import certificates
 from cluster_support.access import wait_until
@@ -147,7 +149,14 @@ def test_without_an_operator_a_closed_door_stays_closed_and_an_open_one_open(gua
     wait_until(lambda: guarded.apply("reviews", GOOD).returncode == 0, "jobs are stored without being asked about", 30)
 
 
-def test_a_certificate_that_somebody_else_keeps_is_served_and_taken_over_when_it_is_renewed(
+def certificate_ends(operator: OperatorProcess) -> dict[str, float]:
+    """Server -> Unix time, from the operator's metrics."""
+    name = "finetune_certificate_expiration_timestamp_seconds"
+    families = text_string_to_metric_families(operator.metrics())
+    return {one.labels["server"]: one.value for family in families for one in family.samples if one.name == name}
+
+
+def test_a_certificate_that_somebody_else_keeps_is_served_and_its_end_is_told(
     cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
     pair = certificates.for_loopback(tmp_path, "webhook")
@@ -167,5 +176,8 @@ def test_a_certificate_that_somebody_else_keeps_is_served_and_taken_over_when_it
             lambda: "not allowed by the admin" in guarded.apply("x", {"image": "e.example.com/t:1"}).stderr, "asked"
         )
         assert bundle_of(cluster) == bundle, "who keeps the certificate tells of its authority"
+        # What is told of it is when it ends: two days from now, and a year for that of the operator's own.
+        ends = certificate_ends(operator)
+        assert [round((ends[server] - time.time()) / 86400) for server in ("webhook", "progress")] == [2, 365]
     finally:
         operator.terminate()

@@ -28,12 +28,14 @@ class Certificate:
         return context
 
 
-def for_loopback(folder: Path, name: str) -> Certificate:
+def for_loopback(folder: Path, name: str, days: int = 2) -> Certificate:
     """A new certificate for 127.0.0.1 and localhost in `folder`."""
-    return for_hosts(folder, name, names=("localhost",), addresses=("127.0.0.1",))
+    return for_hosts(folder, name, names=("localhost",), addresses=("127.0.0.1",), days=days)
 
 
-def for_hosts(folder: Path, name: str, *, names: Iterable[str] = (), addresses: Iterable[str] = ()) -> Certificate:
+def for_hosts(
+    folder: Path, name: str, *, names: Iterable[str] = (), addresses: Iterable[str] = (), days: int = 2
+) -> Certificate:
     """A new certificate for hosts by their names and addresses, in `folder`."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -48,7 +50,7 @@ def for_hosts(folder: Path, name: str, *, names: Iterable[str] = (), addresses: 
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=2))
+        .not_valid_after(now + datetime.timedelta(days=days))
         .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(usage, critical=True)

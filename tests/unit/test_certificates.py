@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import logging
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +19,10 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from cryptography.x509.verification import PolicyBuilder, Store
 
+from cluster_support.certificates import Certificate, for_loopback
 from finetune_operator.rendering.types import Manifest
 from finetune_operator.shell.certificates import (
+    LEAF_LIFE,
     SECRET_NAME,
     CertificateKeeper,
     Certificates,
@@ -27,6 +31,7 @@ from finetune_operator.shell.certificates import (
     make,
     server_names,
 )
+from finetune_operator.shell.webhook import FolderCertificate
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 NAMES = server_names("ops", None)
@@ -340,3 +345,58 @@ def test_the_contexts_accept_each_other_and_nothing_of_the_keys_stays_on_disk(
                 continue
     assert open_ends == []
     assert server.getpeercert() != {}
+
+
+# ---------------------------------------------------------------------------------------------- somebody else's
+
+
+def put(folder: Path, pair: Certificate, *parts: str) -> None:
+    """Into the folder, as files that are new."""
+    for part in parts or ("tls.key", "tls.crt"):
+        source = pair.key if part == "tls.key" else pair.certificate
+        (folder / part).unlink(missing_ok=True)
+        (folder / part).write_text(source.read_text())
+
+
+def shown(server: ssl.SSLContext) -> bytes | None:
+    """The certificate that a client sees, DER."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    ends = [context.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)]
+    for _ in range(10):
+        for end in ends:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    return ends[0].getpeercert(binary_form=True)
+
+
+def test_a_certificate_in_a_folder_is_taken_over_when_it_is_renewed_and_its_end_with_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (for_loopback(tmp_path, f"number-{days}", days) for days in (2, 3))
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    put(folder, first)
+    theirs = FolderCertificate(folder)
+    seen, until = shown(theirs.context), theirs.valid_until
+    assert seen == ssl.PEM_cert_to_DER_cert(first.certificate.read_text())
+
+    # Half of it: the next look will see the rest, and the old one is shown until then.
+    put(folder, second, "tls.crt")
+    theirs.look()
+    assert (shown(theirs.context), theirs.valid_until) == (seen, until)
+    assert "could not be taken over" in caplog.text
+
+    put(folder, second)
+    theirs.look()
+    assert shown(theirs.context) == ssl.PEM_cert_to_DER_cert(second.certificate.read_text())
+    assert abs(theirs.valid_until - until - DAY) < timedelta(minutes=1)
+
+
+def test_the_end_of_our_own_certificate_is_that_of_the_one_in_use() -> None:
+    old, new = make(NAMES, NOW), make(NAMES, NOW + DAY)
+    tls = TlsContexts(old)
+    assert tls.valid_until == NOW + LEAF_LIFE
+    tls.take(new)
+    assert tls.valid_until == NOW + DAY + LEAF_LIFE

@@ -65,6 +65,16 @@ class Certificates:
     renew_at: datetime
     """When the next are to be made."""
 
+    @property
+    def valid_until(self) -> datetime:
+        """When clients stop to take the server certificate."""
+        return valid_until(self.leaf)
+
+
+def valid_until(pem: str) -> datetime:
+    """The end of the first certificate in a PEM text. Raises ValueError when there is none."""
+    return x509.load_pem_x509_certificate(pem.encode()).not_valid_after_utc
+
 
 def server_names(namespace: str | None, url: str | None) -> tuple[str, ...]:
     """Host names and addresses by which the progress server is called."""
@@ -358,6 +368,7 @@ class TlsContexts:
         replica may still show a certificate of it.
         """
         self.authority = certificates.authority
+        self.valid_until = certificates.valid_until
         # The ssl module reads keys from files only; this one lives for a moment and is readable by us alone.
         with tempfile.TemporaryDirectory() as folder:
             chain = Path(folder) / "chain.pem"

@@ -15,6 +15,7 @@ Gauges of jobs are told by every replica, as each has the whole view: take their
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from datetime import datetime
 from itertools import product
 from typing import get_args
 
@@ -45,6 +46,8 @@ API_CODES = (
     NO_ANSWER, "200", "201", "202", "400", "401", "403", "404", "405", "409", "410", "413", "415", "422", "429", "500",
     "502", "503", "504",
 )  # fmt: skip
+SERVERS = ("progress", "webhook")
+"""That have a certificate."""
 POST_CODES = ("200", "400", "401", "403", "404", "405", "408", "413", "429", "500", "503")
 """Answers of the progress server."""
 NO_CAUSE = "none"
@@ -187,6 +190,11 @@ class Metrics:
         self._posts = made.counter(
             "finetune_progress_posts", "Progress reports by the status code of the answer.", code=POST_CODES
         )
+        self._certificates = made.gauge(
+            "finetune_certificate_expiration_timestamp_seconds",
+            "Unix time at which the certificate that a server shows comes to its end.",
+            server=SERVERS,
+        )
         self._resyncs = made.counter(
             "finetune_resyncs", "Times that everything was listed again, by reason.", reason=RESYNC_REASONS
         )
@@ -270,6 +278,10 @@ class Metrics:
 
     def progress_post(self, code: int) -> None:
         self._posts.of(str(code)).inc()
+
+    def follow_certificate(self, server: str, valid_until: Callable[[], datetime]) -> None:
+        """Ask `valid_until` for the end of a server's certificate whenever metrics are read."""
+        self._certificates.of(server).set_function(lambda: valid_until().timestamp())
 
     def resynced(self, reason: str) -> None:
         """Everything was listed again."""

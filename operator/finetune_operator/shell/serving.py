@@ -221,6 +221,7 @@ class Servers:
         if hook is not None and hook.certificate is not None:
             theirs = FolderCertificate(hook.certificate)
             await self._start_webhook(state, view, hook, theirs.context)
+            self._metrics.follow_certificate("webhook", lambda: theirs.valid_until)
             self._keep(state, theirs.follow(), "renewal of the webhook's certificate")
         if not progress and (hook is None or hook.certificate is not None):
             return
@@ -235,8 +236,10 @@ class Servers:
         if progress:
             base_url = url or f"https://{SERVICE_NAME}.{state.namespace}.svc:{PORT}"
             users.append(await self._start_progress(state, view, tls, base_url))
+            self._metrics.follow_certificate("progress", lambda: tls.valid_until)
         if hook is not None and hook.certificate is None:
             await self._start_webhook(state, view, hook, tls.server)
+            self._metrics.follow_certificate("webhook", lambda: tls.valid_until)
             if hook.configuration is not None:
                 users.append(_authority_teller(state.kube, hook.configuration))
         for use in users:

@@ -12,7 +12,9 @@ import base64
 import binascii
 import logging
 import re
+import shutil
 import ssl
+import tempfile
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from finetune_operator.api.types import LauncherName
 from finetune_operator.reconcile.admission import NoReviewError, answer
 from finetune_operator.reconcile.types import JobView
 from finetune_operator.rendering.types import Manifest
+from finetune_operator.shell.certificates import valid_until
 from finetune_operator.shell.kube import WEBHOOK, ConflictError, Kube, NotFoundError
 
 log = logging.getLogger(__name__)
@@ -173,7 +176,14 @@ class FolderCertificate:
         return tuple((self._folder / name).stat().st_mtime_ns for name in ("tls.crt", "tls.key"))
 
     def _take(self) -> None:
-        self.context.load_cert_chain(self._folder / "tls.crt", self._folder / "tls.key")
+        with tempfile.TemporaryDirectory() as copies:
+            for name in ("tls.crt", "tls.key"):
+                shutil.copy(self._folder / name, copies)
+            certificate, key = Path(copies) / "tls.crt", Path(copies) / "tls.key"
+            # A context that was given two that do not belong together shows none: it gets only what is good.
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+            self.context.load_cert_chain(certificate, key)
+            self.valid_until = valid_until(certificate.read_text())
 
     async def follow(self) -> None:
         """Take over what is renewed, for ever; connections that are open stay."""

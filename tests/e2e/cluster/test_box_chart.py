@@ -20,9 +20,9 @@ from box_support.team import Team, stage_of, tiny_spec
 from chart_files import CHART
 from chart_rendering import helm
 from cluster_support.access import Object, wait_until
-from cluster_support.control_plane import ROOT
 from cluster_support.operator_process import NAMESPACE, USER
 from cluster_support.world import CHILD_KINDS
+from finetune_operator.api.types import API_VERSION, KIND
 
 pytestmark = pytest.mark.last
 """It takes the place of the operator that the other tests use."""
@@ -81,8 +81,7 @@ def earlier(folder: Path) -> Path:
 def release(box: Box, team: Team) -> Iterator[Release]:
     """A cluster on which nothing of ours is."""
     box.own("installing by Helm")
-    # What is named like the base's objects; claims and pods of others stay.
-    box.kubectl("delete", "-k", str(ROOT / "manifests" / "operator"), "--ignore-not-found", seconds=180)
+    box.uninstall_operator()
     yield Release(box)
     helm("uninstall", RELEASE, "--kubeconfig", str(box.cluster.kubeconfig), "--namespace", NAMESPACE)
 
@@ -176,6 +175,31 @@ def test_another_replica_takes_over_in_time_and_nothing_is_made_twice(story: Sto
 def test_the_release_s_own_test_makes_a_job_and_sees_it_planned(story: Story, release: Release) -> None:
     said = release.helm("test", RELEASE, "--logs", "--timeout", "3m")
     assert "Phase:          Succeeded" in said
+
+
+def test_the_api_server_asks_the_webhook_through_its_service(story: Story, release: Release, team: Team) -> None:
+    closed = ("--set", "webhook.enabled=true", "--set", "webhook.failurePolicy=Fail")
+    release.helm("upgrade", RELEASE, str(CHART), "--reuse-values", *closed, "--wait")
+    release.ready()
+    name = team.new_name("asked")
+    elsewhere = {"script": {"git": {"url": "https://elsewhere.example.com/programs"}, "entryPoint": "train.py"}}
+    document = {
+        "apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name},
+        "spec": {key: value for key, value in tiny_spec(training=elsewhere).items() if key != "parallelism"},
+    }  # fmt: skip
+
+    def refused() -> str | None:
+        ran = team.box.cluster.kubectl("apply", "-n", team.namespace, "-f", "-", stdin=yaml.safe_dump(document))
+        assert ran.returncode != 0, ran.stdout
+        # Until the Service knows the new replicas and the configuration their authority, nobody answers.
+        return None if "failed calling webhook" in ran.stderr else ran.stderr
+
+    told = wait_until(refused, "the webhook answers", 60, lambda: release.box.operator_log())
+    assert "spec.training.script.git.url: is on a host that is not allowed" in told
+    team.apply(name, tiny_spec(runPolicy={"suspend": True}))
+    team.delete(name)
+    release.helm("upgrade", RELEASE, str(CHART), "--reuse-values", "--set", "webhook.enabled=false", "--wait")
+    assert release.box.kubectl("get", "validatingwebhookconfigurations", "-o", "name") == ""
 
 
 def test_uninstalling_leaves_jobs_results_and_their_kind(story: Story, release: Release, team: Team) -> None:

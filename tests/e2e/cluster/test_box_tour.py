@@ -17,6 +17,7 @@ import secrets
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -44,7 +45,7 @@ WATCH = "kubectl get ftj -w"
 JOB = "quickstart-cluster"
 PICTURE = ROOT / "docs" / "tour.svg"
 SHOWN = {
-    "kubectl apply --server-side": Excerpt(head=2, tail=1),
+    "helm install": Excerpt(head=4),
     "kubectl apply -f manifests/examples/quickstart": Excerpt(head=1),
     "kubectl get ftj -w": Excerpt(head=2, middle=10, tail=2),
     "kubectl describe": Excerpt(tail=12),
@@ -58,8 +59,12 @@ SHOWN = {
 
 @pytest.fixture(scope="module")
 def namespace(box: Box, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The reader's own, in which PodSecurity enforces `restricted`. Afterwards the suite's own settings are back."""
+    """The reader's own, in which PodSecurity enforces `restricted`, on a cluster on which nothing of ours is.
+
+    Afterwards the suite's own operator is back.
+    """
     box.own("the tour, which installs images that only the box has,")
+    box.uninstall_operator()
     name = f"tour-{secrets.token_hex(2)}"
     box.kubectl("create", "namespace", name)
     box.kubectl("label", "namespace", name, *[f"{key}={value}" for key, value in RESTRICTED.items()])
@@ -68,6 +73,7 @@ def namespace(box: Box, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> I
             yield name
     finally:
         box.kubectl("delete", "namespace", name, "--wait=false")
+        box.uninstall_operator()
         box.install_operator(tmp_path_factory.mktemp("install"))
 
 
@@ -109,8 +115,12 @@ def watched(words: list[str], team: Team, environment: dict[str, str]) -> str:
 
 @pytest.fixture(scope="module")
 def tour(shell: Callable[[str], str], request: pytest.FixtureRequest) -> dict[str, str]:
-    """What each line said."""
-    session = [Said(line, shell(line)) for line in LINES if not line.startswith(BEFORE)]
+    """What each line said. How long each took is printed, for a look at a run by `-rP`."""
+    session, began = [], time.monotonic()
+    for line in LINES:
+        if not line.startswith(BEFORE):
+            session.append(Said(line, shell(line)))
+            print(f"{time.monotonic() - began:6.1f} s  {line}")
     if request.config.getoption("--record-tour"):
         shown = [(said, part) for said in session for start, part in SHOWN.items() if said.command.startswith(start)]
         PICTURE.write_text(terminal_svg("finetune-operator", shown), encoding="utf-8")
@@ -125,7 +135,7 @@ def said_by(tour: dict[str, str], start: str) -> str:
 def test_the_tour_is_there() -> None:
     assert len(BLOCKS) >= 7
     assert WATCH in LINES
-    assert [line for line in LINES if not line.startswith((*BEFORE, "kubectl ", "finetune "))] == []
+    assert [line for line in LINES if not line.startswith((*BEFORE, "helm ", "kubectl ", "finetune "))] == []
 
 
 def test_the_watch_tells_every_phase_and_how_far_it_is(tour: dict[str, str]) -> None:

@@ -48,7 +48,7 @@ def shell_lines() -> list[str]:
 # `git clone` and `cd` bring the reader to where the suite is already; `make test` is this suite; `make images` and
 # `kind` make a cluster, and what needs one (by `kubectl`, or by an installed `finetune`) runs in
 # tests/e2e/cluster/test_box_tour.py and tests/cluster/test_readme_cluster.py.
-ELSEWHERE = ("git clone", "cd ", "make test", "make images", "kind ", "kubectl ", "finetune ")
+ELSEWHERE = ("git clone", "cd ", "make test", "make images", "kind ", "helm ", "kubectl ", "finetune ")
 
 
 @pytest.mark.slow
