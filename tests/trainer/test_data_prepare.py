@@ -218,7 +218,7 @@ def test_column_and_file_names_may_be_any_text(tmp_path, paths):
 def test_a_secret_test_split_of_the_hub_counts_as_unlabelled(data, paths):
     write_lines(data / "test.jsonl", [{**row, "label": -1} for row in TEST])
     prepare(a_job(data), paths, NoProgress())
-    assert PreparedData.open(paths).labels("test") is None
+    assert "label" not in PreparedData.open(paths).of("test").columns
 
 
 # -------------------------------------------------------------------------------------------------------------- errors

@@ -21,7 +21,7 @@ from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.predict import predict
-from finetune_trainer.inference.runner import logits_of
+from finetune_trainer.inference.runner import answers_of
 from finetune_trainer.models import load_tokenizer
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.reporting import SAMPLES_FILE, merge_metrics
@@ -95,7 +95,8 @@ def test_logits_come_in_the_order_of_the_rows_and_padding_does_not_change_them(m
     network = task_module(job.task).load_model(job, str(model), {})
     network.train()
     progress = Recorder()
-    logits = logits_of(network, PreparedData.open(paths), "test", **SMALL, progress=progress)
+    answers = answers_of(network, PreparedData.open(paths), "test", **SMALL, progress=progress)
+    logits = np.stack([answer["logits"] for answer in answers])
     np.testing.assert_allclose(logits, one_by_one(model, [row["text"] for row in ROWS]), rtol=1e-4, atol=1e-5)
     assert progress.said[-1] == (41, 41)
     assert [step for step, _ in progress.said] == sorted({step for step, _ in progress.said})

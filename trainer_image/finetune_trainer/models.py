@@ -27,6 +27,10 @@ DEFAULT_LENGTH_LIMIT = 512
 attention.
 """
 
+DEFAULT_STRIDE = 128
+"""Tokens that neighbouring windows share when the job gives none, or a quarter of short windows."""
+_OF_WORDS = ("token-classification",)
+
 # Models whose first position is padding index + 1, so that they hold fewer tokens than max_position_embeddings says.
 _POSITIONS_AFTER_PADDING = frozenset(
     {
@@ -141,6 +145,9 @@ def load_tokenizer(job: TrainerJob) -> PreTrainedTokenizerBase:
     name, kwargs = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(name, **kwargs)
+        if job.task in _OF_WORDS and getattr(tokenizer, "add_prefix_space", None) is False:
+            # Words come one by one there, and byte-level tokenizers know a word by the space before it.
+            tokenizer = AutoTokenizer.from_pretrained(name, add_prefix_space=True, **kwargs)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise load_error(job.model, error, part="tokenizer") from error
     if not len(tokenizer):
@@ -178,6 +185,21 @@ def truncation_length(job: TrainerJob, config: PretrainedConfig) -> int:
             "MaxLengthTooLong",
             f"preparation.maxLength is {asked}, but {job.model.uri} holds at most {limit} tokens.",
             f"Set preparation.maxLength to {limit} or less, or leave it out.",
+        )
+    return asked
+
+
+def window_stride(job: TrainerJob, max_length: int) -> int:
+    """Tokens that neighbouring windows share; StageError CONFIG `StrideTooLong` when windows would bring little new."""
+    asked = job.preparation.stride
+    if asked is None:
+        return min(DEFAULT_STRIDE, max_length // 4)
+    if asked > max_length // 2:
+        raise StageError(
+            FailureClass.CONFIG,
+            "StrideTooLong",
+            f"preparation.stride is {asked}; neighbouring windows of {max_length} tokens may share half of them.",
+            f"Set preparation.stride to {max_length // 2} or less, or leave it out.",
         )
     return asked
 

@@ -535,15 +535,15 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "windows-overlap-in-part",
         "preparation.stride",
-        "self.task != 'question-answering' || !has(self.preparation.maxLength)"
-        " || self.preparation.stride < self.preparation.maxLength",
+        "!has(self.preparation.stride) || !has(self.preparation.maxLength)"
+        " || 2 * self.preparation.stride <= self.preparation.maxLength",
         lambda spec: (
-            spec.task != "question-answering"
+            spec.preparation.stride is None
             or spec.preparation.max_length is None
-            or spec.preparation.stride < spec.preparation.max_length
+            or 2 * spec.preparation.stride <= spec.preparation.max_length
         ),
-        "has to be below spec.preparation.maxLength, or windows would never move on",
-        "make it smaller: a third of spec.preparation.maxLength is usual",
+        "is more than half of spec.preparation.maxLength, so that windows would bring little new",
+        "make it smaller, or leave it out",
     ),
     Rule(
         "checkpoint-interval-is-one",

@@ -92,13 +92,12 @@ class Row:
 
 
 ROWS: tuple[Row, ...] = (
-    Row("task", values=("text-classification",)),
+    Row("task", values=("text-classification", "token-classification")),
     Row("model.uri", schemes=("hf", "file", "pkg", "pvc")),
     Row("model.adapter.method", values=("lora", "dora")),
     Row("dataset.uri", schemes=("hf", "file", "pkg", "pvc")),
     Row("preparation.engine", values=("auto",)),
     Row("preparation.packing", values=("auto", "never")),
-    Row("preparation.stride"),
     Row("training.optimizer", values=("adamw",)),
     Row("training.precision", values=("auto", "fp32", "bf16")),
     Row("parallelism.offload.optimizer", values=("none", "cpu")),

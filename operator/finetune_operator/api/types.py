@@ -265,9 +265,10 @@ class PreparationSpec(SpecModel):
         default="auto",
         description="Whether several rows share one sequence. Default auto: only for tasks that gain from it.",
     )
-    stride: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
-        default=128,
-        description="Overlap of the windows of a long row in tokens, for tasks that use windows. Default 128.",
+    stride: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
+        default=None,
+        description="Overlap of the windows of a long row in tokens, for tasks that cut rows into windows "
+        "(token-classification, question-answering). Left out: 128, or a quarter of a window when that is less.",
     )
 
 

@@ -383,7 +383,9 @@ def trainer_job(draft: Draft) -> TrainerJob:
             trust_remote_code=spec.model.trust_remote_code,
         ),
         dataset=None if spec.dataset is None else data_source(spec.task, spec.dataset),
-        preparation=Preparation(max_length=spec.preparation.max_length, workers=spec.preparation.workers),
+        preparation=Preparation(
+            max_length=spec.preparation.max_length, stride=spec.preparation.stride, workers=spec.preparation.workers
+        ),
         training=_training(draft) if draft.loops else None,
         script=None if draft.script is None else script_order(draft, draft.script),
         evaluation=_evaluation(draft),

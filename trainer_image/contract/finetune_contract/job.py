@@ -73,6 +73,10 @@ class Preparation(Order):
 
     max_length: int | None = Field(default=None, gt=0)
     """Truncation length in tokens; None: the model's limit, at most 512."""
+    stride: int | None = Field(default=None, ge=0)
+    """Tokens that neighbouring windows of a long row share, in tasks that cut rows into windows; None: 128, or a
+    quarter of the window when that is less.
+    """
     workers: int = Field(default=1, ge=1)
     """Processes that tokenise."""
 

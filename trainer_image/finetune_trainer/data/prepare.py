@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,18 +29,18 @@ from numpy.typing import NDArray
 from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
-from finetune_trainer.data.prepared import FACTS_FILE, INPUTS_FILE, PreparedInputs, arrow_table
+from finetune_trainer.data.prepared import FACTS_FILE, INPUTS_FILE, POSITION, ROW, PreparedInputs, arrow_table
 from finetune_trainer.data.sources import ColumnNeed, RawSplit, Role, SplitSource, predict_split, splits_by_role
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import locked
-from finetune_trainer.models import load_config, load_tokenizer, truncation_length
+from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.base import Labels, TaskModule, task_module
+from finetune_trainer.tasks.base import Coding, Encoded, Targets, TaskModule, task_module
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-_FORMAT = 1
+_FORMAT = 2
 """Counts up when the layout of the folder or the way of tokenising changes; part of the fingerprint."""
 _VALIDATION_SHARE = 0.05
 _CHUNK_ROWS = 10_000
@@ -52,6 +52,8 @@ _ROWS_PER_WORKER = 50_000
 rows a second.
 """
 _TEMPORARY = "prepared.tmp-"
+_TARGETS = ("label", "tags", "answers", "target")
+"""Roles of columns that rows to predict need not have, and that nothing would read there."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +76,18 @@ class _Order:
     task: TaskModule
     parts: Mapping[Role, _Part]
     known_labels: tuple[str, ...] | None
-    max_length: int
-    tokenizer: PreTrainedTokenizerBase
+    coding: Coding
     fingerprint: str
     key: str
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Raw rows with a role, their index in the raw split, and their labels."""
+    """Raw rows with a role, their index in the raw split, and their targets."""
 
     raw: RawSplit
     index: NDArray[np.int64]
-    labels: NDArray[np.int64] | None
+    targets: NDArray[Any] | None
 
 
 def prepare(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> DataFacts:
@@ -104,10 +105,10 @@ def prepare(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> DataFac
             return done
         for leftover in paths.root.glob(f"{_TEMPORARY}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        rows, labels, set_aside = _checked_rows(order)
+        rows, targets, set_aside = _checked_rows(order)
         temporary = _new_folder(paths.root)
         try:
-            facts = _write(temporary, order, rows, labels, set_aside, progress)
+            facts = _write(temporary, order, rows, targets.names, set_aside, progress)
             _move(temporary, paths.prepared)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -157,6 +158,7 @@ def _order(job: TrainerJob) -> _Order:
     known = None if job.training else _labels_of_model(job, task, config)
     parts = _parts(job, task)
     max_length = truncation_length(job, config)
+    stride = window_stride(job, max_length)
     tokenizer = load_tokenizer(job)
     trained = {role: part for role, part in parts.items() if role != "predict"} or parts
     basis = {
@@ -165,13 +167,14 @@ def _order(job: TrainerJob) -> _Order:
         "labels": known,
         "tokenizer": _tokenizer_digest(tokenizer),
         "max_length": max_length,
+        "stride": stride,
+        "model_type": config.model_type,
         "seed": job.seed,
     }
     fingerprint = _digest({**basis, "splits": {role: _part_digest(part) for role, part in trained.items()}})
     extra = {role: [_part_digest(part), list(part.copies)] for role, part in parts.items()}
-    return _Order(
-        job, task, parts, known, max_length, tokenizer, fingerprint, _digest({"basis": fingerprint, "parts": extra})
-    )
+    coding = Coding(tokenizer, max_length, stride, config.model_type)
+    return _Order(job, task, parts, known, coding, fingerprint, _digest({"basis": fingerprint, "parts": extra}))
 
 
 def _labels_of_model(job: TrainerJob, task: TaskModule, config: PretrainedConfig) -> tuple[str, ...]:
@@ -201,7 +204,7 @@ def _parts(job: TrainerJob, task: TaskModule) -> dict[Role, _Part]:
             parts[role] = _Part(source, job.dataset.columns, "dataset", needs + extra, names)
     if job.predict is not None and job.predict.dataset is not None:
         columns = _inherited(job.predict.dataset.columns, job.dataset.columns if job.dataset else Columns())
-        columns = columns.model_copy(update={"label": None})
+        columns = columns.model_copy(update=dict.fromkeys(_TARGETS))
         needs = task.columns(columns, "predict.dataset", labelled=False) + copy_needs
         parts["predict"] = _Part(predict_split(job.predict.dataset), columns, "predict.dataset", needs, copies)
     if job.predict is not None and predicted not in parts:
@@ -249,21 +252,21 @@ def _digest(value: object) -> str:
 # ------------------------------------------------------------------------------------------------ reading, checking
 
 
-def _checked_rows(order: _Order) -> tuple[dict[Role, _Rows], Labels, bool]:
-    """All rows with their labels, and whether validation was taken from train."""
+def _checked_rows(order: _Order) -> tuple[dict[Role, _Rows], Targets, bool]:
+    """All rows with their targets, and whether validation was taken from train."""
     raw: dict[Role, RawSplit] = {}
     for role, part in order.parts.items():
         raw[role] = part.source.read(part.needs)
         order.task.check(raw[role], part.columns, part.setting)
     columns = order.job.dataset.columns if order.job.dataset else Columns()
-    labels = order.task.labels(
+    targets = order.task.targets(
         {role: split for role, split in raw.items() if role != "predict"}, columns, order.known_labels
     )
-    rows = {role: _Rows(split, np.arange(len(split.rows)), labels.ids.get(role)) for role, split in raw.items()}
+    rows = {role: _Rows(split, np.arange(len(split.rows)), targets.of.get(role)) for role, split in raw.items()}
     if order.job.training is None or "validation" in rows:
-        return rows, labels, False
+        return rows, targets, False
     rows["train"], rows["validation"] = _set_aside(rows["train"], order.job.seed)
-    return rows, labels, True
+    return rows, targets, True
 
 
 def _set_aside(train: _Rows, seed: int) -> tuple[_Rows, _Rows]:
@@ -285,7 +288,7 @@ def _set_aside(train: _Rows, seed: int) -> tuple[_Rows, _Rows]:
 def _take(rows: _Rows, mask: NDArray[np.bool_]) -> _Rows:
     index = np.flatnonzero(mask)
     raw = replace(rows.raw, rows=rows.raw.rows.select(index))
-    return _Rows(raw, rows.index[index], None if rows.labels is None else rows.labels[index])
+    return _Rows(raw, rows.index[index], None if rows.targets is None else rows.targets[index])
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -295,49 +298,61 @@ def _write(
     folder: Path,
     order: _Order,
     rows: Mapping[Role, _Rows],
-    labels: Labels,
+    names: tuple[str, ...],
     set_aside: bool,
     progress: ProgressSink,
 ) -> DataFacts:
     total = sum(len(each.index) for each in rows.values())
-    done = 0
+    before = 0
+    # Validation may have been taken from train.
+    parts = {role: order.parts.get(role) or order.parts["train"] for role in rows}
     splits: dict[str, SplitFacts] = {}
     for role, each in rows.items():
-        part = order.parts.get(role, order.parts.get("train"))
-        assert part is not None
+        part = parts[role]
         chunks: list[pa.Table] = []
-        truncated = 0
-        for features, cut in _encoded(order, part, each.raw):
-            chunks.append(pa.table({name: _list_array(values) for name, values in features.items()}))
-            truncated += cut
-            done += chunks[-1].num_rows
-            progress.update(done, total)
+        truncated = done = 0
+        for encoded, count in _encoded(order, part, each):
+            chunks.append(_table(encoded, count, done))
+            truncated += encoded.truncated
+            done += count
+            progress.update(before + done, total)
+        before += done
         table = pa.concat_tables(chunks).combine_chunks()
-        if each.labels is not None:
-            table = table.append_column("label", pa.array(each.labels))
-        pq.write_table(table.append_column("row", pa.array(each.index)), folder / f"{role}.parquet")
+        index = pa.array(each.index).take(table[POSITION].combine_chunks())
+        pq.write_table(table.append_column(ROW, index), folder / f"{role}.parquet")
         if role != "train":
-            kept = dict.fromkeys([*order.task.texts(part.columns).values(), *part.copies])
+            kept = dict.fromkeys([*order.task.inputs(part.columns).values(), *part.copies])
             pq.write_table(arrow_table(each.raw.rows.select_columns(list(kept))), folder / f"{role}.raw.parquet")
         splits[role] = _facts(table, truncated)
     facts = DataFacts(
         fingerprint=order.fingerprint,
         splits=splits,
-        labels=labels.names,
-        label_counts=_counts(rows, labels.names),
+        labels=names,
+        label_counts=_counts(order.task, rows, names),
         validation_from_train=set_aside,
-        max_length=order.max_length,
+        max_length=order.coding.max_length,
     )
     (folder / FACTS_FILE).write_text(facts.to_json(), encoding="utf-8")
-    pad = order.tokenizer.pad_token_id
+    pad = order.coding.tokenizer.pad_token_id
     assert isinstance(pad, int)
-    (folder / INPUTS_FILE).write_text(
-        PreparedInputs(key=order.key, pad_token_id=pad, task=order.job.task).to_json(), encoding="utf-8"
-    )
+    inputs = {str(role): order.task.inputs(part.columns) for role, part in parts.items()}
+    given = PreparedInputs(key=order.key, pad_token_id=pad, task=order.job.task, inputs=inputs)
+    (folder / INPUTS_FILE).write_text(given.to_json(), encoding="utf-8")
     return facts
 
 
-def _list_array(values: list[list[int]]) -> pa.Array:
+def _table(encoded: Encoded, rows: int, before: int) -> pa.Table:
+    """Features of `rows` rows, which `before` others of their role came before."""
+    columns = {name: _array(values) for name, values in encoded.features.items()}
+    position = np.arange(rows) if encoded.rows is None else np.asarray(encoded.rows, np.int64)
+    return pa.table({**columns, POSITION: pa.array(position + before)})
+
+
+def _array(values: Sequence[Any]) -> pa.Array:
+    return _list_array(values) if isinstance(values[0], Sequence) else pa.array(values, pa.int64())
+
+
+def _list_array(values: Sequence[Sequence[int]]) -> pa.Array:
     """Rows of token ids as one list<int32>; ten times faster than letting Arrow look at every Python int."""
     offsets = np.cumsum([0, *(len(each) for each in values)], dtype=np.int64)
     flat = np.fromiter(chain.from_iterable(values), np.int32, count=int(offsets[-1]))
@@ -364,49 +379,54 @@ def _bucket_edge(length: int) -> int:
     return -(-max(length, 1) // width) * width
 
 
-def _counts(rows: Mapping[Role, _Rows], names: Sequence[str]) -> dict[str, int]:
-    """Rows of each label in train, else in test, else in validation."""
+def _counts(task: TaskModule, rows: Mapping[Role, _Rows], names: Sequence[str]) -> dict[str, int]:
+    """Of train, else of test, else of validation."""
     for role in ("train", "test", "validation"):
-        labels = rows[role].labels if role in rows else None
-        if labels is not None:
-            return dict(zip(names, np.bincount(labels, minlength=len(names)).tolist(), strict=True))
+        targets = rows[role].targets if role in rows else None
+        if targets is not None:
+            return task.count_labels(targets, names)
     return {}
 
 
 # ------------------------------------------------------------------------------------------------------- tokenising
 
 
-def _encoded(order: _Order, part: _Part, raw: RawSplit) -> Iterator[tuple[dict[str, list[list[int]]], int]]:
-    """Chunks of features in the order of the rows, with the number of truncated rows."""
-    workers = min(order.job.preparation.workers, len(raw.rows) // _ROWS_PER_WORKER)
-    batches = _text_batches(raw, order.task.texts(part.columns))
+def _encoded(order: _Order, part: _Part, rows: _Rows) -> Iterator[tuple[Encoded, int]]:
+    """Chunks of features in the order of the rows, each with the number of its rows."""
+    count = len(rows.raw.rows)
+    workers = min(order.job.preparation.workers, count // _ROWS_PER_WORKER)
+    batches = _input_batches(rows.raw, order.task.inputs(part.columns))
+    starts = range(0, count, _CHUNK_ROWS)
+    sizes = [min(_CHUNK_ROWS, count - start) for start in starts]
+    targets = [None if rows.targets is None else rows.targets[start : start + _CHUNK_ROWS] for start in starts]
     if workers < 2:
-        for batch in batches:
-            yield order.task.encode(batch, order.tokenizer, order.max_length)
+        for batch, wanted, size in zip(batches, targets, sizes, strict=True):
+            yield order.task.encode(batch, wanted, order.coding), size
         return
+    coding = (order.coding.max_length, order.coding.stride, order.coding.model_type)
     with ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(order.job,)
+        workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(order.job, *coding)
     ) as pool:
-        yield from pool.map(_encode_in_worker, batches, [order.max_length] * (len(raw.rows) // _CHUNK_ROWS + 1))
+        yield from zip(pool.map(_encode_in_worker, batches, targets), sizes, strict=True)
 
 
-def _text_batches(raw: RawSplit, texts: Mapping[str, str]) -> Iterator[dict[str, list[str]]]:
+def _input_batches(raw: RawSplit, inputs: Mapping[str, str]) -> Iterator[dict[str, list[Any]]]:
     rows = raw.rows.with_format("arrow")
     for start in range(0, len(rows), _CHUNK_ROWS):
         table = rows[start : start + _CHUNK_ROWS]
-        yield {role: table[name].to_pylist() for role, name in texts.items()}
+        yield {role: table[name].to_pylist() for role, name in inputs.items()}
 
 
-_worker: tuple[TaskModule, PreTrainedTokenizerBase] | None = None
+_worker: tuple[TaskModule, Coding] | None = None
 
 
-def _start_worker(job: TrainerJob) -> None:
+def _start_worker(job: TrainerJob, max_length: int, stride: int, model_type: str) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker = (task_module(job.task), load_tokenizer(job))
+    _worker = (task_module(job.task), Coding(load_tokenizer(job), max_length, stride, model_type))
 
 
-def _encode_in_worker(batch: Mapping[str, Sequence[str]], max_length: int) -> tuple[dict[str, list[list[int]]], int]:
+def _encode_in_worker(batch: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None) -> Encoded:
     assert _worker is not None
-    task, tokenizer = _worker
-    return task.encode(batch, tokenizer, max_length)
+    task, coding = _worker
+    return task.encode(batch, targets, coding)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,10 @@ from finetune_trainer.failures import StageError
 
 FACTS_FILE = "data.json"
 INPUTS_FILE = "inputs.json"
+ROW = "row"
+"""Column: index of a feature's row in the raw split."""
+POSITION = "position"
+"""Column: index of a feature's row among the rows of its role."""
 
 
 class PreparedInputs(Message):
@@ -32,6 +36,8 @@ class PreparedInputs(Message):
     """Digest of everything that the folder's content depends on."""
     pad_token_id: int = Field(ge=0)
     task: Task
+    inputs: dict[str, dict[str, str]] = Field(default_factory=dict)
+    """Role of a split -> role of a column that was encoded -> its name in the data."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +46,17 @@ class _Shard:
 
     table: pa.Table
     lists: dict[str, tuple[NDArray[np.int32], NDArray[np.int64]]]
-    """Token column -> all its values, and where each row starts in them, with the end behind the last row."""
-    labels: NDArray[np.int64] | None
+    """Column of lists -> all its values, and where each feature starts in them, with the end behind the last one."""
+    numbers: dict[str, NDArray[np.int64]]
+    """Column of whole numbers -> its values."""
 
     @classmethod
     def of(cls, table: pa.Table) -> _Shard:
-        """Flattens the token columns."""
-        names = [name for name in ("input_ids", "token_type_ids") if name in table.column_names]
-        labels = np.asarray(table["label"].to_numpy()) if "label" in table.column_names else None
-        return cls(table, {name: _flat(table[name]) for name in names}, labels)
+        """Flattens the columns of lists."""
+        names = [name for name in table.column_names if name not in (ROW, POSITION)]
+        lists = [name for name in names if pa.types.is_list(table.schema.field(name).type)]
+        numbers = {name: np.asarray(table[name].to_numpy()) for name in names if name not in lists}
+        return cls(table, {name: _flat(table[name]) for name in lists}, numbers)
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,8 @@ class PreparedData:
     facts: DataFacts
     pad_token_id: int
     task: Task
+    inputs: Mapping[str, Mapping[str, str]]
+    """Role of a split -> role of a column that was encoded -> its name in the data."""
     _read: dict[str, _Shard] = field(default_factory=dict, repr=False, compare=False)
     """Files read so far: training asks for rows at every micro-batch."""
 
@@ -79,32 +89,35 @@ class PreparedData:
             inputs = PreparedInputs.model_validate_json((paths.prepared / INPUTS_FILE).read_bytes())
         except (OSError, ValueError) as error:
             raise _damaged(paths.prepared, error) from error
-        return cls(paths.prepared, facts, inputs.pad_token_id, inputs.task)
+        return cls(paths.prepared, facts, inputs.pad_token_id, inputs.task, inputs.inputs)
 
     def split(self, role: str) -> datasets.Dataset:
-        """Columns `input_ids`, `token_type_ids` with pairs, `label` when known, `row` (index into the raw split)."""
+        """All columns: what `collate` takes, `row` and `position`."""
         return datasets.Dataset(self._shard(role).table)
 
+    def of(self, role: str) -> PreparedSplit:
+        """One role's features and rows."""
+        shard = self._shard(role)
+        position = np.asarray(shard.table[POSITION].to_numpy())
+        return PreparedSplit(self, role, position, shard)
+
     def raw(self, role: str) -> datasets.Dataset:
-        """The text columns and those that predictions copy, in the order of `split`; not kept for train."""
+        """The inputs and what predictions copy, one row for each of the role's rows; not kept for train."""
         return datasets.Dataset(_table(self.folder / f"{role}.raw.parquet"))
 
     def lengths(self, role: str) -> NDArray[np.int64]:
-        """Tokens of each row."""
+        """Tokens of each feature."""
         return np.diff(self._shard(role).lists["input_ids"][1])
 
-    def labels(self, role: str) -> NDArray[np.int64] | None:
-        """Label id of each row; None when the split has no labels."""
-        return self._shard(role).labels
-
-    def features(self, role: str, rows: Iterable[int]) -> list[dict[str, Any]]:
-        """Rows as `collate` takes them, as views of the columns: many times faster than indexing `split`."""
+    def features(self, role: str, wanted: Iterable[int]) -> list[dict[str, Any]]:
+        """Features as `collate` takes them, as views of the columns: many times faster than indexing a table."""
         shard = self._shard(role)
         found = []
-        for row in rows:
-            feature: dict[str, Any] = {name: flat[at[row] : at[row + 1]] for name, (flat, at) in shard.lists.items()}
-            if shard.labels is not None:
-                feature["label"] = int(shard.labels[row])
+        for at in wanted:
+            feature: dict[str, Any] = {
+                name: flat[start[at] : start[at + 1]] for name, (flat, start) in shard.lists.items()
+            }
+            feature |= {name: int(values[at]) for name, values in shard.numbers.items()}
             found.append(feature)
         return found
 
@@ -112,6 +125,55 @@ class PreparedData:
         if role not in self._read:
             self._read[role] = _Shard.of(_table(self.folder / f"{role}.parquet"))
         return self._read[role]
+
+
+@dataclass(frozen=True)
+class PreparedSplit:
+    """The features of one role, and the rows that they were made of."""
+
+    data: PreparedData
+    role: str
+    position: NDArray[np.int64]
+    """Index of each feature's row among the rows of this split; neighbours are of one row or of the next."""
+    _shard: _Shard = field(repr=False)
+
+    @property
+    def facts(self) -> DataFacts:
+        """Of all splits."""
+        return self.data.facts
+
+    @property
+    def rows(self) -> int:
+        """Rows; there are as many features, or more."""
+        return int(self.position[-1]) + 1 if len(self.position) else 0
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """What features hold."""
+        return frozenset({*self._shard.lists, *self._shard.numbers})
+
+    def numbers(self, column: str) -> NDArray[np.int64]:
+        """A whole number for each feature."""
+        return self._shard.numbers[column]
+
+    def lists(self, column: str) -> list[NDArray[np.int32]]:
+        """A list for each feature."""
+        flat, start = self._shard.lists[column]
+        return [flat[start[at] : start[at + 1]] for at in range(len(self.position))]
+
+    def index(self) -> pa.ChunkedArray:
+        """Of each of the rows, its index in the raw split."""
+        first = np.searchsorted(self.position, np.arange(self.rows))
+        return self._shard.table[ROW].take(pa.array(first))
+
+    @property
+    def inputs(self) -> Mapping[str, str]:
+        """Role of a column that was encoded -> its name in `raw`."""
+        return self.data.inputs[self.role]
+
+    def raw(self) -> datasets.Dataset:
+        """The rows themselves, see `PreparedData.raw`."""
+        return self.data.raw(self.role)
 
 
 def arrow_table(rows: datasets.Dataset) -> pa.Table:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from finetune_contract.job import Gate, TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.failures import StageError
-from finetune_trainer.inference.runner import DEFAULT_BATCH_TOKENS, DEFAULT_DEVICE, logits_of, model_to_use
+from finetune_trainer.inference.runner import DEFAULT_BATCH_TOKENS, DEFAULT_DEVICE, answers_of, model_to_use
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, write_model_card, write_samples
-from finetune_trainer.tasks.base import LabelIds, Logits, task_module
+from finetune_trainer.tasks.base import Answer, TaskModule, task_module
 
 _SAMPLES = 20
 
@@ -27,40 +25,38 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
     """
     task = task_module(job.task)
     prepared = PreparedData.open(paths)
-    role, labels = _labelled_split(prepared)
-    names = prepared.facts.labels
-    wanted = _wanted(job, task.majority(labels, names))
+    split = _labelled_split(task, prepared)
+    wanted = _wanted(job, task.metrics)
     model = model_to_use(job, paths, prepared)
     device, batch_tokens = DEFAULT_DEVICE, DEFAULT_BATCH_TOKENS
     if job.evaluation:
         device, batch_tokens = job.evaluation.device, job.evaluation.batch_tokens
-    logits = logits_of(model, prepared, role, device=device, batch_tokens=batch_tokens, progress=progress)
-    measured = task.metrics(logits, labels, names)
-    majority = task.majority(labels, names)
+    answers = answers_of(model, prepared, split.role, device=device, batch_tokens=batch_tokens, progress=progress)
+    measured = task.score(answers, split)
+    baseline = task.baseline(split)
     sections: dict[str, Any] = {
         "evaluate": {
             **{name: measured[name] for name in wanted},
-            "loss": task.loss(logits, labels),
-            "rows": len(labels),
-            "split": role,
+            "loss": measured["loss"],
+            "rows": split.rows,
+            "split": split.role,
         },
-        "majority": {name: majority[name] for name in wanted},
+        "majority": {name: baseline[name] for name in wanted if name in baseline},
     }
     merged = merge_metrics(paths, sections)
     if job.training is not None:
         write_model_card(paths, job, prepared.facts, merged)
-    write_samples(paths, _samples(job, prepared, role, logits, labels))
+    write_samples(paths, _samples(task, split, answers))
     if job.evaluation and job.evaluation.gate:
-        _check_gate(job.evaluation.gate, measured, role)
+        _check_gate(job.evaluation.gate, measured, split.role)
     return sections
 
 
-def _labelled_split(prepared: PreparedData) -> tuple[str, LabelIds]:
+def _labelled_split(task: TaskModule, prepared: PreparedData) -> PreparedSplit:
     """Test, or validation when there is no test split or it has no labels; the result says which."""
     for role in ("test", "validation"):
-        labels = prepared.labels(role) if role in prepared.facts.splits else None
-        if labels is not None:
-            return role, labels
+        if role in prepared.facts.splits and task.labelled(split := prepared.of(role)):
+            return split
     raise StageError(
         FailureClass.DATA,
         "NoLabels",
@@ -69,7 +65,7 @@ def _labelled_split(prepared: PreparedData) -> tuple[str, LabelIds]:
     )
 
 
-def _wanted(job: TrainerJob, available: Mapping[str, float]) -> list[str]:
+def _wanted(job: TrainerJob, available: Sequence[str]) -> list[str]:
     asked = job.evaluation.metrics if job.evaluation and job.evaluation.metrics is not None else tuple(available)
     gate = [job.evaluation.gate.metric] if job.evaluation and job.evaluation.gate else []
     # A gate is a minimum, and of the loss a smaller value is better.
@@ -97,32 +93,16 @@ def _check_gate(gate: Gate, measured: Mapping[str, float], role: str) -> None:
         )
 
 
-def _samples(
-    job: TrainerJob, prepared: PreparedData, role: str, logits: Logits, labels: LabelIds
-) -> list[dict[str, Any]]:
-    """Rows for the report: the wrong answers given with most confidence first (at most half), then the first right
-    ones.
-    """
-    names = prepared.facts.labels
-    answers = logits.argmax(axis=1)
-    predictions = task_module(prepared.task).predictions(logits, prepared.facts)
-    wrong = np.flatnonzero(answers != labels)
-    wrong = wrong[np.argsort([-predictions[row]["score"] for row in wrong], kind="stable")][: _SAMPLES // 2]
-    right = np.flatnonzero(answers == labels)[: _SAMPLES - len(wrong)]
-    chosen = [*wrong.tolist(), *right.tolist()]
-    if not chosen:
+def _samples(task: TaskModule, split: PreparedSplit, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    """Rows for the report, with the inputs that they were judged by."""
+    found = task.samples(answers, split, _SAMPLES)
+    if not found:
         return []
-    assert job.dataset is not None
     # Not all columns of the split: those that predictions copy are there too.
-    texts = list(task_module(prepared.task).texts(job.dataset.columns).values())
-    raw = prepared.raw(role).select_columns(texts)
-    return [
-        {
-            "row": row,
-            "text": [str(raw[row][name]) for name in texts],
-            "label": names[labels[row]],
-            "predicted": predictions[row]["label"],
-            "score": predictions[row]["score"],
-        }
-        for row in chosen
-    ]
+    names = list(split.inputs.values())
+    raw = split.raw().select_columns(names)
+    return [{**sample, "text": [_shown(raw[sample["row"]][name]) for name in names]} for sample in found]
+
+
+def _shown(value: object) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -24,12 +24,11 @@ from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.prepared import PreparedData, arrow_table
 from finetune_trainer.failures import StageError
-from finetune_trainer.inference.runner import DEFAULT_BATCH_TOKENS, DEFAULT_DEVICE, logits_of, model_to_use
+from finetune_trainer.inference.runner import DEFAULT_BATCH_TOKENS, DEFAULT_DEVICE, answers_of, model_to_use
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.base import Logits, task_module
+from finetune_trainer.tasks.base import Answer, task_module
 from finetune_trainer.uris import Uri, local_path
 
-_OWN_COLUMNS = frozenset({"row", "label", "score", "scores"})
 _CHUNK_ROWS = 4096
 
 
@@ -48,20 +47,20 @@ def predict(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[st
             f"There is no prepared split {role} to predict; prepared are {', '.join(prepared.facts.splits)}.",
             "Set predict.dataset, or dataset.splits.test, and run the stage prepare again.",
         )
-    copies = _output_names(job.predict.columns if job.predict else ())
+    copies = _output_names(job.predict.columns if job.predict else (), {"row", *task_module(job.task).answer_columns})
     output = _output(job, paths)
     model = model_to_use(job, paths, prepared)
     device, batch_tokens = DEFAULT_DEVICE, DEFAULT_BATCH_TOKENS
     if job.predict:
         device, batch_tokens = job.predict.device, job.predict.batch_tokens
-    logits = logits_of(model, prepared, role, device=device, batch_tokens=batch_tokens, progress=progress)
-    output.write(_tables(prepared, role, logits, copies), parquet=output.name.endswith(".parquet"))
-    return {"rows": len(logits), "path": output.name, "split": role}
+    answers = answers_of(model, prepared, role, device=device, batch_tokens=batch_tokens, progress=progress)
+    output.write(_tables(prepared, role, answers, copies), parquet=output.name.endswith(".parquet"))
+    return {"rows": prepared.of(role).rows, "path": output.name, "split": role}
 
 
-def _output_names(columns: tuple[str, ...]) -> dict[str, str]:
-    """Column of the input -> its name in the output."""
-    names = {column: f"input_{column}" if column in _OWN_COLUMNS else column for column in columns}
+def _output_names(columns: tuple[str, ...], own: Collection[str]) -> dict[str, str]:
+    """Column of the input -> its name in the output, where `own` are taken."""
+    names = {column: f"input_{column}" if column in own else column for column in columns}
     if len(set(names.values())) < len(names):
         raise StageError(
             FailureClass.CONFIG,
@@ -72,20 +71,20 @@ def _output_names(columns: tuple[str, ...]) -> dict[str, str]:
     return names
 
 
-def _tables(prepared: PreparedData, role: str, logits: Logits, copies: Mapping[str, str]) -> Iterator[pa.Table]:
-    """Chunks of the output in the order of the split, all of one schema."""
-    task = task_module(prepared.task)
-    index = arrow_table(prepared.split(role))["row"]
-    raw = arrow_table(prepared.raw(role))
-    scores = pa.struct([pa.field(name, pa.float64()) for name in prepared.facts.labels])
-    for start in range(0, len(logits), _CHUNK_ROWS):
+def _tables(
+    prepared: PreparedData, role: str, answers: Sequence[Answer], copies: Mapping[str, str]
+) -> Iterator[pa.Table]:
+    """Chunks of the output in the order of the rows, all of one schema."""
+    task, split = task_module(prepared.task), prepared.of(role)
+    index, raw = split.index(), arrow_table(split.raw())
+    for start in range(0, split.rows, _CHUNK_ROWS):
         chunk = slice(start, start + _CHUNK_ROWS)
-        predictions = task.predictions(logits[chunk], prepared.facts)
         columns = {"row": index[chunk], **{name: raw[column][chunk] for column, name in copies.items()}}
-        columns["label"] = pa.array([each["label"] for each in predictions], pa.string())
-        columns["score"] = pa.array([each["score"] for each in predictions], pa.float64())
-        columns["scores"] = pa.array([each["scores"] for each in predictions], scores)
-        yield pa.table(columns)
+        table = pa.table(columns)
+        said = task.predictions(answers, split, chunk)
+        for name in said.column_names:
+            table = table.append_column(name, said[name])
+        yield table
 
 
 # ----------------------------------------------------------------------------------------------------------- output

@@ -1,10 +1,8 @@
-"""Logits of a whole split, in as few padded tokens as the memory budget allows."""
+"""Answers for a whole split, in as few padded tokens as the memory budget allows."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
-
-import numpy as np
 
 from finetune_contract.choices import Device
 from finetune_contract.job import TrainerJob
@@ -15,7 +13,7 @@ from finetune_trainer.distributed import refuse_missing_gpu
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import resolve_model
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.base import Logits, task_module
+from finetune_trainer.tasks.base import Answer, task_module
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -59,7 +57,7 @@ def model_to_use(job: TrainerJob, paths: JobPaths, prepared: PreparedData) -> Pr
     return model
 
 
-def logits_of(
+def answers_of(
     model: PreTrainedModel,
     prepared: PreparedData,
     role: str,
@@ -67,11 +65,11 @@ def logits_of(
     device: Device,
     batch_tokens: int,
     progress: ProgressSink,
-) -> Logits:
-    """Float32 logits, one row for each row of the split and in its order; StageError STRATEGY_NOT_IN_EFFECT
-    `DeviceMissing` without the GPU that `device` counts on.
+) -> list[Answer]:
+    """One answer for each feature of the split and in its order; StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing`
+    without the GPU that `device` counts on.
 
-    `batch_tokens` bounds the padded tokens of a batch. The model keeps its dtype; `progress` counts rows.
+    `batch_tokens` bounds the padded tokens of a batch. The model keeps its dtype; `progress` counts features.
     """
     import torch
     from torch import nn
@@ -84,16 +82,17 @@ def logits_of(
     module.to(device)
     module.eval()
     lengths = prepared.lengths(role)
-    result = np.empty((len(lengths), len(prepared.facts.labels)), np.float32)
+    result: list[Answer] = [{}] * len(lengths)
     done = 0
     try:
         with torch.inference_mode():
-            for rows in inference_batches(lengths, batch_tokens=batch_tokens):
-                features = [{k: v for k, v in each.items() if k != "label"} for each in prepared.features(role, rows)]
+            for wanted in inference_batches(lengths, batch_tokens=batch_tokens):
+                features = prepared.features(role, wanted)
                 batch = task.collate(features, pad_token_id=prepared.pad_token_id)
-                output = model(**{name: tensor.to(device) for name, tensor in batch.items()})
-                result[rows] = output.logits.float().cpu().numpy()
-                done += len(rows)
+                placed = {name: tensor.to(device) for name, tensor in batch.items()}
+                for at, answer in zip(wanted, task.answer(module, placed, features), strict=True):
+                    result[at] = answer
+                done += len(wanted)
                 progress.update(done, len(lengths))
     finally:
         model.train(was_training)

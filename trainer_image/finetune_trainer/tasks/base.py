@@ -1,14 +1,16 @@
 """What a task must bring along. A task knows data, labels, heads and metrics; it knows nothing of strategies or
 processes.
+
+Three words: a *row* is one row of the data; a *feature* is what the model is given, one row or a window of it; an
+*answer* is what the model says about a feature, as arrays whose meaning only the task knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import numpy as np
 from numpy.typing import NDArray
 
 from finetune_contract.choices import Task
@@ -18,50 +20,89 @@ from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+    from finetune_trainer.data.prepared import PreparedSplit
     from finetune_trainer.data.sources import ColumnNeed, RawSplit
 
-Logits: TypeAlias = NDArray[np.float32]
-"""Shape (rows, labels)."""
-LabelIds: TypeAlias = NDArray[np.int64]
-"""Shape (rows,)."""
 Feature: TypeAlias = Mapping[str, Any]
-"""One prepared row: `input_ids`, `token_type_ids` with pairs, `label` when it is known."""
+"""One feature as it was prepared: `input_ids` and what else the task has encoded, without padding."""
+Answer: TypeAlias = Mapping[str, NDArray[Any]]
+"""What a model says about one feature, without padding."""
 
 
 @dataclass(frozen=True)
-class Labels:
-    """Label names in the order of their ids, and each labelled split's ids."""
+class Targets:
+    """What is to be predicted, checked."""
 
-    names: tuple[str, ...]
-    ids: Mapping[str, LabelIds]
-    """Role -> one id for each row; a role without labels is missing."""
+    names: tuple[str, ...] = ()
+    """Label names in the order of their ids; empty for tasks without labels."""
+    of: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    """Role -> one target for each row, as `encode` takes it; a role without targets is missing."""
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How rows become features."""
+
+    tokenizer: PreTrainedTokenizerBase
+    max_length: int
+    """Tokens of a feature at most, special tokens included."""
+    stride: int
+    """Tokens that two neighbouring windows of a row share; for tasks that cut long rows into windows."""
+    model_type: str
+    """Of the model's config: some architectures want more than tokens."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Features of some rows, in their order."""
+
+    features: Mapping[str, Sequence[Any]]
+    """Column -> one value for each feature: a whole number, or a list of them."""
+    rows: Sequence[int] | None = None
+    """Index of each feature's row among the rows given; None: each row is one feature."""
+    truncated: int = 0
+    """Rows that have lost text."""
 
 
 class TaskModule(Protocol):
     """One task."""
 
-    def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
-        """The raw columns to read; `setting` is the path of the data source. The label is required when `labelled`."""
+    metrics: tuple[str, ...]
+    """Names of what `score` measures besides the loss, as Hugging Face has them, without `eval_`."""
+    answer_columns: frozenset[str]
+    """Names of the columns of `predictions`."""
 
-    def texts(self, columns: Columns) -> dict[str, str]:
-        """Role of each text column (a field of `Columns`) -> its name in the data."""
+    # --------------------------------------------------------------------------------------------------------- data
+
+    def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
+        """The raw columns to read; `setting` is the path of the data source. Targets are required when `labelled`."""
+
+    def inputs(self, columns: Columns) -> dict[str, str]:
+        """Role of each column that is encoded (a field of `Columns`), without the target -> its name in the data."""
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
-        """StageError DATA `NullText` or `NotText` for the first row whose text is none."""
+        """StageError DATA for the first row whose inputs are not what the task takes."""
 
-    def encode(
-        self, rows: Mapping[str, Sequence[str]], tokenizer: PreTrainedTokenizerBase, max_length: int
-    ) -> tuple[dict[str, list[list[int]]], int]:
-        """Token features of rows (keyed as `texts`) and how many of the rows were truncated."""
+    def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Sequence[str] | None) -> Targets:
+        """The targets of all splits. `known`: the names of a model that is not trained, in the order of its ids.
 
-    def labels(self, raw: Mapping[str, RawSplit], columns: Columns, known: Sequence[str] | None) -> Labels:
-        """The labels of all splits. `known`: the names of a model that is not trained, in the order of its ids.
-
-        StageError DATA `LabelOutOfRange`, `NullLabel`, `LabelType`, `OneLabel`.
+        StageError DATA for the first row whose target is not what the task takes.
         """
+
+    def count_labels(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
+        """Label name -> how often it is there; empty for tasks without labels."""
+
+    def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
+        """Features of rows (keyed as `inputs`), and of their targets where they are known."""
+
+    def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
+        """What the model takes: `input_ids`, `attention_mask` and what else there is, padded to the longest."""
+
+    # ------------------------------------------------------------------------------------------------------- models
 
     def model_labels(self, config: PretrainedConfig) -> tuple[str, ...] | None:
         """The label names of a model that has this task's head; None when it has no such head."""
@@ -79,20 +120,34 @@ class TaskModule(Protocol):
     def load_model(self, job: TrainerJob, name_or_path: str, arguments: Mapping[str, Any]) -> PreTrainedModel:
         """A model that has its head already, in float32, to run inference."""
 
-    def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
-        """`input_ids`, `attention_mask`, `token_type_ids` with pairs, `labels` when known; padded to the longest."""
+    # ------------------------------------------------------------------------------------------------------ results
 
-    def metrics(self, logits: Logits, labels: LabelIds, names: Sequence[str]) -> dict[str, float]:
-        """The task's metrics, with the names of Hugging Face and without `eval_`."""
+    def items(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """How many items the loss of a batch is the mean of."""
 
-    def majority(self, labels: LabelIds, names: Sequence[str]) -> dict[str, float]:
-        """The same metrics for always answering the most frequent label."""
+    def answer(
+        self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
+    ) -> list[Answer]:
+        """What the model says about each of `features`, of which `batch` was made; on the CPU."""
 
-    def loss(self, logits: Logits, labels: LabelIds) -> float:
-        """Mean loss over the rows, without label smoothing."""
+    def labelled(self, split: PreparedSplit) -> bool:
+        """Whether the targets of a split are known."""
 
-    def predictions(self, logits: Logits, facts: DataFacts) -> list[dict[str, Any]]:
-        """One JSON object for each row."""
+    def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
+        """`loss` (without label smoothing) and `metrics` over a split whose targets are known."""
+
+    def baseline(self, split: PreparedSplit) -> dict[str, float]:
+        """The same metrics for the best answer that looks at no row, as for always giving the most frequent label;
+        empty where there is none.
+        """
+
+    def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
+        """The task's own columns of the predictions for some of the split's rows, one schema for all."""
+
+    def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
+        """Rows for the report: `row` (index among those of the split), `label`, `predicted`, `score`; the telling ones
+        first.
+        """
 
 
 def task_module(task: Task) -> TaskModule:
@@ -101,9 +156,13 @@ def task_module(task: Task) -> TaskModule:
         from finetune_trainer.tasks.text_classification import TextClassification
 
         return TextClassification()
+    if task == "token-classification":
+        from finetune_trainer.tasks.token_classification import TokenClassification
+
+        return TokenClassification()
     raise StageError(
         FailureClass.CONFIG,
         "NotYetSupported",
         f"task is {task!r}, which this trainer does not know yet.",
-        "Set task to 'text-classification'.",
+        "Set task to 'text-classification' or 'token-classification'.",
     )

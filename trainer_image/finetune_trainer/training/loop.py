@@ -116,6 +116,8 @@ class _Step:
     started: float = field(default_factory=time.monotonic)
     stop: bool = False
     save_by_clock: bool = False
+    items: Iterator[int] = field(default_factory=lambda: iter(()))
+    """Of each micro-batch of this rank, in order."""
 
 
 class TrainingLoop(Trainer):
@@ -201,9 +203,11 @@ class TrainingLoop(Trainer):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
         """Labelled items of the step over all ranks; on the way these agree on stopping and saving after it."""
         self._step = _Step()
-        items = sum(int(labelled_items(batch)) for batch in batch_samples)
+        counts = [int(self.parts.collate.items(batch)) for batch in batch_samples]
+        self._step.items = iter(counts)
         wanted = self.args.process_index == 0 and self.parts.saver.wants()
-        told = torch.tensor([items, self.parts.interruption.requested, wanted], dtype=torch.float64, device=device)
+        asked = self.parts.interruption.requested
+        told = torch.tensor([sum(counts), asked, wanted], dtype=torch.float64, device=device)
         if torch.distributed.is_initialized():
             torch.distributed.all_reduce(told)
         self._step.stop, self._step.save_by_clock = bool(told[1] > 0), bool(told[2] > 0)
@@ -217,10 +221,15 @@ class TrainingLoop(Trainer):
 
         mean over global batch = sum over micro-batches of (mean of micro-batch x its items) / items of the global batch
         """
-        items = labelled_items(inputs)
-        loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=None)
-        if num_items_in_batch is not None:
+        # Counted before they came to the device, which need not be waited for.
+        items = next(self._step.items)
+        if items:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=None)
             loss = loss * (items * self.args.world_size / num_items_in_batch.to(loss.dtype))
+        else:
+            # A window may hold no item; the mean over none is no number, and all ranks have to go backward.
+            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+            loss = outputs.logits.sum() * 0.0
         return (loss, outputs) if return_outputs else loss
 
     @contextmanager
@@ -305,9 +314,3 @@ class TrainingLoop(Trainer):
         self.parts.observer.on_validation(step, metrics)
         if self.parts.stopper.should_stop(step, metrics, self):
             self.control.should_training_stop = True
-
-
-def labelled_items(batch: Mapping[str, Any]) -> torch.Tensor:
-    """Labels that count towards the loss (those that are not -100)."""
-    labels: torch.Tensor = batch["labels"]
-    return labels.ne(-100).sum()

@@ -6,7 +6,7 @@ sharding of a data loader would deal them out in another order and pad the last 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -117,6 +117,10 @@ class Collate:
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         return self._task.collate(features, pad_token_id=self._pad_token_id)
+
+    def items(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """How many items the loss of the batch is the mean of."""
+        return self._task.items(batch)
 
 
 class EpochLoader(DataLoader[Any]):

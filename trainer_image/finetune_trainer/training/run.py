@@ -213,10 +213,7 @@ def _stopper(
             "training.earlyStopping is set and the data have no validation split.",
             "Name one in dataset.splits.validation, or leave training.earlyStopping out.",
         )
-    labels = prepared.labels("validation")
-    assert labels is not None
-    measured = task.majority(labels, prepared.facts.labels)
-    return EarlyStopper(training.early_stopping, paths.checkpoints / "best", world, measured)
+    return EarlyStopper(training.early_stopping, paths.checkpoints / "best", world, task.metrics)
 
 
 def _saver(

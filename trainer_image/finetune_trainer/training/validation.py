@@ -14,7 +14,7 @@ import torch
 
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.tasks.base import TaskModule
+from finetune_trainer.tasks.base import Answer, TaskModule
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,14 +40,13 @@ class Validation:
         """
         training = model.training
         model.eval()
-        mine: list[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.int64]]] = []
+        mine: list[tuple[NDArray[np.int64], list[Answer]]] = []
         with torch.no_grad():
-            for number, rows in enumerate(self._mine, start=1):
-                features = self._prepared.features("validation", rows.tolist())
+            for number, wanted in enumerate(self._mine, start=1):
+                features = self._prepared.features("validation", wanted)
                 batch = self._task.collate(features, pad_token_id=self._prepared.pad_token_id)
-                labels = batch.pop("labels")
-                answer = model(**{name: value.to(device) for name, value in batch.items()})
-                mine.append((rows, answer.logits.float().cpu().numpy(), labels.numpy()))
+                placed = {name: value.to(device) for name, value in batch.items()}
+                mine.append((wanted, self._task.answer(model, placed, features)))
                 told(number)
         model.train(training)
         return self._score(mine)
@@ -57,10 +56,10 @@ class Validation:
         if torch.distributed.is_initialized():
             everyone = [None] * torch.distributed.get_world_size()
             torch.distributed.all_gather_object(everyone, mine)
-        parts = [part for rank in everyone for part in rank]
-        order = np.concatenate([rows for rows, _, _ in parts])
-        _, first = np.unique(order, return_index=True)
-        logits = np.concatenate([each for _, each, _ in parts])[first]
-        labels = np.concatenate([each for _, _, each in parts])[first]
-        names = self._prepared.facts.labels
-        return {"loss": self._task.loss(logits, labels), **self._task.metrics(logits, labels, names)}
+        split = self._prepared.of("validation")
+        answers: list[Answer] = [{}] * len(split.position)
+        for rank in everyone:
+            for wanted, said in rank:
+                for at, answer in zip(wanted, said, strict=True):
+                    answers[at] = answer
+        return self._task.score(answers, split)

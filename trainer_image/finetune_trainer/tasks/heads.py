@@ -1,0 +1,106 @@
+"""Models with a head, as the Auto classes of transformers make them: what all tasks do alike.
+
+`auto` is such a class, AutoModelForTokenClassification for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+from finetune_contract.job import TrainerJob
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+from finetune_trainer.models import load_error, load_tokenizer, resolve_model
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def labels_of(config: PretrainedConfig, head: str) -> tuple[str, ...] | None:
+    """`id2label` of a checkpoint whose architecture ends in `head`; None for another one."""
+    if not any(name.endswith(head) for name in config.architectures or ()):
+        return None
+    names = cast(dict[int, str], config.id2label or {})
+    return tuple(str(names[i]) for i in range(len(names)))
+
+
+def name_labels(config: PretrainedConfig, names: Sequence[str]) -> None:
+    """Has the head one output for each of the names."""
+    config.id2label = dict(enumerate(names))
+    config.label2id = {name: i for i, name in enumerate(names)}
+
+
+def built(job: TrainerJob, auto: Any, config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The job's model to be trained; what its checkpoint lacks is drawn from the job's seed, and the names of these
+    weights are logged by transformers. StageError MODEL for weights that belong to another model.
+    """
+    import torch
+
+    name, arguments = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(job.training.seed if job.training else job.seed)
+        try:
+            model, info = auto.from_pretrained(
+                name,
+                config=config,
+                dtype=dtype or torch.float32,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                **arguments,
+            )
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            raise load_error(job.model, error, part="weights") from error
+        except Exception as error:  # safetensors raises its own class, which has no common base but Exception
+            if type(error).__name__ == "SafetensorError":
+                raise load_error(job.model, error, part="weights") from error
+            raise
+    _refuse_foreign_weights(job, model, info["missing_keys"])
+    made: PreTrainedModel = model
+    return made
+
+
+def empty(auto: Any, config: PretrainedConfig) -> PreTrainedModel:
+    """The architecture without a checkpoint's weights."""
+    model: PreTrainedModel = auto.from_config(config)
+    return model
+
+
+def loaded(job: TrainerJob, auto: Any, name_or_path: str, arguments: Mapping[str, Any]) -> PreTrainedModel:
+    """A model that is whole, in float32; StageError MODEL `NoHead` when its answers would be random."""
+    import torch
+
+    try:
+        model, info = auto.from_pretrained(name_or_path, dtype=torch.float32, output_loading_info=True, **arguments)
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise load_error(job.model, error, part="weights") from error
+    if info["missing_keys"]:
+        raise StageError(
+            FailureClass.MODEL,
+            "NoHead",
+            f"{name_or_path} lacks the weights {', '.join(sorted(info['missing_keys'])[:4])}; "
+            "its answers would be random.",
+            f"Train it first (training: {{}}), or name a model that was trained for {job.task}.",
+        )
+    found: PreTrainedModel = model
+    return found
+
+
+def adopt_padding(job: TrainerJob, model: PreTrainedModel) -> None:
+    """Decoder models find a row's last token by the padding token, which their config often lacks."""
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = load_tokenizer(job).pad_token_id
+
+
+def _refuse_foreign_weights(job: TrainerJob, model: PreTrainedModel, missing: Sequence[str]) -> None:
+    """A checkpoint that fills less than half of the encoder belongs to another model; a missing pooler is common and
+    fine.
+    """
+    prefix = f"{model.base_model_prefix}."
+    encoder = [name for name, _ in model.named_parameters() if name.startswith(prefix)]
+    absent = [name for name in missing if name.startswith(prefix)]
+    if 2 * len(absent) > len(encoder):
+        whole = f"{len(encoder)} tensors of {type(model).__name__}"
+        why = f"they lack {len(absent)} of the {whole}, such as {sorted(absent)[0]}"
+        raise load_error(job.model, ValueError(why), part="weights")

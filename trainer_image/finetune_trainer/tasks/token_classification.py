@@ -1,0 +1,481 @@
+"""Token classification: one tag for each word of a row, as in named-entity recognition.
+
+Rows are lists of words. A row that is longer than the model's input is cut into windows that overlap, and each word is
+learnt and answered once, in the window in which it has most text around it: training, evaluation and prediction count
+every word alike, and none is lost. A word's tag belongs to its first token; the others of the word have none.
+
+Longformer attends to a window of neighbours; its first token attends to all of them, and they to it. The model itself
+fills inputs up to a multiple of its attention window.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from finetune_contract.facts import DataFacts
+from finetune_contract.job import Columns, TrainerJob
+from finetune_contract.layout import FailureClass
+from finetune_trainer.data.prepared import arrow_table
+from finetune_trainer.data.sources import ColumnNeed, RawSplit
+from finetune_trainer.failures import StageError
+from finetune_trainer.models import load_config
+from finetune_trainer.tasks import heads
+from finetune_trainer.tasks.base import Answer, Coding, Encoded, Feature, Targets
+from finetune_trainer.tasks.padding import padded
+from finetune_trainer.tasks.rows import is_list, is_text, not_set, refuse_other_columns, row_error
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from finetune_trainer.data.prepared import PreparedSplit
+
+_COLUMNS = ("tokens", "tags")
+_HEAD = "ForTokenClassification"
+_NOT_COUNTED = -100
+"""What the loss of transformers' models leaves out."""
+_NO_WORD = -1
+_GLOBAL_ATTENTION = ("longformer", "led")
+"""Values of `model_type` that want to be told which tokens attend to all others."""
+_ENTITY_TAG = re.compile(r"[BIESLU]-.+")
+_OUTSIDE = "O"
+
+
+class TokenClassification:
+    """The TaskModule of `token-classification`.
+
+    A target is the tag ids of a row's words. A feature has `words`: for each token the index of the word that it is the
+    first token of, or -1, also for words that another window answers; and `tags`, the tag id of that word, or -100. An
+    answer has the `logits` of its words, in their order.
+    """
+
+    metrics: tuple[str, ...] = ("f1", "precision", "recall", "accuracy")
+    answer_columns: frozenset[str] = frozenset({"tags", "scores", "entities"})
+
+    # --------------------------------------------------------------------------------------------------------- data
+
+    def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
+        """The words, and the tags when named."""
+        if columns.tokens is None:
+            raise not_set(f"{setting}.columns.tokens", "the column that holds the list of words")
+        if labelled and columns.tags is None:
+            raise not_set(f"{setting}.columns.tags", "the column that holds a tag for each word")
+        refuse_other_columns(columns, setting, _COLUMNS, "token-classification reads tokens and tags")
+        needs = [ColumnNeed(f"{setting}.columns.tokens", columns.tokens)]
+        if columns.tags is not None:
+            needs.append(ColumnNeed(f"{setting}.columns.tags", columns.tags, required=labelled))
+        return tuple(needs)
+
+    def inputs(self, columns: Columns) -> dict[str, str]:
+        """`tokens`."""
+        assert columns.tokens is not None
+        return {"tokens": columns.tokens}
+
+    def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
+        """Every row is a list of at least one word, and every word is text."""
+        path, name = f"{setting}.columns.tokens", self.inputs(columns)["tokens"]
+        values = arrow_table(split.rows)[name]
+        if not is_list(values.type) or not is_text(values.type.value_type):
+            rule = f"the column is of type {values.type}, not a list of words"
+            raise row_error("NotWords", split, 0, path, name, values[0].as_py(), rule)
+        empty = pc.equal(pc.fill_null(pc.list_value_length(values), 0), 0)
+        if pc.any(empty).as_py():
+            row = pc.index(empty, True).as_py()
+            raise row_error("NoWords", split, row, path, name, values[row].as_py(), "a row needs at least one word")
+        words = pc.list_flatten(values)
+        if words.null_count:
+            row = pc.list_parent_indices(values)[pc.index(pc.is_null(words), True).as_py()].as_py()
+            raise row_error("NullWord", split, row, path, name, values[row].as_py(), "a word is text")
+
+    def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Sequence[str] | None) -> Targets:
+        """Names from the model (`known`), from a Hub data set's class names, or from the first split with tags: `O`
+        first, then the others in their order.
+        """
+        column = columns.tags
+        tagged = {role: split for role, split in raw.items() if column in split.rows.column_names}
+        if column is None or not tagged:
+            return Targets(tuple(known or ()))
+        for split in tagged.values():
+            _check_tags(split, column, self.inputs(columns)["tokens"])
+        first = tagged.get("train") or next(iter(tagged.values()))
+        names = tuple(known or _class_names(first, column) or _names(first, column))
+        if len(names) < 2:
+            raise StageError(
+                FailureClass.DATA,
+                "OneLabel",
+                f"Split {first.name} ({first.origin}) has the one tag {names[0]!r}; a tagger needs two.",
+                "Check dataset.columns.tags.",
+            )
+        return Targets(names, {role: _ids(split, column, names) for role, split in tagged.items()})
+
+    def count_labels(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
+        """Words of each tag."""
+        counts = np.bincount(np.concatenate(targets), minlength=len(names))
+        return dict(zip(names, counts.tolist(), strict=True))
+
+    def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
+        """Windows of each row. None is truncated."""
+        if not coding.tokenizer.is_fast:
+            raise StageError(
+                FailureClass.MODEL,
+                "SlowTokenizer",
+                f"The tokenizer {type(coding.tokenizer).__name__} does not tell which word a token belongs to.",
+                "Use a model with a fast tokenizer (tokenizer.json).",
+            )
+        # Nothing is cut off, and windows are counted from the left.
+        coding.tokenizer.truncation_side = "right"
+        encoded = coding.tokenizer(
+            list(rows["tokens"]),
+            is_split_into_words=True,
+            truncation=True,
+            max_length=coding.max_length,
+            stride=coding.stride,
+            return_overflowing_tokens=True,
+            padding=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        of_row = [int(row) for row in encoded["overflow_to_sample_mapping"]]
+        features: dict[str, list[Any]] = {"input_ids": encoded["input_ids"], "words": []}
+        if coding.model_type in _GLOBAL_ATTENTION:
+            features["global_attention_mask"] = [[1, *[0] * (len(ids) - 1)] for ids in encoded["input_ids"]]
+        if targets is not None:
+            features["tags"] = []
+        for row, windows in _grouped(of_row):
+            for words in _owned([encoded.word_ids(window) for window in windows], coding.stride):
+                features["words"].append(words)
+                if targets is not None:
+                    features["tags"].append([_NOT_COUNTED if at == _NO_WORD else int(targets[row][at]) for at in words])
+        return Encoded(features, rows=of_row)
+
+    def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
+        """Pads on the right."""
+        fills = {"input_ids": pad_token_id, "global_attention_mask": 0, "tags": _NOT_COUNTED}
+        batch = padded(features, fills)
+        if "tags" in batch:
+            batch["labels"] = batch.pop("tags")
+        return batch
+
+    # ------------------------------------------------------------------------------------------------------- models
+
+    def model_labels(self, config: PretrainedConfig) -> tuple[str, ...] | None:
+        """From `id2label`, when the checkpoint was saved with a head for tags."""
+        return heads.labels_of(config, _HEAD)
+
+    def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """A head of another size in the checkpoint is replaced."""
+        config = load_config(job)
+        heads.name_labels(config, facts.labels)
+        return heads.built(job, _auto(), config, dtype)
+
+    def empty_model(self, config: PretrainedConfig, labels: int) -> PreTrainedModel:
+        """For counting parameters on the meta device."""
+        heads.name_labels(config, [str(i) for i in range(labels)])
+        return heads.empty(_auto(), config)
+
+    def load_model(self, job: TrainerJob, name_or_path: str, arguments: Mapping[str, Any]) -> PreTrainedModel:
+        """Refuses a checkpoint whose head is missing: its answers would be random."""
+        return heads.loaded(job, _auto(), name_or_path, arguments)
+
+    # ------------------------------------------------------------------------------------------------------ results
+
+    def items(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Words."""
+        return batch["labels"].ne(_NOT_COUNTED).sum()
+
+    def answer(
+        self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
+    ) -> list[Answer]:
+        """The logits of the words that each window answers."""
+        said = model(**{name: value for name, value in batch.items() if name != "labels"})
+        logits = said.logits.float().cpu().numpy()
+        # A model may fill up its input and answer for what it added; features say how far they go.
+        return [{"logits": logits[row, np.flatnonzero(each["words"] != _NO_WORD)]} for row, each in enumerate(features)]
+
+    def labelled(self, split: PreparedSplit) -> bool:
+        """Whether words have tags."""
+        return "tags" in split.columns
+
+    def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
+        """Mean cross-entropy of a word in nats, and see `measured`."""
+        tags = _tags_by_row(split)
+        logits = _logits_by_row(answers, split)
+        shares = _shares(np.concatenate(logits))
+        flat = np.concatenate(tags)
+        loss = float(-np.log(np.maximum(shares[np.arange(len(flat)), flat], 1e-45)).mean())
+        return {"loss": loss, **measured(tags, [each.argmax(axis=1) for each in logits], split.facts.labels)}
+
+    def baseline(self, split: PreparedSplit) -> dict[str, float]:
+        """The most frequent tag of the very words that are judged, which is `O` as a rule: no entity at all."""
+        tags = _tags_by_row(split)
+        most = np.bincount(np.concatenate(tags)).argmax()
+        return measured(tags, [np.full_like(each, most) for each in tags], split.facts.labels)
+
+    def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
+        """`tags` and their probabilities `scores`, one for each word, and `entities` with their type, first and last
+        word (counted from 0), text and the least probability of their words.
+        """
+        names, raw = split.facts.labels, split.raw().select(range(*rows.indices(split.rows)))
+        chosen = list(_rows(split))[rows]
+        answered = _words(split)
+        tags, scores, found = [], [], []
+        for features, logits, words in zip(
+            chosen, _logits_by_row(answers, split)[rows], raw[split.inputs["tokens"]], strict=True
+        ):
+            shares = _shares(_every_word(logits, np.concatenate(answered[features]), len(words)))
+            tags.append([names[at] for at in shares.argmax(axis=1)])
+            scores.append(shares.max(axis=1))
+            found.append(_entities(tags[-1], words, scores[-1]))
+        return pa.table(
+            {
+                "tags": pa.array(tags, pa.list_(pa.string())),
+                "scores": pa.array(scores, pa.list_(pa.float64())),
+                "entities": pa.array(found, pa.list_(_ENTITY)),
+            }
+        )
+
+    def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
+        """Rows with a wrong tag given with most confidence first (at most half), then the first rows that are right."""
+        tags, logits, names = _tags_by_row(split), _logits_by_row(answers, split), split.facts.labels
+        best = [each.argmax(axis=1) for each in logits]
+        wrong_by = np.array([
+            float(np.where(guess != right, _shares(each).max(axis=1), 0.0).max())
+            for guess, right, each in zip(best, tags, logits, strict=True)
+        ])  # fmt: skip
+        wrong = np.flatnonzero(wrong_by > 0)
+        wrong = wrong[np.argsort(-wrong_by[wrong], kind="stable")][: most // 2]
+        right = np.flatnonzero(wrong_by == 0)[: most - len(wrong)]
+        return [
+            {
+                "row": row,
+                "label": " ".join(names[at] for at in tags[row]),
+                "predicted": " ".join(names[at] for at in best[row]),
+                "score": float(_shares(logits[row]).max(axis=1).min()),
+            }
+            for row in [*wrong.tolist(), *right.tolist()]
+        ]
+
+
+_ENTITY = pa.struct(
+    [
+        pa.field("type", pa.string()),
+        pa.field("first", pa.int64()),
+        pa.field("last", pa.int64()),
+        pa.field("text", pa.string()),
+        pa.field("score", pa.float64()),
+    ]
+)
+
+
+def _auto() -> Any:
+    from transformers import AutoModelForTokenClassification
+
+    return AutoModelForTokenClassification
+
+
+# -------------------------------------------------------------------------------------------------------------- windows
+
+
+def _grouped(of_row: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    """Each row with its windows, which are neighbours."""
+    start = 0
+    for end in range(1, len(of_row) + 1):
+        if end == len(of_row) or of_row[end] != of_row[start]:
+            yield of_row[start], list(range(start, end))
+            start = end
+
+
+def _owned(windows: Sequence[Sequence[int | None]], stride: int) -> list[list[int]]:
+    """For each token of each window the word that it is the first token of and that this window answers, else -1.
+
+    `windows`: for each token the index of its word in the row, None for special tokens; neighbours share `stride`
+    tokens. A word that begins in several windows is answered by the one whose nearer end is farthest from it.
+    """
+    step = sum(word is not None for word in windows[0]) - stride
+    begins: dict[int, int] = {}
+    places: list[tuple[int, int, int, int]] = []
+    for number, words in enumerate(windows):
+        token = number * step
+        for at, word in enumerate(words):
+            if word is not None:
+                begins.setdefault(word, token)
+                places.append((number, at, word, token))
+                token += 1
+    best: dict[int, tuple[int, int, int]] = {}
+    for number, at, word, token in places:
+        room = min(at, len(windows[number]) - 1 - at)
+        if token == begins[word] and (word not in best or room > best[word][0]):
+            best[word] = (room, number, at)
+    made = [[_NO_WORD] * len(words) for words in windows]
+    for word, (_, number, at) in best.items():
+        made[number][at] = word
+    return made
+
+
+# -------------------------------------------------------------------------------------------------------------- results
+
+
+def _rows(split: PreparedSplit) -> Iterator[slice]:
+    """The features of each row."""
+    starts = np.flatnonzero(np.diff(split.position, prepend=-1))
+    for start, end in zip(starts, [*starts[1:], len(split.position)], strict=True):
+        yield slice(int(start), int(end))
+
+
+def _words(split: PreparedSplit) -> list[NDArray[np.int32]]:
+    """For each feature the words that it answers, as its answer has them."""
+    return [words[words != _NO_WORD] for words in split.lists("words")]
+
+
+def _tags_by_row(split: PreparedSplit) -> list[NDArray[np.int32]]:
+    """For each row the tag ids of its words, in their order, without words of which the tokenizer leaves nothing."""
+    tags = [tags[words != _NO_WORD] for tags, words in zip(split.lists("tags"), split.lists("words"), strict=True)]
+    return _in_order(tags, split)
+
+
+def _logits_by_row(answers: Sequence[Answer], split: PreparedSplit) -> list[NDArray[np.float32]]:
+    """For each row its words' logits, in the same order."""
+    return _in_order([answer["logits"] for answer in answers], split)
+
+
+def _in_order(parts: Sequence[NDArray[Any]], split: PreparedSplit) -> list[NDArray[Any]]:
+    words = _words(split)
+    return [
+        np.concatenate(parts[features])[np.argsort(np.concatenate(words[features]), kind="stable")]
+        for features in _rows(split)
+    ]
+
+
+def _every_word(logits: NDArray[np.float32], words: NDArray[np.int32], count: int) -> NDArray[np.float32]:
+    """With equal logits for words of which the tokenizer leaves nothing, so that they get the first tag."""
+    whole = np.zeros((count, logits.shape[1]), np.float32)
+    whole[np.sort(words)] = logits
+    return whole
+
+
+def _shares(logits: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Softmax over the tags."""
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    exponentials = np.exp(shifted)
+    return np.asarray(exponentials / exponentials.sum(axis=1, keepdims=True))
+
+
+def measured(tags: Sequence[NDArray[Any]], answers: Sequence[NDArray[Any]], names: Sequence[str]) -> dict[str, float]:
+    """Accuracy of words; f1, precision and recall of whole entities by seqeval where tags are those of entities
+    (`B-person`), else of tags, as the plain mean over them. `tags` and `answers`: tag ids of each row's words.
+    """
+    flat, said = np.concatenate(tags), np.concatenate(answers)
+    accuracy = float((flat == said).mean())
+    if _of_entities(names):
+        from seqeval.metrics import f1_score, precision_score, recall_score
+
+        words = [[[names[at] for at in row] for row in rows] for rows in (tags, answers)]
+        scores = [score(*words, zero_division=0) for score in (f1_score, precision_score, recall_score)]
+    else:
+        from sklearn.metrics import precision_recall_fscore_support
+
+        every = list(range(len(names)))
+        precision, recall, f1, _ = precision_recall_fscore_support(
+            flat, said, labels=every, average="macro", zero_division=0
+        )
+        scores = [f1, precision, recall]
+    return dict(zip(TokenClassification.metrics, [*map(float, scores), accuracy], strict=True))
+
+
+def _of_entities(names: Sequence[str]) -> bool:
+    return all(name == _OUTSIDE or _ENTITY_TAG.fullmatch(name) for name in names)
+
+
+def _entities(tags: Sequence[str], words: Sequence[str], scores: NDArray[np.float64]) -> list[dict[str, Any]]:
+    if not _of_entities(tags):
+        return []
+    from seqeval.metrics.sequence_labeling import get_entities
+
+    return [
+        {
+            "type": kind,
+            "first": first,
+            "last": last,
+            "text": " ".join(words[first : last + 1]),
+            "score": float(scores[first : last + 1].min()),
+        }
+        for kind, first, last in get_entities(list(tags))
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------------------- tags
+
+
+def _check_tags(split: RawSplit, column: str, words: str) -> None:
+    """A tag for each word: a word or a class id."""
+    path, table = "dataset.columns.tags", arrow_table(split.rows)
+    values = table[column]
+    kind = values.type.value_type if is_list(values.type) else None
+    if kind is None or not (is_text(kind) or pa.types.is_integer(kind)):
+        rule = f"the column is of type {values.type}, not a list of words or of class ids"
+        raise row_error("NotTags", split, 0, path, column, values[0].as_py(), rule)
+    sizes = [pc.fill_null(pc.list_value_length(table[name]), 0) for name in (column, words)]
+    uneven = pc.not_equal(*sizes)
+    if pc.any(uneven).as_py():
+        row = pc.index(uneven, True).as_py()
+        tags, count = (size[row].as_py() for size in sizes)
+        rule = f"it has {tags} tags for {count} words"
+        raise row_error("TagsAndWords", split, row, path, column, values[row].as_py(), rule)
+    flat = pc.list_flatten(values)
+    if flat.null_count:
+        row = pc.list_parent_indices(values)[pc.index(pc.is_null(flat), True).as_py()].as_py()
+        raise row_error("NullLabel", split, row, path, column, values[row].as_py(), "each word needs its tag")
+
+
+def _class_names(split: RawSplit, column: str) -> tuple[str, ...] | None:
+    feature = getattr(split.rows.features[column], "feature", None)
+    return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else None
+
+
+def _names(split: RawSplit, column: str) -> tuple[str, ...]:
+    distinct = pc.unique(pc.list_flatten(arrow_table(split.rows)[column])).to_pylist()
+    if not isinstance(distinct[0], int):
+        return tuple(sorted(distinct, key=lambda name: (name != _OUTSIDE, name)))
+    count = next(i for i in range(len(distinct) + 1) if i not in distinct)
+    if count < len(distinct):
+        odd = next(value for value in distinct if not 0 <= value < count)
+        rule = f"it holds the class id {odd}; ids count from 0 without gaps, and no word has {count}"
+        raise _tag_error(split, column, odd, rule)
+    return tuple(str(i) for i in range(count))
+
+
+def _ids(split: RawSplit, column: str, names: Sequence[str]) -> NDArray[Any]:
+    """One array of ids for each row."""
+    values = arrow_table(split.rows)[column].combine_chunks()
+    flat = values.flatten()
+    known: dict[Any, int] = {name: i for i, name in enumerate(names)}
+    if pa.types.is_integer(flat.type):
+        known = {i: i for i in range(len(names))}
+    distinct = pc.unique(flat).to_pylist()
+    strange = [value for value in distinct if value not in known]
+    if strange:
+        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+        rule = f"the tag {strange[0]!r} is none of {shown} (ids 0 to {len(names) - 1})"
+        raise _tag_error(split, column, strange[0], rule)
+    codes = np.asarray([known[value] for value in distinct], np.int32)
+    ids = codes[np.asarray(pc.index_in(flat, pa.array(distinct, flat.type)).to_numpy())]
+    starts = np.cumsum(pc.list_value_length(values).to_numpy())[:-1]
+    rows = np.empty(len(values), object)
+    rows[:] = np.split(ids, starts)
+    return rows
+
+
+def _tag_error(split: RawSplit, column: str, value: object, rule: str) -> StageError:
+    """For the first row that has the tag."""
+    values = arrow_table(split.rows)[column]
+    row = next(number for number, tags in enumerate(values.to_pylist()) if value in tags)
+    return row_error("LabelOutOfRange", split, row, "dataset.columns.tags", column, values[row].as_py(), rule)
