@@ -15,7 +15,7 @@ import yaml
 
 from chart_files import CHART, ROOT, rights
 from chart_rendering import NAMESPACE, RELEASE, VALUE_SETS, Object, complete_chart, helm, one, render
-from cluster_support.access import Api, path_of, wait_until
+from cluster_support.access import Api, kubeconfig_text, path_of, wait_until
 from cluster_support.control_plane import SHARED, Cluster
 from cluster_support.operator_process import USER, OperatorProcess
 from cluster_support.world import BASE, SETTINGS, install_kinds
@@ -148,14 +148,7 @@ def run_test(cluster: Cluster, folder: Path, values: Object) -> subprocess.Compl
     container = pod["spec"]["containers"][0]
     access = cluster.access
     config = folder / "kubeconfig"
-    config.write_text(yaml.safe_dump({
-        "apiVersion": "v1",
-        "kind": "Config",
-        "clusters": [{"name": "c", "cluster": {"server": access.host, "certificate-authority": access.ca}}],
-        "users": [{"name": "u", "user": {"token": token}}],
-        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-        "current-context": "c",
-    }))  # fmt: skip
+    config.write_text(kubeconfig_text(access.host, access.ca, token))
     variables = {each["name"]: each["value"] for each in container["env"]}
     command = [sys.executable, *container["command"][1:], *container["args"]]
     return subprocess.run(
