@@ -197,6 +197,8 @@ BAD: dict[str, tuple[Callable[[], str], Verdict]] = {
     "that has expired": (lambda: RSA.sign(claims(exp=NOW - 120)), RefusedToken("the token has expired")),
     "that never expires": (lambda: RSA.sign(claims(exp=None)), NOT_VALID),
     "not valid yet": (lambda: RSA.sign(claims(nbf=NOW + 3600)), RefusedToken("the token is not valid yet")),
+    "whose end is no number": (lambda: RSA.sign(claims(exp=[NOW + 60])), NOT_VALID),
+    "whose end is beyond all numbers": (lambda: RSA.sign(claims(exp=float("inf"))), NOT_VALID),
     "that does not say since when": (lambda: RSA.sign(claims(nbf=None)), NOT_VALID),
     "without a signature": (lambda: jwt.encode(claims(), None, "none", headers={"kid": RSA.name}), NOT_VALID),
     "whose signature was cut off": (lambda: RSA.sign(claims()).rpartition(".")[0] + ".", NOT_VALID),
@@ -326,6 +328,7 @@ def test_one_read_answers_all_tokens_that_wait_for_it() -> None:
 
         async def wait() -> None:
             await go_on.wait()
+            issuer.now += SOONEST_SECONDS
 
         issuer.slow = wait
         waiting = [asyncio.create_task(review(reviewer, OTHER.sign(claims()))) for _ in range(5)]

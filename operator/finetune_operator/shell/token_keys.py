@@ -224,7 +224,7 @@ def _verified(token: str, known: IssuerKeys, audience: str) -> Verdict:
         return RefusedToken("the token has expired")
     except jwt.ImmatureSignatureError:
         return RefusedToken("the token is not valid yet")
-    except (jwt.PyJWTError, ValueError, TypeError, OverflowError, RecursionError):
+    except jwt.PyJWTError:
         return not_valid(audience)
     return _identity(claims)
 
