@@ -266,9 +266,16 @@ class World:
         return token
 
     def report(
-        self, job: str, pod: Object, metrics: dict[str, float], remaining: int | None = None
+        self,
+        job: str,
+        pod: Object,
+        metrics: dict[str, float],
+        remaining: int | None = None,
+        token: str | None = None,
     ) -> requests.Response:
-        """Post progress from `pod` as transformers does it: address, authority and token are those of the pod."""
+        """Post progress from `pod` as transformers does it: address, authority and token are those of the pod; an older
+        token where one is given.
+        """
         container = pod["spec"]["containers"][0]
         environment = {entry["name"]: entry.get("value") for entry in container.get("env", [])}
         labels = pod["metadata"]["labels"]
@@ -288,7 +295,7 @@ class World:
         return new_session().post(
             str(environment["KUBEFLOW_TRAINER_SERVER_URL"]),
             data=update.to_json(),
-            headers={"Authorization": f"Bearer {self.token(pod)}", "Content-Type": "application/json"},
+            headers={"Authorization": f"Bearer {token or self.token(pod)}", "Content-Type": "application/json"},
             verify=str(authority),
             timeout=10,
         )
