@@ -6,7 +6,7 @@ WORKSPACE ?= runs
 BIN := $(VENV)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-cluster test-e2e images lint format generate benchmark clean
+.PHONY: help install quickstart test test-slow test-cluster test-e2e images lint format generate pictures benchmark clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -53,6 +53,9 @@ format: install ## Format the code
 
 generate: install ## Write again what is generated: CRD, schema, API reference, lists of known arguments
 	$(BIN)/python tests/generate.py
+
+pictures: install ## Draw the dashboards' pictures in docs again (needs prometheus and promtool in PATH)
+	$(BIN)/python tests/dashboard_picture.py draw
 
 benchmark: install ## Measure training, prediction and the operator (see tests/benchmarks)
 	$(BIN)/python tests/benchmarks/padding.py

@@ -93,18 +93,22 @@ def of_operator() -> list[Series]:
 
 
 def of_state(document: Mapping[str, Any], config: Mapping[str, Any]) -> list[Series]:
-    """What kube-state-metrics makes of an object by its configuration for custom resources, as its pages tell.
+    """What kube-state-metrics tells of an object that stays as it is."""
+    return [Series(name, labels, f"{value:g}x240") for name, labels, value in state(document, config)]
+
+
+def state(document: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, str], float]]:
+    """What kube-state-metrics makes of an object by its configuration for custom resources, as its pages tell: metric,
+    labels and value.
 
     `path` leads to a value, a list or a map; the labels of a metric start at the object, those of `each` at `path`.
     """
     (resource,) = config["spec"]["resources"]
-    found = []
     for metric in resource["metrics"]:
         base = _labels(document, resource["labelsFromPath"]) | _labels(document, metric.get("labelsFromPath", {}))
         name = f"{resource['metricNamePrefix']}_{metric['name']}"
         for labels, value in _values(document, metric["each"]):
-            found.append(Series(name, {**base, **labels}, f"{value:g}x240"))
-    return found
+            yield name, {**base, **labels}, value
 
 
 def _values(document: Mapping[str, Any], each: Mapping[str, Any]) -> Iterator[tuple[dict[str, str], float]]:

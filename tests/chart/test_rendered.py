@@ -245,20 +245,39 @@ def test_for_given_namespaces_nothing_is_made_for_the_cluster() -> None:
     assert settings_of(found).namespaces == ("team-a", "0815")
 
 
-def test_without_the_right_to_review_tokens_pods_are_not_told_to_report_progress() -> None:
-    def enabled(values: Object) -> bool:
-        return bool(settings_of(render(values, "namespaced")).progress.enabled)
+REVIEW = {("authentication.k8s.io", "tokenreviews", "create")}
+BY_KEYS: Object = {"settings": {"progress": {"tokens": "keys"}}}
+BY_REVIEW: Object = {"settings": {"progress": {"tokens": "review"}}}
+GRANTED: Object = {"rbac": {"tokenReview": True}}
+WAYS: dict[str, tuple[str, Object, str, bool]] = {
+    # Set of values, and more -> how tokens are checked, and whether the chart grants TokenReviews.
+    "for a cluster": ("default", {}, "review", True),
+    "for a cluster that is to do without": ("default", BY_KEYS, "keys", False),
+    "for given namespaces": ("namespaced", {}, "keys", False),
+    "for given namespaces, with settings of progress": (
+        "namespaced", {"settings": {"progress": {"statusSeconds": 1}}}, "keys", False),
+    "for given namespaces, with the right": ("namespaced", GRANTED, "review", True),
+    "for given namespaces, with a right that somebody else grants": ("namespaced", BY_REVIEW, "review", False),
+    "for given namespaces, with a right that is of no use": ("namespaced", GRANTED | BY_KEYS, "keys", False),
+}  # fmt: skip
 
-    assert not enabled({})
-    assert enabled({"rbac": {"tokenReview": True}})
-    # Somebody else may have granted it.
-    assert enabled({"settings": {"progress": {"enabled": True}}})
+
+@pytest.mark.parametrize("case", WAYS)
+def test_pods_report_progress_and_their_tokens_are_checked_by_what_the_operator_may_do(case: str) -> None:
+    name, values, way, granted = WAYS[case]
+    found = render(values, name)
+    progress = settings_of(found).progress
+    assert (progress.enabled, progress.tokens) == (True, way)
+    rules = {rule for each in found if each["kind"] == "ClusterRole" for rule in rules_of(each)}
+    assert (rules & REVIEW == REVIEW) is granted
+    # Its certificate, without which pods could not trust it.
+    assert ("", "secrets", "create") in rules_of(one(found, "Role", "finetune-operator"))
 
 
 def test_the_right_to_review_tokens_is_the_only_one_in_the_cluster_where_it_is_wanted() -> None:
-    found = render({"rbac": {"tokenReview": True}}, "namespaced")
+    found = render(GRANTED, "namespaced")
     (role,) = (each for each in found if each["kind"] == "ClusterRole")
-    assert rules_of(role) == {("authentication.k8s.io", "tokenreviews", "create")}
+    assert rules_of(role) == REVIEW
 
 
 @pytest.mark.parametrize("namespaces", [[], ["team-a"]], ids=["in a cluster", "in a namespace"])
@@ -444,12 +463,14 @@ NOTES: dict[str, tuple[Object, list[str], list[str]]] = {
         ["progress", "not part of this release"],
     ),
     "for a namespace": (
-        {"watchNamespaces": ["team-a"]}, ["runs jobs of the namespaces team-a", "--namespace team-a apply", "progress"],
-        [],
+        {"watchNamespaces": ["team-a"]},
+        ["runs jobs of the namespaces team-a", "--namespace team-a apply", "verified by the API server's public keys"],
+        ["do not report"],
     ),
     "for a namespace, with the right to review tokens": (
         {"watchNamespaces": ["team-a"], "rbac": {"tokenReview": True}}, [], ["progress"],
     ),
+    "without progress": ({"settings": {"progress": {"enabled": False}}}, ["Pods do not report progress"], []),
     "without the kind": ({"crds": {"install": False}}, ["not part of this release"], ["leaves jobs"]),
     "without a test": ({"tests": {"enabled": False}}, [], ["helm --namespace"]),
 }  # fmt: skip

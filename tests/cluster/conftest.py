@@ -4,29 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from cluster_support.access import Api, AsyncApi, path_of, wait_until
-from cluster_support.background import Background
-from cluster_support.control_plane import Cluster, needs_controllers, running_cluster
-from cluster_support.gangs import Gangs
-from cluster_support.kubelet import Kubelet
+from cluster_support.access import Api, path_of, wait_until
+from cluster_support.control_plane import Cluster, running_cluster
 from cluster_support.operator_process import OperatorProcess, install
+from cluster_support.stand_ins import StandIns, running_stand_ins
 from cluster_support.told_jobs import Jobs
 from cluster_support.world import SETTINGS, World, fresh_namespace, install_kinds
-
-
-@dataclass(frozen=True)
-class StandIns:
-    """What takes the place of machines and training operators."""
-
-    background: Background
-    kubelet: Kubelet
-    gangs: Gangs
-    watching: AsyncApi
 
 
 @pytest.fixture(scope="session")
@@ -47,19 +34,8 @@ def own_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 @pytest.fixture(scope="session")
 def stand_ins(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIns]:
     """Nodes and training operators; skipped where no controllers run."""
-    needs_controllers(cluster)
-    background = Background()
-    api = AsyncApi(cluster.access)
-    background.run(api.open())
-    kubelet = Kubelet(api, background, tmp_path_factory.mktemp("kubelet"))
-    gangs = Gangs(api, background)
-    kubelet.up()
-    gangs.up()
-    try:
-        yield StandIns(background, kubelet, gangs, api)
-    finally:
-        kubelet.down()
-        background.close(api.close())
+    with running_stand_ins(cluster, tmp_path_factory.mktemp("kubelet")) as around:
+        yield around
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,15 @@ import yaml
 
 from chart_files import CHART, ROOT, rights
 from chart_rendering import NAMESPACE, RELEASE, VALUE_SETS, Object, complete_chart, helm, one, render
-from cluster_support.access import Api, path_of, wait_until
+from cluster_support.access import Api, kubeconfig_text, path_of, wait_until
 from cluster_support.control_plane import SHARED, Cluster
 from cluster_support.operator_process import USER, OperatorProcess
-from cluster_support.world import BASE, SETTINGS, install_kinds
+from cluster_support.plays import RUNS, SUCCEEDS
+from cluster_support.stand_ins import running_stand_ins
+from cluster_support.world import BASE, SETTINGS, World, install_kinds, states
+from finetune_operator.api.settings_check import check_settings
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+from finetune_operator.shell.kube import KEYS_PATH
 
 MONITORING = ("servicemonitors", "podmonitors", "prometheusrules")
 TEAM, OTHER = "team-a", "team-b"
@@ -123,15 +127,60 @@ def test_for_given_namespaces_it_runs_their_jobs_and_asks_for_nothing_that_it_ma
         stage = path_of("batch/v1", "jobs", TEAM, "first-prepare-1")
         wait_until(lambda: api.get(stage), "its first stage is made", 60, lambda: process.logs()[-4000:])
         assert conditions(api, OTHER, "first") == {}
-        refused = [
-            f"{entry['verb']} {entry['requestURI']}"
-            for entry in ready.audit(mark, USER)
-            if entry.get("responseStatus", {}).get("code") == 403
-        ]
-        assert refused == []
+        assert refused(ready, mark) == []
     finally:
         for namespace in (TEAM, OTHER):
             api.delete(path_of(API_VERSION, PLURAL, namespace, "first"))
+
+
+def refused(cluster: Cluster, mark: int) -> list[str]:
+    """Requests of the operator that the API server did not allow."""
+    return [
+        f"{entry['verb']} {entry['requestURI']}"
+        for entry in cluster.audit(mark, USER)
+        if entry.get("responseStatus", {}).get("code") == 403
+    ]
+
+
+@pytest.fixture
+def team(ready: Cluster, namespaced: tuple[OperatorProcess, int], tmp_path: Path) -> Iterator[World]:
+    """The namespace that the operator serves, with nodes."""
+    with running_stand_ins(ready, tmp_path) as around:
+        api = Api(ready.access)
+        yield World(TEAM, ready, api, around.kubelet, around.gangs, namespaced[0], around.background, around.watching)
+        around.background.check()
+
+
+HANGS = {"evaluation": None, "predict": None, "runPolicy": {"progressDeadlineSeconds": 6}}
+
+
+def test_for_given_namespaces_progress_is_live_without_a_right_to_review_tokens_and_what_hangs_is_found(
+    ready: Cluster, namespaced: tuple[OperatorProcess, int], team: World
+) -> None:
+    process, mark = namespaced
+    may = ("auth", "can-i", "create", "tokenreviews.authentication.k8s.io", "--as", USER)
+    groups = ("--as-group=system:serviceaccounts", "--as-group=system:authenticated")
+    assert ready.kubectl(*may, *groups).stdout.strip() == "no"
+    team.kubelet.playbook.set("hung", "train", RUNS, attempt=1)
+    team.kubelet.playbook.set("hung", "train", SUCCEEDS, attempt=2)
+    team.apply("hung", HANGS)
+    try:
+        team.wait_running("hung", "train", seconds=90)
+        (pod,) = team.pods("hung", "train")
+        assert team.report("hung", pod, {"step": 5, "total_steps": 9}).status_code == 200
+        early = team.token(pod)
+        team.wait("hung", "progress", lambda status: (status.get("progress") or {}).get("step") == 5)
+        status = team.wait_phase("hung", "Succeeded", 90)
+        assert (states(status)["train"], status["countedRestarts"]) == (("Succeeded", 2), 1)
+        # The pod is gone, its token has most of its hour left and a good signature.
+        assert team.report("hung", pod, {"step": 6, "total_steps": 9}, token=early).status_code == 403
+    finally:
+        team.delete("hung")
+    assert refused(ready, mark) == []
+    asked = [entry["requestURI"].partition("?")[0] for entry in ready.audit(mark, USER)]
+    assert asked.count(KEYS_PATH) >= 1
+    assert [path for path in asked if "tokenreviews" in path] == []
+    assert "verified by public keys (progress.tokens: keys)" in process.logs()
 
 
 # ------------------------------------------------------------------------------------------------------------ helm test
@@ -148,14 +197,7 @@ def run_test(cluster: Cluster, folder: Path, values: Object) -> subprocess.Compl
     container = pod["spec"]["containers"][0]
     access = cluster.access
     config = folder / "kubeconfig"
-    config.write_text(yaml.safe_dump({
-        "apiVersion": "v1",
-        "kind": "Config",
-        "clusters": [{"name": "c", "cluster": {"server": access.host, "certificate-authority": access.ca}}],
-        "users": [{"name": "u", "user": {"token": token}}],
-        "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
-        "current-context": "c",
-    }))  # fmt: skip
+    config.write_text(kubeconfig_text(access.host, access.ca, token))
     variables = {each["name"]: each["value"] for each in container["env"]}
     command = [sys.executable, *container["command"][1:], *container["args"]]
     return subprocess.run(
@@ -250,8 +292,16 @@ def test_who_has_no_rights_in_the_cluster_installs_upgrades_and_uninstalls_for_g
         helm_here(
             ready, ALICES, "upgrade", RELEASE, str(CHART), *as_alice, stdin=yaml.safe_dump({**values, "replicas": 3})
         )
-        made = ready.must("get", "clusterroles,clusterrolebindings", "-l", f"by={alice}", "-o", "name")
+        kinds = ready.must("api-resources", "--namespaced=false", "--verbs=list", "-o", "name").split()
+        made = ready.must("get", ",".join(kinds), "-l", f"by={alice}", "-o", "name")
         assert made == ""
+        config = ready.must(
+            "get", "configmap", "finetune-operator-settings", "-n", ALICES, "-o", "jsonpath={.data.settings\\.yaml}"
+        )
+        settings, problems = check_settings(yaml.safe_load(config))
+        assert problems == []
+        assert settings is not None
+        assert (settings.progress.enabled, settings.progress.tokens) == (True, "keys")
     finally:
         helm_here(ready, ALICES, "uninstall", RELEASE, "--kube-as-user", alice)
 

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from chart_rendering import one, render, without_tests
 from cluster_support.access import Api, Object, path_of, wait_until
 from cluster_support.control_plane import Cluster
-from cluster_support.operator_process import MANIFESTS, NAMESPACE, USER, OperatorProcess, install
+from cluster_support.operator_process import ACCOUNT, MANIFESTS, NAMESPACE, USER, OperatorProcess, install
 from cluster_support.plays import RUNS, WRONG_COLUMN
 from cluster_support.world import SETTINGS, World, condition, fresh_namespace
 from finetune_operator.api.types import API_VERSION, PLURAL
 from finetune_operator.rendering.types import PROGRESS_AUDIENCE, STAGE_LABEL
 
+ROLES = ("Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
 LEASE = "finetune-operator"
 TLS_SECRET = "finetune-operator-tls"
 HUB_TOKEN = "hf_CanaryCanaryCanaryCanaryCanary01"
@@ -55,45 +58,78 @@ KIND_OF = {
 }
 
 
-@pytest.fixture(scope="module")
-def own_operator(
-    cluster: Cluster, kinds: None, stand_ins: Any, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[OperatorProcess]:
-    """One that has never run here: no lease and no certificate of an earlier test."""
-    cluster.own("the audit log")
+@dataclass(frozen=True)
+class Scenes:
+    """Everything that an operator can come to do, once."""
+
+    world: World
+    mark: int
+    """The place in the audit log where it began."""
+    granted: set[Right]
+    """By the manifests, or by the chart."""
+
+
+def for_all_namespaces(cluster: Cluster) -> tuple[list[Object], Object]:
+    """The roles of manifests/operator, in force; and the settings."""
     install(cluster)
-    process = OperatorProcess(cluster, tmp_path_factory.mktemp("operator"), SETTINGS, name="operator-rights")
-    yield process
-    process.terminate()
+    return list(yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text())), SETTINGS
 
 
-@pytest.fixture(scope="module")
-def scenes(cluster: Cluster, stand_ins: Any, own_operator: OperatorProcess) -> Iterator[tuple[World, int]]:
-    """Everything that an operator can come to do, once; with the place in the audit log where it began."""
+def for_given_namespaces(cluster: Cluster, namespace: str) -> tuple[list[Object], Object]:
+    """The roles of the chart for one namespace, in force and with no other; and the settings that it makes."""
+    install(cluster)  # the namespace
+    found = without_tests(render({"watchNamespaces": [namespace], "crds": {"install": False}, "settings": SETTINGS}))
+    documents = [each for each in found if each["kind"] in ("ServiceAccount", *ROLES)]
+    assert "ClusterRole" not in {each["kind"] for each in documents}
+    cluster.must("delete", "clusterrolebinding", ACCOUNT)
+    text = "\n---\n".join(json.dumps(each) for each in documents)
+    cluster.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
+    return documents, yaml.safe_load(one(found, "ConfigMap", f"{ACCOUNT}-settings")["data"]["settings.yaml"])
+
+
+@pytest.fixture(scope="module", params=["all namespaces", "given namespaces"])
+def scenes(
+    request: pytest.FixtureRequest,
+    cluster: Cluster,
+    kinds: None,
+    stand_ins: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Scenes]:
+    """Under an operator that has never run here: no lease and no certificate of an earlier test."""
+    cluster.own("the audit log")
     with fresh_namespace(cluster) as name:
         api, account = Api(cluster.access), path_of("v1", "serviceaccounts", name, "default")
         wait_until(lambda: api.get(account), "the namespace has the service account that pods run under")
+        given = request.param == "given namespaces"
+        roles, settings = for_given_namespaces(cluster, name) if given else for_all_namespaces(cluster)
+        operator = OperatorProcess(cluster, tmp_path_factory.mktemp("operator"), settings, name="operator-rights")
         around = stand_ins
-        world = World(
-            name, cluster, api, around.kubelet, around.gangs, own_operator, around.background, around.watching
-        )
+        world = World(name, cluster, api, around.kubelet, around.gangs, operator, around.background, around.watching)
         mark = cluster.audit_mark()
-        forget(world)
-        secrets_of_the_user(world)
-        for job, (version, plural, child, more, spec) in FOREIGN.items():
-            body = {"apiVersion": version, "kind": KIND_OF[plural], "metadata": {"name": child}, **more}
-            world.api.create(world.path(version, plural), body)
-            world.apply(job, spec)
-        world.operator.start()
-        for job in FOREIGN:
-            world.wait_phase(job, "Failed")
-        tell_of_secrets(world)
-        whole_jobs(world)
-        damage_certificate(world)
-        meet_a_quota(world)
-        write_beside_it(world, mark)
-        yield world, mark
-        stand_ins.kubelet.playbook.clear()
+        try:
+            play(world, mark)
+            yield Scenes(world, mark, granted_by(roles))
+        finally:
+            operator.terminate()
+            stand_ins.kubelet.playbook.clear()
+
+
+def play(world: World, mark: int) -> None:
+    """All of it."""
+    forget(world)
+    secrets_of_the_user(world)
+    for job, (version, plural, child, more, spec) in FOREIGN.items():
+        body = {"apiVersion": version, "kind": KIND_OF[plural], "metadata": {"name": child}, **more}
+        world.api.create(world.path(version, plural), body)
+        world.apply(job, spec)
+    world.operator.start()
+    for job in FOREIGN:
+        world.wait_phase(job, "Failed")
+    tell_of_secrets(world)
+    whole_jobs(world)
+    damage_certificate(world)
+    meet_a_quota(world)
+    write_beside_it(world, mark)
 
 
 def forget(world: World) -> None:
@@ -193,12 +229,9 @@ def used(cluster: Cluster, mark: int) -> tuple[set[Right], list[str]]:
     return rights, refused
 
 
-def granted() -> set[Right]:
-    """The rights in manifests/operator/rbac.yaml."""
-    documents = list(yaml.safe_load_all((MANIFESTS / "rbac.yaml").read_text()))
-    rules = [
-        rule for document in documents if document["kind"] in ("Role", "ClusterRole") for rule in document["rules"]
-    ]
+def granted_by(documents: Sequence[Object]) -> set[Right]:
+    """The rights that roles grant."""
+    rules = [rule for document in documents if document["kind"] in ROLES for rule in document.get("rules", [])]
     assert len(rules) > 8
     return {
         (group, resource, verb)
@@ -209,21 +242,21 @@ def granted() -> set[Right]:
     }
 
 
-def test_rights_used_are_the_rights_granted(cluster: Cluster, scenes: tuple[World, int]) -> None:
-    rights, refused = used(cluster, scenes[1])
+def test_rights_used_are_the_rights_granted(cluster: Cluster, scenes: Scenes) -> None:
+    rights, refused = used(cluster, scenes.mark)
     assert refused == []
-    assert {"used, not granted": rights - granted(), "granted, not used": granted() - rights} == {
+    assert {"used, not granted": rights - scenes.granted, "granted, not used": scenes.granted - rights} == {
         "used, not granted": set(),
         "granted, not used": set(),
     }
 
 
-def test_no_right_is_a_wildcard() -> None:
-    assert [right for right in granted() if "*" in right] == []
+def test_no_right_is_a_wildcard(scenes: Scenes) -> None:
+    assert [right for right in scenes.granted if "*" in right] == []
 
 
-def test_a_name_that_is_taken_is_told_and_the_foreign_object_is_left_alone(scenes: tuple[World, int]) -> None:
-    world, _ = scenes
+def test_a_name_that_is_taken_is_told_and_the_foreign_object_is_left_alone(scenes: Scenes) -> None:
+    world = scenes.world
     for job, (version, plural, child, _, _) in FOREIGN.items():
         failure = world.status(job)["failure"]
         assert (job, failure["class"]) == (job, "NameTaken")
@@ -234,8 +267,8 @@ def test_a_name_that_is_taken_is_told_and_the_foreign_object_is_left_alone(scene
         assert "finetune.dev/job" not in there["metadata"].get("labels", {})
 
 
-def test_secrets_appear_nowhere_but_in_their_secret(cluster: Cluster, scenes: tuple[World, int]) -> None:
-    world, _ = scenes
+def test_secrets_appear_nowhere_but_in_their_secret(cluster: Cluster, scenes: Scenes) -> None:
+    world = scenes.world
     namespace = world.namespace
     kinds = "configmaps,events,jobs.batch,pods,finetunejobs,pytorchjobs,mpijobs,services,persistentvolumeclaims"
     texts = {
@@ -259,8 +292,8 @@ def operator_token(folder: Path) -> str:
     return token
 
 
-def test_pods_get_the_references_and_never_the_values(scenes: tuple[World, int]) -> None:
-    world, mark = scenes
+def test_pods_get_the_references_and_never_the_values(scenes: Scenes) -> None:
+    world, mark = scenes.world, scenes.mark
     about = [entry.get("objectRef", {}) for entry in world.cluster.audit(mark, USER) if entry["verb"] == "create"]
     made = {ref["resource"] for ref in about if ref.get("namespace") == world.namespace}
     assert made >= {"configmaps", "jobs", "persistentvolumeclaims", "events"}

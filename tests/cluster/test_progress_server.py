@@ -1,4 +1,4 @@
-"""Two replicas' servers against a real API server: real tokens, real reviews, a real Secret."""
+"""Two replicas' servers against a real API server: real tokens, real reviews, real public keys, a real Secret."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import json
 import logging
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 import aiohttp
 import pytest
 
+from cluster_support.access import Access, kubeconfig_text, wait_until
 from finetune_contract.choices import Stage
 from finetune_operator.api.crd import crd_yaml
-from finetune_operator.api.settings import Settings
+from finetune_operator.api.settings import Progress, ProgressTokens, Settings
 from finetune_operator.rendering.types import ATTEMPT_LABEL, JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL, UID_LABEL
 from finetune_operator.shell.certificates import SECRET_NAME
-from finetune_operator.shell.kube import Kube, connect
+from finetune_operator.shell.kube import KEYS_PATH, Kube, connect
 from finetune_operator.shell.metrics import Metrics
 from finetune_operator.shell.progress_protocol import BODY_LIMIT_BYTES
 from finetune_operator.shell.queue import JobKey, WorkQueue
@@ -40,6 +41,11 @@ BODY = json.dumps(
 class Cluster(Protocol):
     kubeconfig: Path
 
+    @property
+    def access(self) -> Access: ...
+
+    def own(self, what: str) -> Path: ...
+
     def kubectl(self, *arguments: str, stdin: str | None = None) -> Any: ...
 
     def must(self, *arguments: str, stdin: str | None = None) -> str: ...
@@ -47,9 +53,13 @@ class Cluster(Protocol):
 
 @dataclass
 class Given:
-    """What is there before a test: two namespaces with a job of the same name and its pods."""
+    """What is there before a test: two namespaces with a job of the same name and its pods; and an account with the
+    rights of an operator for given namespaces that progress needs, and none in the cluster.
+    """
 
     cluster: Cluster
+    limited: Path
+    """The account's kubeconfig."""
     objects: list[dict[str, Any]] = field(default_factory=list)
 
     def create(self, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -91,14 +101,29 @@ class Given:
         return self.cluster.must("create", "token", "trainer", *where, *bound).strip()
 
 
+ACCOUNT = f"system:serviceaccount:{OPERATORS}:operator"
+
+
+def allow_secrets(cluster: Cluster) -> None:
+    """As the chart does for given namespaces, and no other right."""
+    where = ("-n", OPERATORS)
+    cluster.must("create", "serviceaccount", "operator", *where)
+    cluster.must("create", "role", "operator", *where, "--resource=secrets", "--verb=get,create,update")
+    account = f"--serviceaccount={OPERATORS}:operator"
+    cluster.must("create", "rolebinding", "operator", *where, "--role=operator", account)
+
+
 @pytest.fixture(scope="module")
-def given(cluster: Cluster) -> Iterator[Given]:
+def given(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Given]:
     cluster.must("apply", "--server-side", "-f", "-", stdin=crd_yaml())
     cluster.must("wait", "--for=condition=Established", "--timeout=60s", f"crd/{CRD}")
-    found = Given(cluster)
+    found = Given(cluster, tmp_path_factory.mktemp("account") / "kubeconfig")
     try:
         for namespace in (OURS, THEIRS, OPERATORS):
             cluster.must("create", "namespace", namespace)
+        allow_secrets(cluster)
+        token = cluster.must("create", "token", "operator", "-n", OPERATORS).strip()
+        found.limited.write_text(kubeconfig_text(cluster.access.host, cluster.access.ca, token))
         for namespace in (OURS, THEIRS):
             cluster.must("create", "serviceaccount", "trainer", "-n", namespace)
             spec = {
@@ -140,10 +165,17 @@ class Replica:
 
 
 @asynccontextmanager
-async def replica(given: Given, *, leads: Replica | None = None, namespace: str = OPERATORS) -> AsyncIterator[Replica]:
-    """A replica that leads, or stands by for the one that does."""
-    settings = Settings()
-    api = await connect(given.cluster.kubeconfig)
+async def replica(
+    given: Given,
+    *,
+    leads: Replica | None = None,
+    namespace: str = OPERATORS,
+    tokens: ProgressTokens = "review",
+    limited: bool = False,
+) -> AsyncIterator[Replica]:
+    """A replica that leads, or stands by for the one that does. `limited`: without any right in the cluster."""
+    settings = Settings(progress=Progress(tokens=tokens))
+    api = await connect(given.limited if limited else given.cluster.kubeconfig)
     metrics = Metrics()
     state = OperatorState(
         settings=settings,
@@ -178,9 +210,11 @@ async def replica(given: Given, *, leads: Replica | None = None, namespace: str 
         await api.close()  # type: ignore[no-untyped-call]
 
 
-def ask(given: Given, what: Callable[[Replica], Awaitable[Any]]) -> Any:
+def ask(given: Given, what: Callable[[Replica], Awaitable[Any]], tokens: ProgressTokens = "review", **how: Any) -> Any:
+    """With `tokens` keys, the replica has no right in the cluster unless `how` says otherwise."""
+
     async def go() -> Any:
-        async with replica(given) as running:
+        async with replica(given, tokens=tokens, **{"limited": tokens == "keys", **how}) as running:
             return await what(running)
 
     return asyncio.run(go())
@@ -196,7 +230,11 @@ def pod_of(given: Given, namespace: str, attempt: int) -> dict[str, Any]:
     )
 
 
-def test_a_pod_with_its_own_token_is_heard_and_its_job_is_looked_at(given: Given) -> None:
+WAYS: tuple[ProgressTokens, ...] = get_args(ProgressTokens)
+
+
+@pytest.mark.parametrize("tokens", WAYS)
+def test_a_pod_with_its_own_token_is_heard_and_its_job_is_looked_at(given: Given, tokens: ProgressTokens) -> None:
     token = given.token(pod_of(given, OURS, 1))
 
     async def post(running: Replica) -> Any:
@@ -208,7 +246,7 @@ def test_a_pod_with_its_own_token_is_heard_and_its_job_is_looked_at(given: Given
         assert progress is not None
         return answer, key, (progress.step, progress.percent)
 
-    assert ask(given, post) == ((200, "taken"), JobKey(OURS, "tune"), (4, 40))
+    assert ask(given, post, tokens) == ((200, "taken"), JobKey(OURS, "tune"), (4, 40))
 
 
 CASES: dict[str, tuple[Callable[[Given], str], str, int, str]] = {
@@ -252,9 +290,10 @@ CASES: dict[str, tuple[Callable[[Given], str], str, int, str]] = {
 }
 
 
+@pytest.mark.parametrize("tokens", WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_what_may_not_report_is_refused_and_its_token_appears_nowhere(
-    given: Given, case: str, caplog: pytest.LogCaptureFixture
+    given: Given, case: str, tokens: ProgressTokens, caplog: pytest.LogCaptureFixture
 ) -> None:
     make, path, status, reason = CASES[case]
     token = make(given)
@@ -264,14 +303,23 @@ def test_what_may_not_report_is_refused_and_its_token_appears_nowhere(
         return answer, len(running.state.queue), await running.get("/metrics")
 
     with caplog.at_level(logging.DEBUG):
-        answer, waiting, (_, metrics) = ask(given, post)
+        answer, waiting, (_, metrics) = ask(given, post, tokens)
     assert (answer, waiting) == ((status, reason), 0)
     assert f'finetune_progress_posts_total{{code="{status}"}} 1.0' in metrics
     for part in token.split("."):
         assert part not in caplog.text + answer[1] + metrics
 
 
-def test_a_pod_that_is_deleted_is_not_heard_any_more(given: Given) -> None:
+INVALID, UNKNOWN = "the token is not valid for audience finetune.dev/progress", CASES["another attempt"][3]
+DELETED: dict[ProgressTokens, list[tuple[int, str]]] = {
+    # Posts before; after, by another token, while we have not heard of it; when we have.
+    "review": [(200, "taken"), (401, INVALID), (403, UNKNOWN)],
+    "keys": [(200, "taken"), (200, "taken"), (403, UNKNOWN)],
+}
+
+
+@pytest.mark.parametrize("tokens", WAYS)
+def test_a_pod_that_is_deleted_is_not_heard_any_more(given: Given, tokens: ProgressTokens) -> None:
     job = next(one for one in given.objects if one["kind"] == "FineTuneJob")
     pod = given.pod(OURS, "tune-train-3", job, 3)
     before, after = given.token(pod), given.token(pod)
@@ -283,17 +331,103 @@ def test_a_pod_that_is_deleted_is_not_heard_any_more(given: Given) -> None:
         await asyncio.to_thread(
             given.cluster.must, "delete", "pod", "-n", OURS, "tune-train-3", "--grace-period=0", "--force"
         )
-        # The API server knows; we have not heard of it, and know the first token still.
+        # The API server knows; we have not heard of it, know the first token still, and can verify the second.
         found.append(await running.post(after, path))
         running.state.store.gone("Pod", OURS, "tune-train-3")
         found.append(await running.post(before, path))
         return found
 
-    assert ask(given, post) == [
-        (200, "taken"),
-        (401, "the token is not valid for audience finetune.dev/progress"),
-        (403, "the token is not of a pod of this attempt"),
-    ]
+    assert ask(given, post, tokens) == DELETED[tokens]
+
+
+def test_the_token_of_an_earlier_pod_of_the_same_name_opens_nothing(given: Given) -> None:
+    job = next(one for one in given.objects if one["kind"] == "FineTuneJob")
+    earlier = given.pod(OURS, "tune-train-4", job, 4)
+    token = given.token(earlier)
+    given.cluster.must("delete", "pod", "-n", OURS, "tune-train-4", "--grace-period=0", "--force")
+    later = given.pod(OURS, "tune-train-4", job, 4)
+    assert later["metadata"]["uid"] != earlier["metadata"]["uid"]
+
+    async def post(running: Replica) -> Any:
+        running.state.store.put(later)
+        return [await running.post(one, PATH[:-1] + "4") for one in (token, given.token(later))]
+
+    assert ask(given, post, "keys") == [(403, UNKNOWN), (200, "taken")]
+
+
+def test_public_keys_need_no_right_in_the_cluster_and_nothing_else_is_asked(
+    given: Given, caplog: pytest.LogCaptureFixture
+) -> None:
+    may = ("auth", "can-i", "create", "tokenreviews.authentication.k8s.io", "--as", ACCOUNT)
+    groups = ("--as-group=system:serviceaccounts", "--as-group=system:authenticated")
+    assert given.cluster.kubectl(*may, *groups).stdout.strip() == "no"
+    tokens = [given.token(pod_of(given, OURS, 1)) for _ in range(3)]
+
+    async def post(running: Replica) -> Any:
+        codes = [(await running.post(token))[0] for token in tokens]
+        return codes, await running.get("/metrics")
+
+    with caplog.at_level(logging.INFO):
+        codes, (_, metrics) = ask(given, post, "keys")
+    assert codes == [200] * 3
+    assert 'finetune_api_requests_total{code="200",resource="openid",verb="get"} 2.0' in metrics
+    assert 'resource="tokenreviews"' not in metrics
+    assert "verified by public keys (progress.tokens: keys)" in caplog.text
+    assert "Tokens of progress reports are those of https://" in caplog.text
+
+
+def test_one_way_never_takes_the_place_of_the_other(given: Given, caplog: pytest.LogCaptureFixture) -> None:
+    token = given.token(pod_of(given, OURS, 1))
+
+    async def post(running: Replica) -> Any:
+        return await running.post(token), await running.get("/metrics")
+
+    with caplog.at_level(logging.INFO):
+        answer, (_, metrics) = ask(given, post, "review", limited=True)
+    assert answer == (503, "the token could not be checked now")
+    assert 'resource="openid"' not in metrics
+    assert "reviewed by the API server (progress.tokens: review)" in caplog.text
+    assert "403 Forbidden. Grant `create` on tokenreviews, or set progress.tokens to keys" in caplog.text
+
+
+DISCOVERY = ("clusterrolebinding", "system:service-account-issuer-discovery")
+
+
+@contextmanager
+def without_discovery(given: Given) -> Iterator[None]:
+    """As an administrator leaves a cluster who lets nobody read the issuer's keys."""
+    given.cluster.own("taking a right from all service accounts")
+    bound = json.loads(given.cluster.must("get", *DISCOVERY, "-o", "json"))
+    kept = {"name": bound["metadata"]["name"], "labels": bound["metadata"].get("labels", {})}
+
+    def may() -> str:
+        return str(given.cluster.kubectl("--kubeconfig", str(given.limited), "get", "--raw", KEYS_PATH).returncode)
+
+    given.cluster.must("delete", *DISCOVERY)
+    try:
+        wait_until(lambda: may() != "0", "the right is gone")
+        yield
+    finally:
+        given.cluster.must("create", "-f", "-", stdin=json.dumps({**bound, "metadata": kept}))
+        wait_until(lambda: may() == "0", "the right is back")
+
+
+def test_where_service_accounts_may_not_read_the_keys_the_log_says_what_helps_and_posts_are_put_off(
+    given: Given, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = given.token(pod_of(given, OURS, 1))
+
+    async def post(running: Replica) -> Any:
+        return await running.post(token), await running.get("/healthz"), await running.get("/metrics")
+
+    with without_discovery(given):
+        answer, (health, _), (_, metrics) = ask(given, post, "keys")
+    assert (answer, health) == ((503, "the token could not be checked now"), 200)
+    assert 'finetune_api_requests_total{code="403",resource="openid",verb="get"} 1.0' in metrics
+    assert 'finetune_progress_posts_total{code="503"} 1.0' in metrics
+    assert "ClusterRoleBinding system:service-account-issuer-discovery" in caplog.text
+    assert "or grants `create` on tokenreviews, for progress.tokens review" in caplog.text
+    assert ask(given, post, "keys")[0] == (200, "taken")
 
 
 def test_too_large_and_too_fast_are_refused_and_a_known_token_is_not_asked_about_again(given: Given) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 import requests
+import yaml
 from kubernetes import client, config
 
 Object = dict[str, Any]
@@ -75,6 +76,20 @@ def new_session() -> requests.Session:
     session = requests.Session()
     session.trust_env = False
     return session
+
+
+def kubeconfig_text(host: str, ca: str | None, token: str, namespace: str | None = None) -> str:
+    """A kubeconfig for whoever has the token."""
+    where = {"server": host} | ({"certificate-authority": ca} if ca else {})
+    context = {"cluster": "test", "user": "test"} | ({"namespace": namespace} if namespace else {})
+    return yaml.safe_dump({
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "test", "cluster": where}],
+        "users": [{"name": "test", "user": {"token": token}}],
+        "contexts": [{"name": "test", "context": context}],
+        "current-context": "test",
+    })  # fmt: skip
 
 
 class Api:

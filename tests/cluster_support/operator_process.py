@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster_support.access import new_session, wait_until
+from cluster_support.access import kubeconfig_text, new_session, wait_until
 from cluster_support.control_plane import ROOT, Cluster, free_port
 
 NAMESPACE = "finetune-system"
@@ -138,13 +138,4 @@ def _kubeconfig(cluster: Cluster, server: str | None, ca: Path | None) -> str:
     token = cluster.must("create", "token", ACCOUNT, "-n", NAMESPACE, "--duration=12h").strip()
     access = cluster.access
     authority = ca or access.ca
-    where = {"server": server or access.host} | ({"certificate-authority": str(authority)} if authority else {})
-    document = {
-        "apiVersion": "v1",
-        "kind": "Config",
-        "clusters": [{"name": "test", "cluster": where}],
-        "users": [{"name": ACCOUNT, "user": {"token": token}}],
-        "contexts": [{"name": "test", "context": {"cluster": "test", "user": ACCOUNT, "namespace": NAMESPACE}}],
-        "current-context": "test",
-    }
-    return yaml.safe_dump(document)
+    return kubeconfig_text(server or access.host, str(authority) if authority else None, token, NAMESPACE)

@@ -266,9 +266,27 @@ class World:
         return token
 
     def report(
-        self, job: str, pod: Object, metrics: dict[str, float], remaining: int | None = None
+        self,
+        job: str,
+        pod: Object,
+        metrics: dict[str, float],
+        remaining: int | None = None,
+        token: str | None = None,
     ) -> requests.Response:
-        """Post progress from `pod` as transformers does it: address, authority and token are those of the pod."""
+        """Post progress from `pod` as transformers does it: address, authority and token are those of the pod; an older
+        token where one is given.
+        """
+        update = KubeflowUpdate(
+            trainer_status=KubeflowStatus(
+                estimated_remaining_seconds=remaining,
+                metrics=tuple(KubeflowMetric(name=key, value=str(value)) for key, value in metrics.items()),
+                last_updated_time="2026-01-01T00:00:00Z",
+            )
+        )
+        return self.post(job, pod, update, token or self.token(pod))
+
+    def post(self, job: str, pod: Object, update: KubeflowUpdate, token: str) -> requests.Response:
+        """Post `update` from `pod`."""
         container = pod["spec"]["containers"][0]
         environment = {entry["name"]: entry.get("value") for entry in container.get("env", [])}
         labels = pod["metadata"]["labels"]
@@ -278,17 +296,10 @@ class World:
         assert found is not None
         authority = self.operator.folder / f"{job}.ca.crt"
         authority.write_text(found["data"]["ca.crt"])
-        update = KubeflowUpdate(
-            trainer_status=KubeflowStatus(
-                estimated_remaining_seconds=remaining,
-                metrics=tuple(KubeflowMetric(name=key, value=str(value)) for key, value in metrics.items()),
-                last_updated_time="2026-01-01T00:00:00Z",
-            )
-        )
         return new_session().post(
             str(environment["KUBEFLOW_TRAINER_SERVER_URL"]),
             data=update.to_json(),
-            headers={"Authorization": f"Bearer {self.token(pod)}", "Content-Type": "application/json"},
+            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
             verify=str(authority),
             timeout=10,
         )

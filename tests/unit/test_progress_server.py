@@ -25,7 +25,7 @@ from finetune_operator.api.types import ProgressStatus
 from finetune_operator.shell.certificates import Certificates, TlsContexts, make, server_names
 from finetune_operator.shell.progress_protocol import BODY_LIMIT_BYTES, AttemptKey
 from finetune_operator.shell.progress_server import RELAYED_FOR, KnownPod, ProgressServer, ServerLimits
-from finetune_operator.shell.tokens import PodIdentity, ReviewUnavailableError
+from finetune_operator.shell.tokens import PodIdentity, ReviewUnavailableError, Verdict, verdict
 
 PATH = "/v1alpha1/namespaces/team/finetunejobs/tune/stages/train/attempts/2"
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -102,13 +102,14 @@ class Operator:
     def report(self, pod: KnownPod, progress: ProgressStatus, mark: str) -> None:
         self.reported.append((pod, progress))
 
-    async def review_token(self, token: str, audience: str) -> Mapping[str, Any]:
+    async def review_token(self, token: str, audience: str) -> Verdict:
         self.asked.append(token)
         assert audience == "finetune.dev/progress"
         await asyncio.sleep(0)
         if self.away:
             raise ReviewUnavailableError
-        return self.reviews.get(token, {"authenticated": False, "error": f"invalid bearer token {token}"})
+        status = self.reviews.get(token, {"authenticated": False, "error": f"invalid bearer token {token}"})
+        return verdict(status, audience)
 
 
 CERTIFICATES = make(server_names("ops", None), datetime.now(UTC))
@@ -527,10 +528,10 @@ def test_a_report_in_hand_is_finished_when_the_server_stops() -> None:
     operator = Operator()
     arrived, go_on = asyncio.Event(), asyncio.Event()
 
-    async def slow(token: str, audience: str) -> Mapping[str, Any]:
+    async def slow(token: str, audience: str) -> Verdict:
         arrived.set()
         await go_on.wait()
-        return operator.reviews[token]
+        return verdict(operator.reviews[token], audience)
 
     operator.review_token = slow  # type: ignore[method-assign]
 

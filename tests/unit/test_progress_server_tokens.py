@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,20 +15,16 @@ from hypothesis import strategies as st
 
 from finetune_operator.shell import tokens
 from finetune_operator.shell.rates import Rate
-from finetune_operator.shell.tokens import PodIdentity, RefusedToken, ReviewUnavailableError, TokenChecker, expiry
+from finetune_operator.shell.tokens import (
+    PodIdentity,
+    RefusedToken,
+    ReviewUnavailableError,
+    TokenChecker,
+    Verdict,
+    expiry,
+)
 
 POD = PodIdentity("team", "pod-0", "uid-0")
-ANSWER = {
-    "authenticated": True,
-    "audiences": ["finetune.dev/progress"],
-    "user": {
-        "username": "system:serviceaccount:team:default",
-        "extra": {
-            "authentication.kubernetes.io/pod-name": ["pod-0"],
-            "authentication.kubernetes.io/pod-uid": ["uid-0"],
-        },
-    },
-}
 REFUSAL = RefusedToken("the token is not valid for audience finetune.dev/progress")
 
 
@@ -45,11 +41,11 @@ class Reviews:
     asked: list[str] = field(default_factory=list)
     wait: Callable[[], Awaitable[None]] | None = None
 
-    async def review_token(self, token: str, audience: str) -> Mapping[str, Any]:
+    async def review_token(self, token: str, audience: str) -> Verdict:
         self.asked.append(token)
         if self.wait is not None:
             await self.wait()
-        return ANSWER if token in self.good else {"authenticated": False}
+        return POD if token in self.good else REFUSAL
 
     def checker(self, **sizes: int) -> TokenChecker:
         return TokenChecker(self, clock=lambda: self.now, **sizes)
@@ -131,7 +127,7 @@ def test_no_answer_is_no_verdict_and_is_not_remembered(monkeypatch: pytest.Monke
         return str(caught.value), await checker.check("a")
 
     message, verdict = asyncio.run(go())
-    assert message == "no answer to a TokenReview within 0 s"
+    assert message == "no review of a token within 0 s"
     assert verdict == POD
 
 

@@ -34,6 +34,8 @@ from finetune_operator.shell.kube import (
     error_of,
     resource_of,
 )
+from finetune_operator.shell.serving import KubeKeys
+from finetune_operator.shell.token_keys import KeysUnavailableError
 
 Answer = tuple[int, Any, dict[str, str]]
 
@@ -166,6 +168,40 @@ def test_what_may_pass_is_tried_again(first: int):
     assert len(ran.slept) == 2
     assert FIRST_DELAY_SECONDS / 2 <= ran.slept[0] <= FIRST_DELAY_SECONDS
     assert FIRST_DELAY_SECONDS <= ran.slept[1] <= FIRST_DELAY_SECONDS * 2
+
+
+ISSUER: Answer = (200, {"issuer": "https://issuer", "jwks_uri": "https://elsewhere.example.com/keys"}, {})
+KEYS: Answer = (200, {"keys": []}, {"Content-Type": "application/jwk-set+json"})
+
+
+def test_the_issuer_of_tokens_and_its_keys_are_read_from_the_api_server_and_nowhere_else():
+    ran = call(lambda kube: KubeKeys(kube).read_issuer(), ISSUER, KEYS)
+
+    assert ran.value == (ISSUER[1], KEYS[1])
+    assert ran.server.asked == [
+        ("GET", "/.well-known/openid-configuration", None),
+        ("GET", "/openid/v1/jwks", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "help"),
+    [
+        (403, "ClusterRoleBinding system:service-account-issuer-discovery"),
+        (404, "--service-account-issuer is an https URL"),
+        (401, "401 Odd: because"),
+        (500, "500 Odd: because"),
+    ],
+)
+def test_an_issuer_that_cannot_be_read_is_told_with_what_helps(code: int, help: str):
+    async def read(kube: Kube) -> str:
+        with pytest.raises(KeysUnavailableError) as caught:
+            await KubeKeys(kube).read_issuer()
+        return str(caught.value)
+
+    said = call(read, code).value
+    assert f"get /.well-known/openid-configuration: {code} Odd: because" in said
+    assert help in said
 
 
 def test_a_create_whose_connection_breaks_is_tried_again():

@@ -47,7 +47,7 @@ annotations:
 {{- with .image.digest }}@{{ . }}{{ end -}}
 {{- end }}
 
-{{/* settings.yaml. Without the right to review tokens, pods could not report progress: then they are not told to. */}}
+{{/* settings.yaml. Without the right to review tokens, those of pods that report progress are verified by the API server's public keys. */}}
 {{- define "finetune-operator.settings" -}}
 {{- $settings := deepCopy .Values.settings -}}
 {{- $image := include "finetune-operator.image" (dict "root" . "image" .Values.trainer.image) -}}
@@ -55,7 +55,7 @@ annotations:
 {{- if .Values.watchNamespaces -}}
 {{- $_ := set $settings "namespaces" .Values.watchNamespaces -}}
 {{- if not .Values.rbac.tokenReview -}}
-{{- $_ := set $settings "progress" (merge (dict) ($settings.progress | default dict) (dict "enabled" false)) -}}
+{{- $_ := set $settings "progress" (merge (dict) ($settings.progress | default dict) (dict "tokens" "keys")) -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $settings -}}

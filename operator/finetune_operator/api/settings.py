@@ -6,7 +6,7 @@ cluster uses `LOCAL_SETTINGS`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import Field, StringConstraints
 
@@ -112,6 +112,9 @@ class Limits(SpecModel):
     )
 
 
+ProgressTokens: TypeAlias = Literal["review", "keys"]
+
+
 class Progress(SpecModel):
     """How pods report progress to the operator."""
 
@@ -120,6 +123,13 @@ class Progress(SpecModel):
         default=None,
         description="Address of the progress server as pods see it, https://host:port. Left out: the operator's "
         "Service finetune-operator-progress in its own namespace.",
+    )
+    tokens: ProgressTokens = Field(
+        default="review",
+        description="How the operator knows whose token a report carries. review: it asks the API server for a "
+        "TokenReview, which is a right in the cluster. keys: it verifies the token by the API server's public keys, "
+        "which every service account may read. Default review; the chart with watchNamespaces says keys, unless "
+        "rbac.tokenReview is true.",
     )
     status_seconds: Annotated[float, Field(ge=0.1, le=3600)] = Field(
         default=5, description="Least time between two writes of one job's progress into its status. Default 5."

@@ -19,12 +19,14 @@ What is used, and so what the Roles in manifests/operator grant:
 | "" | pods/log | get | jobs | end of a failed pod's log |
 | "" | events | create | jobs | the story |
 | apiextensions.k8s.io | customresourcedefinitions | list watch | cluster | later kinds (cluster-wide only) |
-| authentication.k8s.io | tokenreviews | create | cluster | tokens of progress posts |
+| authentication.k8s.io | tokenreviews | create | cluster | tokens of progress posts (progress.tokens: review) |
+| none | /.well-known/openid-configuration /openid/v1/jwks | get | cluster | the same (progress.tokens: keys) |
 | coordination.k8s.io | leases | get create update | own | leadership (leader.py) |
 | "" | secrets | get create update | own | the progress server's certificate |
 
 Where: `jobs` = the namespaces of jobs, `own` = the operator's own, `cluster` = no namespace. Watches, and one more list
-of what is watched, are kopf's. Discovery (/api, /apis, /version) is open to every authenticated client.
+of what is watched, are kopf's. Discovery (/api, /apis, /version) is open to every authenticated client, and no Role of
+ours grants the two paths of the issuer: `system:service-account-issuer-discovery` binds all service accounts to them.
 """
 
 from __future__ import annotations
@@ -78,6 +80,9 @@ LOG_BYTES = 256 * 1024
 LOG_CHARACTERS = 4096
 EVENT_MESSAGE = 1024
 """Longest message of a core/v1 Event that the API server takes, in bytes."""
+ISSUER_PATH = "/.well-known/openid-configuration"
+KEYS_PATH = "/openid/v1/jwks"
+"""Of the API server itself. `jwks_uri` of the former may name another server, which is none of ours to ask."""
 _METHODS: Mapping[Verb, str] = {
     "get": "GET",
     "list": "GET",
@@ -145,6 +150,8 @@ RESOURCES: tuple[Resource, ...] = (
     WEBHOOK,
 )
 _BY_KIND = {(each.api_version, each.kind): each for each in RESOURCES}
+OPENID = "openid"
+"""What requests about the issuer of tokens are about, which is no resource."""
 LAUNCHER_RESOURCES: Mapping[LauncherName, Resource] = {"pytorchjob": PYTORCH_JOB, "mpijob": MPI_JOB, "job": JOB}
 
 
@@ -426,6 +433,13 @@ class Kube:
             isinstance(each, dict) and each.get("name") == resource.plural for each in kinds
         )
 
+    async def token_issuer(self) -> tuple[Manifest, Manifest]:
+        """Who signs the tokens of service accounts, as OpenID Connect's discovery tells it, and their public keys, a
+        JSON web key set. ForbiddenError where somebody took the right from service accounts; NotFoundError where the
+        API server's issuer is no https URL, as it then publishes neither.
+        """
+        return await self._json("get", OPENID, ISSUER_PATH), await self._json("get", OPENID, KEYS_PATH)
+
     # ------------------------------------------------------------------------------------------------------- writing
 
     async def create(self, manifest: Manifest, namespace: str | None = None) -> Manifest:
@@ -506,7 +520,7 @@ class Kube:
     async def _json(
         self,
         verb: Verb,
-        resource: Resource,
+        resource: Resource | str,
         path: str,
         *,
         query: Query | None = None,
@@ -536,7 +550,7 @@ class Kube:
     async def _request(
         self,
         verb: Verb,
-        resource: Resource,
+        resource: Resource | str,
         path: str,
         *,
         query: Query | None = None,
@@ -546,7 +560,8 @@ class Kube:
         tries: int = TRIES,
         subresource: str | None = None,
     ) -> bytes:
-        counted = resource.plural if subresource is None else f"{resource.plural}/{subresource}"
+        counted = resource if isinstance(resource, str) else resource.plural
+        counted = counted if subresource is None else f"{counted}/{subresource}"
         for attempt in range(1, tries + 1):
             began = time.monotonic()
             try:

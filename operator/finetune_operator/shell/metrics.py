@@ -31,12 +31,12 @@ from finetune_operator.reconcile.status import ended
 from finetune_operator.reconcile.times import moment
 from finetune_operator.reconcile.types import JobView
 from finetune_operator.shell.families import OTHER, Families, Family
-from finetune_operator.shell.kube import LAUNCHER_RESOURCES, RESOURCES
+from finetune_operator.shell.kube import LAUNCHER_RESOURCES, OPENID, RESOURCES
 
 RESYNC_REASONS = frozenset({"start", "leadership", "outage", "relist"})
 VERBS = frozenset({"get", "list", "watch", "create", "update", "patch", "delete"})
 RESOURCE_NAMES = frozenset(
-    {"leases", "finetunejobs/status", "pods/log"}
+    {"leases", "finetunejobs/status", "pods/log", OPENID}
     | {resource.plural for resource in RESOURCES}
     | {f"{resource.plural}/discovery" for resource in LAUNCHER_RESOURCES.values()}
 )

@@ -1,7 +1,7 @@
 """The operator's servers as one service: started before it works, stopped after it.
 
-Here the servers' own small views of an operator (`World`, `Health`, `SecretStore`, `TokenReviewer`) meet the state that
-there is. The servers themselves know nothing of it.
+Here the servers' own small views of an operator (`World`, `Health`, `SecretStore`, `TokenReviewer`, `KeySource`) meet
+the state that there is. The servers themselves know nothing of it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -36,6 +36,7 @@ from finetune_operator.shell.kube import (
     AlreadyExistsError,
     ApiError,
     ConflictError,
+    ForbiddenError,
     Kube,
     NotFoundError,
 )
@@ -44,22 +45,33 @@ from finetune_operator.shell.progress_protocol import AttemptKey, later
 from finetune_operator.shell.progress_server import PORT, KnownPod, ProgressServer
 from finetune_operator.shell.queue import JobKey
 from finetune_operator.shell.state import OperatorState
-from finetune_operator.shell.tokens import ReviewUnavailableError
+from finetune_operator.shell.token_keys import KeyReviewer, KeysUnavailableError
+from finetune_operator.shell.tokens import ReviewUnavailableError, TokenReviewer, Verdict, verdict
 from finetune_operator.shell.webhook import FolderCertificate, WebhookOptions, WebhookServer, tell_authority
 
 log = logging.getLogger(__name__)
 
 SOONEST = timedelta(minutes=1)
 """Between two looks at the certificates, also when the API server gives no answer."""
+_WITHOUT_REVIEW = " Grant `create` on tokenreviews, or set progress.tokens to keys, which needs no right."
+_OTHER_WAY = "or grants `create` on tokenreviews, for progress.tokens review"
+_WITHOUT_DISCOVERY = (
+    "every service account may read them where the ClusterRoleBinding system:service-account-issuer-discovery is as "
+    f"Kubernetes makes it: an administrator of the cluster restores it, {_OTHER_WAY}"
+)
+_WITHOUT_ISSUER = (
+    "an API server publishes them when its --service-account-issuer is an https URL: an administrator of the cluster "
+    f"sets one, {_OTHER_WAY}"
+)
 
 
 class KubeReviewer:
-    """Asks the API server about tokens."""
+    """A `tokens.TokenReviewer` that asks the API server about each token."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
 
-    async def review_token(self, token: str, audience: str) -> Mapping[str, Any]:
+    async def review_token(self, token: str, audience: str) -> Verdict:
         """See `tokens.TokenReviewer`."""
         review: Manifest = {
             "apiVersion": TOKEN_REVIEW.api_version,
@@ -70,9 +82,32 @@ class KubeReviewer:
             status = (await self._kube.create(review)).get("status")
         except ApiError as error:
             # Without the API server's sentence, which might repeat what was asked.
-            log.warning("A token of a progress report could not be reviewed: %d %s.", error.code, error.reason)
+            log.warning(
+                "A token of a progress report could not be reviewed: %d %s.%s",
+                error.code,
+                error.reason,
+                _WITHOUT_REVIEW if isinstance(error, ForbiddenError) else "",
+            )
             raise ReviewUnavailableError from None
-        return status if isinstance(status, dict) else {}
+        return verdict(status if isinstance(status, dict) else {}, audience)
+
+
+class KubeKeys:
+    """The keys that the API server publishes."""
+
+    def __init__(self, kube: Kube) -> None:
+        self._kube = kube
+
+    async def read_issuer(self) -> tuple[Manifest, Manifest]:
+        """See `token_keys.KeySource`."""
+        try:
+            return await self._kube.token_issuer()
+        except ForbiddenError as error:
+            raise KeysUnavailableError(f"{error}; {_WITHOUT_DISCOVERY}") from error
+        except NotFoundError as error:
+            raise KeysUnavailableError(f"{error}; {_WITHOUT_ISSUER}") from error
+        except ApiError as error:
+            raise KeysUnavailableError(str(error)) from error
 
 
 class KubeSecrets:
@@ -255,13 +290,27 @@ class Servers:
         self, state: OperatorState, view: OperatorView, tls: TlsContexts, base_url: str
     ) -> Callable[[Certificates], Awaitable[None]]:
         """Gives what has to be told of each new certificate."""
-        self._progress = ProgressServer(view, KubeReviewer(state.kube), tls, counted=self._metrics.progress_post)
+        reviewer = await self._reviewer(state)
+        self._progress = ProgressServer(view, reviewer, tls, counted=self._metrics.progress_post)
         self.progress_port = await self._progress.start(self._host, self.progress_port)
 
         async def tell(certificates: Certificates) -> None:
             state.progress_endpoint = ProgressEndpoint(base_url, certificates.authority, state.namespace or None)
 
         return tell
+
+    async def _reviewer(self, state: OperatorState) -> TokenReviewer:
+        """As the settings say. Where that way is closed it stays so: another one would hide what is missing."""
+        match state.settings.progress.tokens:
+            case "review":
+                log.info("Tokens of progress reports are reviewed by the API server (progress.tokens: review).")
+                return KubeReviewer(state.kube)
+            case "keys":
+                log.info("Tokens of progress reports are verified by public keys (progress.tokens: keys).")
+                reviewer = KeyReviewer(KubeKeys(state.kube))
+                await reviewer.renew()
+                self._keep(state, reviewer.follow(), "renewal of the keys of tokens")
+                return reviewer
 
     async def _start_webhook(
         self, state: OperatorState, view: OperatorView, options: WebhookOptions, tls: ssl.SSLContext

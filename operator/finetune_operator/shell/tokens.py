@@ -1,4 +1,7 @@
-"""Whose token it is: asks the API server (TokenReview) and remembers the answer for a while.
+"""Whose token it is: has it reviewed, by one of two ways, and remembers the answer for a while.
+
+The ways: the API server is asked (TokenReview), which is a right in the cluster, or the token is verified here by the
+API server's public keys (token_keys.py). An administrator chooses; neither takes the place of the other by itself.
 
 A token is remembered by its SHA-256, never by itself, and good answers at most until the token expires. Tokens that
 were refused are kept apart from good ones and shortly, so that guessing neither pushes good ones out nor asks for the
@@ -23,10 +26,10 @@ REMEMBER_SECONDS = 600.0
 """Most for a good answer: so long a token of a deleted pod stays known, and the pod has to be in the store besides."""
 REMEMBER_REFUSED_SECONDS = 10.0
 REVIEW_SECONDS = 10.0
-"""Most for one question to the API server."""
+"""Most for one review, requests to the API server included."""
 _POD_NAME = "authentication.kubernetes.io/pod-name"
 _POD_UID = "authentication.kubernetes.io/pod-uid"
-_ACCOUNT = "system:serviceaccount:"
+ACCOUNT = "system:serviceaccount:"
 
 
 @dataclass(frozen=True)
@@ -49,32 +52,40 @@ Verdict: TypeAlias = PodIdentity | RefusedToken
 
 
 class ReviewUnavailableError(Exception):
-    """The API server did not answer; nothing is known about the token."""
+    """What a review needs is not to be had now; nothing is known about the token."""
 
 
 class TokenReviewer(Protocol):
-    """Who asks the API server."""
+    """One way to know whose token it is."""
 
-    async def review_token(self, token: str, audience: str) -> Mapping[str, Any]:
-        """`status` of a TokenReview. Raises ReviewUnavailableError."""
+    async def review_token(self, token: str, audience: str) -> Verdict:
+        """The pod that the token was made for, or why it is of no use. Raises ReviewUnavailableError."""
         ...
 
 
-def verdict(status: Mapping[str, Any]) -> Verdict:
+NOT_BOUND = RefusedToken("the token is not bound to a pod; use the one that is mounted into the pod")
+
+
+def not_valid(audience: str) -> RefusedToken:
+    """What is said of a token about which there is nothing better to say."""
+    return RefusedToken(f"the token is not valid for audience {audience}")
+
+
+def verdict(status: Mapping[str, Any], audience: str) -> Verdict:
     """What the status of a TokenReview says about the token."""
     if status.get("authenticated") is not True:
-        return RefusedToken(f"the token is not valid for audience {PROGRESS_AUDIENCE}")
+        return not_valid(audience)
     # An API server that does not know audiences answers `authenticated` without any: such a token may be meant for
     # somebody else.
-    if PROGRESS_AUDIENCE not in (status.get("audiences") or ()):
-        return RefusedToken(f"the token is not for audience {PROGRESS_AUDIENCE}")
+    if audience not in (status.get("audiences") or ()):
+        return RefusedToken(f"the token is not for audience {audience}")
     user = status.get("user") or {}
     extra = user.get("extra") or {}
     account = str(user.get("username", ""))
     names, uids = extra.get(_POD_NAME) or [], extra.get(_POD_UID) or []
-    if not account.startswith(_ACCOUNT) or len(names) != 1 or len(uids) != 1:
-        return RefusedToken("the token is not bound to a pod; use the one that is mounted into the pod")
-    return PodIdentity(account.removeprefix(_ACCOUNT).partition(":")[0], str(names[0]), str(uids[0]))
+    if not account.startswith(ACCOUNT) or len(names) != 1 or len(uids) != 1:
+        return NOT_BOUND
+    return PodIdentity(account.removeprefix(ACCOUNT).partition(":")[0], str(names[0]), str(uids[0]))
 
 
 def expiry(token: str) -> float | None:
@@ -129,10 +140,9 @@ class TokenChecker:
     async def _ask(self, key: bytes, token: str) -> Verdict:
         try:
             async with asyncio.timeout(REVIEW_SECONDS):
-                status = await self._reviewer.review_token(token, PROGRESS_AUDIENCE)
+                found = await self._reviewer.review_token(token, PROGRESS_AUDIENCE)
         except TimeoutError as error:
-            raise ReviewUnavailableError(f"no answer to a TokenReview within {REVIEW_SECONDS:.0f} s") from error
-        found = verdict(status)
+            raise ReviewUnavailableError(f"no review of a token within {REVIEW_SECONDS:.0f} s") from error
         now = self._clock()
         if isinstance(found, RefusedToken):
             self._refused.put(key, found, now + REMEMBER_REFUSED_SECONDS)

@@ -116,6 +116,7 @@ def story(release: Release, team: Team, tmp_path_factory: pytest.TempPathFactory
     release.ready()
     seen.replicas.append(release.replicas())
     seen.takeover_seconds = _taken_over(box)
+    print(f"installed in {seen.install_seconds:.1f} s, another replica acted after {seen.takeover_seconds:.1f} s")
     release.helm("rollback", RELEASE, "1", "--wait")
     release.ready()
     seen.replicas.append(release.replicas())
@@ -199,7 +200,7 @@ def test_the_api_server_asks_the_webhook_through_its_service(story: Story, relea
     team.apply(name, tiny_spec(runPolicy={"suspend": True}))
     team.delete(name)
     release.helm("upgrade", RELEASE, str(CHART), "--reuse-values", "--set", "webhook.enabled=false", "--wait")
-    assert release.box.kubectl("get", "validatingwebhookconfigurations", "-o", "name") == ""
+    assert RELEASE not in release.box.kubectl("get", "validatingwebhookconfigurations", "-o", "name")
 
 
 def test_uninstalling_leaves_jobs_results_and_their_kind(story: Story, release: Release, team: Team) -> None:

@@ -1,0 +1,240 @@
+"""Verifies tokens by the public keys of their issuer: for an operator that has no right to a TokenReview.
+
+What the API server would look up is not looked up here: whether the pod is still there. The progress server asks the
+operator's store for that, by name and uid, so that the token of a deleted pod opens nothing. A service account that was
+deleted while its pod runs on is not noticed until the token's end, an hour at most as the kubelet asks for it.
+
+The algorithm is the key's and never the token's word alone: a token cannot choose `none`, nor have a public key taken
+for a shared secret. Only asymmetric algorithms that Kubernetes signs with are known.
+
+Keys are read again from time to time, and when a token shows a key or an issuer that is not known, as after a rotation;
+for that not more often than every half minute, as anybody can send such tokens. Keys that could not be read again for
+an hour are not believed any longer: one of them may have been withdrawn. Nothing here logs any part of a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jwt
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from finetune_operator.shell.tokens import (
+    ACCOUNT,
+    NOT_BOUND,
+    PodIdentity,
+    RefusedToken,
+    ReviewUnavailableError,
+    Verdict,
+    not_valid,
+)
+
+log = logging.getLogger(__name__)
+
+ALGORITHMS = frozenset({"RS256", "ES256", "ES384", "ES512"})
+"""What an API server signs with, by the kind of its key (pkg/serviceaccount/jwt.go of Kubernetes)."""
+LEEWAY_SECONDS = 30
+"""For clocks of the API server's machine and of ours that differ."""
+RENEW_SECONDS = 600.0
+AGAIN_SECONDS = 60.0
+"""After keys could not be read."""
+SOONEST_SECONDS = 30.0
+"""Between two reads that tokens cause."""
+STALE_SECONDS = 3600.0
+_REQUIRED = ["iss", "sub", "aud", "exp", "iat", "nbf"]
+"""Claims that an API server gives every bound token."""
+
+
+class KeysUnavailableError(Exception):
+    """The issuer's keys cannot be had; says why and what helps."""
+
+
+class KeySource(Protocol):
+    """Where the issuer's keys are read."""
+
+    async def read_issuer(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+        """The issuer's description (OpenID Connect Discovery) and its JSON web key set. Raises
+        KeysUnavailableError.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class IssuerKeys:
+    """What a token has to come from."""
+
+    issuer: str
+    keys: Mapping[str, jwt.PyJWK]
+    """By key id; all of them public."""
+
+    @classmethod
+    def of(cls, description: Mapping[str, Any], key_set: Mapping[str, Any]) -> IssuerKeys:
+        """The keys that can be used here; others, as of kinds yet to come, are passed over. KeysUnavailableError when
+        there are none.
+        """
+        issuer, found = description.get("issuer"), key_set.get("keys")
+        keys = {key.key_id: key for key in map(_key, found if isinstance(found, list) else ()) if key and key.key_id}
+        if not isinstance(issuer, str) or not issuer or not keys:
+            raise KeysUnavailableError("the API server names no issuer, or no key that can be used here")
+        return cls(issuer, keys)
+
+
+def _key(found: object) -> jwt.PyJWK | None:
+    """A key for verifying signatures; None for anything else."""
+    if not isinstance(found, dict) or found.get("use", "sig") != "sig":
+        return None
+    try:
+        key = jwt.PyJWK(found)
+    except jwt.PyJWTError:
+        return None
+    return key if key.algorithm_name in ALGORITHMS else None
+
+
+class KeyReviewer:
+    """A `tokens.TokenReviewer` that asks nobody about a token."""
+
+    def __init__(
+        self,
+        source: KeySource,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._source = source
+        self._clock = clock
+        self._sleep = sleep
+        self._known: IssuerKeys | None = None
+        self._known_at = 0.0
+        self._tried_at = 0.0
+        self._failed = True
+        self._reading = asyncio.Lock()
+
+    async def follow(self) -> None:
+        """Keep the keys new; for ever."""
+        while True:
+            await self._sleep(AGAIN_SECONDS if self._failed else RENEW_SECONDS)
+            await self.renew()
+
+    async def renew(self) -> None:
+        """Read the keys. What stands in the way is told in the log, and those that are known stay for a while."""
+        async with self._reading:
+            await self._read()
+
+    async def review_token(self, token: str, audience: str) -> Verdict:
+        """See `tokens.TokenReviewer`."""
+        known = self._usable()
+        try:
+            return _verified(token, known, audience)
+        except _StrangerError:
+            renewed = await self._renewed(known)
+        try:
+            return _verified(token, renewed, audience)
+        except _StrangerError:
+            return RefusedToken("the token is not signed by a key of this cluster")
+
+    def _usable(self) -> IssuerKeys:
+        if self._known is None or self._stale():
+            raise ReviewUnavailableError("the issuer's keys could not be read")
+        return self._known
+
+    def _stale(self) -> bool:
+        return self._clock() - self._known_at > STALE_SECONDS
+
+    async def _renewed(self, before: IssuerKeys) -> IssuerKeys:
+        """Keys that are newer than those which a token did not fit, unless these are new themselves."""
+        async with self._reading:
+            # Of many who wait here the first one reads for all.
+            if self._known is before and self._clock() - self._tried_at >= SOONEST_SECONDS:
+                await self._read()
+            if self._failed:
+                raise ReviewUnavailableError("the issuer's keys could not be read again")
+            return self._usable()
+
+    async def _read(self) -> None:
+        self._tried_at, self._failed = self._clock(), True
+        try:
+            found = IssuerKeys.of(*await self._source.read_issuer())
+        except KeysUnavailableError as error:
+            log.warning("Public keys, by which tokens of progress reports are verified, cannot be read: %s.", error)
+            if self._known is None or self._stale():
+                log.warning("Until they can be read, all progress reports are answered with 503.")
+            return
+        if self._known is None or (self._known.issuer, set(self._known.keys)) != (found.issuer, set(found.keys)):
+            log.info("Tokens of progress reports are those of %s; public keys: %d.", found.issuer, len(found.keys))
+        self._known, self._known_at, self._failed = found, self._clock(), False
+
+
+# ------------------------------------------------------------------------------------------------------- one token
+
+
+class _StrangerError(Exception):
+    """The token's key or issuer is not among those that are known."""
+
+
+class _Bound(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    name: str = Field(min_length=1)
+    uid: str = Field(min_length=1)
+
+
+class _Place(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    namespace: str = Field(min_length=1)
+    pod: _Bound
+    serviceaccount: _Bound
+
+
+class _Claims(BaseModel):
+    """What an API server says in a token that is bound to a pod."""
+
+    model_config = ConfigDict(strict=True)
+
+    sub: str
+    place: _Place = Field(alias="kubernetes.io")
+
+
+def _verified(token: str, known: IssuerKeys, audience: str) -> Verdict:
+    """What the token says, if one of the keys has signed it. Raises _StrangerError."""
+    try:
+        key_id = jwt.get_unverified_header(token).get("kid")
+        if not isinstance(key_id, str):
+            return not_valid(audience)
+        key = known.keys.get(key_id)
+        if key is None:
+            raise _StrangerError
+        claims = jwt.decode(
+            token,
+            key,
+            algorithms=[key.algorithm_name],
+            audience=audience,
+            issuer=known.issuer,
+            leeway=LEEWAY_SECONDS,
+            options={"require": _REQUIRED},
+        )
+    except jwt.InvalidIssuerError as error:
+        raise _StrangerError from error
+    except jwt.ExpiredSignatureError:
+        return RefusedToken("the token has expired")
+    except jwt.ImmatureSignatureError:
+        return RefusedToken("the token is not valid yet")
+    except jwt.PyJWTError:
+        return not_valid(audience)
+    return _identity(claims)
+
+
+def _identity(claims: Mapping[str, Any]) -> Verdict:
+    try:
+        said = _Claims.model_validate(claims)
+    except ValidationError:
+        return NOT_BOUND
+    place = said.place
+    if said.sub != f"{ACCOUNT}{place.namespace}:{place.serviceaccount.name}":
+        return NOT_BOUND
+    return PodIdentity(place.namespace, place.pod.name, place.pod.uid)

@@ -1,0 +1,42 @@
+"""What takes the place of machines and training operators around an API server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster_support.access import AsyncApi
+from cluster_support.background import Background
+from cluster_support.control_plane import Cluster, needs_controllers
+from cluster_support.gangs import Gangs
+from cluster_support.kubelet import Kubelet
+
+
+@dataclass(frozen=True)
+class StandIns:
+    """Those of one cluster."""
+
+    background: Background
+    kubelet: Kubelet
+    gangs: Gangs
+    watching: AsyncApi
+
+
+@contextmanager
+def running_stand_ins(cluster: Cluster, folder: Path) -> Iterator[StandIns]:
+    """Nodes and training operators; the test is skipped where no controllers run."""
+    needs_controllers(cluster)
+    background = Background()
+    api = AsyncApi(cluster.access)
+    background.run(api.open())
+    kubelet = Kubelet(api, background, folder)
+    gangs = Gangs(api, background)
+    kubelet.up()
+    gangs.up()
+    try:
+        yield StandIns(background, kubelet, gangs, api)
+    finally:
+        kubelet.down()
+        background.close(api.close())

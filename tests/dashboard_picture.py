@@ -1,0 +1,126 @@
+"""Pictures of the Grafana dashboards for the documentation, from what a real operator told.
+
+    python tests/dashboard_picture.py record RUN RUN RUN RUN   lets a fleet work for twenty minutes, keeps the samples
+    python tests/dashboard_picture.py draw                     draws docs/dashboard-*.svg from them
+
+The samples are those of `tests/picture_support/recording.py`, which tells what is real in them and what is not. A
+Prometheus server answers each panel's expressions, and what it answers is laid out as Grafana does it. There is no
+Grafana in it: a picture that a browser makes of one is large, and nobody could make it again without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from monitoring import FILES, ROOT
+from picture_support.panels import View, ask
+from picture_support.recording import MINUTES, SHOWN, TEAM, metrics_of, record
+from picture_support.replay import Run
+from picture_support.samples import PROGRAMS, Engine, Samples, engine, missing_programs
+from picture_support.svg import box_of, dashboard_svg
+
+DASHBOARDS: dict[str, dict[str, Any]] = {
+    path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted((FILES / "dashboards").glob("*.json"))
+}
+SAMPLES = Path(__file__).parent / "picture_support" / "samples.yaml"
+DOCS = ROOT / "docs"
+_BEFORE, _AFTER = 20, 40
+"""Seconds that the picture of one job shows before its creation and after its end."""
+
+
+def picture(name: str) -> Path:
+    return DOCS / f"dashboard-{name}.svg"
+
+
+def view_of(name: str, samples: Samples) -> View:
+    """What is chosen in the pictures: one job's life, or all that was recorded."""
+    if name != "job":
+        return View(samples.start, samples.end, {"namespace": ".*"}, {"Operator's namespace": "All"})
+    there = [
+        samples.start + number * samples.every
+        for series, values in samples.series.items()
+        if series.startswith("kube_finetunejob_created_time{")
+        for number, value in enumerate(values)
+        if value is not None
+    ]
+    ended = max(
+        value
+        for series, values in samples.series.items()
+        if series.startswith("kube_finetunejob_completion_time{")
+        for value in values
+        if value is not None
+    )
+    start, end = max(samples.start, there[0] - _BEFORE), min(samples.end, ended + _AFTER)
+    labels = {variable["name"]: variable["label"] for variable in DASHBOARDS["job"]["templating"]["list"]}
+    chosen = {"namespace": TEAM, "job": SHOWN}
+    return View(start, end, chosen, {labels[key]: value for key, value in chosen.items()})
+
+
+def mark(name: str, samples: Path) -> str:
+    """Of what the picture is made: when one of the two changes, it has to be drawn again."""
+    dashboard = json.dumps(DASHBOARDS[name], sort_keys=True).encode()
+    return " ".join(f"sha256:{hashlib.sha256(text).hexdigest()}" for text in (dashboard, samples.read_bytes()))
+
+
+def draw(name: str, file: Path, samples: Samples, prometheus: Engine) -> str:
+    """The dashboard as SVG, with the answers of `prometheus`, which has the samples of `file`."""
+    dashboard, view = DASHBOARDS[name], view_of(name, samples)
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    shown = {panel["id"]: ask(prometheus, panel, view, box_of(panel).w) for panel in panels}
+    return dashboard_svg(dashboard, shown, view, samples.source, mark(name, file))
+
+
+def draw_all(file: Path = SAMPLES) -> Mapping[str, str]:
+    """All pictures by the dashboard's name."""
+    samples = Samples.read(file)
+    with engine(samples) as prometheus:
+        return {name: draw(name, file, samples, prometheus) for name in DASHBOARDS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser(
+        "record",
+        help="let a fleet work, and keep what its operator tells",
+        description="Needs the programs of a control plane, as tests/cluster does (KUBEBUILDER_ASSETS).",
+    )
+    recording.add_argument(
+        "runs",
+        nargs=4,
+        type=Path,
+        metavar="RUN",
+        help="folder of a job that `finetune run` has left, for pods to play again; of the fourth the short jobs",
+    )
+    recording.add_argument("--minutes", type=float, default=MINUTES)
+    recording.add_argument("--every", type=int, default=5, metavar="SECONDS", help="time between two scrapes")
+    recording.add_argument("--samples", type=Path, default=SAMPLES, help="file that they are written to")
+    drawing = commands.add_parser(
+        "draw", help="draw the dashboards", description=f"Needs {' and '.join(PROGRAMS)} in PATH."
+    )
+    drawing.add_argument("--samples", type=Path, default=SAMPLES, help="file that `record` has written")
+    drawing.add_argument("--folder", type=Path, default=DOCS, help="where the pictures go")
+    arguments = parser.parse_args()
+    if arguments.command == "record":
+        runs = [Run.read(folder) for folder in arguments.runs]
+        record(runs, arguments.samples, arguments.minutes, arguments.every, metrics_of(DASHBOARDS), _say)
+        return
+    if missing := missing_programs():
+        parser.error(f"{' and '.join(missing)} not in PATH (Debian's package prometheus has them)")
+    for name, text in draw_all(arguments.samples).items():
+        path: Path = arguments.folder / picture(name).name
+        path.write_text(text, encoding="utf-8")
+        _say(f"{path}: {len(text) / 1024:.0f} KiB")
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

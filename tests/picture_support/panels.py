@@ -1,0 +1,171 @@
+"""What Grafana would show in each panel of a dashboard: its variables put in, its expressions answered by Prometheus.
+
+Only what the dashboards of the chart use is known here; anything else fails, so that a picture never shows a panel
+otherwise than Grafana would.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from picture_support.samples import Answer, Engine
+
+MIN_STEP_SECONDS = 15
+"""The scrape interval that Grafana takes for a Prometheus of which it is told none; it never asks more finely."""
+_STEPS = (1, 2, 5, 10, 15, 20, 30, 60, 120, 300, 600, 900, 1800, 3600)
+"""Seconds: to these Grafana rounds."""
+TYPES = ("stat", "timeseries", "table")
+
+
+@dataclass(frozen=True)
+class View:
+    """What is chosen at the top of the dashboard."""
+
+    start: float
+    end: float
+    """Unix times."""
+    variables: Mapping[str, str]
+    """Values as they go into an expression: `.*` for all."""
+    chosen: Mapping[str, str]
+    """The same as people read them, by the variable's label."""
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class Line:
+    """One series of a panel. An instant query gives it one point."""
+
+    name: str
+    points: list[tuple[float, float]]
+    labels: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A panel with its answers."""
+
+    panel: Mapping[str, Any]
+    lines: Sequence[Line]
+    step: float
+
+    @property
+    def title(self) -> str:
+        return str(self.panel["title"])
+
+    @property
+    def empty(self) -> bool:
+        return not self.lines
+
+    def table(self) -> tuple[list[str], list[list[str | float]]]:
+        """Column names and rows of a table panel: labels in order, then the value, less what is hidden."""
+        hidden: set[str] = set()
+        for change in self.panel["transformations"]:
+            assert change["id"] == "organize", change["id"]
+            hidden |= {name for name, yes in change["options"]["excludeByName"].items() if yes}
+        names = sorted({name for line in self.lines for name in line.labels} - hidden)
+        rows: list[list[str | float]] = [[line.labels.get(name, "") for name in names] for line in self.lines]
+        if "Value" not in hidden:
+            names = [*names, "Value"]
+            rows = [[*row, line.points[-1][1]] for row, line in zip(rows, self.lines, strict=True)]
+        return names, rows
+
+
+def step_of(seconds: float, pixels: float) -> float:
+    """Seconds between two points of a panel that is so wide."""
+    return next((step for step in _STEPS if step >= max(MIN_STEP_SECONDS, seconds / pixels)), float(_STEPS[-1]))
+
+
+def ask(engine: Engine, panel: Mapping[str, Any], view: View, pixels: float) -> Shown:
+    """The panel's answers; `pixels` is its width."""
+    assert panel["type"] in TYPES, f"{panel['title']}: a panel of type {panel['type']} cannot be drawn"
+    step, lines = step_of(view.seconds, pixels), []
+    for target in panel["targets"]:
+        expression = put_in(target["expr"], view, step)
+        if target["instant"]:
+            answers = engine.at(expression, view.end)
+        else:
+            # Grafana asks at whole steps, so that a picture does not tremble as time goes by.
+            start, end = (math.floor(moment / step) * step for moment in (view.start, view.end))
+            answers = engine.over(expression, start, end, step)
+        found = [_line(target["legendFormat"], answer) for answer in answers]
+        lines += sorted((line for line in found if line.points), key=lambda line: line.name)
+    return Shown(panel, lines, step)
+
+
+def put_in(expression: str, view: View, step: float) -> str:
+    """The expression as Grafana sends it."""
+    rate = max(step + MIN_STEP_SECONDS, 4 * MIN_STEP_SECONDS)
+    values = {"__rate_interval": f"{rate:g}s", "__range": f"{view.seconds:.0f}s", **view.variables}
+    return re.sub(r"\$(\w+)", lambda found: values[found[1]], expression)
+
+
+def _line(legend: str, answer: Answer) -> Line:
+    name = re.sub(r"\{\{\s*(\w+)\s*\}\}", lambda found: answer.labels.get(found[1], ""), legend)
+    return Line(name, [point for point in answer.points if not math.isnan(point[1])], answer.labels)
+
+
+# ---------------------------------------------------------------------------------------------------------------- units
+
+
+def in_words(value: float, unit: str, decimals: int | None = None, now: float = 0.0) -> tuple[str, str]:
+    """A value and its unit as Grafana writes them; `now` is the end of the range, for times ago."""
+    match unit:
+        case "none":
+            return _number(value, decimals), ""
+        case "short":
+            for size, letter in ((1e9, "Bil"), (1e6, "Mil"), (1e3, "K")):
+                if abs(value) >= size:
+                    return _number(value / size, decimals), letter
+            return _number(value, decimals), ""
+        case "bytes":
+            for size, letters in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+                if abs(value) >= size:
+                    return _number(value / size, decimals), letters
+            return _number(value, decimals), "B"
+        case "s":
+            return _duration(value, decimals)
+        case "h":
+            return _number(value, decimals), "hour"
+        case "percent":
+            return _number(value, decimals), "%"
+        case "percentunit":
+            return _number(100 * value, decimals), "%"
+        case "reqps" | "ops":
+            return _number(value, decimals), {"reqps": "req/s", "ops": "ops/s"}[unit]
+        case "dateTimeFromNow":
+            number, word = _duration(now - value / 1000, 0)
+            return f"{number} {'seconds' if word == 's' else word.replace('min', 'minute')}", "ago"
+    raise AssertionError(f"unit {unit} cannot be written")
+
+
+def _duration(value: float, decimals: int | None) -> tuple[str, str]:
+    for size, word in ((86_400, "days"), (3600, "hours"), (60, "mins")):
+        if abs(value) >= size:
+            number = _number(value / size, decimals)
+            return number, word.removesuffix("s") if number == "1" else word
+    if 0 < abs(value) < 1:
+        return _number(value * 1000, decimals), "ms"
+    return _number(value, decimals), "s"
+
+
+def _number(value: float, decimals: int | None) -> str:
+    """With three digits where nothing else is asked for."""
+    if decimals is not None:
+        return f"{value:.{decimals}f}"
+    digits = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2 if abs(value) >= 0.0995 else 3
+    text = f"{value:.{digits}f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def colour(value: float, defaults: Mapping[str, Any]) -> str:
+    """Name of the threshold's colour that holds for the value."""
+    assert defaults["thresholds"]["mode"] == "absolute"
+    steps = defaults["thresholds"]["steps"]
+    return str([step["color"] for step in steps if step["value"] is None or value >= step["value"]][-1])

@@ -1,0 +1,84 @@
+"""Trainings that have taken place, for pods that have no machine: what they said, when, and what they ended with.
+
+A run is the folder that `finetune run` leaves behind. Its progress reports, termination messages, measured facts and
+times are taken over as they are; only names, and the time of day, are those of the job that plays it again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cluster_support.plays import Play
+from finetune_contract.choices import Stage
+from finetune_contract.facts import DataFacts, ModelFacts
+from finetune_contract.layout import EXIT_CODES
+from finetune_contract.report import FailureReport, MeasuredFacts, Progress, TrainerReport
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training that has taken place."""
+
+    strategy: str
+    progress: dict[Stage, tuple[Progress, ...]]
+    reports: dict[Stage, TrainerReport]
+    measured: MeasuredFacts
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        plan = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        told, reports = {}, {}
+        for stage in Stage:
+            report, lines = folder / "reports" / f"{stage}-0.json", folder / "logs" / f"{stage}.progress.jsonl"
+            if report.is_file() and lines.is_file():
+                reports[stage] = TrainerReport.model_validate_json(report.read_text(encoding="utf-8"))
+                text = lines.read_text(encoding="utf-8")
+                told[stage] = tuple(Progress.model_validate_json(line) for line in text.splitlines())
+        measured = MeasuredFacts(
+            model=ModelFacts.model_validate(plan["model"]), data=DataFacts.model_validate(plan["data"])
+        )
+        return cls(plan["strategy"], told, reports, measured)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What one attempt at a stage says, and how it ends."""
+
+    play: Play
+    lines: Sequence[tuple[float, Progress]] = ()
+    """With the seconds since its pod began to run."""
+
+    def newest(self, seconds: float) -> Progress | None:
+        """What it has told last, so many seconds after its start."""
+        return next((line for at, line in reversed(self.lines) if at <= seconds), None)
+
+
+def attempt(run: Run, job: str, stage: Stage, after_step: int = 0, failure: FailureReport | None = None) -> Attempt:
+    """The stage as it went in `run`, from the step where an attempt before had its checkpoint; `failure` instead of its
+    success.
+    """
+    report, told = run.reports[stage], run.progress[stage]
+    # Before its first report a process loads its libraries and the model: an attempt that resumes does that again.
+    load = max(0.0, report.seconds - (told[-1].time - told[0].time))
+    rest = [line for line in told if line.step >= after_step]
+    lines = [(load + line.time - rest[0].time, line) for line in rest]
+    update: dict[str, object] = {"job": job, "measured": run.measured if stage is Stage.PREPARE else None}
+    if failure is not None:
+        update |= {"outcome": "failed", "failure": failure}
+    words = report.model_copy(update=update).to_termination_message()
+    play = Play(
+        lasts=lines[-1][0],
+        message=words,
+        exit_code=0 if failure is None else EXIT_CODES[failure.failure_class],
+        reason="Completed" if failure is None else "Error",
+    )
+    return Attempt(play, lines)
+
+
+def cut(whole: Attempt, seconds: float, end: Play) -> tuple[Attempt, int]:
+    """The attempt as far as it comes in so many seconds, where `end` happens; and the step it has reached."""
+    lines = [(at, line) for at, line in whole.lines if at <= seconds]
+    return Attempt(replace(end, lasts=seconds), lines), lines[-1][1].step if lines else 0

@@ -1,0 +1,207 @@
+"""Samples in a file that people can read, and in a real Prometheus that answers questions about them.
+
+The file is YAML with series in the notation of promtool's rule tests: `1x4` is five times 1, `_` a scrape without the
+series. Most figures of an operator stand still most of the time, so that minutes of scrapes fit into a few dozen KB.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import requests
+import yaml
+
+from cluster_support.access import new_session
+from cluster_support.control_plane import free_port
+
+PROGRAMS = ("prometheus", "promtool")
+
+
+@dataclass
+class Samples:
+    """Scrapes at even times. Each series has one value a scrape; None where the scrape did not have it."""
+
+    start: float
+    """Unix time of the first scrape."""
+    every: int
+    """Seconds from one scrape to the next."""
+    source: str
+    """Where they come from, in a sentence or two for the reader of the file."""
+    scrapes: int = 0
+    series: dict[str, list[float | None]] = field(default_factory=dict)
+
+    @property
+    def end(self) -> float:
+        """Unix time of the last scrape."""
+        return self.start + (self.scrapes - 1) * self.every
+
+    def add(self, number: int, found: Mapping[str, float]) -> None:
+        """The scrape `number`; those between it and the one before were missed."""
+        for name in {*self.series, *found}:
+            column = self.series.setdefault(name, [])
+            column.extend([None] * (number - len(column)))
+            column.append(found.get(name))
+        self.scrapes = number + 1
+
+    # ---- as a file
+
+    def write(self, path: Path) -> None:
+        lines = [
+            *(f"# {line}" for line in self.source.splitlines()),
+            f"start: {datetime.fromtimestamp(self.start, UTC).isoformat()}",
+            f"interval: {self.every}s",
+            "input_series:",
+        ]
+        for name, values in sorted(self.series.items()):
+            padded = [*values, *[None] * (self.scrapes - len(values))]
+            lines += [f"  - series: '{name}'", f"    values: '{' '.join(_notation(padded))}'"]
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, path: Path) -> Samples:
+        text = path.read_text(encoding="utf-8")
+        document = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        start: datetime = document["start"]
+        source = "\n".join(line[2:] for line in text.splitlines() if line.startswith("# "))
+        found = cls(start.timestamp(), int(document["interval"].removesuffix("s")), source)
+        found.series = {one["series"]: list(_values(one["values"])) for one in document["input_series"]}
+        found.scrapes = max(map(len, found.series.values()))
+        return found
+
+    def open_metrics(self) -> Iterator[str]:
+        """Lines of OpenMetrics with times."""
+        for name, values in self.series.items():
+            for number, value in enumerate(values):
+                if value is not None:
+                    yield f"{name} {value!r} {self.start + number * self.every:.3f}\n"
+        yield "# EOF\n"
+
+
+def notation(name: str, labels: Mapping[str, str]) -> str:
+    """A series as text, its labels in order."""
+    quoted = (f'{key}="{_escaped(value)}"' for key, value in sorted(labels.items()))
+    return f"{name}{{{','.join(quoted)}}}"
+
+
+def _escaped(value: str) -> str:
+    assert "'" not in value, "it is written between these in the file"
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _notation(values: Iterable[float | None]) -> Iterator[str]:
+    for value, run in groupby(values):
+        count = len(list(run))
+        if value is None:
+            yield "_" if count == 1 else f"_x{count}"
+        else:
+            word = f"{value:.10g}"  # Ten digits are enough for Unix times, and for what can be seen of the rest.
+            yield word if count == 1 else f"{word}x{count - 1}"
+
+
+def _values(text: str) -> Iterator[float | None]:
+    for word in text.split():
+        value, _, times = word.partition("x")
+        if value == "_":
+            yield from [None] * int(times or 1)
+        else:
+            yield from [float(value)] * (int(times or 0) + 1)
+
+
+# ------------------------------------------------------------------------------------------------------ the real engine
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One series of an answer: its labels, and values with their Unix times."""
+
+    labels: dict[str, str]
+    points: list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A Prometheus server."""
+
+    url: str
+    session: requests.Session
+
+    def at(self, expression: str, when: float) -> list[Answer]:
+        return self._ask("query", query=expression, time=f"{when:.3f}")
+
+    def over(self, expression: str, start: float, end: float, step: float) -> list[Answer]:
+        return self._ask("query_range", query=expression, start=f"{start:.3f}", end=f"{end:.3f}", step=f"{step:g}")
+
+    def _ask(self, what: str, **parameters: str) -> list[Answer]:
+        answer = self.session.get(f"{self.url}/api/v1/{what}", params=parameters, timeout=60)
+        said: dict[str, Any] = answer.json()
+        assert said["status"] == "success", (parameters["query"], said)
+        return [
+            Answer(one["metric"], [(at, float(value)) for at, value in one.get("values") or [one["value"]]])
+            for one in said["data"]["result"]
+        ]
+
+
+def missing_programs() -> list[str]:
+    return [name for name in PROGRAMS if shutil.which(name) is None]
+
+
+@contextmanager
+def engine(samples: Samples) -> Iterator[Engine]:
+    """A Prometheus server that has these samples."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        text, database = folder / "samples.om", folder / "data"
+        with text.open("w", encoding="utf-8") as file:
+            file.writelines(samples.open_metrics())
+        made = subprocess.run(
+            ["promtool", "tsdb", "create-blocks-from", "openmetrics", text, database], capture_output=True, text=True
+        )
+        assert made.returncode == 0, made.stdout + made.stderr
+        (folder / "none.yml").write_text("{}\n")
+        port = free_port()
+        command = [
+            "prometheus",
+            f"--config.file={folder / 'none.yml'}",
+            f"--storage.tsdb.path={database}",
+            f"--web.listen-address=127.0.0.1:{port}",
+            "--storage.tsdb.retention.time=100y",
+            # Prometheus marks the end of a series that a target no longer has, and text cannot carry the marks: a
+            # series that the last scrape did not have is over.
+            f"--query.lookback-delta={samples.every}s",
+            "--log.level=warn",
+        ]
+        # One thread: what it has to do is little, and other work goes on beside it.
+        environment = {**os.environ, "GOMAXPROCS": "1"}
+        with (folder / "log").open("wb") as log:
+            server = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment)
+        try:
+            found = Engine(f"http://127.0.0.1:{port}", new_session())
+            _wait(found, server, folder / "log")
+            yield found
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def _wait(found: Engine, server: subprocess.Popen[bytes], log: Path) -> None:
+    end = time.monotonic() + 60
+    while True:
+        assert server.poll() is None, log.read_text(errors="replace")
+        try:
+            if found.session.get(f"{found.url}/-/ready", timeout=5).ok:
+                return
+        except requests.ConnectionError:
+            pass
+        assert time.monotonic() < end, f"Prometheus is not ready: {log.read_text(errors='replace')}"
+        time.sleep(0.1)
