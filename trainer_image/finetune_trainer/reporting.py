@@ -116,6 +116,8 @@ def _cuda_version() -> str | None:
 
 def write_model_card(paths: JobPaths, job: TrainerJob, facts: DataFacts, metrics: Mapping[str, Any]) -> None:
     """Writes `model/README.md` with the front matter that the Hub reads. `metrics` is the content of metrics.json."""
+    from finetune_trainer.tasks.base import task_module
+
     evaluated = metrics.get("evaluate", {})
     scores = {name: value for name, value in evaluated.items() if isinstance(value, float) and name != "loss"}
     text = (
@@ -132,7 +134,7 @@ def write_model_card(paths: JobPaths, job: TrainerJob, facts: DataFacts, metrics
             model=public_uri(job.model.uri),
             data=public_uri(job.dataset.uri) if job.dataset else None,
             folder=repr(f"{job.name}/{paths.model.name}"),
-            pair=bool(job.dataset and job.dataset.columns.text_pair),
+            card=task_module(job.task).card(job, facts),
             settings=_training_settings(job),
         )
     )

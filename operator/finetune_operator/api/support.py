@@ -26,6 +26,7 @@ SUPPORTED: tuple[str, ...] = (
     "dataset",
     "preparation.workers",
     "preparation.maxLength",
+    "preparation.stride",
     "training.epochs",
     "training.maxSteps",
     "training.globalBatchSize",
@@ -92,7 +93,7 @@ class Row:
 
 
 ROWS: tuple[Row, ...] = (
-    Row("task", values=("text-classification", "token-classification")),
+    Row("task", values=("text-classification", "token-classification", "question-answering")),
     Row("model.uri", schemes=("hf", "file", "pkg", "pvc")),
     Row("model.adapter.method", values=("lora", "dora")),
     Row("dataset.uri", schemes=("hf", "file", "pkg", "pvc")),

@@ -63,6 +63,10 @@ def _roberta(
     return shape | {"model_type": model_type, "max_position_embeddings": 514, "type_vocab_size": 1, "pad_token_id": 1}
 
 
+def _longformer(h: int, layers: int, heads: int) -> dict[str, JsonValue]:
+    return _roberta(h, layers, heads, model_type="longformer") | {"max_position_embeddings": 4098}
+
+
 def _deberta_v3(h: int, layers: int, heads: int) -> dict[str, JsonValue]:
     return _bert(h, layers, heads, 4 * h, 128100) | {
         "model_type": "deberta-v2",
@@ -104,6 +108,9 @@ _BY_NAME: dict[str, dict[str, JsonValue]] = {
     "roberta-large": _roberta(1024, 24, 16),
     "xlm-roberta-base": _roberta(768, 12, 12, 250002, "xlm-roberta"),
     "xlm-roberta-large": _roberta(1024, 24, 16, 250002, "xlm-roberta"),
+    "bert-large-uncased-whole-word-masking": _bert(1024, 24, 16, 4096),
+    "longformer-base-4096": _longformer(768, 12, 12),
+    "longformer-large-4096": _longformer(1024, 24, 16),
     "deberta-v3-small": _deberta_v3(768, 6, 12),
     "deberta-v3-base": _deberta_v3(768, 12, 12),
     "deberta-v3-large": _deberta_v3(1024, 24, 16),

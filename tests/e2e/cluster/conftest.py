@@ -14,7 +14,7 @@ import pytest
 
 from box_support.box import CONTROLLERS, Box, running_box
 from box_support.hub import Hub, hub_stand_in
-from box_support.inputs import copy_real_inputs, readable_by_all
+from box_support.inputs import copy_real_inputs, readable_by_all, write_tagged_words
 from box_support.team import INPUTS, RESTRICTED, Team
 from cluster_support.access import wait_until
 from cluster_support.control_plane import ROOT
@@ -56,6 +56,7 @@ def input_files(tiny_inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     )
     classifier.save_pretrained(folder / "tiny" / "classifier")
     shutil.copytree(ROOT / "manifests" / "examples" / "data" / "product-reviews", folder / "reviews")
+    write_tagged_words(folder / "essays", tiny_inputs / "data")
     copy_real_inputs(folder)
     readable_by_all(folder)
     return folder

@@ -49,6 +49,7 @@ def fitted(document: Object, name: str) -> Object:
         spec["dataset"] = {"uri": f"pvc://{INPUTS}/tiny/data"}
     if spec.get("preparation", {}).get("maxLength", 0) > TINY_LENGTH:
         spec["preparation"]["maxLength"] = TINY_LENGTH
+        spec["preparation"].pop("stride", None)
     spec["resources"] = _without_gpus(spec["resources"])
     spec["storage"] = {"size": "1Gi"}
     training = spec.get("training", {})
@@ -233,6 +234,18 @@ def test_lora_leaves_an_adapter_beside_the_whole_model(runs: dict[str, Future[En
     assert (results / "adapter" / "adapter_model.safetensors").is_file()
     model = AutoModelForSequenceClassification.from_pretrained(results / "model")
     assert not [name for name, _ in model.named_parameters() if "lora" in name]
+
+
+def test_long_documents_are_tagged_word_by_word_with_the_optimizer_in_host_memory(
+    runs: dict[str, Future[Ended]], team: Team
+) -> None:
+    ended = runs["longformer-tokens"].result()
+    metrics = _json(team.results(ended.name) / "metrics.json")
+    assert metrics["train"]["strategy"] == "deepspeed-zero2+activation-checkpointing+optimizer-offload"
+    assert set(metrics["evaluate"]) >= {"f1", "precision", "recall"}
+    rows = _lines(team.results(ended.name) / "predictions.jsonl")
+    assert len(rows) == 32
+    assert all(len(row["tags"]) == len(row["scores"]) > 0 for row in rows)
 
 
 def test_a_wrong_token_ends_the_private_example_before_anything_is_trained(runs: dict[str, Future[Ended]]) -> None:

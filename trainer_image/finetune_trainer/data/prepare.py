@@ -321,7 +321,7 @@ def _write(
         index = pa.array(each.index).take(table[POSITION].combine_chunks())
         pq.write_table(table.append_column(ROW, index), folder / f"{role}.parquet")
         if role != "train":
-            kept = dict.fromkeys([*order.task.inputs(part.columns).values(), *part.copies])
+            kept = dict.fromkeys([*_kept(order.task, part, each.raw).values(), *part.copies])
             pq.write_table(arrow_table(each.raw.rows.select_columns(list(kept))), folder / f"{role}.raw.parquet")
         splits[role] = _facts(table, truncated)
     facts = DataFacts(
@@ -335,10 +335,16 @@ def _write(
     (folder / FACTS_FILE).write_text(facts.to_json(), encoding="utf-8")
     pad = order.coding.tokenizer.pad_token_id
     assert isinstance(pad, int)
-    inputs = {str(role): order.task.inputs(part.columns) for role, part in parts.items()}
+    inputs = {str(role): _kept(order.task, part, rows[role].raw) for role, part in parts.items()}
     given = PreparedInputs(key=order.key, pad_token_id=pad, task=order.job.task, inputs=inputs)
     (folder / INPUTS_FILE).write_text(given.to_json(), encoding="utf-8")
     return facts
+
+
+def _kept(task: TaskModule, part: _Part, raw: RawSplit) -> dict[str, str]:
+    """Role of each column that results are made of, as far as the split has it -> its name."""
+    named = {**task.inputs(part.columns), **task.judged(part.columns)}
+    return {role: name for role, name in named.items() if name in raw.rows.column_names}
 
 
 def _table(encoded: Encoded, rows: int, before: int) -> pa.Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,11 @@ class PreparedSplit:
         """A list for each feature."""
         flat, start = self._shard.lists[column]
         return [flat[start[at] : start[at + 1]] for at in range(len(self.position))]
+
+    def features_by_row(self) -> list[range]:
+        """The features of each row."""
+        starts = np.searchsorted(self.position, np.arange(self.rows + 1)).tolist()
+        return [range(start, end) for start, end in pairwise(starts)]
 
     def index(self) -> pa.ChunkedArray:
         """Of each of the rows, its index in the raw split."""

@@ -46,7 +46,7 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
     merged = merge_metrics(paths, sections)
     if job.training is not None:
         write_model_card(paths, job, prepared.facts, merged)
-    write_samples(paths, _samples(task, split, answers))
+    write_samples(paths, _samples(job, task, split, answers))
     if job.evaluation and job.evaluation.gate:
         _check_gate(job.evaluation.gate, measured, split.role)
     return sections
@@ -93,13 +93,16 @@ def _check_gate(gate: Gate, measured: Mapping[str, float], role: str) -> None:
         )
 
 
-def _samples(task: TaskModule, split: PreparedSplit, answers: Sequence[Answer]) -> list[dict[str, Any]]:
+def _samples(
+    job: TrainerJob, task: TaskModule, split: PreparedSplit, answers: Sequence[Answer]
+) -> list[dict[str, Any]]:
     """Rows for the report, with the inputs that they were judged by."""
     found = task.samples(answers, split, _SAMPLES)
     if not found:
         return []
+    assert job.dataset is not None
     # Not all columns of the split: those that predictions copy are there too.
-    names = list(split.inputs.values())
+    names = list(task.inputs(job.dataset.columns).values())
     raw = split.raw().select_columns(names)
     return [{**sample, "text": [_shown(raw[sample["row"]][name]) for name in names]} for sample in found]
 

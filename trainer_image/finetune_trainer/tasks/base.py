@@ -68,11 +68,31 @@ class Encoded:
     """Rows that have lost text."""
 
 
+@dataclass(frozen=True)
+class Card:
+    """What only the task can say in a model card."""
+
+    use: str
+    """Python lines that ask `model` something."""
+    long_rows: str
+    """What becomes of rows that are longer than a feature, in a sentence."""
+    counted: str
+    """What `count_labels` counts."""
+    baseline: str
+    """Whose metrics `baseline` has, as the end of a sentence."""
+    auto: str | None = None
+    """Class that loads the model, which `use` has a `tokenizer` for; None: `model` is a pipeline of transformers, which
+    has none for every task.
+    """
+
+
 class TaskModule(Protocol):
     """One task."""
 
     metrics: tuple[str, ...]
     """Names of what `score` measures besides the loss, as Hugging Face has them, without `eval_`."""
+    smooths_labels: bool
+    """Whether the loss is one of labels, which transformers can smooth."""
     answer_columns: frozenset[str]
     """Names of the columns of `predictions`."""
 
@@ -83,6 +103,9 @@ class TaskModule(Protocol):
 
     def inputs(self, columns: Columns) -> dict[str, str]:
         """Role of each column that is encoded (a field of `Columns`), without the target -> its name in the data."""
+
+    def judged(self, columns: Columns) -> dict[str, str]:
+        """Role of each further column that `score` needs -> its name in the data."""
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """StageError DATA for the first row whose inputs are not what the task takes."""
@@ -144,6 +167,9 @@ class TaskModule(Protocol):
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
         """The task's own columns of the predictions for some of the split's rows, one schema for all."""
 
+    def card(self, job: TrainerJob, facts: DataFacts) -> Card:
+        """For the card of the trained model."""
+
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
         """Rows for the report: `row` (index among those of the split), `label`, `predicted`, `score`; the telling ones
         first.
@@ -160,9 +186,13 @@ def task_module(task: Task) -> TaskModule:
         from finetune_trainer.tasks.token_classification import TokenClassification
 
         return TokenClassification()
+    if task == "question-answering":
+        from finetune_trainer.tasks.question_answering import QuestionAnswering
+
+        return QuestionAnswering()
     raise StageError(
         FailureClass.CONFIG,
         "NotYetSupported",
         f"task is {task!r}, which this trainer does not know yet.",
-        "Set task to 'text-classification' or 'token-classification'.",
+        "Set task to text-classification, token-classification or question-answering.",
     )

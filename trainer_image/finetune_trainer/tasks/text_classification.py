@@ -23,7 +23,7 @@ from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.base import Answer, Coding, Encoded, Feature, Targets
+from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Targets
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.rows import is_text, not_set, refuse_other_columns, row_error
 
@@ -49,6 +49,7 @@ class TextClassification:
     """The TaskModule of `text-classification`. A target is a label id, an answer has `logits`, one for each label."""
 
     metrics: tuple[str, ...] = ("accuracy", "f1", "precision", "recall")
+    smooths_labels: bool = True
     answer_columns: frozenset[str] = frozenset({"label", "score", "scores"})
 
     # --------------------------------------------------------------------------------------------------------- data
@@ -71,6 +72,10 @@ class TextClassification:
         """`text`, and `text_pair` for pairs."""
         named = {"text": columns.text, "text_pair": columns.text_pair}
         return {role: name for role, name in named.items() if name is not None}
+
+    def judged(self, columns: Columns) -> dict[str, str]:
+        """Nothing: labels are features."""
+        return {}
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """Every text is there and is text."""
@@ -212,6 +217,17 @@ class TextClassification:
                 "score": pa.array(shares[np.arange(len(best)), best], pa.float64()),
                 "scores": pa.StructArray.from_arrays([pa.array(column) for column in shares.T], names=list(names)),
             }
+        )
+
+    def card(self, job: TrainerJob, facts: DataFacts) -> Card:
+        """Of one text, or of a pair."""
+        pair = bool(job.dataset and job.dataset.columns.text_pair)
+        asked = '{"text": "first text", "text_pair": "second text"}' if pair else '"a text"'
+        return Card(
+            use=f"print(model({asked}))",
+            long_rows=f"Inputs are cut after {facts.max_length} tokens.",
+            counted="rows",
+            baseline="always answering the most frequent label",
         )
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.base import Answer, Coding, Encoded, Feature, Targets
+from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Targets
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.rows import is_list, is_text, not_set, refuse_other_columns, row_error
 
@@ -58,6 +58,7 @@ class TokenClassification:
     """
 
     metrics: tuple[str, ...] = ("f1", "precision", "recall", "accuracy")
+    smooths_labels: bool = True
     answer_columns: frozenset[str] = frozenset({"tags", "scores", "entities"})
 
     # --------------------------------------------------------------------------------------------------------- data
@@ -78,6 +79,10 @@ class TokenClassification:
         """`tokens`."""
         assert columns.tokens is not None
         return {"tokens": columns.tokens}
+
+    def judged(self, columns: Columns) -> dict[str, str]:
+        """Nothing: labels are features."""
+        return {}
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """Every row is a list of at least one word, and every word is text."""
@@ -225,13 +230,13 @@ class TokenClassification:
         word (counted from 0), text and the least probability of their words.
         """
         names, raw = split.facts.labels, split.raw().select(range(*rows.indices(split.rows)))
-        chosen = list(_rows(split))[rows]
+        chosen = split.features_by_row()[rows]
         answered = _words(split)
         tags, scores, found = [], [], []
         for features, logits, words in zip(
             chosen, _logits_by_row(answers, split)[rows], raw[split.inputs["tokens"]], strict=True
         ):
-            shares = _shares(_every_word(logits, np.concatenate(answered[features]), len(words)))
+            shares = _shares(_every_word(logits, np.concatenate([answered[at] for at in features]), len(words)))
             tags.append([names[at] for at in shares.argmax(axis=1)])
             scores.append(shares.max(axis=1))
             found.append(_entities(tags[-1], words, scores[-1]))
@@ -241,6 +246,16 @@ class TokenClassification:
                 "scores": pa.array(scores, pa.list_(pa.float64())),
                 "entities": pa.array(found, pa.list_(_ENTITY)),
             }
+        )
+
+    def card(self, job: TrainerJob, facts: DataFacts) -> Card:
+        """With `pipeline`, which takes a text and finds its words by itself."""
+        return Card(
+            use='print(model("a text with names in it", aggregation_strategy="simple"))',
+            long_rows=f"Longer inputs were cut into windows of {facts.max_length} tokens that overlap; `pipeline` does "
+            "so with `stride`.",
+            counted="words",
+            baseline="always giving the most frequent tag",
         )
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
@@ -324,13 +339,6 @@ def _owned(windows: Sequence[Sequence[int | None]], stride: int) -> list[list[in
 # -------------------------------------------------------------------------------------------------------------- results
 
 
-def _rows(split: PreparedSplit) -> Iterator[slice]:
-    """The features of each row."""
-    starts = np.flatnonzero(np.diff(split.position, prepend=-1))
-    for start, end in zip(starts, [*starts[1:], len(split.position)], strict=True):
-        yield slice(int(start), int(end))
-
-
 def _words(split: PreparedSplit) -> list[NDArray[np.int32]]:
     """For each feature the words that it answers, as its answer has them."""
     return [words[words != _NO_WORD] for words in split.lists("words")]
@@ -350,8 +358,10 @@ def _logits_by_row(answers: Sequence[Answer], split: PreparedSplit) -> list[NDAr
 def _in_order(parts: Sequence[NDArray[Any]], split: PreparedSplit) -> list[NDArray[Any]]:
     words = _words(split)
     return [
-        np.concatenate(parts[features])[np.argsort(np.concatenate(words[features]), kind="stable")]
-        for features in _rows(split)
+        np.concatenate([parts[at] for at in features])[
+            np.argsort(np.concatenate([words[at] for at in features]), kind="stable")
+        ]
+        for features in split.features_by_row()
     ]
 
 

@@ -91,6 +91,7 @@ def train(
     training = training_of(job)
     strategy = strategy_for(training, deepspeed)
     task, prepared = task_module(job.task), PreparedData.open(paths)
+    _refuse_smoothing(job, training, task)
     stopper = _stopper(training, paths, world, prepared, task)
     history = History(paths.history)
     observer = RunObserver(history, progress, training.max_steps)
@@ -178,6 +179,17 @@ def training_of(job: TrainerJob) -> Training:
             "Leave the train stage out.",
         )
     return job.training
+
+
+def _refuse_smoothing(job: TrainerJob, training: Training, task: TaskModule) -> None:
+    """StageError CONFIG for a setting that the task's loss would leave without effect."""
+    if training.label_smoothing and not task.smooths_labels:
+        raise StageError(
+            FailureClass.CONFIG,
+            "LabelSmoothing",
+            f"training.labelSmoothing is {training.label_smoothing:g}, and {job.task} has a loss without labels.",
+            "Leave training.labelSmoothing out.",
+        )
 
 
 def _refuse_recomputing(training: Training, model: PreTrainedModel) -> None:

@@ -1,0 +1,395 @@
+"""The task question-answering: spans of paragraphs over windows, judged as SQuAD's own scripts do."""
+
+from __future__ import annotations
+
+import collections
+import json
+import random
+import re
+import string
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from finetune_contract.job import TrainerJob
+from finetune_contract.layout import FailureClass, JobPaths
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.failures import StageError
+from finetune_trainer.inference.evaluate import evaluate
+from finetune_trainer.inference.predict import predict
+from finetune_trainer.models import load_tokenizer
+from finetune_trainer.progress import NoProgress
+from finetune_trainer.tasks.question_answering import LONGEST_ANSWER, NO_ANSWER, QuestionAnswering, measured
+
+SQUAD = Path(__file__).parents[3] / "shared" / "data" / "squad"
+THINGS = ["lamp", "soup", "chair", "table", "phone", "shirt", "coat", "door"]
+PLACES = ["kitchen", "garden", "cellar", "attic", "hall", "yard"]
+WORDS = ["where", "is", "the", "in", "and", "a", "we", "saw", ".", "?", "dark", "old", *THINGS, *PLACES]
+INFERENCE: dict[str, Any] = {"device": "cpu", "batch_tokens": 512}
+
+
+def question(draw: random.Random, facts: int, *, answered: bool = True) -> dict[str, Any]:
+    """Where one of the things is that the paragraph tells of, or one that it does not tell of."""
+    things = draw.sample(THINGS, min(facts, len(THINGS) - 1))
+    sentences = [f"the {thing} is in the {draw.choice(['dark', 'old'])} {draw.choice(PLACES)} ." for thing in things]
+    fillers = ["we saw a " + draw.choice(["dark", "old"]) + " door ." for _ in range(facts)]
+    mixed = [text for pair in zip(sentences, fillers, strict=False) for text in pair]
+    context = "  ".join(mixed)  # two blanks, so that places in the text are not those of words
+    if not answered:
+        other = next(thing for thing in THINGS if thing not in things)
+        return {"question": f"where is the {other} ?", "context": context, "answers": {"text": [], "answer_start": []}}
+    asked = draw.randrange(len(things))
+    answer = sentences[asked].split(" in ")[1].removesuffix(" .")
+    start = context.index(sentences[asked]) + sentences[asked].index(answer)
+    return {
+        "question": f"where is the {things[asked]} ?",
+        "context": context,
+        "answers": {"text": [answer], "answer_start": [start]},
+    }
+
+
+def questions(count: int, seed: int, *, without: bool = False) -> list[dict[str, Any]]:
+    """With paragraphs of one to six facts; every fourth without an answer when asked for."""
+    draw = random.Random(seed)
+    return [{"id": f"q{i}", **question(draw, 1 + i % 6, answered=not (without and i % 4 == 3))} for i in range(count)]
+
+
+def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BERT of 2 layers that knows the words."""
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n")
+    torch.manual_seed(5)
+    config = BertConfig(
+        vocab_size=5 + len(WORDS),
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=96,
+        max_position_embeddings=256,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    BertModel(config).save_pretrained(folder)
+    BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    for seed, (split, count) in enumerate({"train": 160, "validation": 12, "test": 40}.items()):
+        write_lines(tmp_path / "data" / f"{split}.jsonl", questions(count, seed))
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> JobPaths:
+    return JobPaths(tmp_path / "job")
+
+
+def a_job(model: Path, data: Path, *, steps: int = 2, max_length: int = 200, **changes: Any) -> TrainerJob:
+    training = {
+        "max_steps": steps,
+        "steps_per_epoch": 10,
+        "learning_rate": 3e-3,
+        "scheduler": "linear",
+        "warmup_steps": 0,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "optimizer": "adamw",
+        "seed": 11,
+        "label_smoothing": 0.0,
+        "precision": "fp32",
+        "strategy": {"name": "single"},
+        "batch": {"global_batch_size": 16, "micro_batch_size": 8, "gradient_accumulation": 2, "data_parallel": 1},
+        "world": {"nodes": 1, "processes_per_node": 1, "device": "cpu", "threads_per_process": 2},
+        "checkpoints": {"every_steps": 1000, "keep": 2},
+    }
+    body: dict[str, Any] = {
+        "name": "job",
+        "task": "question-answering",
+        "model": {"uri": f"file://{model}"},
+        "dataset": {
+            "uri": f"file://{data}",
+            "columns": {"question": "question", "context": "context", "answers": "answers"},
+        },
+        "preparation": {"max_length": max_length},
+        "training": training,
+        "evaluation": INFERENCE,
+        "predict": {**INFERENCE, "columns": ("id",)},
+    }
+    return TrainerJob.model_validate({**body, **changes})
+
+
+def train(job: TrainerJob, paths: JobPaths) -> TrainerJob:
+    from finetune_trainer.distributed import ProcessWorld
+    from finetune_trainer.training.interruption import Interruption
+    from finetune_trainer.training.run import train as run
+
+    prepare(job, paths, NoProgress())
+    run(job, paths, NoProgress(), world=ProcessWorld(), deepspeed=None, interruption=Interruption())
+    paths.state.mkdir(exist_ok=True)
+    (paths.state / "train.json").write_text("{}")
+    return job
+
+
+def predictions(paths: JobPaths) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in paths.predictions_jsonl.read_text(encoding="utf-8").splitlines()]
+
+
+# ---------------------------------------------------------------------------------------------------------- metrics
+
+
+def plain_words(text: str) -> list[str]:
+    """As the rules of SQuAD say: lower case, without punctuation and articles."""
+    kept = "".join(c for c in text.lower() if c not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", kept).split()
+
+
+def by_the_rules(said: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, float]:
+    """The best over all gold answers; one that is empty counts as given or not."""
+    exact, f1 = 0.0, 0.0
+    for answer, texts in zip(said, gold, strict=True):
+        scores = []
+        for text in texts or [""]:
+            one, other = plain_words(answer), plain_words(text)
+            shared = sum((collections.Counter(one) & collections.Counter(other)).values())
+            overlap = 2 * shared / (len(one) + len(other)) if shared else 0.0
+            scores.append((float(one == other), overlap if one and other else float(one == other and not texts)))
+        exact += max(score[0] for score in scores)
+        f1 += max(score[1] for score in scores)
+    return {"exact_match": exact / len(gold), "f1": f1 / len(gold)}
+
+
+@pytest.mark.skipif(not SQUAD.is_dir(), reason="the sample data are not beside the project: ../shared/data")
+def test_metrics_are_those_of_squad_on_a_thousand_rows() -> None:
+    """Answers that are right, cut, too long, of another row, and none."""
+    files = [SQUAD / "validation.jsonl", SQUAD / "train.jsonl"]
+    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()][:1000]
+    draw, gold = random.Random(3), [row["answers"]["text"] for row in rows]
+    said = []
+    for row, texts in zip(rows, gold, strict=True):
+        text, start = texts[0], row["answers"]["answer_start"][0]
+        words = text.split()
+        choices = [
+            text, " ".join(words[: max(1, len(words) // 2)]), row["context"][max(0, start - 12) : start + len(text) + 9],
+            f"The {text}!", rows[draw.randrange(1000)]["answers"]["text"][0], "",
+        ]  # fmt: skip
+        said.append(draw.choice(choices))
+    found = measured(said, gold)
+    assert found == pytest.approx(by_the_rules(said, gold), abs=1e-6)
+    assert 0.2 < found["exact_match"] < found["f1"] < 0.9
+    some_open = [texts if at % 3 else [] for at, texts in enumerate(gold)]
+    assert measured(said, some_open) == pytest.approx(by_the_rules(said, some_open), abs=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------- windows
+
+
+def test_every_answer_is_in_a_window_that_points_to_it_and_other_windows_point_to_none(
+    model: Path, data: Path, paths: JobPaths
+) -> None:
+    prepare(a_job(model, data, max_length=32), paths, NoProgress())
+    split, rows = PreparedData.open(paths).of("test"), questions(40, 2)
+    tokenizer = load_tokenizer(a_job(model, data))
+    assert len(split.position) > split.rows == 40
+    ids, first, last = split.lists("input_ids"), split.lists("first"), split.lists("last")
+    found = set()
+    for at, row in enumerate(split.position.tolist()):
+        start, end = int(split.numbers("start")[at]), int(split.numbers("end")[at])
+        text, place = rows[row]["answers"]["text"][0], rows[row]["answers"]["answer_start"][0]
+        assert len(ids[at]) <= 32
+        asked = tokenizer(rows[row]["question"])["input_ids"]
+        assert ids[at][: len(asked)].tolist() == asked
+        if start == 0:
+            inside = first[at] >= 0
+            assert first[at][inside][0] > place or last[at][inside][-1] < place + len(text), "it is not whole in here"
+            continue
+        assert (int(first[at][start]), int(last[at][end])) == (place, place + len(text))
+        assert ids[at][start : end + 1].tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
+        found.add(row)
+    assert found == set(range(40))
+
+
+def test_a_question_that_is_too_long_leaves_room_for_the_paragraph(model: Path, data: Path, paths: JobPaths) -> None:
+    rows = questions(8, 9)
+    rows[2]["question"] = "where is the old " * 30 + "lamp ?"
+    write_lines(data / "train.jsonl", rows)
+    facts = prepare(a_job(model, data, max_length=32), paths, NoProgress())
+    assert facts.splits["train"].truncated_rows == 1
+    split = PreparedData.open(paths).of("train")
+    assert all((first >= 0).any() for first in split.lists("first"))
+
+
+# ---------------------------------------------------------------------------------------------------------- results
+
+
+def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]]) -> tuple[list[str], float]:
+    """The best span of each row, by trying all, and the mean loss as the model itself computes it; without windows."""
+    from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+    network = AutoModelForQuestionAnswering.from_pretrained(paths.model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(paths.model)
+    said, losses = [], []
+    for row in rows:
+        given = tokenizer(row["question"], row["context"], return_tensors="pt", return_offsets_mapping=True)
+        offsets, parts = given.pop("offset_mapping")[0].tolist(), given.sequence_ids(0)
+        inside = [at for at, part in enumerate(parts) if part == 1]
+        with torch.inference_mode():
+            out = network(**given)
+        start, end = out.start_logits[0], out.end_logits[0]
+        spans = [(float(start[a] + end[b]), a, b) for a in inside for b in inside if a <= b < a + LONGEST_ANSWER]
+        score, a, b = max(spans)
+        none = float(start[0] + end[0])
+        empty = getattr(network.config, "answers_may_be_missing", False) and none > score
+        said.append("" if empty else row["context"][offsets[a][0] : offsets[b][1]])
+        if row["answers"]["text"]:
+            place, text = row["answers"]["answer_start"][0], row["answers"]["text"][0]
+            gold = [at for at in inside if offsets[at][0] >= place and offsets[at][1] <= place + len(text)]
+            where = (torch.tensor([gold[0]]), torch.tensor([gold[-1]]))
+        else:
+            where = (torch.tensor([0]), torch.tensor([0]))
+        with torch.inference_mode():
+            losses.append(float(network(**given, start_positions=where[0], end_positions=where[1]).loss))
+    return said, float(np.mean(losses))
+
+
+@pytest.mark.parametrize("without", [False, True], ids=["always an answer", "sometimes none"])
+def test_it_learns_to_answer_and_is_judged_as_a_plain_loop_would(
+    without: bool, model: Path, data: Path, paths: JobPaths
+) -> None:
+    for seed, (split, count) in enumerate({"train": 160, "validation": 12, "test": 40}.items()):
+        write_lines(data / f"{split}.jsonl", questions(count, seed, without=without))
+    job = train(a_job(model, data, steps=60), paths)
+    rows = questions(40, 2, without=without)
+    facts = PreparedData.open(paths).facts
+    assert facts.labels == ((NO_ANSWER,) if without else ())
+    assert facts.label_counts == ({NO_ANSWER: 40} if without else {})
+    said, loss = plainly(paths, rows)
+    sections = evaluate(job, paths, NoProgress())
+    assert sections["evaluate"]["loss"] == pytest.approx(loss, rel=1e-4)
+    expected = by_the_rules(said, [row["answers"]["text"] for row in rows])
+    assert {name: sections["evaluate"][name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert sections["majority"] == ({"exact_match": 0.25, "f1": 0.25} if without else {})
+    told = predict(job, paths, NoProgress())
+    lines = predictions(paths)
+    assert told["rows"] == len(lines) == 40
+    assert [line["answer"] for line in lines] == said
+    for line, row in zip(lines, rows, strict=True):
+        assert line["id"] == row["id"]
+        assert line["candidates"][0]["answer"] == line["answer"]
+        assert [each["score"] for each in line["candidates"]] == sorted(
+            (each["score"] for each in line["candidates"]), reverse=True
+        )
+        if line["answer"]:
+            assert row["context"][line["start"] : line["end"]] == line["answer"]
+        else:
+            assert (line["start"], line["end"]) == (None, None)
+
+
+def test_windows_find_what_lies_behind_the_first_of_them(model: Path, data: Path, paths: JobPaths) -> None:
+    """With a model that has learnt to point: most answers of long paragraphs lie in later windows."""
+    job = train(a_job(model, data, steps=150, max_length=40), paths)
+    measured_ = evaluate(job, paths, NoProgress())["evaluate"]
+    predict(job, paths, NoProgress())
+    rows, lines = questions(40, 2), predictions(paths)
+    behind = [at for at, row in enumerate(rows) if row["answers"]["answer_start"][0] > 100]
+    assert len(behind) >= 4
+    right = [lines[at]["answer"] in rows[at]["answers"]["text"] for at in range(40)]
+    assert measured_["exact_match"] == pytest.approx(np.mean(right), abs=1e-6)
+    assert all(lines[at]["start"] is not None for at in behind)
+
+
+def test_a_model_that_is_not_trained_here_keeps_what_it_knows_of_missing_answers(
+    model: Path, data: Path, paths: JobPaths
+) -> None:
+    write_lines(data / "train.jsonl", questions(40, 1, without=True))
+    train(a_job(model, data), paths)
+    again = JobPaths(paths.root.with_name("again"))
+    rows = [{key: row[key] for key in ("id", "question", "context")} for row in questions(6, 7)]
+    write_lines(data / "ask.jsonl", rows)
+    ask = {"uri": f"file://{data / 'ask.jsonl'}", "columns": {"question": "question", "context": "context"}}
+    job = a_job(paths.model, data, training=None, dataset=None, evaluation=None, predict={**INFERENCE, "dataset": ask})
+    prepare(job, again, NoProgress())
+    assert PreparedData.open(again).facts.labels == (NO_ANSWER,)
+    predict(job, again, NoProgress())
+    assert len(predictions(again)) == 6
+
+
+def test_the_card_shows_how_to_ask_the_model(model: Path, data: Path, paths: JobPaths) -> None:
+    job = train(a_job(model, data), paths)
+    evaluate(job, paths, NoProgress())
+    card = (paths.model / "README.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
+    assert code is not None
+    exec(code[1].replace(repr(f"{job.name}/model"), repr(str(paths.model))), {})
+    assert "windows of 200 tokens" in card
+    assert "pipeline(" not in card
+
+
+# ---------------------------------------------------------------------------------------------------------- bad data
+
+CONTEXT = "the lamp is in the old hall ."
+BAD: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no question": ({"question": " "}, "NullText", "a row needs its question"),
+    "no paragraph": ({"context": None}, "NullText", "a row needs its context"),
+    "an answer that is not there": (
+        {"answers": {"text": ["old hall"], "answer_start": [4]}}, "AnswerNotThere", "its paragraph has 'lamp is ' at 4"
+    ),
+    "a text without a place": (
+        {"answers": {"text": ["old hall", "hall"], "answer_start": [19]}}, "NotAnswers", "2 texts for 1 places"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_rows_are_refused_with_the_row_and_the_rule(case: str, model: Path, data: Path, paths: JobPaths) -> None:
+    change, reason, said = BAD[case]
+    good = {
+        "id": "a", "question": "where is the lamp ?", "context": CONTEXT,
+        "answers": {"text": ["old hall"], "answer_start": [CONTEXT.index("old hall")]},
+    }  # fmt: skip
+    write_lines(data / "train.jsonl", [good, {**good, **change}])
+    with pytest.raises(StageError) as caught:
+        prepare(a_job(model, data), paths, NoProgress())
+    assert (caught.value.failure_class, caught.value.reason) == (FailureClass.DATA, reason)
+    assert "Split train" in caught.value.message
+    assert "row 2" in caught.value.message
+    assert said in caught.value.message
+
+
+def test_answers_that_are_no_pairs_of_texts_and_places_are_refused(model: Path, data: Path, paths: JobPaths) -> None:
+    write_lines(data / "train.jsonl", [{**row, "answers": "old hall"} for row in questions(4, 1)])
+    with pytest.raises(StageError) as caught:
+        prepare(a_job(model, data), paths, NoProgress())
+    assert (caught.value.reason, "as in SQuAD" in caught.value.message) == ("NotAnswers", True)
+
+
+def test_smoothing_of_labels_is_refused_where_the_loss_has_none(model: Path, data: Path, paths: JobPaths) -> None:
+    job = a_job(model, data)
+    assert job.training is not None
+    job = job.model_copy(update={"training": job.training.model_copy(update={"label_smoothing": 0.1})})
+    with pytest.raises(StageError) as caught:
+        train(job, paths)
+    assert (caught.value.failure_class, caught.value.reason) == (FailureClass.CONFIG, "LabelSmoothing")
+
+
+def test_the_loss_counts_every_window_alike(model: Path, data: Path, paths: JobPaths) -> None:
+    task = QuestionAnswering()
+    prepare(a_job(model, data, max_length=40), paths, NoProgress())
+    prepared = PreparedData.open(paths)
+    batch = task.collate(prepared.features("train", range(5)), pad_token_id=0)
+    assert int(task.items(batch)) == 5

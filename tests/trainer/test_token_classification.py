@@ -1,0 +1,478 @@
+"""The task token-classification: a tag for every word, whatever the tokenizer and the windows make of it."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from finetune_contract.job import TrainerJob
+from finetune_contract.layout import FailureClass, JobPaths
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.failures import StageError
+from finetune_trainer.inference.evaluate import evaluate
+from finetune_trainer.inference.predict import predict
+from finetune_trainer.models import load_tokenizer
+from finetune_trainer.progress import NoProgress
+from finetune_trainer.tasks.token_classification import TokenClassification, _owned
+
+NAMES = ("O", "B-place", "I-place", "B-person")
+PLACES = [["Paris"], ["New", "York"], ["Sao", "Tome", "Principe"]]
+PEOPLE = ["Ada", "Grace", "Alan"]
+PLAIN = ["we", "went", "to", "and", "saw", "unbelievable", "things", "with", "in", "yesterday"]
+INFERENCE: dict[str, Any] = {"device": "cpu", "batch_tokens": 256}
+
+
+def sentence(draw: random.Random, least: int) -> dict[str, Any]:
+    """At least so many words; places and people among others."""
+    tokens: list[str] = []
+    tags: list[str] = []
+    while len(tokens) < least:
+        kind = draw.random()
+        if kind < 0.2:
+            place = draw.choice(PLACES)
+            tokens += place
+            tags += ["B-place", *["I-place"] * (len(place) - 1)]
+        elif kind < 0.35:
+            tokens.append(draw.choice(PEOPLE))
+            tags.append("B-person")
+        else:
+            tokens.append(draw.choice(PLAIN))
+            tags.append("O")
+    return {"tokens": tokens, "tags": tags}
+
+
+def sentences(count: int, seed: int, long: int = 60) -> list[dict[str, Any]]:
+    """Of 3 to 20 words, and every fifth with `long`."""
+    draw = random.Random(seed)
+    return [{"id": f"r{i}", **sentence(draw, long if i % 5 == 4 else draw.randint(3, 20))} for i in range(count)]
+
+
+def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def write_model(folder: Path, kind: str) -> Path:
+    """A random model of 2 layers in Hub layout whose tokenizer cuts words into pieces: BERT's (WordPiece), or
+    Longformer's (bytes, with an attention window of 8).
+    """
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import BertConfig, BertModel, BertTokenizerFast, LongformerConfig, LongformerModel
+
+    folder.mkdir(parents=True)
+    torch.manual_seed(3)
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.4}
+    if kind == "bert":
+        letters = "abcdefghijklmnopqrstuvwxyz"
+        pieces = [
+            "[PAD]",
+            "[UNK]",
+            "[CLS]",
+            "[SEP]",
+            "[MASK]",
+            *letters,
+            *(f"##{c}" for c in letters),
+            "we",
+            "to",
+            "and",
+        ]
+        (folder / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
+        BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+        BertModel(BertConfig(vocab_size=len(pieces), max_position_embeddings=512, **shape, **quiet)).save_pretrained(
+            folder
+        )
+        return folder
+    from transformers import RobertaTokenizerFast
+
+    words = ByteLevelBPETokenizer()
+    words.train_from_iterator([" ".join(PLAIN)] * 3, 300, special_tokens=["<s>", "<pad>", "</s>", "<unk>", "<mask>"])
+    words.save_model(str(folder))
+    tokenizer = RobertaTokenizerFast(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    tokenizer.save_pretrained(folder)
+    config = LongformerConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=514, attention_window=8, pad_token_id=1, **shape, **quiet
+    )
+    LongformerModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: write_model(folder / kind, kind) for kind in ("bert", "longformer")}
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    for seed, (split, count) in enumerate({"train": 40, "validation": 10, "test": 15}.items()):
+        write_lines(tmp_path / "data" / f"{split}.jsonl", sentences(count, seed))
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> JobPaths:
+    return JobPaths(tmp_path / "job")
+
+
+def a_job(model: Path, data: Path, *, max_length: int = 32, trains: bool = True, **changes: Any) -> TrainerJob:
+    training = {
+        "max_steps": 4,
+        "steps_per_epoch": 5,
+        "learning_rate": 5e-3,
+        "scheduler": "constant",
+        "warmup_steps": 0,
+        "weight_decay": 0.0,
+        "max_grad_norm": 0.0,
+        "optimizer": "sgd",
+        "seed": 11,
+        "label_smoothing": 0.0,
+        "precision": "fp32",
+        "strategy": {"name": "single"},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2, "gradient_accumulation": 4, "data_parallel": 1},
+        "world": {"nodes": 1, "processes_per_node": 1, "device": "cpu", "threads_per_process": 1},
+        "checkpoints": {"every_steps": 1000, "keep": 2},
+    }
+    body: dict[str, Any] = {
+        "name": "job",
+        "task": "token-classification",
+        "model": {"uri": f"file://{model}"},
+        "dataset": {"uri": f"file://{data}", "columns": {"tokens": "tokens", "tags": "tags"}},
+        "preparation": {"max_length": max_length},
+        "training": training if trains else None,
+        "evaluation": INFERENCE,
+        "predict": {**INFERENCE, "columns": ("id", "tags")},
+    }
+    return TrainerJob.model_validate({**body, **changes})
+
+
+# ------------------------------------------------------------------------------------------------------------ windows
+
+
+@given(
+    pieces=st.lists(st.integers(1, 6), min_size=1, max_size=60),
+    room=st.integers(4, 24),
+    shared=st.floats(0, 0.5),
+)
+@settings(max_examples=200, deadline=None)
+def test_every_word_is_answered_once_at_its_first_token_where_most_is_around_it(
+    pieces: list[int], room: int, shared: float
+) -> None:
+    """`pieces`: tokens of each word; windows hold `room` of them between two special tokens."""
+    stride = int(room * shared)
+    tokens = [word for word, count in enumerate(pieces) for _ in range(count)]
+    starts = [0]
+    while starts[-1] + room < len(tokens):
+        starts.append(starts[-1] + room - stride)
+    windows: list[list[int | None]] = [[None, *tokens[start : start + room], None] for start in starts]
+    made = _owned(windows, stride)
+    assert sorted(word for words in made for word in words if word >= 0) == list(range(len(pieces)))
+    first = np.cumsum([0, *pieces[:-1]])
+    for number, words in enumerate(made):
+        for at, word in enumerate(words):
+            if word < 0:
+                continue
+            assert starts[number] + at - 1 == first[word]
+            distance = [
+                min(first[word] - start + 1, len(windows[each]) - 2 - (first[word] - start))
+                for each, start in enumerate(starts)
+                if start <= first[word] < start + room
+            ]
+            assert min(at, len(words) - 1 - at) == max(distance)
+
+
+@pytest.mark.parametrize("kind", ["bert", "longformer"])
+def test_windows_hold_every_word_and_its_tag_once(
+    kind: str, models: dict[str, Path], data: Path, paths: JobPaths
+) -> None:
+    facts = prepare(a_job(models[kind], data), paths, NoProgress())
+    prepared, rows = PreparedData.open(paths), sentences(40, 0)
+    split = prepared.of("train")
+    assert (facts.labels, split.rows) == (("O", "B-person", "B-place", "I-place"), 40)
+    assert len(split.position) > 40
+    assert facts.splits["train"].truncated_rows == 0
+    assert facts.splits["train"].longest <= 32
+    assert facts.label_counts == {
+        name: sum(row["tags"].count(name) for row in rows) for name in facts.labels
+    }  # fmt: skip
+    found: dict[int, dict[int, str]] = {}
+    for at, row in enumerate(split.position):
+        words, tags = split.lists("words")[at], split.lists("tags")[at]
+        assert ((words >= 0) == (tags >= 0)).all()
+        for word, tag in zip(words[words >= 0], tags[words >= 0], strict=True):
+            assert word not in found.setdefault(int(row), {}), "a word is answered by one window"
+            found[int(row)][int(word)] = facts.labels[tag]
+    assert [[found[row][word] for word in sorted(found[row])] for row in range(40)] == [row["tags"] for row in rows]
+
+
+def test_the_first_token_of_a_word_has_its_tag_and_the_others_have_none(
+    models: dict[str, Path], data: Path, paths: JobPaths
+) -> None:
+    write_lines(data / "train.jsonl", [GOOD, *sentences(20, 0)])
+    prepare(a_job(models["bert"], data), paths, NoProgress())
+    prepared = PreparedData.open(paths)
+    batch = TokenClassification().collate(prepared.features("train", [0]), pad_token_id=0)
+    tokenizer = load_tokenizer(a_job(models["bert"], data))
+    assert tokenizer.convert_ids_to_tokens(batch["input_ids"][0].tolist()) == [
+        "[CLS]", "we", "s", "##a", "##w", "a", "##d", "##a", "[SEP]",
+    ]  # fmt: skip
+    person = prepared.facts.labels.index("B-person")
+    assert batch["labels"][0].tolist() == [-100, 0, 0, -100, -100, person, -100, -100, -100]
+
+
+def test_only_models_that_ask_for_it_are_told_which_tokens_attend_to_all(
+    models: dict[str, Path], data: Path, tmp_path: Path
+) -> None:
+    for kind in models:
+        paths = JobPaths(tmp_path / kind)
+        prepare(a_job(models[kind], data), paths, NoProgress())
+        features = PreparedData.open(paths).features("train", range(3))
+        batch = TokenClassification().collate(features, pad_token_id=1)
+        assert ("global_attention_mask" in batch) == (kind == "longformer")
+    assert batch["global_attention_mask"].sum(dim=1).tolist() == [1, 1, 1]
+    assert batch["global_attention_mask"][:, 0].tolist() == [1, 1, 1]
+
+
+# ------------------------------------------------------------------------------------------------------------ results
+
+
+def trained(model: Path, data: Path, paths: JobPaths, **changes: Any) -> TrainerJob:
+    """A job whose model is there: its head is drawn from the seed and has learnt a little."""
+    from finetune_trainer.distributed import ProcessWorld
+    from finetune_trainer.training.interruption import Interruption
+    from finetune_trainer.training.run import train
+
+    job = a_job(model, data, **changes)
+    prepare(job, paths, NoProgress())
+    train(job, paths, NoProgress(), world=ProcessWorld(), deepspeed=None, interruption=Interruption())
+    paths.state.mkdir(exist_ok=True)
+    (paths.state / "train.json").write_text("{}")
+    return job
+
+
+def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]]) -> list[np.ndarray]:
+    """Logits of each row's words without windows, padding, batches or anything of ours."""
+    from transformers import AutoModelForTokenClassification, AutoTokenizer
+
+    network = AutoModelForTokenClassification.from_pretrained(paths.model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(paths.model)
+    found = []
+    for row in rows:
+        encoded = tokenizer(row["tokens"], is_split_into_words=True, return_tensors="pt")
+        words = encoded.word_ids(0)
+        extra = {}
+        if network.config.model_type == "longformer":
+            extra["global_attention_mask"] = torch.zeros_like(encoded["input_ids"]).index_fill(1, torch.tensor([0]), 1)
+        with torch.inference_mode():
+            logits = network(**encoded, **extra).logits[0].numpy()
+        found.append(logits[[words.index(word) for word in range(len(row["tokens"]))]])
+    return found
+
+
+@pytest.mark.parametrize("kind", ["bert", "longformer"])
+def test_evaluation_is_what_a_plain_loop_and_seqeval_say(
+    kind: str, models: dict[str, Path], data: Path, paths: JobPaths
+) -> None:
+    from seqeval.metrics import f1_score, precision_score, recall_score
+
+    job = trained(models[kind], data, paths, max_length=500)
+    names, rows = PreparedData.open(paths).facts.labels, sentences(15, 2)
+    logits, gold = plainly(paths, rows), [row["tags"] for row in rows]
+    said = [[names[at] for at in each.argmax(axis=1)] for each in logits]
+    flat = torch.tensor([names.index(tag) for tags in gold for tag in tags])
+    measured = evaluate(job, paths, NoProgress())["evaluate"]
+    assert measured["loss"] == pytest.approx(
+        torch.nn.functional.cross_entropy(torch.from_numpy(np.concatenate(logits)), flat).item(), rel=1e-4
+    )
+    for name, score in {"f1": f1_score, "precision": precision_score, "recall": recall_score}.items():
+        assert measured[name] == pytest.approx(score(gold, said, zero_division=0))
+    right = [a == b for one, other in zip(gold, said, strict=True) for a, b in zip(one, other, strict=True)]
+    assert measured["accuracy"] == pytest.approx(np.mean(right))
+    assert (measured["rows"], measured["split"]) == (15, "test")
+
+
+def test_windows_answer_as_many_words_as_there_are_and_the_file_has_them_in_order(
+    models: dict[str, Path], data: Path, paths: JobPaths
+) -> None:
+    """Also words of which the tokenizer leaves nothing."""
+    rows = sentences(15, 2)
+    rows[3]["tokens"][1] = "\u200b"
+    write_lines(data / "test.jsonl", rows)
+    job = trained(models["bert"], data, paths)
+    assert evaluate(job, paths, NoProgress())["evaluate"]["rows"] == 15
+    told = predict(job, paths, NoProgress())
+    lines = [json.loads(line) for line in paths.predictions_jsonl.read_text(encoding="utf-8").splitlines()]
+    assert (told["rows"], [line["row"] for line in lines]) == (15, list(range(15)))
+    assert [line["id"] for line in lines] == [row["id"] for row in rows]
+    assert [line["input_tags"] for line in lines] == [row["tags"] for row in rows], "a copied column of the same name"
+    for line, row in zip(lines, rows, strict=True):
+        assert len(line["tags"]) == len(line["scores"]) == len(row["tokens"])
+        assert set(line["tags"]) <= set(NAMES)
+        for entity in line["entities"]:
+            part = slice(entity["first"], entity["last"] + 1)
+            assert entity["text"] == " ".join(row["tokens"][part])
+            assert {tag.partition("-")[2] for tag in line["tags"][part]} == {entity["type"]}
+            assert entity["score"] == pytest.approx(min(line["scores"][part]))
+
+
+def test_the_loss_of_a_step_is_the_mean_over_its_words_also_with_windows_that_have_none(
+    models: dict[str, Path], data: Path, paths: JobPaths
+) -> None:
+    """One word fills several windows, of which the first alone answers it."""
+    rows = [{"tokens": ["we", "x" * 200], "tags": ["O", "B-person"]}, *sentences(7, 5, long=8)]
+    write_lines(data / "train.jsonl", rows)
+    job = a_job(models["bert"], data, max_length=16)
+    prepare(job, paths, NoProgress())
+    prepared = PreparedData.open(paths)
+    count = len(prepared.lengths("train"))
+    assert any((words < 0).all() for words in prepared.of("train").lists("words")), "a window without a word"
+    batch = {"global_batch_size": count, "micro_batch_size": 1, "gradient_accumulation": count, "data_parallel": 1}
+    assert job.training is not None
+    one_step = {**job.training.model_dump(), "batch": batch, "max_steps": 1}
+    job = TrainerJob.model_validate({**job.model_dump(), "training": one_step})
+
+    from finetune_trainer.distributed import ProcessWorld
+    from finetune_trainer.training.interruption import Interruption
+    from finetune_trainer.training.run import train
+
+    task = TokenClassification()
+    model = task.build_model(job, prepared.facts).eval()
+    losses, words = 0.0, 0
+    for at in range(count):
+        features = task.collate(prepared.features("train", [at]), pad_token_id=0)
+        labels = features.pop("labels")[0]
+        with torch.no_grad():
+            logits = model(**features).logits[0]
+        losses += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        words += int((labels >= 0).sum())
+    train(job, paths, NoProgress(), world=ProcessWorld(), deepspeed=None, interruption=Interruption())
+    (line,) = [json.loads(line) for line in paths.history.read_text().splitlines() if '"loss"' in line]
+    assert line["loss"] == pytest.approx(losses / words, rel=1e-5)
+    assert np.isfinite(line["grad_norm"])
+
+
+def test_tags_that_are_no_entities_are_judged_one_by_one(models: dict[str, Path], data: Path, paths: JobPaths) -> None:
+    """As parts of speech are."""
+    from sklearn.metrics import f1_score
+
+    for split in ("train", "validation", "test"):
+        path = data / f"{split}.jsonl"
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        write_lines(path, [{**row, "tags": ["NAME" if tag != "O" else "WORD" for tag in row["tags"]]} for row in rows])
+    job = trained(models["bert"], data, paths, max_length=500)
+    rows = [json.loads(line) for line in (data / "test.jsonl").read_text(encoding="utf-8").splitlines()]
+    said = np.concatenate([each.argmax(axis=1) for each in plainly(paths, rows)])
+    gold = [("NAME", "WORD").index(tag) for row in rows for tag in row["tags"]]
+    measured = evaluate(job, paths, NoProgress())["evaluate"]
+    assert measured["f1"] == pytest.approx(f1_score(gold, said, average="macro", zero_division=0))
+    predict(job, paths, NoProgress())
+    lines = [json.loads(line) for line in paths.predictions_jsonl.read_text(encoding="utf-8").splitlines()]
+    assert {tuple(line["entities"]) for line in lines} == {()}
+
+
+def test_the_card_and_the_report_are_of_a_tagger(models: dict[str, Path], data: Path, paths: JobPaths) -> None:
+    from finetune_trainer.reporting import write_pages
+
+    job = trained(models["bert"], data, paths)
+    evaluate(job, paths, NoProgress())
+    write_pages(job, paths)
+    card = (paths.model / "README.md").read_text(encoding="utf-8")
+    assert 'pipeline("token-classification"' in card
+    assert "- 0: O (" in card
+    assert " words in training)" in card
+    assert "windows of 32 tokens" in card
+    assert "B-person" in paths.report.read_text(encoding="utf-8")
+
+
+def test_class_ids_and_a_trained_model_keep_their_names(models: dict[str, Path], data: Path, paths: JobPaths) -> None:
+    """A model that is not trained decides the ids; data that know only ids fit."""
+    trained(models["bert"], data, paths)
+    names = PreparedData.open(paths).facts.labels
+    numbers = [{**row, "tags": [names.index(tag) for tag in row["tags"]]} for row in sentences(15, 2)]
+    write_lines(data / "test.jsonl", numbers)
+    other = JobPaths(paths.root.with_name("other"))
+    job = a_job(paths.model, data, trains=False)
+    prepare(job, other, NoProgress())
+    assert PreparedData.open(other).facts.labels == names
+    again = evaluate(job, other, NoProgress())["evaluate"]
+    write_lines(data / "test.jsonl", sentences(15, 2))
+    assert again["f1"] == pytest.approx(evaluate(a_job(models["bert"], data), paths, NoProgress())["evaluate"]["f1"])
+
+
+# ----------------------------------------------------------------------------------------------------------- bad data
+
+GOOD = {"id": "good", "tokens": ["we", "saw", "Ada"], "tags": ["O", "O", "B-person"]}
+BAD: dict[str, tuple[dict[str, Any], str, list[str]]] = {
+    "text in place of words": ({"tokens": "we saw", "tags": ["O"]}, "NotWords", ["row 1", "not a list of words"]),
+    "numbers in place of words": ({"tokens": [1, 2], "tags": ["O", "O"]}, "NotWords", ["not a list of words"]),
+    "no words": ({"tokens": [], "tags": []}, "NoWords", ["at least one word"]),
+    "a word that is null": ({"tokens": ["we", None], "tags": ["O", "O"]}, "NullWord", ["a word is text"]),
+    "text in place of tags": ({"tokens": ["we"], "tags": "O"}, "NotTags", ["not a list of words or of class ids"]),
+    "one tag too few": ({"tokens": ["we", "saw"], "tags": ["O"]}, "TagsAndWords", ["1 tags for 2 words"]),
+    "a tag that is null": ({"tokens": ["we", "saw"], "tags": ["O", None]}, "NullLabel", ["each word needs its tag"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_rows_are_refused_with_the_row_and_the_rule(
+    case: str, models: dict[str, Path], data: Path, paths: JobPaths
+) -> None:
+    row, reason, said = BAD[case]
+    kinds = [type(value) for value in row.values()]
+    rows = [row] if kinds != [list, list] or reason == "NotWords" else [GOOD, row]
+    write_lines(data / "train.jsonl", rows)
+    with pytest.raises(StageError) as caught:
+        prepare(a_job(models["bert"], data), paths, NoProgress())
+    assert (caught.value.failure_class, caught.value.reason) == (FailureClass.DATA, reason)
+    for words in ["Split train", *said]:
+        assert words in caught.value.message
+    if len(rows) == 2:
+        assert "row 2" in caught.value.message
+
+
+def test_a_tag_that_train_does_not_have_is_refused_with_its_row(
+    models: dict[str, Path], data: Path, paths: JobPaths
+) -> None:
+    write_lines(data / "test.jsonl", [GOOD, {**GOOD, "tags": ["O", "O", "B-planet"]}])
+    with pytest.raises(StageError) as caught:
+        prepare(a_job(models["bert"], data), paths, NoProgress())
+    assert caught.value.reason == "LabelOutOfRange"
+    assert "Split test" in caught.value.message
+    assert "row 2" in caught.value.message
+    assert "'B-planet' is none of O, B-person, B-place, I-place" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("columns", "reason", "said"),
+    [
+        ({"tags": "tags"}, "MissingSetting", "dataset.columns.tokens is not set"),
+        ({"tokens": "tokens"}, "MissingSetting", "dataset.columns.tags is not set"),
+        ({"tokens": "tokens", "tags": "tags", "text": "x"}, "ColumnOfAnotherTask", "reads tokens and tags"),
+    ],
+)
+def test_columns_are_those_of_the_task(
+    columns: dict[str, str], reason: str, said: str, models: dict[str, Path], data: Path, paths: JobPaths
+) -> None:
+    job = a_job(models["bert"], data, dataset={"uri": f"file://{data}", "columns": columns})
+    with pytest.raises(StageError) as caught:
+        prepare(job, paths, NoProgress())
+    assert (caught.value.failure_class, caught.value.reason) == (FailureClass.CONFIG, reason)
+    assert said in caught.value.message
+
+
+def test_windows_that_bring_little_new_are_refused(models: dict[str, Path], data: Path, paths: JobPaths) -> None:
+    job = a_job(models["bert"], data, preparation={"max_length": 32, "stride": 17})
+    with pytest.raises(StageError) as caught:
+        prepare(job, paths, NoProgress())
+    assert (caught.value.reason, "16 or less" in caught.value.hint) == ("StrideTooLong", True)

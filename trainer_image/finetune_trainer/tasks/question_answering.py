@@ -1,0 +1,447 @@
+"""Extractive question answering: the answer to a question is a span of a paragraph, or there is none.
+
+A paragraph that does not fit beside its question is cut into windows that overlap. A window that does not hold the
+whole answer is taught to point to its first token, as one of a question without an answer is: the way of BERT's authors
+for SQuAD. An answer is the best span over all windows of a row; where the data have questions without an answer, the
+best score of none (the least over the windows, as each window has to agree) is compared with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from finetune_contract.facts import DataFacts
+from finetune_contract.job import Columns, TrainerJob
+from finetune_contract.layout import FailureClass
+from finetune_trainer.data.prepared import arrow_table
+from finetune_trainer.data.sources import ColumnNeed, RawSplit
+from finetune_trainer.failures import StageError
+from finetune_trainer.models import load_config
+from finetune_trainer.tasks import heads
+from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Targets
+from finetune_trainer.tasks.padding import padded
+from finetune_trainer.tasks.rows import is_list, is_text, not_set, refuse_other_columns, row_error
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from finetune_trainer.data.prepared import PreparedSplit
+
+_COLUMNS = ("question", "context", "answers")
+_HEAD = "ForQuestionAnswering"
+NO_ANSWER = "no answer"
+"""The one label there is: where it is known, questions may have no answer."""
+LONGEST_ANSWER = 30
+"""Tokens, as in the scripts of SQuAD's baselines."""
+_BEST = 20
+"""Starts, and ends, of a window that are looked at, as there."""
+_CANDIDATES = 5
+"""Of a prediction."""
+_NOWHERE = -1
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A part of a paragraph."""
+
+    score: float
+    """Logits of start and end."""
+    first: int
+    """Characters of the paragraph."""
+    last: int
+
+
+class QuestionAnswering:
+    """The TaskModule of `question-answering`.
+
+    A target is a pair of a row's answers and the characters that they begin at. A feature has `start` and `end`, the
+    tokens of the answer, and for each token the characters of the paragraph that it stands for, `first` and `last`, or
+    -1. An answer has the logits `start` and `end` of each token.
+    """
+
+    metrics: tuple[str, ...] = ("exact_match", "f1")
+    smooths_labels: bool = False
+    answer_columns: frozenset[str] = frozenset({"answer", "score", "start", "end", "candidates"})
+
+    # --------------------------------------------------------------------------------------------------------- data
+
+    def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
+        """Question and paragraph, and the answers when named."""
+        asked = {"question": "the question", "context": "the paragraph"}
+        for role, what in asked.items():
+            if getattr(columns, role) is None:
+                raise not_set(f"{setting}.columns.{role}", f"the column that holds {what}")
+        if labelled and columns.answers is None:
+            raise not_set(f"{setting}.columns.answers", "the column that holds the answers")
+        refuse_other_columns(columns, setting, _COLUMNS, "question-answering reads question, context and answers")
+        needs = [ColumnNeed(f"{setting}.columns.{role}", getattr(columns, role)) for role in asked]
+        if columns.answers is not None:
+            needs.append(ColumnNeed(f"{setting}.columns.answers", columns.answers, required=labelled))
+        return tuple(needs)
+
+    def inputs(self, columns: Columns) -> dict[str, str]:
+        """`question` and `context`."""
+        assert columns.question is not None
+        assert columns.context is not None
+        return {"question": columns.question, "context": columns.context}
+
+    def judged(self, columns: Columns) -> dict[str, str]:
+        """`answers`: their words are what answers are compared with."""
+        return {} if columns.answers is None else {"answers": columns.answers}
+
+    def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
+        """Every question and paragraph is there and is text."""
+        table = arrow_table(split.rows)
+        for role, name in self.inputs(columns).items():
+            path, values = f"{setting}.columns.{role}", table[name]
+            if not is_text(values.type):
+                rule = f"the column is of type {values.type}, not text"
+                raise row_error("NotText", split, 0, path, name, values[0].as_py(), rule)
+            empty = pc.equal(pc.utf8_trim_whitespace(pc.fill_null(values, "")), "")
+            if pc.any(empty).as_py():
+                row = pc.index(empty, True).as_py()
+                raise row_error("NullText", split, row, path, name, values[row].as_py(), f"a row needs its {role}")
+
+    def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Sequence[str] | None) -> Targets:
+        """A row may have several answers, or none when the model knows of that (`known`) or train has such rows."""
+        answered = {role: split for role, split in raw.items() if columns.answers in split.rows.column_names}
+        found = {role: _answers(split, columns) for role, split in answered.items()}
+        first = found.get("train", next(iter(found.values()), None))
+        open_ends = first is not None and any(not texts for texts, _ in first)
+        names = tuple(known) if known is not None else ((NO_ANSWER,) if open_ends else ())
+        return Targets(names, found)
+
+    def count_labels(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
+        """Rows without an answer, where there may be such."""
+        return {name: sum(not texts for texts, _ in targets) for name in names}
+
+    def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
+        """Windows of each paragraph, each behind the whole question; a question is cut to half of a window."""
+        tokenizer = coding.tokenizer
+        if not tokenizer.is_fast:
+            raise StageError(
+                FailureClass.MODEL,
+                "SlowTokenizer",
+                f"The tokenizer {type(tokenizer).__name__} does not tell where its tokens are in the text.",
+                "Use a model with a fast tokenizer (tokenizer.json).",
+            )
+        tokenizer.truncation_side = "right"
+        types = "token_type_ids" in tokenizer.model_input_names
+        questions, cut = _short_questions(list(rows["question"]), coding)
+        encoded = tokenizer(
+            questions,
+            list(rows["context"]),
+            truncation="only_second",
+            max_length=coding.max_length,
+            stride=coding.stride,
+            return_overflowing_tokens=True,
+            return_offsets_mapping=True,
+            padding=False,
+            return_attention_mask=False,
+            return_token_type_ids=types,
+            verbose=False,
+        )
+        of_row = [int(row) for row in encoded["overflow_to_sample_mapping"]]
+        features: dict[str, list[Any]] = {"input_ids": encoded["input_ids"], "first": [], "last": []}
+        if types:
+            features["token_type_ids"] = encoded["token_type_ids"]
+        if targets is not None:
+            features |= {"start": [], "end": []}
+        for at, row in enumerate(of_row):
+            inside = [part == 1 for part in encoded.sequence_ids(at)]
+            offsets = encoded["offset_mapping"][at]
+            first = [each[0] if is_in else _NOWHERE for each, is_in in zip(offsets, inside, strict=True)]
+            last = [each[1] if is_in else _NOWHERE for each, is_in in zip(offsets, inside, strict=True)]
+            features["first"].append(first)
+            features["last"].append(last)
+            if targets is not None:
+                start, end = _tokens_of(targets[row], first, last)
+                features["start"].append(start)
+                features["end"].append(end)
+        return Encoded(features, rows=of_row, truncated=cut)
+
+    def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
+        """Pads on the right."""
+        import torch
+
+        batch = padded(features, {"input_ids": pad_token_id, "token_type_ids": 0})
+        if "start" in features[0]:
+            batch["start_positions"] = torch.tensor([int(feature["start"]) for feature in features])
+            batch["end_positions"] = torch.tensor([int(feature["end"]) for feature in features])
+        return batch
+
+    # ------------------------------------------------------------------------------------------------------- models
+
+    def model_labels(self, config: PretrainedConfig) -> tuple[str, ...] | None:
+        """Whether a checkpoint with a head for spans was taught that there may be no answer."""
+        if heads.labels_of(config, _HEAD) is None:
+            return None
+        return (NO_ANSWER,) if getattr(config, "answers_may_be_missing", False) else ()
+
+    def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """A head of another kind in the checkpoint is replaced."""
+        config = load_config(job)
+        heads.name_labels(config, ("start", "end"))
+        config.answers_may_be_missing = NO_ANSWER in facts.labels
+        return heads.built(job, _auto(), config, dtype)
+
+    def empty_model(self, config: PretrainedConfig, labels: int) -> PreTrainedModel:
+        """For counting parameters on the meta device: one output for starts and one for ends."""
+        heads.name_labels(config, ("start", "end"))
+        return heads.empty(_auto(), config)
+
+    def load_model(self, job: TrainerJob, name_or_path: str, arguments: Mapping[str, Any]) -> PreTrainedModel:
+        """Refuses a checkpoint whose head is missing: its answers would be random."""
+        return heads.loaded(job, _auto(), name_or_path, arguments)
+
+    # ------------------------------------------------------------------------------------------------------ results
+
+    def items(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Windows."""
+        import torch
+
+        return torch.tensor(len(batch["start_positions"]))
+
+    def answer(
+        self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
+    ) -> list[Answer]:
+        """Logits of starts and ends."""
+        said = model(**{name: value for name, value in batch.items() if not name.endswith("_positions")})
+        starts, ends = (each.float().cpu().numpy() for each in (said.start_logits, said.end_logits))
+        sizes = [len(feature["input_ids"]) for feature in features]
+        return [{"start": starts[row, :size], "end": ends[row, :size]} for row, size in enumerate(sizes)]
+
+    def labelled(self, split: PreparedSplit) -> bool:
+        """Whether questions have answers."""
+        return "start" in split.columns
+
+    def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
+        """Mean cross-entropy of start and end over windows in nats, as models compute it; exact match and F1 of
+        SQuAD, between 0 and 1: for a row without an answer both are 1 if none was given.
+        """
+        losses = [
+            (_surprise(answer["start"], start) + _surprise(answer["end"], end)) / 2
+            for answer, start, end in zip(answers, split.numbers("start"), split.numbers("end"), strict=True)
+        ]
+        gold = split.raw()[split.inputs["answers"]]
+        said = [best.text for best in self._decided(answers, split, slice(None))]
+        return {"loss": float(np.mean(losses)), **measured(said, [_texts(each) for each in gold])}
+
+    def baseline(self, split: PreparedSplit) -> dict[str, float]:
+        """Never answering, where that may be right."""
+        if NO_ANSWER not in split.facts.labels:
+            return {}
+        gold = [_texts(each) for each in split.raw()[split.inputs["answers"]]]
+        return measured([""] * len(gold), gold)
+
+    def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
+        """`answer` (empty: none), its probability among the `candidates`, the characters where it begins and ends, and
+        the best candidates.
+        """
+        decided = list(self._decided(answers, split, rows))
+        return pa.table(
+            {
+                "answer": pa.array([each.text for each in decided], pa.string()),
+                "score": pa.array([each.share for each in decided], pa.float64()),
+                "start": pa.array([each.first for each in decided], pa.int64()),
+                "end": pa.array([each.last for each in decided], pa.int64()),
+                "candidates": pa.array([each.candidates for each in decided], pa.list_(_CANDIDATE)),
+            }
+        )
+
+    def card(self, job: TrainerJob, facts: DataFacts) -> Card:
+        """With the model itself: transformers has no pipeline for spans any more."""
+        return Card(
+            use=_USE,
+            auto="AutoModelForQuestionAnswering",
+            long_rows=f"Longer paragraphs were cut into windows of {facts.max_length} tokens that overlap.",
+            counted="rows",
+            baseline="never answering",
+        )
+
+    def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
+        """The wrong answers given with most confidence (at most half), then the first right ones."""
+        gold = [_texts(each) for each in split.raw()[split.inputs["answers"]]]
+        decided = list(self._decided(answers, split, slice(None)))
+        right = np.array([measured([e.text], [g])["exact_match"] == 1.0 for e, g in zip(decided, gold, strict=True)])
+        sure = np.array([each.share for each in decided])
+        wrong = np.flatnonzero(~right)
+        wrong = wrong[np.argsort(-sure[wrong], kind="stable")][: most // 2]
+        chosen = [*wrong.tolist(), *np.flatnonzero(right)[: most - len(wrong)].tolist()]
+        return [
+            {
+                "row": row,
+                "label": " | ".join(dict.fromkeys(gold[row])) or NO_ANSWER,
+                "predicted": decided[row].text or NO_ANSWER,
+                "score": decided[row].share,
+            }
+            for row in chosen
+        ]
+
+    def _decided(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[_Decided]:
+        """What is answered to each of some rows."""
+        first, last = split.lists("first"), split.lists("last")
+        may_be_none = NO_ANSWER in split.facts.labels
+        chosen = range(*rows.indices(split.rows))
+        contexts = split.raw().select(chosen)[split.inputs["context"]]
+        windows = split.features_by_row()
+        for row, context in zip(chosen, contexts, strict=True):
+            spans: list[_Span] = []
+            none = np.inf
+            for at in windows[row]:
+                spans += _spans(answers[at], first[at], last[at])
+                none = min(none, float(answers[at]["start"][0] + answers[at]["end"][0]))
+            yield _decide(spans, none if may_be_none else None, context)
+
+
+_CANDIDATE = pa.struct(
+    [
+        pa.field("answer", pa.string()),
+        pa.field("score", pa.float64()),
+        pa.field("start", pa.int64()),
+        pa.field("end", pa.int64()),
+    ]
+)
+_USE = """question, paragraph = "Where is it?", "It is on the table."
+given = tokenizer(question, paragraph, return_tensors="pt")
+said = model(**given)
+first, last = said.start_logits.argmax(), said.end_logits.argmax()
+print(tokenizer.decode(given["input_ids"][0, first : last + 1]))"""
+
+
+def _auto() -> Any:
+    from transformers import AutoModelForQuestionAnswering
+
+    return AutoModelForQuestionAnswering
+
+
+# ------------------------------------------------------------------------------------------------------------- encoding
+
+
+def _short_questions(questions: list[str], coding: Coding) -> tuple[list[str], int]:
+    """Questions that leave half of a window to the paragraph, and how many had to be cut for that."""
+    most = coding.max_length // 2 - coding.tokenizer.num_special_tokens_to_add(pair=True)
+    encoded = coding.tokenizer(questions, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    long = [at for at, ids in enumerate(encoded["input_ids"]) if len(ids) > most]
+    for at in long:
+        questions[at] = questions[at][: encoded["offset_mapping"][at][max(0, most - 1)][1]]
+    return questions, len(long)
+
+
+def _tokens_of(target: tuple[list[str], list[int]], first: Sequence[int], last: Sequence[int]) -> tuple[int, int]:
+    """First and last token of the first answer; the window's first token twice when it does not hold the whole."""
+    texts, starts = target
+    if not texts:
+        return 0, 0
+    begin, finish = starts[0], starts[0] + len(texts[0])
+    inside = [at for at, (a, b) in enumerate(zip(first, last, strict=True)) if a >= 0 and a < finish and b > begin]
+    if not inside or first[inside[0]] > begin or last[inside[-1]] < finish:
+        return 0, 0
+    return inside[0], inside[-1]
+
+
+# ------------------------------------------------------------------------------------------------------------ answering
+
+
+@dataclass(frozen=True)
+class _Decided:
+    """The answer to one question."""
+
+    text: str
+    share: float
+    first: int | None
+    last: int | None
+    candidates: list[dict[str, Any]]
+
+
+def _spans(answer: Answer, first: NDArray[np.int32], last: NDArray[np.int32]) -> list[_Span]:
+    """The best spans of a window."""
+    inside = np.flatnonzero(first != _NOWHERE)
+    starts, ends = (inside[np.argsort(-answer[name][inside], kind="stable")[:_BEST]] for name in ("start", "end"))
+    return [
+        _Span(float(answer["start"][start] + answer["end"][end]), int(first[start]), int(last[end]))
+        for start in starts
+        for end in ends
+        if start <= end < start + LONGEST_ANSWER
+    ]
+
+
+def _decide(spans: Sequence[_Span], none: float | None, context: str) -> _Decided:
+    """The best of the spans, or none at all when that scores higher. `none`: its score, where it may be right."""
+    distinct = {(span.first, span.last): span for span in sorted(spans, key=lambda span: span.score)}
+    best = sorted(distinct.values(), key=lambda span: -span.score)[:_BEST]
+    scores = [span.score for span in best] + ([] if none is None else [none])
+    if not scores:
+        return _Decided("", 1.0, None, None, [])
+    shares = np.exp(np.asarray(scores) - max(scores))
+    shares /= shares.sum()
+    found: list[dict[str, Any]] = [
+        {"answer": context[span.first : span.last], "score": float(share), "start": span.first, "end": span.last}
+        for span, share in zip(best, shares, strict=False)
+    ]
+    if none is not None:
+        found.append({"answer": "", "score": float(shares[-1]), "start": None, "end": None})
+    found.sort(key=lambda each: -each["score"])
+    top = found[0]
+    return _Decided(top["answer"], top["score"], top["start"], top["end"], found[:_CANDIDATES])
+
+
+def measured(said: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str, float]:
+    """Exact match and F1 as the scripts of SQuAD compute them, as shares of 1: the best over all gold answers of a row;
+    where a row has none, the empty answer is the right one.
+    """
+    from torchmetrics.functional.text import squad
+
+    predictions = [{"id": str(at), "prediction_text": text} for at, text in enumerate(said)]
+    wanted: list[Any] = [
+        {"id": str(at), "answers": {"text": list(texts or [""]), "answer_start": [0] * max(1, len(texts))}}
+        for at, texts in enumerate(gold)
+    ]
+    return {name: float(percent) / 100 for name, percent in squad(predictions, wanted).items()}
+
+
+def _surprise(logits: NDArray[np.float32], wanted: int) -> float:
+    """Cross-entropy of one position in nats."""
+    shifted = logits.astype(np.float64) - float(logits.max())
+    return float(np.log(np.exp(shifted).sum()) - shifted[wanted])
+
+
+# -------------------------------------------------------------------------------------------------------------- answers
+
+
+def _texts(answers: Mapping[str, Any]) -> list[str]:
+    return list(answers["text"])
+
+
+def _answers(split: RawSplit, columns: Columns) -> NDArray[Any]:
+    """Texts and starts of each row's answers; StageError DATA for those that are not in their paragraph."""
+    assert columns.answers is not None
+    path, column = "dataset.columns.answers", columns.answers
+    table = arrow_table(split.rows)
+    values = table[column]
+    kinds = {field.name: field.type for field in values.type} if pa.types.is_struct(values.type) else {}
+    texts, starts = kinds.get("text"), kinds.get("answer_start")
+    if texts is None or starts is None or not (is_list(texts) and is_list(starts)):
+        rule = f"the column is of type {values.type}, not {{text: [...], answer_start: [...]}} as in SQuAD"
+        raise row_error("NotAnswers", split, 0, path, column, values[0].as_py(), rule)
+    contexts = table[QuestionAnswering().inputs(columns)["context"]].to_pylist()
+    found = np.empty(len(values), object)
+    for row, (each, context) in enumerate(zip(values.to_pylist(), contexts, strict=True)):
+        words, places = ((each or {}).get(name) or [] for name in ("text", "answer_start"))
+        if len(words) != len(places) or None in words or None in places:
+            rule = f"it has {len(words)} texts for {len(places)} places"
+            raise row_error("NotAnswers", split, row, path, column, each, rule)
+        for word, place in zip(words, places, strict=True):
+            if context[place : place + len(word)] != word or place < 0 or not word:
+                rule = f"its paragraph has {context[max(0, place) : max(0, place) + len(word)]!r} at {place}"
+                raise row_error("AnswerNotThere", split, row, path, column, each, rule)
+        found[row] = (words, places)
+    return found
