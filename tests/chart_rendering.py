@@ -35,9 +35,9 @@ def program(name: str) -> str:
     return found
 
 
-def helm(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+def helm(*arguments: str, stdin: str | None = None, seconds: float = 120) -> subprocess.CompletedProcess[str]:
     """Run Helm; the caller looks at the exit code."""
-    return subprocess.run([program("helm"), *arguments], input=stdin, capture_output=True, text=True, timeout=120)
+    return subprocess.run([program("helm"), *arguments], input=stdin, capture_output=True, text=True, timeout=seconds)
 
 
 def complete_chart(folder: Path) -> Path:

@@ -19,10 +19,10 @@ from box_support.box import SETTINGS, Box
 from box_support.team import Team, stage_of, tiny_spec
 from chart_files import CHART
 from chart_rendering import helm
-from cluster_support.access import Object, wait_until
+from cluster_support.access import Object, path_of, wait_until
 from cluster_support.operator_process import NAMESPACE, USER
 from cluster_support.world import CHILD_KINDS
-from finetune_operator.api.types import API_VERSION, KIND
+from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 
 pytestmark = pytest.mark.last
 """It takes the place of the operator that the other tests use."""
@@ -57,7 +57,8 @@ class Release:
     box: Box
 
     def helm(self, *arguments: str) -> str:
-        ran = helm(*arguments, "--kubeconfig", str(self.box.cluster.kubeconfig), "--namespace", NAMESPACE)
+        where = ("--kubeconfig", str(self.box.cluster.kubeconfig), "--namespace", NAMESPACE)
+        ran = helm(*arguments, *where, seconds=420)
         assert ran.returncode == 0, f"helm {' '.join(arguments)}\n{ran.stdout}{ran.stderr}"
         return ran.stdout
 
@@ -176,6 +177,23 @@ def test_another_replica_takes_over_in_time_and_nothing_is_made_twice(story: Sto
 def test_the_release_s_own_test_makes_a_job_and_sees_it_planned(story: Story, release: Release) -> None:
     said = release.helm("test", RELEASE, "--logs", "--timeout", "3m")
     assert "Phase:          Succeeded" in said
+    assert "\nPlanned: " in said
+
+
+def test_it_trains_a_tiny_job_where_the_values_have_one(
+    story: Story, release: Release, team: Team, tmp_path: Path
+) -> None:
+    spec = tiny_spec(
+        training={"maxSteps": 4, "globalBatchSize": 8, "learningRate": 0.002, "precision": "fp32"},
+        parallelism={"strategy": "single"},
+        resources={"nodes": 1, "processesPerNode": 1, "cpu": "1", "memory": "2Gi"},
+    )
+    tests = {"namespace": team.namespace, "waitFor": "Succeeded", "timeoutSeconds": 240, "spec": spec}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump({"tests": tests}))
+    release.helm("upgrade", RELEASE, str(CHART), "--reuse-values", "--values", str(tmp_path / "values.yaml"), "--wait")
+    said = release.helm("test", RELEASE, "--logs", "--timeout", "6m")
+    assert "\nSucceeded: " in said
+    assert team.box.api.get(path_of(API_VERSION, PLURAL, team.namespace, "finetune-operator-test")) is None
 
 
 def test_the_api_server_asks_the_webhook_through_its_service(story: Story, release: Release, team: Team) -> None:
