@@ -1,0 +1,39 @@
+"""docs/tasks.md tells of each task what its module says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from finetune_contract.choices import Task
+from finetune_operator.api.rules import COLUMN_TASKS
+from finetune_operator.api.support import ROWS
+from finetune_trainer.tasks.base import task_module
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+TABLE = {
+    cells[0].strip("` "): [re.findall(r"[\w]+", cell) for cell in cells[1:]]
+    for line in PAGE.splitlines()
+    if line.startswith("| `") and "-" in line.split("`")[1] and len(cells := line.strip("| ").split(" | ")) == 4
+}
+(SUPPORTED,) = (row.values for row in ROWS if row.path == "task")
+
+
+def test_the_table_has_the_tasks_that_work() -> None:
+    assert tuple(TABLE) == SUPPORTED
+    assert set(TABLE) <= set(get_args(Task))
+
+
+@pytest.mark.parametrize("task", TABLE)
+def test_the_table_says_what_the_task_says(task: Task) -> None:
+    columns, metrics, predictions = TABLE[task]
+    module = task_module(task)
+    assert {word for word in columns if word in COLUMN_TASKS} == {
+        column for column, tasks in COLUMN_TASKS.items() if task in tasks
+    }
+    assert tuple(metrics) == module.metrics
+    assert set(predictions) == module.answer_columns
+    assert f"\n## {task}\n" in PAGE
