@@ -185,9 +185,13 @@ def test_metrics_are_those_of_squad_on_a_thousand_rows() -> None:
         text, start = texts[0], row["answers"]["answer_start"][0]
         words = text.split()
         choices = [
-            text, " ".join(words[: max(1, len(words) // 2)]),
-            row["context"][max(0, start - 12) : start + len(text) + 9], f"The {text}!", rows[draw.randrange(1000)]["answers"]["text"][0], "",
-        ]  # fmt: skip
+            text,
+            " ".join(words[: max(1, len(words) // 2)]),
+            row["context"][max(0, start - 12) : start + len(text) + 9],
+            f"The {text}!",
+            rows[draw.randrange(1000)]["answers"]["text"][0],
+            "",
+        ]
         said.append(draw.choice(choices))
     found = measured(said, gold)
     assert found == pytest.approx(by_the_rules(said, gold), abs=1e-6)
