@@ -328,19 +328,21 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], FailureClass, str, list[str]]] = {
         "OneLabel",
         ["'0'"],
     ),
-    "labels that are fractions": (
-        with_line('{"text": "x", "label": 0.5}'),
+    "a fraction among class ids": (
+        lambda data: write_lines(
+            data / "train.jsonl", [{"text": "x", "label": 0.5 if i == 7 else i % 2} for i in range(40)]
+        ),
+        {},
+        FailureClass.DATA,
+        "LabelType",
+        ["'label'", "row 8", "among classes is a mistake"],
+    ),
+    "labels that are objects": (
+        lambda data: write_lines(data / "train.jsonl", [{"text": "x", "label": {"a": 1}}] * 3),
         {},
         FailureClass.DATA,
         "LabelType",
         ["'label'"],
-    ),
-    "labels that are lists": (
-        lambda data: write_lines(data / "train.jsonl", [{"text": "x", "label": [0, 1]}]),
-        {},
-        FailureClass.CONFIG,
-        "NotYetSupported",
-        ["dataset.columns.label", "lists"],
     ),
     "an empty file": (
         lambda data: (data / "train.jsonl").write_text(""),

@@ -12,6 +12,7 @@ from finetune_contract.choices import Task
 from finetune_operator.api.rules import COLUMN_TASKS
 from finetune_operator.api.support import ROWS
 from finetune_trainer.tasks.base import task_module
+from finetune_trainer.tasks.label_forms import FORMS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
 TABLE = {
@@ -19,6 +20,9 @@ TABLE = {
     for line in PAGE.splitlines()
     if line.startswith("| `") and "-" in line.split("`")[1] and len(cells := line.strip("| ").split(" | ")) == 4
 }
+FORM_LINES = [
+    line for line in PAGE.partition("| it holds |")[2].partition("\n- ")[0].splitlines() if line.count("|") == 5
+][1:]
 (SUPPORTED,) = (row.values for row in ROWS if row.path == "task")
 
 
@@ -34,6 +38,12 @@ def test_the_table_says_what_the_task_says(task: Task) -> None:
     assert {word for word in columns if word in COLUMN_TASKS} == {
         column for column, tasks in COLUMN_TASKS.items() if task in tasks
     }
-    assert tuple(metrics) == module.metrics
+    if None in module.metrics:
+        assert tuple(metrics) == module.metrics[None]
     assert set(predictions) == module.answer_columns
     assert f"\n## {task}\n" in PAGE
+
+
+def test_each_form_of_labels_is_told_with_its_metrics_and_predictions() -> None:
+    told = [[re.findall(r"\w+", cell) for cell in line.strip("| ").split(" | ")[2:]] for line in FORM_LINES]
+    assert told == [[list(form.metrics), list(form.columns)] for form in FORMS.values()]

@@ -91,7 +91,7 @@ def _linear_layers(model: nn.Module) -> dict[str, LinearWidths]:
 def _head_labels(job: TrainerJob, config: PretrainedConfig) -> int:
     """Labels of the head: the model's own when nothing trains, else assumed."""
     own = None if job.training else task_module(job.task).model_labels(config)
-    return len(own) if own else ASSUMED_LABELS
+    return len(own.names) if own and own.names else ASSUMED_LABELS
 
 
 def _size(config: PretrainedConfig, job: TrainerJob, *names: str, default: int | None = None) -> int:

@@ -14,6 +14,8 @@ Task: TypeAlias = Literal[
     "translation",
     "masked-lm",
 ]
+LabelForm: TypeAlias = Literal["single_label_classification", "multi_label_classification", "regression"]
+"""As `problem_type` of a model's config has them."""
 StrategyName: TypeAlias = Literal["single", "ddp", "fsdp", "deepspeed"]
 ZeroStage: TypeAlias = Literal[0, 1, 2, 3]
 OffloadDevice: TypeAlias = Literal["none", "cpu", "nvme"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from finetune_contract.base import Message
-from finetune_contract.choices import Device, Task
+from finetune_contract.choices import Device, LabelForm, Task
 
 
 class LinearWidths(Message):
@@ -82,6 +82,8 @@ class DataFacts(Message):
     """Keyed by the roles train, validation, test, predict."""
     labels: tuple[str, ...] = ()
     """Label names in the order of their ids; empty for tasks without labels."""
+    label_form: LabelForm | None = None
+    """Of tasks whose labels have several."""
     label_counts: dict[str, int] = Field(default_factory=dict)
     """Label name -> rows of the train split (of the test split when nothing trains)."""
     validation_from_train: bool = False

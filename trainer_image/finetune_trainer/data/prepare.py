@@ -35,7 +35,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.files import locked
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.base import Coding, Encoded, Targets, TaskModule, task_module
+from finetune_trainer.tasks.base import Coding, Encoded, Labels, Targets, TaskModule, task_module
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -75,7 +75,7 @@ class _Order:
     job: TrainerJob
     task: TaskModule
     parts: Mapping[Role, _Part]
-    known_labels: tuple[str, ...] | None
+    known_labels: Labels | None
     coding: Coding
     fingerprint: str
     key: str
@@ -108,7 +108,7 @@ def prepare(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> DataFac
         rows, targets, set_aside = _checked_rows(order)
         temporary = _new_folder(paths.root)
         try:
-            facts = _write(temporary, order, rows, targets.names, set_aside, progress)
+            facts = _write(temporary, order, rows, targets.labels, set_aside, progress)
             _move(temporary, paths.prepared)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -164,7 +164,7 @@ def _order(job: TrainerJob) -> _Order:
     basis = {
         "format": _FORMAT,
         "task": job.task,
-        "labels": known,
+        "labels": None if known is None else [known.names, known.form],
         "tokenizer": _tokenizer_digest(tokenizer),
         "max_length": max_length,
         "stride": stride,
@@ -177,16 +177,16 @@ def _order(job: TrainerJob) -> _Order:
     return _Order(job, task, parts, known, coding, fingerprint, _digest({"basis": fingerprint, "parts": extra}))
 
 
-def _labels_of_model(job: TrainerJob, task: TaskModule, config: PretrainedConfig) -> tuple[str, ...]:
-    names = task.model_labels(config)
-    if names is None:
+def _labels_of_model(job: TrainerJob, task: TaskModule, config: PretrainedConfig) -> Labels:
+    labels = task.model_labels(config)
+    if labels is None:
         raise StageError(
             FailureClass.MODEL,
             "NoHead",
             f"Nothing trains (training is not set), and model.uri {job.model.uri!r} has no head for {job.task}.",
             "Set training: {}, or name a model that was trained for this task.",
         )
-    return names
+    return labels
 
 
 def _parts(job: TrainerJob, task: TaskModule) -> dict[Role, _Part]:
@@ -298,7 +298,7 @@ def _write(
     folder: Path,
     order: _Order,
     rows: Mapping[Role, _Rows],
-    names: tuple[str, ...],
+    labels: Labels,
     set_aside: bool,
     progress: ProgressSink,
 ) -> DataFacts:
@@ -327,8 +327,9 @@ def _write(
     facts = DataFacts(
         fingerprint=order.fingerprint,
         splits=splits,
-        labels=names,
-        label_counts=_counts(order.task, rows, names),
+        labels=labels.names,
+        label_form=labels.form,
+        label_counts=_counts(order.task, rows, labels),
         validation_from_train=set_aside,
         max_length=order.coding.max_length,
     )
@@ -355,7 +356,9 @@ def _table(encoded: Encoded, rows: int, before: int) -> pa.Table:
 
 
 def _array(values: Sequence[Any]) -> pa.Array:
-    return _list_array(values) if isinstance(values[0], Sequence) else pa.array(values, pa.int64())
+    if isinstance(values[0], Sequence):
+        return _list_array(values)
+    return pa.array(values, pa.float64() if isinstance(values[0], float) else pa.int64())
 
 
 def _list_array(values: Sequence[Sequence[int]]) -> pa.Array:
@@ -385,12 +388,12 @@ def _bucket_edge(length: int) -> int:
     return -(-max(length, 1) // width) * width
 
 
-def _counts(task: TaskModule, rows: Mapping[Role, _Rows], names: Sequence[str]) -> dict[str, int]:
+def _counts(task: TaskModule, rows: Mapping[Role, _Rows], labels: Labels) -> dict[str, int]:
     """Of train, else of test, else of validation."""
     for role in ("train", "test", "validation"):
         targets = rows[role].targets if role in rows else None
         if targets is not None:
-            return task.count_labels(targets, names)
+            return task.count_labels(targets, labels)
     return {}
 
 

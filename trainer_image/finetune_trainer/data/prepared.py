@@ -48,8 +48,8 @@ class _Shard:
     table: pa.Table
     lists: dict[str, tuple[NDArray[np.int32], NDArray[np.int64]]]
     """Column of lists -> all its values, and where each feature starts in them, with the end behind the last one."""
-    numbers: dict[str, NDArray[np.int64]]
-    """Column of whole numbers -> its values."""
+    numbers: dict[str, NDArray[Any]]
+    """Column of numbers -> its values."""
 
     @classmethod
     def of(cls, table: pa.Table) -> _Shard:
@@ -118,7 +118,7 @@ class PreparedData:
             feature: dict[str, Any] = {
                 name: flat[start[at] : start[at + 1]] for name, (flat, start) in shard.lists.items()
             }
-            feature |= {name: int(values[at]) for name, values in shard.numbers.items()}
+            feature |= {name: values[at].item() for name, values in shard.numbers.items()}
             found.append(feature)
         return found
 
@@ -153,8 +153,8 @@ class PreparedSplit:
         """What features hold."""
         return frozenset({*self._shard.lists, *self._shard.numbers})
 
-    def numbers(self, column: str) -> NDArray[np.int64]:
-        """A whole number for each feature."""
+    def numbers(self, column: str) -> NDArray[Any]:
+        """A number for each feature."""
         return self._shard.numbers[column]
 
     def lists(self, column: str) -> list[NDArray[np.int32]]:

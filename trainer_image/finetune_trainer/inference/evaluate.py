@@ -12,7 +12,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.inference.runner import DEFAULT_BATCH_TOKENS, DEFAULT_DEVICE, answers_of, model_to_use
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, write_model_card, write_samples
-from finetune_trainer.tasks.base import Answer, TaskModule, task_module
+from finetune_trainer.tasks.base import LOWER_IS_BETTER, Answer, TaskModule, task_module
 
 _SAMPLES = 20
 
@@ -26,7 +26,7 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
     task = task_module(job.task)
     prepared = PreparedData.open(paths)
     split = _labelled_split(task, prepared)
-    wanted = _wanted(job, task.metrics)
+    wanted = _wanted(job, task.metrics[prepared.facts.label_form])
     model = model_to_use(job, paths, prepared)
     device, batch_tokens = DEFAULT_DEVICE, DEFAULT_BATCH_TOKENS
     if job.evaluation:
@@ -68,8 +68,9 @@ def _labelled_split(task: TaskModule, prepared: PreparedData) -> PreparedSplit:
 def _wanted(job: TrainerJob, available: Sequence[str]) -> list[str]:
     asked = job.evaluation.metrics if job.evaluation and job.evaluation.metrics is not None else tuple(available)
     gate = [job.evaluation.gate.metric] if job.evaluation and job.evaluation.gate else []
-    # A gate is a minimum, and of the loss a smaller value is better.
-    allowed = {"evaluation.metrics": (asked, [*available, "loss"]), "evaluation.gate.metric": (gate, [*available])}
+    # A gate is a minimum, and of these a smaller value is better.
+    gates = [name for name in available if name not in LOWER_IS_BETTER]
+    allowed = {"evaluation.metrics": (asked, [*available, "loss"]), "evaluation.gate.metric": (gate, gates)}
     for path, (names, known) in allowed.items():
         for name in names:
             if name not in known:

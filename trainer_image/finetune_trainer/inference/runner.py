@@ -13,7 +13,7 @@ from finetune_trainer.distributed import refuse_missing_gpu
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import resolve_model
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.base import Answer, task_module
+from finetune_trainer.tasks.base import Answer, labels_of, task_module
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,11 +46,11 @@ def model_to_use(job: TrainerJob, paths: JobPaths, prepared: PreparedData) -> Pr
         arguments = {"trust_remote_code": job.model.trust_remote_code, "local_files_only": True}
     model = task.load_model(job, name, arguments)
     labels = task.model_labels(model.config)
-    if labels != prepared.facts.labels:
+    if labels != labels_of(prepared.facts):
         raise StageError(
             FailureClass.MODEL,
             "LabelsChanged",
-            f"{name} answers {', '.join(labels or ())}, "
+            f"{name} answers {', '.join(labels.names if labels else ())}, "
             f"but the prepared data have the labels {', '.join(prepared.facts.labels)}.",
             "Run the stages prepare and train again.",
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from numpy.typing import NDArray
 
-from finetune_contract.choices import Task
+from finetune_contract.choices import LabelForm, Task
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import FailureClass
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from finetune_trainer.data.prepared import PreparedSplit
     from finetune_trainer.data.sources import ColumnNeed, RawSplit
 
+LOWER_IS_BETTER = frozenset({"loss", "mse", "mae"})
+"""Of metrics; of all others a greater value is."""
 Feature: TypeAlias = Mapping[str, Any]
 """One feature as it was prepared: `input_ids` and what else the task has encoded, without padding."""
 Answer: TypeAlias = Mapping[str, NDArray[Any]]
@@ -34,11 +36,20 @@ Answer: TypeAlias = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
-class Targets:
-    """What is to be predicted, checked."""
+class Labels:
+    """What a head answers with."""
 
     names: tuple[str, ...] = ()
     """Label names in the order of their ids; empty for tasks without labels."""
+    form: LabelForm | None = None
+    """Of tasks whose labels have several."""
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What is to be predicted, checked."""
+
+    labels: Labels = Labels()
     of: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Role -> one target for each row, as `encode` takes it; a role without targets is missing."""
 
@@ -89,10 +100,10 @@ class Card:
 class TaskModule(Protocol):
     """One task."""
 
-    metrics: tuple[str, ...]
-    """Names of what `score` measures besides the loss, as Hugging Face has them, without `eval_`."""
-    smooths_labels: bool
-    """Whether the loss is one of labels, which transformers can smooth."""
+    metrics: Mapping[LabelForm | None, tuple[str, ...]]
+    """Form of the labels -> what `score` measures besides the loss, as Hugging Face calls it, without `eval_`."""
+    smooths_labels: frozenset[LabelForm | None]
+    """Forms of labels whose loss is one of classes, which transformers can smooth."""
     answer_columns: frozenset[str]
     """Names of the columns of `predictions`."""
 
@@ -110,13 +121,13 @@ class TaskModule(Protocol):
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """StageError DATA for the first row whose inputs are not what the task takes."""
 
-    def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Sequence[str] | None) -> Targets:
-        """The targets of all splits. `known`: the names of a model that is not trained, in the order of its ids.
+    def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
+        """The targets of all splits. `known`: the labels of a model that is not trained.
 
         StageError DATA for the first row whose target is not what the task takes.
         """
 
-    def count_labels(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
+    def count_labels(self, targets: NDArray[Any], labels: Labels) -> dict[str, int]:
         """Label name -> how often it is there; empty for tasks without labels."""
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
@@ -127,8 +138,8 @@ class TaskModule(Protocol):
 
     # ------------------------------------------------------------------------------------------------------- models
 
-    def model_labels(self, config: PretrainedConfig) -> tuple[str, ...] | None:
-        """The label names of a model that has this task's head; None when it has no such head."""
+    def model_labels(self, config: PretrainedConfig) -> Labels | None:
+        """The labels of a model that has this task's head; None when it has no such head."""
 
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """The job's model with a head for `facts.labels`, to be trained; float32 unless `dtype` is given.
@@ -174,6 +185,11 @@ class TaskModule(Protocol):
         """Rows for the report: `row` (index among those of the split), `label`, `predicted`, `score`; the telling ones
         first.
         """
+
+
+def labels_of(facts: DataFacts) -> Labels:
+    """Those of prepared data."""
+    return Labels(facts.labels, facts.label_form)
 
 
 def task_module(task: Task) -> TaskModule:

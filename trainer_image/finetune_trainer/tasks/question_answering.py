@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import FailureClass
@@ -24,7 +25,7 @@ from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Targets
+from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.rows import is_list, is_text, not_set, refuse_other_columns, row_error
 
@@ -67,8 +68,8 @@ class QuestionAnswering:
     -1. An answer has the logits `start` and `end` of each token.
     """
 
-    metrics: tuple[str, ...] = ("exact_match", "f1")
-    smooths_labels: bool = False
+    metrics: Mapping[LabelForm | None, tuple[str, ...]] = {None: ("exact_match", "f1")}
+    smooths_labels: frozenset[LabelForm | None] = frozenset()
     answer_columns: frozenset[str] = frozenset({"answer", "score", "start", "end", "candidates"})
 
     # --------------------------------------------------------------------------------------------------------- data
@@ -110,18 +111,17 @@ class QuestionAnswering:
                 row = pc.index(empty, True).as_py()
                 raise row_error("NullText", split, row, path, name, values[row].as_py(), f"a row needs its {role}")
 
-    def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Sequence[str] | None) -> Targets:
+    def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
         """A row may have several answers, or none when the model knows of that (`known`) or train has such rows."""
         answered = {role: split for role, split in raw.items() if columns.answers in split.rows.column_names}
         found = {role: _answers(split, columns) for role, split in answered.items()}
         first = found.get("train", next(iter(found.values()), None))
         open_ends = first is not None and any(not texts for texts, _ in first)
-        names = tuple(known) if known is not None else ((NO_ANSWER,) if open_ends else ())
-        return Targets(names, found)
+        return Targets(known or Labels((NO_ANSWER,) if open_ends else ()), found)
 
-    def count_labels(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
+    def count_labels(self, targets: NDArray[Any], labels: Labels) -> dict[str, int]:
         """Rows without an answer, where there may be such."""
-        return {name: sum(not texts for texts, _ in targets) for name in names}
+        return {name: sum(not texts for texts, _ in targets) for name in labels.names}
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
         """Windows of each paragraph, each behind the whole question; a question is cut to half of a window."""
@@ -180,11 +180,11 @@ class QuestionAnswering:
 
     # ------------------------------------------------------------------------------------------------------- models
 
-    def model_labels(self, config: PretrainedConfig) -> tuple[str, ...] | None:
+    def model_labels(self, config: PretrainedConfig) -> Labels | None:
         """Whether a checkpoint with a head for spans was taught that there may be no answer."""
         if heads.labels_of(config, _HEAD) is None:
             return None
-        return (NO_ANSWER,) if getattr(config, "answers_may_be_missing", False) else ()
+        return Labels((NO_ANSWER,) if getattr(config, "answers_may_be_missing", False) else ())
 
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """A head of another kind in the checkpoint is replaced."""

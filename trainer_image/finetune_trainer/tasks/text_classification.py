@@ -1,20 +1,20 @@
-"""Text classification with one label a row, over one text or a pair of texts.
+"""Text classification over one text or a pair of texts: one class a row, several, or a number (`label_forms.py`).
 
-Labels are class ids 0 to n-1 without gaps, or words; words get ids in the sorted order of the train split's labels.
-Anything else (lists, fractions, missing labels) is refused with the row, for a wrong label costs accuracy silently.
+Classes are ids 0 to n-1 without gaps, or words; words get ids in the sorted order of the train split's labels. Anything
+else (missing labels, one of a split that train does not have) is refused with the row, for a wrong label costs accuracy
+silently.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import FailureClass
@@ -23,7 +23,8 @@ from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Targets
+from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
+from finetune_trainer.tasks.label_forms import FORMS, PATH, SECRET, Form, Logits, form_of
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.rows import is_text, not_set, refuse_other_columns, row_error
 
@@ -34,23 +35,18 @@ if TYPE_CHECKING:
 
     from finetune_trainer.data.prepared import PreparedSplit
 
-Logits: TypeAlias = "NDArray[np.float32]"
-"""Shape (rows, labels)."""
-LabelIds: TypeAlias = "NDArray[np.int64]"
-"""Shape (rows,)."""
-_WHOLE_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
-_UNLABELLED = -1
-"""What Hub data sets write where the labels of a test split are kept secret."""
 _COLUMNS = ("text", "text_pair", "label")
 _HEAD = "ForSequenceClassification"
 
 
 class TextClassification:
-    """The TaskModule of `text-classification`. A target is a label id, an answer has `logits`, one for each label."""
+    """The TaskModule of `text-classification`. A target is what its form makes of a label, an answer has `logits`, one
+    for each label.
+    """
 
-    metrics: tuple[str, ...] = ("accuracy", "f1", "precision", "recall")
-    smooths_labels: bool = True
-    answer_columns: frozenset[str] = frozenset({"label", "score", "scores"})
+    metrics: Mapping[LabelForm | None, tuple[str, ...]] = {name: form.metrics for name, form in FORMS.items()}
+    smooths_labels: frozenset[LabelForm | None] = frozenset({"single_label_classification"})
+    answer_columns: frozenset[str] = frozenset(column for form in FORMS.values() for column in form.columns)
 
     # --------------------------------------------------------------------------------------------------------- data
 
@@ -102,7 +98,7 @@ class TextClassification:
         names = ["input_ids", *(["token_type_ids"] if types else [])]
         features: dict[str, Sequence[Any]] = {name: encoded[name] for name in names}
         if targets is not None:
-            features["label"] = targets.tolist()
+            features[_column_of(targets)] = targets.tolist()
         if encoded.encodings is not None:
             return Encoded(features, truncated=sum(bool(each.overflowing) for each in encoded.encodings))
         full = [i for i, ids in enumerate(features["input_ids"]) if len(ids) >= max_length]
@@ -115,45 +111,52 @@ class TextClassification:
 
     # ------------------------------------------------------------------------------------------------------- labels
 
-    def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Sequence[str] | None) -> Targets:
-        """Names from the model (`known`), from a Hub data set's class names, or from the first split with labels."""
+    def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
+        """Names from the model (`known`), from a Hub data set's class names, or from the first split with labels; so
+        their form.
+        """
         column = columns.label
         labelled = {role: split for role, split in raw.items() if column in split.rows.column_names}
         if column is None or not labelled:
-            return Targets(tuple(known or ()))
-        values = {role: _label_values(split, column) for role, split in labelled.items()}
-        secret = [role for role in values if role in ("test", "predict") and set(values[role]) == {_UNLABELLED}]
-        for role in secret:
+            return Targets(known or Labels())
+        first = labelled.get("train") or next(iter(labelled.values()))
+        form = FORMS[known.form] if known is not None and known.form is not None else form_of(first, column)
+        for split in labelled.values():
+            _refuse_other_form(split, column, form)
+        values = {role: form.values(split, column) for role, split in labelled.items()}
+        for role in [role for role in values if role in ("test", "predict") and _is_secret(values[role])]:
             del values[role]
         if not values:
-            return Targets(tuple(known or ()))
-        first = "train" if "train" in values else next(iter(values))
-        names = tuple(known or _class_names(labelled[first], column) or _names(labelled[first], column, values[first]))
-        if len(names) < 2:
-            raise StageError(
-                FailureClass.DATA,
-                "OneLabel",
-                f"Split {labelled[first].name} ({labelled[first].origin}) has the one label {names[0]!r}; "
-                "a classifier needs two.",
-                "Check dataset.columns.label.",
-            )
-        return Targets(names, {role: _ids(labelled[role], column, values[role], names) for role in values})
+            return Targets(known or Labels())
+        role = "train" if "train" in values else next(iter(values))
+        names = known.names if known is not None else form.names(labelled[role], column, values[role])
+        if form.name == "single_label_classification" and len(names) < 2:
+            raise _one_label(labelled[role], names)
+        if form.name == "multi_label_classification" and not names:
+            raise row_error("NoLabels", labelled[role], 0, PATH, column, values[role][0], "no row has a label")
+        found = {role: form.targets(labelled[role], column, each, names) for role, each in values.items()}
+        return Targets(Labels(names, form.name), found)
 
-    def count_labels(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
+    def count_labels(self, targets: NDArray[Any], labels: Labels) -> dict[str, int]:
         """Rows of each label."""
-        return dict(zip(names, np.bincount(targets, minlength=len(names)).tolist(), strict=True))
+        return _form(labels.form).counts(targets, labels.names)
 
     # ------------------------------------------------------------------------------------------------------- models
 
-    def model_labels(self, config: PretrainedConfig) -> tuple[str, ...] | None:
-        """From `id2label`, when the checkpoint was saved with a classification head."""
-        return heads.labels_of(config, _HEAD)
+    def model_labels(self, config: PretrainedConfig) -> Labels | None:
+        """From `id2label` and `problem_type`, when the checkpoint was saved with a classification head."""
+        names = heads.labels_of(config, _HEAD)
+        if names is None:
+            return None
+        form = config.problem_type or ("regression" if len(names) == 1 else "single_label_classification")
+        return Labels(() if form == "regression" else names, form)
 
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """A head of another size in the checkpoint is replaced."""
         config = load_config(job)
-        heads.name_labels(config, facts.labels)
-        config.problem_type = "single_label_classification"
+        form = _form(facts.label_form)
+        heads.name_labels(config, facts.labels or (form.column,))
+        config.problem_type = form.name
         model = heads.built(job, _auto(), config, dtype)
         heads.adopt_padding(job, model)
         return model
@@ -171,18 +174,19 @@ class TextClassification:
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
         """Pads on the right."""
-        import torch
-
         batch = padded(features, {"input_ids": pad_token_id, "token_type_ids": 0})
-        if "label" in features[0]:
-            batch["labels"] = torch.tensor([int(feature["label"]) for feature in features])
+        for form in FORMS.values():
+            if form.column in features[0]:
+                batch["labels"] = form.batch(features)
         return batch
 
     # ------------------------------------------------------------------------------------------------------ results
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Rows."""
-        return batch["labels"].ne(-100).sum()
+        import torch
+
+        return torch.tensor(len(batch["labels"]))
 
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
@@ -193,54 +197,65 @@ class TextClassification:
 
     def labelled(self, split: PreparedSplit) -> bool:
         """Whether rows have a label."""
-        return "label" in split.columns
+        return _form(split.facts.label_form).column in split.columns
 
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
-        """Cross-entropy in nats; accuracy, and f1, precision and recall as the plain mean over the labels."""
-        logits, labels = _logits(answers), split.numbers("label")
-        likelihood = _probabilities(logits)[np.arange(len(labels)), labels]
-        loss = float(-np.log(np.maximum(likelihood, 1e-45)).mean())
-        return {"loss": loss, **_scores(labels, logits.argmax(axis=1), len(split.facts.labels))}
+        """By the form of the labels."""
+        form, logits = _form(split.facts.label_form), _logits(answers)
+        targets = _targets(split, form)
+        return {"loss": form.loss(logits, targets), **form.measured(logits, targets, split.facts.labels)}
 
     def baseline(self, split: PreparedSplit) -> dict[str, float]:
-        """The most frequent label of the very rows that are judged: no constant answer scores higher accuracy."""
-        labels, count = split.numbers("label"), len(split.facts.labels)
-        return _scores(labels, np.full_like(labels, np.bincount(labels, minlength=count).argmax()), count)
+        """By the form of the labels."""
+        form = _form(split.facts.label_form)
+        return form.constant(_targets(split, form), split.facts.labels)
 
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
-        """`label`, its probability `score`, and `scores` with the probability of each label."""
-        names, shares = split.facts.labels, _probabilities(_logits(answers[rows]))
-        best = shares.argmax(axis=1)
-        return pa.table(
-            {
-                "label": pa.array([names[each] for each in best], pa.string()),
-                "score": pa.array(shares[np.arange(len(best)), best], pa.float64()),
-                "scores": pa.StructArray.from_arrays([pa.array(column) for column in shares.T], names=list(names)),
-            }
-        )
+        """By the form of the labels."""
+        return pa.table(_form(split.facts.label_form).predictions(_logits(answers[rows]), split.facts.labels))
 
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
         """Of one text, or of a pair."""
         pair = bool(job.dataset and job.dataset.columns.text_pair)
         asked = '{"text": "first text", "text_pair": "second text"}' if pair else '"a text"'
+        # All labels of a model that gives several are of interest, and a number is no probability.
+        more = {"multi_label_classification": ", top_k=None", "regression": ', function_to_apply="none"'}
         return Card(
-            use=f"print(model({asked}))",
+            use=f"print(model({asked}{more.get(facts.label_form or '', '')}))",
             long_rows=f"Inputs are cut after {facts.max_length} tokens.",
             counted="rows",
-            baseline="always answering the most frequent label",
+            baseline=_form(facts.label_form).baseline,
         )
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
-        """The wrong answers given with most confidence (at most half), then the first right ones."""
-        shares, labels, names = _probabilities(_logits(answers)), split.numbers("label"), split.facts.labels
-        best, sure = shares.argmax(axis=1), shares.max(axis=1)
-        wrong = np.flatnonzero(best != labels)
-        wrong = wrong[np.argsort(-sure[wrong], kind="stable")][: most // 2]
-        right = np.flatnonzero(best == labels)[: most - len(wrong)]
+        """The worst answers (at most half), then the first right ones."""
+        form = _form(split.facts.label_form)
+        seen = form.sample(_logits(answers), _targets(split, form), split.facts.labels)
+        wrong = np.flatnonzero(seen.wrong > 0)
+        wrong = wrong[np.argsort(-seen.wrong[wrong], kind="stable")][: most // 2]
+        right = np.flatnonzero(seen.wrong == 0)[: most - len(wrong)]
         return [
-            {"row": row, "label": names[labels[row]], "predicted": names[best[row]], "score": float(sure[row])}
+            {"row": row, "label": seen.right[row], "predicted": seen.said[row], "score": float(seen.sure[row])}
             for row in [*wrong.tolist(), *right.tolist()]
         ]
+
+
+def _form(name: LabelForm | None) -> Form:
+    """One class where nothing is said, as of data without labels."""
+    return FORMS[name or "single_label_classification"]
+
+
+def _column_of(targets: NDArray[Any]) -> str:
+    """Of features: targets of different forms differ in type or shape."""
+    if targets.ndim == 2:
+        return FORMS["multi_label_classification"].column
+    return FORMS["regression" if targets.dtype.kind == "f" else "single_label_classification"].column
+
+
+def _targets(split: PreparedSplit, form: Form) -> NDArray[Any]:
+    return (
+        np.stack(split.lists(form.column)) if form.name == "multi_label_classification" else split.numbers(form.column)
+    )
 
 
 def _auto() -> Any:
@@ -253,83 +268,28 @@ def _logits(answers: Sequence[Answer]) -> Logits:
     return np.stack([answer["logits"] for answer in answers])
 
 
-def _label_values(split: RawSplit, column: str) -> list[Any]:
-    """Ints, or texts, one for each row; whole numbers written as text stay text."""
-    values = arrow_table(split.rows)[column]
-    path = "dataset.columns.label"
-    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
-        raise StageError(
-            FailureClass.CONFIG,
-            "NotYetSupported",
-            f"{path} is {column!r}, which holds lists in split {split.name}: "
-            "several labels a row are not supported yet.",
-            "Give each row one label.",
-        )
-    empty = pc.is_null(values)
-    if is_text(values.type):
-        empty = pc.or_(empty, pc.equal(pc.fill_null(values, ""), ""))
-    if pc.any(empty).as_py():
-        row = pc.index(empty, True).as_py()
-        raise row_error("NullLabel", split, row, path, column, values[row].as_py(), "a row needs its label")
-    if pa.types.is_boolean(values.type):
-        return ["true" if value else "false" for value in values.to_pylist()]
-    if not (is_text(values.type) or pa.types.is_integer(values.type)):
-        raise row_error("LabelType", split, 0, path, column, values[0].as_py(), "a label is a whole number or a word")
-    labels: list[Any] = values.to_pylist()
-    return labels
+def _is_secret(values: Sequence[Any]) -> bool:
+    return all(value == SECRET for value in values)
 
 
-def _class_names(split: RawSplit, column: str) -> tuple[str, ...] | None:
-    feature = split.rows.features[column]
-    return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else None
+def _refuse_other_form(split: RawSplit, column: str, form: Form) -> None:
+    """StageError DATA for a split whose labels are of another form than those that decide it."""
+    kind = arrow_table(split.rows)[column].type
+    found = form_of(split, column)
+    # Whole numbers may stand for fractions, and words of one split may happen to look like them.
+    lists = "multi_label_classification"
+    if (found.name == lists) != (form.name == lists) or (
+        found.name == "regression" and form.name == "single_label_classification" and not is_text(kind)
+    ):
+        value = arrow_table(split.rows)[column][0].as_py()
+        rule = f"the column is of type {kind}, and the labels are those of {form.name.replace('_', ' ')}"
+        raise row_error("LabelType", split, 0, PATH, column, value, rule)
 
 
-def _names(split: RawSplit, column: str, values: list[Any]) -> tuple[str, ...]:
-    """The names by the values of the split that defines them."""
-    distinct = set(values)
-    if not isinstance(values[0], int):
-        numbers = [int(word) for word in distinct] if all(_WHOLE_NUMBER.fullmatch(word) for word in distinct) else []
-        if sorted(numbers) == list(range(len(distinct))):
-            return tuple(str(i) for i in range(len(distinct)))
-        return tuple(sorted(distinct))
-    count = next(i for i in range(len(distinct) + 1) if i not in distinct)
-    if count < len(distinct):
-        row = next(i for i, value in enumerate(values) if not 0 <= value < count)
-        rule = f"class ids count from 0 without gaps, and no row has {count}"
-        raise row_error("LabelOutOfRange", split, row, "dataset.columns.label", column, values[row], rule)
-    return tuple(str(i) for i in range(count))
-
-
-def _ids(split: RawSplit, column: str, values: list[Any], names: Sequence[str]) -> LabelIds:
-    position: dict[Any, int] = {name: i for i, name in enumerate(names)}
-    if isinstance(values[0], int):
-        position = {i: i for i in range(len(names))}
-    elif not any(value in position for value in values) and set(values) <= {str(i) for i in range(len(names))}:
-        position = {str(i): i for i in range(len(names))}  # class ids as a CSV file has them
-    ids = [position.get(value, _UNLABELLED) for value in values]
-    if _UNLABELLED in ids:
-        row = ids.index(_UNLABELLED)
-        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        rule = f"the labels are {shown} (ids 0 to {len(names) - 1})"
-        raise row_error("LabelOutOfRange", split, row, "dataset.columns.label", column, values[row], rule)
-    return np.asarray(ids, np.int64)
-
-
-def _probabilities(logits: Logits) -> np.ndarray[Any, np.dtype[np.float64]]:
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    exponentials = np.exp(shifted)
-    return np.asarray(exponentials / exponentials.sum(axis=1, keepdims=True))
-
-
-def _scores(labels: LabelIds, answers: LabelIds, count: int) -> dict[str, float]:
-    from sklearn.metrics import accuracy_score, precision_recall_fscore_support
-
-    precision, recall, f1, _ = precision_recall_fscore_support(
-        labels, answers, labels=list(range(count)), average="macro", zero_division=0
+def _one_label(split: RawSplit, names: Sequence[str]) -> StageError:
+    return StageError(
+        FailureClass.DATA,
+        "OneLabel",
+        f"Split {split.name} ({split.origin}) has the one label {names[0]!r}; a classifier needs two.",
+        "Check dataset.columns.label.",
     )
-    return {
-        "accuracy": float(accuracy_score(labels, answers)),
-        "f1": float(f1),
-        "precision": float(precision),
-        "recall": float(recall),
-    }

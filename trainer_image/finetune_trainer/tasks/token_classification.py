@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import FailureClass
@@ -27,7 +28,7 @@ from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Targets
+from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.rows import is_list, is_text, not_set, refuse_other_columns, row_error
 
@@ -47,6 +48,7 @@ _GLOBAL_ATTENTION = ("longformer", "led")
 """Values of `model_type` that want to be told which tokens attend to all others."""
 _ENTITY_TAG = re.compile(r"[BIESLU]-.+")
 _OUTSIDE = "O"
+_METRICS = ("f1", "precision", "recall", "accuracy")
 
 
 class TokenClassification:
@@ -57,8 +59,8 @@ class TokenClassification:
     answer has the `logits` of its words, in their order.
     """
 
-    metrics: tuple[str, ...] = ("f1", "precision", "recall", "accuracy")
-    smooths_labels: bool = True
+    metrics: Mapping[LabelForm | None, tuple[str, ...]] = {None: _METRICS}
+    smooths_labels: frozenset[LabelForm | None] = frozenset({None})
     answer_columns: frozenset[str] = frozenset({"tags", "scores", "entities"})
 
     # --------------------------------------------------------------------------------------------------------- data
@@ -100,18 +102,18 @@ class TokenClassification:
             row = pc.list_parent_indices(values)[pc.index(pc.is_null(words), True).as_py()].as_py()
             raise row_error("NullWord", split, row, path, name, values[row].as_py(), "a word is text")
 
-    def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Sequence[str] | None) -> Targets:
+    def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
         """Names from the model (`known`), from a Hub data set's class names, or from the first split with tags: `O`
         first, then the others in their order.
         """
         column = columns.tags
         tagged = {role: split for role, split in raw.items() if column in split.rows.column_names}
         if column is None or not tagged:
-            return Targets(tuple(known or ()))
+            return Targets(known or Labels())
         for split in tagged.values():
             _check_tags(split, column, self.inputs(columns)["tokens"])
         first = tagged.get("train") or next(iter(tagged.values()))
-        names = tuple(known or _class_names(first, column) or _names(first, column))
+        names = known.names if known is not None else _class_names(first, column) or _names(first, column)
         if len(names) < 2:
             raise StageError(
                 FailureClass.DATA,
@@ -119,12 +121,12 @@ class TokenClassification:
                 f"Split {first.name} ({first.origin}) has the one tag {names[0]!r}; a tagger needs two.",
                 "Check dataset.columns.tags.",
             )
-        return Targets(names, {role: _ids(split, column, names) for role, split in tagged.items()})
+        return Targets(Labels(names), {role: _ids(split, column, names) for role, split in tagged.items()})
 
-    def count_labels(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
+    def count_labels(self, targets: NDArray[Any], labels: Labels) -> dict[str, int]:
         """Words of each tag."""
-        counts = np.bincount(np.concatenate(targets), minlength=len(names))
-        return dict(zip(names, counts.tolist(), strict=True))
+        counts = np.bincount(np.concatenate(targets), minlength=len(labels.names))
+        return dict(zip(labels.names, counts.tolist(), strict=True))
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
         """Windows of each row. None is truncated."""
@@ -172,9 +174,10 @@ class TokenClassification:
 
     # ------------------------------------------------------------------------------------------------------- models
 
-    def model_labels(self, config: PretrainedConfig) -> tuple[str, ...] | None:
+    def model_labels(self, config: PretrainedConfig) -> Labels | None:
         """From `id2label`, when the checkpoint was saved with a head for tags."""
-        return heads.labels_of(config, _HEAD)
+        names = heads.labels_of(config, _HEAD)
+        return None if names is None else Labels(names)
 
     def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
         """A head of another size in the checkpoint is replaced."""
@@ -398,7 +401,7 @@ def measured(tags: Sequence[NDArray[Any]], answers: Sequence[NDArray[Any]], name
             flat, said, labels=every, average="macro", zero_division=0
         )
         scores = [f1, precision, recall]
-    return dict(zip(TokenClassification.metrics, [*map(float, scores), accuracy], strict=True))
+    return dict(zip(_METRICS, [*map(float, scores), accuracy], strict=True))
 
 
 def _of_entities(names: Sequence[str]) -> bool:

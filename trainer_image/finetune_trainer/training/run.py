@@ -91,7 +91,7 @@ def train(
     training = training_of(job)
     strategy = strategy_for(training, deepspeed)
     task, prepared = task_module(job.task), PreparedData.open(paths)
-    _refuse_smoothing(job, training, task)
+    _refuse_smoothing(job, training, task, prepared)
     stopper = _stopper(training, paths, world, prepared, task)
     history = History(paths.history)
     observer = RunObserver(history, progress, training.max_steps)
@@ -181,13 +181,13 @@ def training_of(job: TrainerJob) -> Training:
     return job.training
 
 
-def _refuse_smoothing(job: TrainerJob, training: Training, task: TaskModule) -> None:
+def _refuse_smoothing(job: TrainerJob, training: Training, task: TaskModule, prepared: PreparedData) -> None:
     """StageError CONFIG for a setting that the task's loss would leave without effect."""
-    if training.label_smoothing and not task.smooths_labels:
+    if training.label_smoothing and prepared.facts.label_form not in task.smooths_labels:
         raise StageError(
             FailureClass.CONFIG,
             "LabelSmoothing",
-            f"training.labelSmoothing is {training.label_smoothing:g}, and {job.task} has a loss without labels.",
+            f"training.labelSmoothing is {training.label_smoothing:g}, and this loss is not one of classes.",
             "Leave training.labelSmoothing out.",
         )
 
@@ -225,7 +225,9 @@ def _stopper(
             "training.earlyStopping is set and the data have no validation split.",
             "Name one in dataset.splits.validation, or leave training.earlyStopping out.",
         )
-    return EarlyStopper(training.early_stopping, paths.checkpoints / "best", world, task.metrics)
+    return EarlyStopper(
+        training.early_stopping, paths.checkpoints / "best", world, task.metrics[prepared.facts.label_form]
+    )
 
 
 def _saver(

@@ -15,6 +15,7 @@ from finetune_contract.layout import FailureClass
 from finetune_trainer.checkpoints import storage_errors_named
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
+from finetune_trainer.tasks.base import LOWER_IS_BETTER
 
 if TYPE_CHECKING:
     from finetune_trainer.training.loop import TrainingLoop
@@ -49,8 +50,8 @@ class NeverStop:
 class EarlyStopper:
     """Stops after `patience` evaluations without improvement and keeps the weights of the best one.
 
-    A smaller `loss` is better, of any other metric a greater value. `measured` are the metrics that there are besides
-    the loss; StageError CONFIG `UnknownMetric` for another one.
+    A smaller value is better of those in LOWER_IS_BETTER, of any other metric a greater one. `measured` are the metrics
+    that there are besides the loss; StageError CONFIG `UnknownMetric` for another one.
     """
 
     def __init__(self, settings: EarlyStopping, folder: Path, world: ProcessWorld, measured: Collection[str]) -> None:
@@ -71,7 +72,9 @@ class EarlyStopper:
     def should_stop(self, step: int, metrics: Mapping[str, float], loop: TrainingLoop) -> bool:
         """Every rank decides from the same figures; rank 0 writes the weights."""
         name = self._settings.metric
-        better = self._best is None or (metrics[name] < self._best if name == "loss" else metrics[name] > self._best)
+        better = self._best is None or (
+            metrics[name] < self._best if name in LOWER_IS_BETTER else metrics[name] > self._best
+        )
         if not better:
             self._without_improvement += 1
             return self.stopped

@@ -1,0 +1,437 @@
+"""The forms that the label of a text may have: one class, several classes, or a number.
+
+A form knows how labels are read and checked, what a batch of them looks like, and how answers to them are judged. The
+data decide the form: a column of lists has several classes a row, one of fractions holds numbers, any other classes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from finetune_contract.choices import LabelForm
+from finetune_trainer.data.prepared import arrow_table
+from finetune_trainer.data.sources import RawSplit
+from finetune_trainer.tasks.base import Feature
+from finetune_trainer.tasks.rows import is_list, is_text, row_error
+
+if TYPE_CHECKING:
+    import torch
+
+Logits: TypeAlias = NDArray[np.float32]
+"""Shape (rows, labels)."""
+PATH = "dataset.columns.label"
+_WHOLE_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+_FRACTION = re.compile(r"[+-]?[0-9]*\.[0-9]+(?:[eE][+-]?[0-9]+)?")
+_FEW = 0.1
+"""Share of fractions below which whole numbers are taken for classes, and the fractions for mistakes."""
+SECRET = -1
+"""What Hub data sets write where the labels of a test split are kept secret."""
+
+
+class Form(Protocol):
+    """One form of labels."""
+
+    name: LabelForm
+    column: str
+    """Of features, where the label is known."""
+    metrics: tuple[str, ...]
+    columns: tuple[str, ...]
+    """Of predictions."""
+    baseline: str
+    """What `constant` answers, as the end of a sentence."""
+
+    def values(self, split: RawSplit, column: str) -> list[Any]:
+        """The label of each row as it was given; StageError DATA for the first that is none."""
+
+    def names(self, split: RawSplit, column: str, values: list[Any]) -> tuple[str, ...]:
+        """Label names in the order of their ids, by the split that defines them; empty for numbers."""
+
+    def targets(self, split: RawSplit, column: str, values: list[Any], names: Sequence[str]) -> NDArray[Any]:
+        """What `column` of features holds for each row; StageError DATA for a label that is none of `names`."""
+
+    def counts(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
+        """Rows of each label."""
+
+    def batch(self, features: Sequence[Feature]) -> torch.Tensor:
+        """`labels` as the model takes them."""
+
+    def loss(self, logits: Logits, targets: NDArray[Any]) -> float:
+        """As the model computes it, over all rows."""
+
+    def measured(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
+        """`metrics`."""
+
+    def constant(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
+        """Those of `metrics` that the best answer has which is the same for all rows."""
+
+    def predictions(self, logits: Logits, names: Sequence[str]) -> dict[str, pa.Array]:
+        """`columns`, one value for each row."""
+
+    def sample(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> Sample:
+        """What the report shows."""
+
+
+class Sample:
+    """Of each row: what was right, what was said, how sure it was, and how wrong it is (0: right)."""
+
+    def __init__(
+        self, right: Sequence[str], said: Sequence[str], sure: NDArray[np.float64], wrong: NDArray[np.float64]
+    ) -> None:
+        self.right, self.said, self.sure, self.wrong = right, said, sure, wrong
+
+
+# ------------------------------------------------------------------------------------------------------------ one class
+
+
+class OneClass:
+    """A class id from 0 without gaps, or a word."""
+
+    name: LabelForm = "single_label_classification"
+    column: str = "label"
+    metrics: tuple[str, ...] = ("accuracy", "f1", "precision", "recall")
+    columns: tuple[str, ...] = ("label", "score", "scores")
+    baseline: str = "always answering the most frequent label"
+
+    def values(self, split: RawSplit, column: str) -> list[Any]:
+        """Ints, or texts; whole numbers written as text stay text."""
+        values = arrow_table(split.rows)[column]
+        empty = pc.is_null(values)
+        if is_text(values.type):
+            empty = pc.or_(empty, pc.equal(pc.fill_null(values, ""), ""))
+        if pc.any(empty).as_py():
+            row = pc.index(empty, True).as_py()
+            raise row_error("NullLabel", split, row, PATH, column, values[row].as_py(), "a row needs its label")
+        if pa.types.is_boolean(values.type):
+            return ["true" if value else "false" for value in values.to_pylist()]
+        if not (is_text(values.type) or pa.types.is_integer(values.type)):
+            rule = "a label is a whole number, a word, a fraction, or a list of words"
+            raise row_error("LabelType", split, 0, PATH, column, values[0].as_py(), rule)
+        labels: list[Any] = values.to_pylist()
+        return labels
+
+    def names(self, split: RawSplit, column: str, values: list[Any]) -> tuple[str, ...]:
+        """Those of a Hub data set's classes, else the ids or words that there are."""
+        return _class_names(split.rows.features[column]) or _names(split, column, values, values)
+
+    def targets(self, split: RawSplit, column: str, values: list[Any], names: Sequence[str]) -> NDArray[Any]:
+        """Ids."""
+        position = _positions(values, names)
+        ids = [position.get(value, SECRET) for value in values]
+        if SECRET in ids:
+            row = ids.index(SECRET)
+            raise _strange(split, column, row, values[row], names)
+        return np.asarray(ids, np.int64)
+
+    def counts(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
+        """By id."""
+        return dict(zip(names, np.bincount(targets, minlength=len(names)).tolist(), strict=True))
+
+    def batch(self, features: Sequence[Feature]) -> torch.Tensor:
+        """Shape (rows,)."""
+        import torch
+
+        return torch.tensor([int(feature[self.column]) for feature in features])
+
+    def loss(self, logits: Logits, targets: NDArray[Any]) -> float:
+        """Cross-entropy in nats."""
+        return float(-np.log(np.maximum(_softmax(logits)[np.arange(len(targets)), targets], 1e-45)).mean())
+
+    def measured(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
+        """Accuracy, and f1, precision and recall as the plain mean over the labels."""
+        return _class_scores(targets, logits.argmax(axis=1), len(names))
+
+    def constant(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
+        """The most frequent label of the very rows that are judged: no constant answer scores higher accuracy."""
+        most = np.bincount(targets, minlength=len(names)).argmax()
+        return _class_scores(targets, np.full_like(targets, most), len(names))
+
+    def predictions(self, logits: Logits, names: Sequence[str]) -> dict[str, pa.Array]:
+        """`label`, its probability `score`, and `scores` with the probability of each label."""
+        shares = _softmax(logits)
+        best = shares.argmax(axis=1)
+        return {
+            "label": pa.array([names[each] for each in best], pa.string()),
+            "score": pa.array(shares[np.arange(len(best)), best], pa.float64()),
+            "scores": _by_name(shares, names),
+        }
+
+    def sample(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> Sample:
+        """The more sure of a wrong label, the worse."""
+        shares = _softmax(logits)
+        best, sure = shares.argmax(axis=1), shares.max(axis=1)
+        right, said = ([names[each] for each in ids] for ids in (targets, best))
+        return Sample(right, said, sure, np.where(best == targets, 0.0, sure))
+
+
+# ------------------------------------------------------------------------------------------------------ several classes
+
+
+class SeveralClasses:
+    """A list of class ids or words for each row, which may be empty; each label is a question of its own."""
+
+    name: LabelForm = "multi_label_classification"
+    column: str = "flags"
+    metrics: tuple[str, ...] = ("f1", "precision", "recall", "accuracy")
+    columns: tuple[str, ...] = ("labels", "scores")
+    baseline: str = "giving every row the labels that more than half of the rows have"
+
+    def values(self, split: RawSplit, column: str) -> list[Any]:
+        """Lists of ints or of texts."""
+        values = arrow_table(split.rows)[column]
+        kind = values.type.value_type
+        if not (is_text(kind) or pa.types.is_integer(kind) or pa.types.is_null(kind)):
+            rule = f"the column is of type {values.type}, not a list of words or of class ids"
+            raise row_error("LabelType", split, 0, PATH, column, values[0].as_py(), rule)
+        found: list[Any] = values.to_pylist()
+        for row, labels in enumerate(found):
+            if labels is None or None in labels:
+                raise row_error(
+                    "NullLabel", split, row, PATH, column, labels, "a row needs its labels, or an empty list"
+                )
+            if len(set(labels)) < len(labels):
+                raise row_error("LabelTwice", split, row, PATH, column, labels, "a row has a label once")
+        return found
+
+    def names(self, split: RawSplit, column: str, values: list[Any]) -> tuple[str, ...]:
+        """Those of a Hub data set's classes, else the ids or words that there are."""
+        feature = split.rows.features[column]
+        every = [label for labels in values for label in labels]
+        return _class_names(getattr(feature, "feature", None)) or (
+            _names(split, column, every, values) if every else ()
+        )
+
+    def targets(self, split: RawSplit, column: str, values: list[Any], names: Sequence[str]) -> NDArray[Any]:
+        """A row of zeros and ones for each row, shape (rows, labels)."""
+        every = [label for labels in values for label in labels]
+        position = _positions(every, names)
+        flags = np.zeros((len(values), len(names)), np.int32)
+        for row, labels in enumerate(values):
+            for label in labels:
+                if label not in position:
+                    raise _strange(split, column, row, label, names)
+                flags[row, position[label]] = 1
+        return flags
+
+    def counts(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
+        """A row counts for each of its labels."""
+        return dict(zip(names, targets.sum(axis=0).tolist(), strict=True))
+
+    def batch(self, features: Sequence[Feature]) -> torch.Tensor:
+        """Shape (rows, labels), zeros and ones as fractions: the loss takes no whole numbers."""
+        import torch
+
+        return torch.from_numpy(np.stack([feature[self.column] for feature in features]).astype(np.float32))
+
+    def loss(self, logits: Logits, targets: NDArray[Any]) -> float:
+        """Binary cross-entropy in nats, the mean over rows and labels."""
+        x = logits.astype(np.float64)
+        # log(1 + e^-|x|) does not overflow.
+        return float((np.maximum(x, 0) - x * targets + np.log1p(np.exp(-np.abs(x)))).mean())
+
+    def measured(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
+        """f1, precision and recall as the plain mean over the labels; accuracy: the share of rows whose labels are all
+        right.
+        """
+        return _flag_scores(targets, (logits > 0).astype(np.int32))
+
+    def constant(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
+        """Of the very rows that are judged."""
+        usual = (2 * targets.sum(axis=0) > len(targets)).astype(np.int32)
+        return _flag_scores(targets, np.tile(usual, (len(targets), 1)))
+
+    def predictions(self, logits: Logits, names: Sequence[str]) -> dict[str, pa.Array]:
+        """`labels` whose probability is above one half, and `scores` with the probability of each label."""
+        shares = _sigmoid(logits)
+        chosen = [[name for name, share in zip(names, row, strict=True) if share > 0.5] for row in shares]
+        return {"labels": pa.array(chosen, pa.list_(pa.string())), "scores": _by_name(shares, names)}
+
+    def sample(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> Sample:
+        """As wrong as the label of which it was most wrongly sure; as sure as of the label of which it was least."""
+        shares = _sigmoid(logits)
+        off = np.abs(shares - targets)
+        said = [_together(row > 0.5, names) for row in shares]
+        sure = np.maximum(shares, 1 - shares).min(axis=1)
+        return Sample(
+            [_together(row > 0, names) for row in targets], said, sure, np.where(off > 0.5, off, 0.0).max(axis=1)
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------- a number
+
+
+class ANumber:
+    """A fraction, also one that is written as text with a decimal point."""
+
+    name: LabelForm = "regression"
+    column: str = "value"
+    metrics: tuple[str, ...] = ("pearson", "spearmanr", "r2", "mse", "mae")
+    columns: tuple[str, ...] = ("value",)
+    baseline: str = "always answering the mean"
+
+    def values(self, split: RawSplit, column: str) -> list[Any]:
+        """Finite fractions."""
+        values = arrow_table(split.rows)[column]
+        found: list[Any] = []
+        for row, value in enumerate(values.to_pylist()):
+            number = None if value is None or value == "" else float(value)
+            if number is None or not np.isfinite(number):
+                raise row_error("NullLabel", split, row, PATH, column, value, "a row needs its number")
+            found.append(number)
+        odd = [row for row, number in enumerate(found) if number != int(number)]
+        if odd and len(odd) < _FEW * len(found):
+            rule = "nearly all labels are whole numbers: a fraction among classes is a mistake"
+            raise row_error("LabelType", split, odd[0], PATH, column, found[odd[0]], rule)
+        return found
+
+    def names(self, split: RawSplit, column: str, values: list[Any]) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    def targets(self, split: RawSplit, column: str, values: list[Any], names: Sequence[str]) -> NDArray[Any]:
+        """The numbers."""
+        return np.asarray(values, np.float64)
+
+    def counts(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, int]:
+        """Nothing to count."""
+        return {}
+
+    def batch(self, features: Sequence[Feature]) -> torch.Tensor:
+        """Shape (rows,)."""
+        import torch
+
+        return torch.tensor([float(feature[self.column]) for feature in features], dtype=torch.float32)
+
+    def loss(self, logits: Logits, targets: NDArray[Any]) -> float:
+        """Mean squared error."""
+        return float(((logits[:, 0].astype(np.float64) - targets) ** 2).mean())
+
+    def measured(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
+        """Correlations are 0 where they have no value, as of constant answers."""
+        from scipy import stats
+        from sklearn.metrics import mean_absolute_error, mean_squared_error, r2_score
+
+        said = logits[:, 0].astype(np.float64)
+        varied = min(np.ptp(said), np.ptp(targets)) > 0
+        return {
+            "pearson": float(stats.pearsonr(targets, said)[0]) if varied else 0.0,
+            "spearmanr": float(stats.spearmanr(targets, said)[0]) if varied else 0.0,
+            "r2": float(r2_score(targets, said)) if len(targets) > 1 else 0.0,
+            "mse": float(mean_squared_error(targets, said)),
+            "mae": float(mean_absolute_error(targets, said)),
+        }
+
+    def constant(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
+        """The mean of the very rows that are judged: no constant has a smaller squared error."""
+        return self.measured(np.full((len(targets), 1), targets.mean()), targets, names)
+
+    def predictions(self, logits: Logits, names: Sequence[str]) -> dict[str, pa.Array]:
+        """`value`."""
+        return {"value": pa.array(logits[:, 0].astype(np.float64), pa.float64())}
+
+    def sample(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> Sample:
+        """The further off, the worse; nothing is known of how sure it is."""
+        said = logits[:, 0].astype(np.float64)
+        right, shown = ([f"{value:.4g}" for value in values] for values in (targets, said))
+        return Sample(right, shown, np.ones(len(said)), np.abs(said - targets))
+
+
+FORMS: Mapping[LabelForm, Form] = {form.name: form for form in (OneClass(), SeveralClasses(), ANumber())}
+
+
+def form_of(split: RawSplit, column: str) -> Form:
+    """The form of a column, by what it holds."""
+    values = arrow_table(split.rows)[column]
+    if is_list(values.type):
+        return FORMS["multi_label_classification"]
+    if pa.types.is_floating(values.type) or pa.types.is_decimal(values.type):
+        return FORMS["regression"]
+    if is_text(values.type):
+        written = pc.match_substring_regex(pc.drop_null(values.combine_chunks()), f"^(?:{_FRACTION.pattern})$")
+        if len(written) and pc.all(written).as_py():
+            return FORMS["regression"]
+    return FORMS["single_label_classification"]
+
+
+# ------------------------------------------------------------------------------------------------------------- helpers
+
+
+def _class_names(feature: object) -> tuple[str, ...] | None:
+    return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else None
+
+
+def _names(split: RawSplit, column: str, every: Sequence[Any], values: Sequence[Any]) -> tuple[str, ...]:
+    """The names by all labels of the split; `values`: those of each row, for an error."""
+    distinct = set(every)
+    if not isinstance(every[0], int):
+        numbers = [int(word) for word in distinct] if all(_WHOLE_NUMBER.fullmatch(word) for word in distinct) else []
+        if sorted(numbers) == list(range(len(distinct))):
+            return tuple(str(i) for i in range(len(distinct)))
+        return tuple(sorted(distinct))
+    count = next(i for i in range(len(distinct) + 1) if i not in distinct)
+    if count < len(distinct):
+        odd = [any(not 0 <= one < count for one in (value if isinstance(value, list) else [value])) for value in values]
+        row = odd.index(True)
+        rule = f"class ids count from 0 without gaps, and no row has {count}"
+        raise row_error("LabelOutOfRange", split, row, PATH, column, values[row], rule)
+    return tuple(str(i) for i in range(count))
+
+
+def _positions(every: Sequence[Any], names: Sequence[str]) -> dict[Any, int]:
+    """Label as it is given -> its id."""
+    if every and isinstance(every[0], int):
+        return {i: i for i in range(len(names))}
+    position: dict[Any, int] = {name: i for i, name in enumerate(names)}
+    if every and not any(label in position for label in every) and set(every) <= {str(i) for i in range(len(names))}:
+        return {str(i): i for i in range(len(names))}  # class ids as a CSV file has them
+    return position
+
+
+def _strange(split: RawSplit, column: str, row: int, label: object, names: Sequence[str]) -> Exception:
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    rule = f"the labels are {shown} (ids 0 to {len(names) - 1})"
+    return row_error("LabelOutOfRange", split, row, PATH, column, label, rule)
+
+
+def _softmax(logits: Logits) -> NDArray[np.float64]:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    exponentials = np.exp(shifted)
+    return np.asarray(exponentials / exponentials.sum(axis=1, keepdims=True))
+
+
+def _sigmoid(logits: Logits) -> NDArray[np.float64]:
+    # By the hyperbolic tangent, which does not overflow.
+    return np.asarray((1 + np.tanh(logits.astype(np.float64) / 2)) / 2)
+
+
+def _by_name(shares: NDArray[np.float64], names: Sequence[str]) -> pa.StructArray:
+    return pa.StructArray.from_arrays([pa.array(column) for column in shares.T], names=list(names))
+
+
+def _together(chosen: NDArray[np.bool_], names: Sequence[str]) -> str:
+    return ", ".join(name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen) or "none"
+
+
+def _class_scores(labels: NDArray[Any], answers: NDArray[Any], count: int) -> dict[str, float]:
+    from sklearn.metrics import accuracy_score, precision_recall_fscore_support
+
+    precision, recall, f1, _ = precision_recall_fscore_support(
+        labels, answers, labels=list(range(count)), average="macro", zero_division=0
+    )
+    scores = {"accuracy": accuracy_score(labels, answers), "f1": f1, "precision": precision, "recall": recall}
+    return {name: float(score) for name, score in scores.items()}
+
+
+def _flag_scores(flags: NDArray[Any], answers: NDArray[Any]) -> dict[str, float]:
+    from sklearn.metrics import accuracy_score, precision_recall_fscore_support
+
+    precision, recall, f1, _ = precision_recall_fscore_support(flags, answers, average="macro", zero_division=0)
+    scores = {"f1": f1, "precision": precision, "recall": recall, "accuracy": accuracy_score(flags, answers)}
+    return {name: float(score) for name, score in scores.items()}
