@@ -228,11 +228,14 @@ def test_every_answer_is_in_a_window_that_points_to_it_and_other_windows_point_t
     assert found == set(range(40))
 
 
-def test_a_question_that_is_too_long_leaves_room_for_the_paragraph(model: Path, data: Path, paths: JobPaths) -> None:
+@pytest.mark.parametrize("stride", [None, 16])
+def test_a_question_that_is_too_long_leaves_room_for_the_paragraph(
+    stride: int | None, model: Path, data: Path, paths: JobPaths
+) -> None:
     rows = questions(8, 9)
     rows[2]["question"] = "where is the old " * 30 + "lamp ?"
     write_lines(data / "train.jsonl", rows)
-    facts = prepare(a_job(model, data, max_length=32), paths, NoProgress())
+    facts = prepare(a_job(model, data, preparation={"max_length": 32, "stride": stride}), paths, NoProgress())
     assert facts.splits["train"].truncated_rows == 1
     split = PreparedData.open(paths).of("train")
     assert all((first >= 0).any() for first in split.lists("first"))
@@ -397,3 +400,10 @@ def test_the_loss_counts_every_window_alike(model: Path, data: Path, paths: JobP
     prepared = PreparedData.open(paths)
     batch = task.collate(prepared.features("train", range(5)), pad_token_id=0)
     assert int(task.items(batch)) == 5
+
+
+def test_windows_too_short_to_move_on_are_refused(model: Path, data: Path, paths: JobPaths) -> None:
+    job = a_job(model, data, preparation={"max_length": 4, "stride": 2})
+    with pytest.raises(StageError) as caught:
+        prepare(job, paths, NoProgress())
+    assert (caught.value.failure_class, caught.value.reason) == (FailureClass.CONFIG, "MaxLengthTooShort")

@@ -201,6 +201,7 @@ def test_windows_hold_every_word_and_its_tag_once(
     split = prepared.of("train")
     assert (facts.labels, split.rows) == (("O", "B-person", "B-place", "I-place"), 40)
     assert len(split.position) > 40
+    assert (facts.splits["train"].rows, facts.splits["train"].windows_of) == (len(split.position), 40)
     assert facts.splits["train"].truncated_rows == 0
     assert facts.splits["train"].longest <= 32
     assert facts.label_counts == {
@@ -476,3 +477,10 @@ def test_windows_that_bring_little_new_are_refused(models: dict[str, Path], data
     with pytest.raises(StageError) as caught:
         prepare(job, paths, NoProgress())
     assert (caught.value.reason, "16 or less" in caught.value.hint) == ("StrideTooLong", True)
+
+
+def test_windows_too_short_to_move_on_are_refused(models: dict[str, Path], data: Path, paths: JobPaths) -> None:
+    job = a_job(models["bert"], data, preparation={"max_length": 4, "stride": 2})
+    with pytest.raises(StageError) as caught:
+        prepare(job, paths, NoProgress())
+    assert (caught.value.failure_class, caught.value.reason) == (FailureClass.CONFIG, "MaxLengthTooShort")

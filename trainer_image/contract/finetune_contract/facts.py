@@ -52,6 +52,9 @@ class SplitFacts(Message):
     """One prepared split."""
 
     rows: int = Field(ge=0)
+    """What batches are made of: rows of the data, or windows of them."""
+    windows_of: int | None = None
+    """Rows of the data where they were cut into windows; None: they were not."""
     tokens: int = Field(ge=0)
     """Tokens over all rows after truncation, special tokens included."""
     truncated_rows: int = Field(ge=0, default=0)

@@ -323,7 +323,7 @@ def _write(
         if role != "train":
             kept = dict.fromkeys([*_kept(order.task, part, each.raw).values(), *part.copies])
             pq.write_table(arrow_table(each.raw.rows.select_columns(list(kept))), folder / f"{role}.raw.parquet")
-        splits[role] = _facts(table, truncated)
+        splits[role] = _facts(table, truncated, done)
     facts = DataFacts(
         fingerprint=order.fingerprint,
         splits=splits,
@@ -368,11 +368,13 @@ def _list_array(values: Sequence[Sequence[int]]) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(flat))
 
 
-def _facts(table: pa.Table, truncated: int) -> SplitFacts:
+def _facts(table: pa.Table, truncated: int, rows: int) -> SplitFacts:
+    """Of features that were made of so many rows."""
     lengths = np.asarray(pc.list_value_length(table["input_ids"]).to_numpy(), dtype=np.int64)
     edges, counts = np.unique([_bucket_edge(int(length)) for length in lengths], return_counts=True)
     return SplitFacts(
         rows=len(lengths),
+        windows_of=None if rows == len(lengths) else rows,
         tokens=int(lengths.sum()),
         truncated_rows=truncated,
         length_histogram={int(edge): int(count) for edge, count in zip(edges, counts, strict=True)},

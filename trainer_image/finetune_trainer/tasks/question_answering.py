@@ -19,15 +19,14 @@ import pyarrow.compute as pc
 from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, TrainerJob
-from finetune_contract.layout import FailureClass
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
-from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.rows import is_list, is_text, not_set, refuse_other_columns, row_error
+from finetune_trainer.tasks.windows import made_ready
 
 if TYPE_CHECKING:
     import torch
@@ -125,17 +124,9 @@ class QuestionAnswering:
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
         """Windows of each paragraph, each behind the whole question; a question is cut to half of a window."""
-        tokenizer = coding.tokenizer
-        if not tokenizer.is_fast:
-            raise StageError(
-                FailureClass.MODEL,
-                "SlowTokenizer",
-                f"The tokenizer {type(tokenizer).__name__} does not tell where its tokens are in the text.",
-                "Use a model with a fast tokenizer (tokenizer.json).",
-            )
-        tokenizer.truncation_side = "right"
+        room, tokenizer = made_ready(coding, pair=True), coding.tokenizer
         types = "token_type_ids" in tokenizer.model_input_names
-        questions, cut = _short_questions(list(rows["question"]), coding)
+        questions, cut = _short_questions(list(rows["question"]), coding, room)
         encoded = tokenizer(
             questions,
             list(rows["context"]),
@@ -326,13 +317,15 @@ def _auto() -> Any:
 # ------------------------------------------------------------------------------------------------------------- encoding
 
 
-def _short_questions(questions: list[str], coding: Coding) -> tuple[list[str], int]:
-    """Questions that leave half of a window to the paragraph, and how many had to be cut for that."""
-    most = coding.max_length // 2 - coding.tokenizer.num_special_tokens_to_add(pair=True)
+def _short_questions(questions: list[str], coding: Coding, room: int) -> tuple[list[str], int]:
+    """Questions that leave the paragraph half of the window, and more than what windows share; and how many had to be
+    cut for that. `room`: tokens of a window that are not special ones.
+    """
+    most = max(1, room - max(coding.max_length // 2, coding.stride + 1))
     encoded = coding.tokenizer(questions, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     long = [at for at, ids in enumerate(encoded["input_ids"]) if len(ids) > most]
     for at in long:
-        questions[at] = questions[at][: encoded["offset_mapping"][at][max(0, most - 1)][1]]
+        questions[at] = questions[at][: encoded["offset_mapping"][at][most - 1][1]]
     return questions, len(long)
 
 

@@ -31,6 +31,7 @@ from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.rows import is_list, is_text, not_set, refuse_other_columns, row_error
+from finetune_trainer.tasks.windows import made_ready
 
 if TYPE_CHECKING:
     import torch
@@ -130,15 +131,7 @@ class TokenClassification:
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
         """Windows of each row. None is truncated."""
-        if not coding.tokenizer.is_fast:
-            raise StageError(
-                FailureClass.MODEL,
-                "SlowTokenizer",
-                f"The tokenizer {type(coding.tokenizer).__name__} does not tell which word a token belongs to.",
-                "Use a model with a fast tokenizer (tokenizer.json).",
-            )
-        # Nothing is cut off, and windows are counted from the left.
-        coding.tokenizer.truncation_side = "right"
+        made_ready(coding, pair=False)
         encoded = coding.tokenizer(
             list(rows["tokens"]),
             is_split_into_words=True,
