@@ -158,7 +158,7 @@ def test_several_classes_are_learnt_and_judged_as_a_plain_loop_would(
     assert measured["loss"] == pytest.approx(loss, rel=1e-4)
     assert measured["f1"] == pytest.approx(f1_score(gold, logits > 0, average="macro", zero_division=0))
     assert measured["accuracy"] == pytest.approx(accuracy_score(gold, logits > 0))
-    assert measured["f1"] > 0.8 > sections["majority"]["f1"]
+    assert measured["f1"] > sections["majority"]["f1"] + 0.2
     predict(job, paths, NoProgress())
     for line, row, scores in zip(predictions(paths), rows, logits, strict=True):
         assert line["id"] == row["id"]
@@ -238,7 +238,7 @@ def test_numbers_written_as_text_are_numbers_and_whole_ones_are_classes(
         file.parent.mkdir()
         file.write_text("\n".join(lines) + "\n", encoding="utf-8")
         there = JobPaths(tmp_path / f"job-{form}")
-        prepare(a_job(model, file), there, NoProgress())
+        prepare(a_job(model, file).model_copy(update={"predict": None}), there, NoProgress())
         assert PreparedData.open(there).facts.label_form == form
 
 
