@@ -3,7 +3,10 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 WORKSPACE ?= runs
+# Processes that test files are dealt out to.
+WORKERS ?= logical
 BIN := $(VENV)/bin
+PYTEST_BESIDE := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help install quickstart test test-slow test-cluster test-e2e images lint format generate pictures benchmark clean
@@ -26,10 +29,10 @@ quickstart: install ## Fine-tune, evaluate and predict on this machine (about 2 
 	$(BIN)/finetune run manifests/examples/quickstart.yaml --workspace $(WORKSPACE)
 
 test: install ## Run the tests that need no cluster, but the slowest (under 15 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_BESIDE)
 
-test-slow: install ## Run the slowest of them: every strategy against one process, README from a fresh start (about 6 minutes)
-	$(BIN)/python -m pytest -m slow
+test-slow: install ## Run the slowest of them: every strategy against one process, README from a fresh start (about 15 minutes)
+	$(BIN)/python -m pytest -m slow $(PYTEST_BESIDE)
 
 test-cluster: install ## Run the operator's tests on a real API server (about 12 minutes; needs KUBEBUILDER_ASSETS or FINETUNE_TEST_KUBECONFIG)
 	$(BIN)/python -m pytest tests/cluster

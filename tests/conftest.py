@@ -1,13 +1,17 @@
-"""Golden files: whole answers, kept beside the tests that compare with them.
-
+"""For all tests. Golden files: whole answers, kept beside the tests that compare with them;
 `pytest tests/golden tests/chart --update-golden` writes them again.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import pytest
+
+# Before anything imports torch, and for the programs that tests start. Threads that have nothing to do wait by spinning
+# otherwise; with models as tiny as those of tests that was two thirds of all the time that they took.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -14,6 +14,19 @@ FOLDER = Path(__file__).parents[1] / "manifests" / "examples"
 EXAMPLES = tuple(sorted(file.stem for file in FOLDER.glob("*.yaml")))
 LOCAL = ("quickstart",)
 """Those that run on one machine: a package and a folder of it are no place for a pod to look."""
+FITTED_LOCALLY = (
+    "chat-lora",
+    "domain-words",
+    "gpt2-175b",
+    "gpt2-30b",
+    "gpt2-30b-sharded",
+    "mnli-pipeline",
+    "squad-data-parallel",
+    "summaries",
+)
+"""Those that the suites run on one machine, with models made for their tasks or of their families; all others run in a
+cluster.
+"""
 IN_CLUSTER = tuple(name for name in EXAMPLES if name not in LOCAL)
 
 

@@ -17,6 +17,7 @@ from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.docs import api_reference, settings_reference
 from finetune_operator.cli.main import COMMANDS, app
 from finetune_operator.shell import metrics
+from finetune_trainer.strategies.tensor import tensor_families_json
 from finetune_trainer.training.arguments import known_arguments_json
 
 
@@ -83,6 +84,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "manifests/gitops/argocd/argocd-cm.yaml": argo_health,
     "docs/metrics.md": between_marks("docs/metrics.md", metrics.reference),
     "trainer_image/contract/finetune_contract/training_arguments.json": known_arguments_json,
+    "trainer_image/contract/finetune_contract/tensor_families.json": tensor_families_json,
 }
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -42,21 +45,63 @@ def test_the_finetune_command_starts_without_a_deep_learning_library() -> None:
     assert ran.stdout.strip() == "[]", ran.stdout + ran.stderr
 
 
+def normal(name: str) -> str:
+    """Of a distribution, as indexes compare names."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def named(requirements: list[str]) -> set[str]:
+    """The distributions that requirements name, without their versions and extras."""
+    return {normal(re.split(r"[<>=!~\[; ]", requirement)[0]) for requirement in requirements}
+
+
+def imported(folder: Path) -> Iterator[tuple[str, str]]:
+    """The top-level modules that the files of `folder` import, each with a place that does."""
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module]
+            for name in names:
+                yield name.split(".")[0], f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+# What another of our requirements stands for: its releases say which release of these they work with.
+COMES_WITH = {"huggingface-hub": "transformers", "tokenizers": "transformers"}
+
+
+@pytest.mark.parametrize("distribution", ["trainer_image/contract", "trainer_image", "operator"])
+def test_a_distribution_asks_for_all_that_its_modules_import(distribution: str) -> None:
+    project = tomllib.loads((ROOT / distribution / "pyproject.toml").read_text())["project"]
+    wanted = named(project["dependencies"]).union(*map(named, project.get("optional-dependencies", {}).values()))
+    [package] = [path.parent for path in (ROOT / distribution).glob("finetune_*/__init__.py")]
+    offered = packages_distributions()
+    seen = 0
+    missing: list[str] = []
+    for module, place in imported(package):
+        if module in sys.stdlib_module_names or module == package.name:
+            continue
+        seen += 1
+        sources = {normal(name) for name in offered.get(module, [])}
+        sources |= {COMES_WITH[name] for name in sources & COMES_WITH.keys()}
+        if not sources & wanted:
+            missing.append(f"{place} imports {module}")
+    assert seen > 0
+    assert missing == []
+
+
 def test_constraints_pin_every_direct_dependency_and_name_no_address() -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!_-]+", line) for line in lines), lines
-
-    def normal(name: str) -> str:
-        return re.sub(r"[-_.]+", "-", name).lower()
 
     pinned = {normal(line.split("==")[0]) for line in lines}
     wanted: set[str] = set()
     for file in ("operator/pyproject.toml", "trainer_image/pyproject.toml", "trainer_image/contract/pyproject.toml"):
         project = tomllib.loads((ROOT / file).read_text())["project"]
-        wanted |= {normal(re.split(r"[<>=!~\[; ]", dependency)[0]) for dependency in project["dependencies"]}
+        wanted |= named(project["dependencies"])
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     for group in groups.values():
-        wanted |= {normal(re.split(r"[<>=!~\[; ]", item)[0]) for item in group if isinstance(item, str)}
+        wanted |= named([item for item in group if isinstance(item, str)])
     wanted -= {"finetune-contract", "finetune-operator", "finetune-trainer"}
     assert len(wanted) > 20
     assert wanted <= pinned, wanted - pinned

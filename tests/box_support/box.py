@@ -241,7 +241,7 @@ def build_image(name: str) -> str:
     # The nodes of a box have no GPUs; only the trainer's image differs for them.
     variant = ["--", "--build-arg", "ACCELERATOR=cpu"] if name == TRAINER else []
     command = [str(TOOLS / "image-build"), "-f", file, "-t", f"{name}:test", ".", *variant]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2700)
     assert ran.returncode == 0, f"{' '.join(command)}\n{ran.stdout[-2000:]}{ran.stderr[-6000:]}"
     return ran.stdout.strip().splitlines()[-1]
 

@@ -16,7 +16,11 @@ from cluster_support.control_plane import Cluster
 
 MANIFESTS = Path(__file__).parents[1] / "golden" / "manifests"
 OF_EXAMPLES = MANIFESTS.with_name("examples")
-RECORDED = [*sorted(MANIFESTS.glob("*.yaml")), *sorted(OF_EXAMPLES.glob("*.manifests.yaml"))]
+RECORDED = [
+    *sorted(MANIFESTS.glob("*.yaml")),
+    *sorted(OF_EXAMPLES.glob("*.manifests.yaml")),
+    MANIFESTS.with_name("spark") / "prepare.yaml",
+]
 NAMESPACE = "finetune-golden"
 PRIORITY_CLASSES = ("finetune-golden-high",)
 SURROUNDINGS: list[dict[str, Any]] = [
@@ -39,7 +43,11 @@ SURROUNDINGS: list[dict[str, Any]] = [
         for name in PRIORITY_CLASSES
     ),
 ]
-CUSTOM = {"PyTorchJob": "pytorchjobs.kubeflow.org", "MPIJob": "mpijobs.kubeflow.org"}
+CUSTOM = {
+    "PyTorchJob": "pytorchjobs.kubeflow.org",
+    "MPIJob": "mpijobs.kubeflow.org",
+    "SparkApplication": "sparkapplications.sparkoperator.k8s.io",
+}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +85,8 @@ def templates(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
             replicas = spec["pytorchReplicaSpecs"]
         case "MPIJob":
             replicas = spec["mpiReplicaSpecs"]
+        case "SparkApplication":
+            return {f"{name}-{role}": spec[role]["template"] for role in ("driver", "executor")}
         case other:
             raise AssertionError(f"{other} makes pods in a way that this test does not know")
     return {f"{name}-{role.lower()}-0": replica["template"] for role, replica in replicas.items()}
@@ -104,7 +114,7 @@ def needs(cluster: Cluster, manifests: list[dict[str, Any]]) -> None:
 
 def test_there_are_manifests_of_every_kind_of_child():
     kinds = {document["kind"] for path in RECORDED for document in documents_in(path)}
-    assert kinds == {"NetworkPolicy", "PersistentVolumeClaim", "ConfigMap", "Service", "Job", "PyTorchJob", "MPIJob"}
+    assert kinds == {"NetworkPolicy", "PersistentVolumeClaim", "ConfigMap", "Service", "Job", *CUSTOM}
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)

@@ -24,7 +24,11 @@ from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from finetune_operator.rendering.types import JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL
 
-FOREIGN_CRDS = ("kubeflow.org_pytorchjobs.yaml", "kubeflow.org_mpijobs.yaml")
+FOREIGN_CRDS = (
+    "kubeflow.org_pytorchjobs.yaml",
+    "kubeflow.org_mpijobs.yaml",
+    "sparkoperator.k8s.io_sparkapplications.yaml",
+)
 CHILD_KINDS: tuple[tuple[str, str], ...] = (
     ("batch/v1", "jobs"),
     ("kubeflow.org/v1", "pytorchjobs"),

@@ -9,10 +9,12 @@ import pytest
 import yaml
 from golden_cases import CASES, FOLDER, LAUNCHERS, golden_context, read_case
 
+from finetune_contract.choices import Stage
 from finetune_operator.api.types import LauncherName
 from finetune_operator.cli.console import emit
 from finetune_operator.planning.plan import plan
-from finetune_operator.rendering.manifests import render
+from finetune_operator.rendering.manifests import render, stage
+from finetune_operator.rendering.types import Attempt
 
 
 def rendered_cases() -> list[tuple[str, LauncherName]]:
@@ -26,6 +28,7 @@ def rendered_cases() -> list[tuple[str, LauncherName]]:
 
 
 RENDERED = rendered_cases()
+SPARK = "gpu-gang-with-everything"
 
 
 def test_there_are_manifests_for_every_job_and_launcher_and_no_others():
@@ -46,3 +49,17 @@ def test_the_manifests_are_those_on_record(
     text = capsys.readouterr().out
     assert tuple(yaml.safe_load_all(text)) == manifests
     golden(f"manifests/{name}.{launcher}.yaml", text)
+
+
+def test_a_preparation_by_spark_is_the_one_on_record(
+    golden: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
+):
+    """Of a plan that the operator does not make yet: it refuses the engine."""
+    job, facts, settings = read_case(SPARK)
+    made = plan(job, replace(facts, served=LAUNCHERS), settings)
+    preparation = made.trainer.preparation.model_copy(update={"engine": "spark", "workers": 4})
+    made = made.model_copy(update={"trainer": made.trainer.model_copy(update={"preparation": preparation})})
+    manifests = stage(made, golden_context(job, settings), Attempt(Stage.PREPARE))
+    assert [each["kind"] for each in manifests] == ["ConfigMap", "SparkApplication"]
+    emit(manifests, "yaml")
+    golden("spark/prepare.yaml", capsys.readouterr().out)

@@ -7,12 +7,14 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer_support.forking import ForkServer
+from trainer_support.tasks import losses, task_job, train_here, training_of
 
 from finetune_contract.choices import Stage
 from finetune_contract.job import Strategy, TrainerJob
@@ -69,18 +71,47 @@ def write_tiny_bert(folder: Path, *, words: Iterable[str] = (), labels: Sequence
     (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
     torch.manual_seed(7)
     head = {"id2label": dict(enumerate(labels)), "label2id": {name: i for i, name in enumerate(labels)}}
-    whole = BertConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=64,
-        **(head if labels else {}),
-        **config,
-    )
+    size = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": 64,
+    }
+    whole = BertConfig(vocab_size=len(vocabulary), **{**size, **(head if labels else {}), **config})
     (BertForSequenceClassification if labels else BertModel)(whole).save_pretrained(folder)
     BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+def dropout(share: float) -> dict[str, float]:
+    """Both of BERT's dropouts."""
+    return {"hidden_dropout_prob": share, "attention_probs_dropout_prob": share}
+
+
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "bert": dropout(0.0),
+    "roberta": {**dropout(0.0), "max_position_embeddings": 66, "pad_token_id": 0},
+    "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "pad_token_id": 0},
+    "llama": {"num_key_value_heads": 2, "pad_token_id": 0},
+    "qwen3": {"num_key_value_heads": 2, "pad_token_id": 0, "head_dim": 8},
+}
+
+
+def write_tiny_family(folder: Path, family: str, **config: Any) -> Path:
+    """A random model (4 layers, 32 wide, 4 heads) of that model type without dropout, with the tokenizer of
+    `write_tiny_bert`.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    write_tiny_bert(folder)
+    vocabulary = len((folder / "vocab.txt").read_text(encoding="utf-8").splitlines())
+    shape = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 64}
+    shape = {"vocab_size": vocabulary, "max_position_embeddings": 64, **shape, **_FAMILIES[family], **config}
+    torch.manual_seed(7)
+    whole = AutoConfig.for_model(family, num_labels=2, **shape)
+    AutoModelForSequenceClassification.from_config(whole).save_pretrained(folder)
     return folder
 
 
@@ -116,8 +147,7 @@ class Bench:
 
     def losses(self) -> list[float]:
         """Training loss of each step."""
-        lines = [json.loads(line) for line in self.paths.history.read_text(encoding="utf-8").splitlines()]
-        return [line["loss"] for line in lines if "loss" in line]
+        return losses(self.paths)
 
     def weights(self) -> dict[str, Any]:
         """The weights in `model/`."""
@@ -148,9 +178,7 @@ class Bench:
         wrapper: Sequence[str] = (),
     ) -> subprocess.Popen[str]:
         """Starts a stage alone, by torchrun with several processes, or by `launcher`."""
-        for old in self.workspace.glob("report-*.json"):
-            old.unlink()
-        (self.workspace / "progress.jsonl").unlink(missing_ok=True)
+        told = self.told()
         if launcher is None:
             launcher = [sys.executable]
             if processes > 1:
@@ -160,14 +188,34 @@ class Bench:
             **{k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_"))},
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
-            ENV_REPORT: str(self.workspace / "report-{rank}.json"),
-            ENV_PROGRESS: str(self.workspace / "progress.jsonl"),
-            **self.environment,
+            **told,
             **(environment or {}),
         }
         return subprocess.Popen(
             [*wrapper, *launcher, *command], env=settled, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
+
+    def told(self) -> dict[str, str]:
+        """The environment that says where reports go, where there are none yet."""
+        for old in self.workspace.glob("report-*.json"):
+            old.unlink()
+        (self.workspace / "progress.jsonl").unlink(missing_ok=True)
+        return {
+            ENV_REPORT: str(self.workspace / "report-{rank}.json"),
+            ENV_PROGRESS: str(self.workspace / "progress.jsonl"),
+            **self.environment,
+        }
+
+    def case(
+        self, stage: Stage = Stage.TRAIN, *, processes: int, deepspeed: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """A stage for a ForkServer."""
+        return {
+            "processes": processes,
+            "arguments": self.command(stage, deepspeed)[2:],
+            "environment": self.told(),
+            "log": str(self.workspace / "log"),
+        }
 
     def end(self, process: subprocess.Popen[str]) -> Ended:
         """Waits for a started stage."""
@@ -177,6 +225,10 @@ class Bench:
             process.kill()
             output, _ = process.communicate()
             pytest.fail(f"the stage did not end in {TIMEOUT_SECONDS} s:\n{output}")
+        return self.ended(process.returncode, output)
+
+    def ended(self, exit_code: int, output: str) -> Ended:
+        """With the reports that are there."""
         reports = [
             TrainerReport.model_validate_json(p.read_bytes())
             for p in self.workspace.glob("report-*.json")
@@ -185,19 +237,11 @@ class Bench:
         told = self.workspace / "progress.jsonl"
         lines = told.read_text(encoding="utf-8").splitlines() if told.exists() else []
         progress = tuple(Progress.model_validate_json(line) for line in lines)
-        return Ended(process.returncode, output, {report.rank: report for report in reports}, progress)
+        return Ended(exit_code, output, {report.rank: report for report in reports}, progress)
 
     def train_here(self) -> None:
-        """Trains in this process: strategy single alone, and without what `__main__` adds. Start-up is the dear part
-        of a stage.
-        """
-        from finetune_trainer.distributed import ProcessWorld
-        from finetune_trainer.progress import NoProgress
-        from finetune_trainer.training.interruption import Interruption
-        from finetune_trainer.training.run import train
-
-        world, interruption = ProcessWorld(), Interruption()
-        train(self.job, self.paths, NoProgress(), world=world, deepspeed=None, interruption=interruption)
+        """Trains in this process, with strategy single alone."""
+        train_here(self.job, self.paths)
 
     def run(self, stage: Stage = Stage.TRAIN, **how: Any) -> Ended:
         """Starts a stage and waits for it."""
@@ -219,10 +263,12 @@ class Bench:
         assert self.job.training is not None
         batch, world = self.job.training.batch, self.job.training.world
         micro = micro or batch.global_batch_size // processes
+        # Processes of this machine, planned as those of two nodes where the strategy tells nodes apart.
+        nodes = 2 if settings.get("fsdp_sharding") == "hybrid" else 1
         return self.with_training(
             name,
             strategy=Strategy(name=strategy, **settings),  # type: ignore[arg-type]
-            world=world.model_copy(update={"processes_per_node": processes}),
+            world=world.model_copy(update={"nodes": nodes, "processes_per_node": processes // nodes}),
             batch=batch.model_copy(
                 update={
                     "micro_batch_size": micro,
@@ -246,8 +292,15 @@ class Bench:
         training = self.job.training
         assert training is not None
         zero = {"stage": training.strategy.zero_stage if stage is None else stage, **zero}
-        if training.strategy.offload_optimizer != "none":
-            zero["offload_optimizer"] = {"device": training.strategy.offload_optimizer}
+        for section, device in {
+            "offload_optimizer": training.strategy.offload_optimizer,
+            "offload_param": training.strategy.offload_parameters,
+        }.items():
+            if device != "none":
+                zero[section] = {"device": device, "pin_memory": False}
+            if device == "nvme":
+                # For DeepSpeed a file pays from a mebibyte on, which no weight of the tiny model has.
+                zero[section] |= {"buffer_size": 1 << 20, "max_in_cpu": 0} if section == "offload_param" else {}
         return {
             "train_batch_size": training.batch.global_batch_size,
             "train_micro_batch_size_per_gpu": training.batch.micro_batch_size,
@@ -259,36 +312,26 @@ class Bench:
 
 
 def make_job(model: Path, data: Path, **training: Any) -> TrainerJob:
-    """A text-classification job on one process; `training` overrides fields of the training section."""
-    section: dict[str, Any] = {
-        "max_steps": 20,
-        "steps_per_epoch": 12,
-        "learning_rate": 2e-3,
-        "scheduler": "linear",
-        "warmup_steps": 4,
-        "weight_decay": 0.01,
-        "max_grad_norm": 1.0,
-        "optimizer": "adamw",
-        "seed": 11,
-        "label_smoothing": 0.0,
-        "precision": "fp32",
-        "strategy": {"name": "single"},
-        "batch": {"global_batch_size": 16, "micro_batch_size": 16, "gradient_accumulation": 1, "data_parallel": 1},
-        "world": {"nodes": 1, "processes_per_node": 1, "device": "cpu", "threads_per_process": 1},
-        "checkpoints": {"every_steps": 1000, "keep": 2},
-        **training,
-    }
-    return TrainerJob.model_validate(
-        {
-            "name": "tiny",
-            "task": "text-classification",
-            "model": {"uri": f"file://{model}"},
-            "dataset": {"uri": f"file://{data}", "columns": {"text": "text", "label": "label"}},
-            "preparation": {"max_length": 32},
-            "training": section,
-            "evaluation": {"device": "cpu", "batch_tokens": 1024},
-        }
+    """A text-classification job on one process; `training` as of `training_of`."""
+    usual = {"steps": 20, "micro": 16, "threads": 1, "learning_rate": 2e-3, "warmup_steps": 4, "weight_decay": 0.01}
+    return task_job(
+        "text-classification",
+        model,
+        data,
+        ["text", "label"],
+        training=training_of(**{**usual, "steps_per_epoch": 12, **training}),
+        name="tiny",
+        preparation={"max_length": 32},
+        evaluation={"device": "cpu", "batch_tokens": 1024},
+        predict=None,
+        seed=42,  # new adapters are drawn with it
     )
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> JobPaths:
+    """Of a job that a test runs in its own process."""
+    return JobPaths(tmp_path / "job")
 
 
 @pytest.fixture(scope="session")
@@ -298,11 +341,6 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, (split, count) in enumerate({"train": 200, "validation": 40, "test": 40}.items()):
         write_rows(folder / f"{split}.jsonl", count, seed)
     return folder
-
-
-def dropout(share: float) -> dict[str, float]:
-    """Both of BERT's dropouts."""
-    return {"hidden_dropout_prob": share, "attention_probs_dropout_prob": share}
 
 
 @pytest.fixture(scope="session")
@@ -323,6 +361,18 @@ def tiny_bert() -> Callable[..., Path]:
     return write_tiny_bert
 
 
+@pytest.fixture(scope="session")
+def tiny_family() -> Callable[..., Path]:
+    """The function, for tests cannot import this file."""
+    return write_tiny_family
+
+
+@pytest.fixture(scope="session")
+def bench_of() -> Callable[[Path, Path, Path], Bench]:
+    """Workspace, model and data -> the tiny job on them, prepared."""
+    return lambda workspace, model, data: prepared_bench(workspace, make_job(model, data))
+
+
 def prepared_bench(workspace: Path, job: TrainerJob) -> Bench:
     """A bench whose data are prepared (in this process: start-up is the dear part)."""
     from finetune_trainer.data.prepare import prepare
@@ -341,6 +391,15 @@ def bench(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_data:
 
 
 @pytest.fixture(scope="session")
+def wide_bench(tmp_path_factory: pytest.TempPathFactory, tiny_data: Path) -> Bench:
+    """Four steps of a model of one layer whose weights of 4 MiB are large enough for files of their own, prepared."""
+    size = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 1}
+    model = write_tiny_bert(tmp_path_factory.mktemp("model") / "wide-bert", **size, **dropout(0.0))
+    job = make_job(model, tiny_data, steps=4, learning_rate=1e-4, warmup_steps=0)
+    return prepared_bench(tmp_path_factory.mktemp("wide-bench"), job)
+
+
+@pytest.fixture(scope="session")
 def dropout_bench(tmp_path_factory: pytest.TempPathFactory, tiny_model_with_dropout: Path, tiny_data: Path) -> Bench:
     """The tiny job on the model with dropout, prepared."""
     return prepared_bench(tmp_path_factory.mktemp("dropout-bench"), make_job(tiny_model_with_dropout, tiny_data))
@@ -354,10 +413,22 @@ class Spread:
     processes: int = 2
     micro: int | None = None
     settings: tuple[tuple[str, Any], ...] = ()
+    zero: tuple[tuple[str, Any], ...] = ()
+    """Further keys of the DeepSpeed configuration's section zero_optimization."""
 
 
 @pytest.fixture(scope="session")
-def whole_run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spread], tuple[Bench, Ended]]:
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """Runs the processes of stages without their start-up, for tests that are not about it."""
+    server = ForkServer(tmp_path_factory.mktemp("forks") / "log")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def whole_run(
+    bench: Bench, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[Spread], tuple[Bench, Ended]]:
     """A run of the tiny job from the first step to the last, made once for each way to spread it."""
     made: dict[Spread, tuple[Bench, Ended]] = {}
 
@@ -365,8 +436,9 @@ def whole_run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Callabl
         if spread not in made:
             copy = bench.at(tmp_path_factory.mktemp("whole") / "w")
             job = copy.spread(spread.strategy, spread.processes, micro=spread.micro, **dict(spread.settings))
-            config = job.deepspeed_config() if spread.strategy == "deepspeed" else None
-            made[spread] = job, job.run(processes=spread.processes, deepspeed=config)
+            config = job.deepspeed_config(**dict(spread.zero)) if spread.strategy == "deepspeed" else None
+            codes, output = fork_server.run(job.case(processes=spread.processes, deepspeed=config), TIMEOUT_SECONDS)
+            made[spread] = job, job.ended(max(codes, key=abs), output)
         return made[spread]
 
     return run

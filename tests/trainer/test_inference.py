@@ -12,10 +12,12 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from trainer_support.tasks import predictions, training_of, write_lines
 from transformers import AutoModelForSequenceClassification
 
+from finetune_contract.choices import Stage
 from finetune_contract.job import TrainerJob
-from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.layout import FailureClass
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.failures import StageError
@@ -45,12 +47,6 @@ class Recorder(NoProgress):
         self.said.append((step, total))
 
 
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 def a_job(model: Path, data: Path | None, **changes: Any) -> TrainerJob:
     body: dict[str, Any] = {
         "name": "job",
@@ -75,11 +71,6 @@ def data(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "data" / "test.jsonl", ROWS)
 
 
-@pytest.fixture
-def paths(tmp_path: Path) -> JobPaths:
-    return JobPaths(tmp_path / "job")
-
-
 def one_by_one(model: Path, texts: list[str]) -> np.ndarray:
     """Logits without padding, batches or anything of ours."""
     tokenizer = load_tokenizer(a_job(model, None))
@@ -95,7 +86,7 @@ def test_logits_come_in_the_order_of_the_rows_and_padding_does_not_change_them(m
     network = task_module(job.task).load_model(job, str(model), {})
     network.train()
     progress = Recorder()
-    answers = answers_of(network, PreparedData.open(paths), "test", **SMALL, progress=progress)
+    answers = answers_of(Stage.PREDICT, job, network, PreparedData.open(paths).of("test"), **SMALL, progress=progress)
     logits = np.stack([answer["logits"] for answer in answers])
     np.testing.assert_allclose(logits, one_by_one(model, [row["text"] for row in ROWS]), rtol=1e-4, atol=1e-5)
     assert progress.said[-1] == (41, 41)
@@ -204,15 +195,11 @@ def test_a_word_that_the_model_does_not_answer_is_refused(model, tmp_path, paths
     assert reason_of(prepare, job, paths) == (FailureClass.DATA, "LabelOutOfRange")
 
 
-def predicted(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
 def test_predictions_are_complete_in_order_and_hold_the_copied_columns(model, data, paths):
     job = a_job(model, data, predict={**SMALL, "columns": ["id", "label", "score"]})
     prepare(job, paths, NoProgress())
     result = predict(job, paths, NoProgress())
-    rows = predicted(paths.predictions_jsonl)
+    rows = predictions(paths)
     logits = torch.from_numpy(one_by_one(model, [row["text"] for row in ROWS]))
     probabilities = logits.softmax(dim=1).numpy()
     assert result == {"rows": 41, "path": str(paths.predictions_jsonl), "split": "test"}
@@ -237,7 +224,7 @@ def test_a_data_set_of_its_own_goes_to_the_named_parquet_file(model, tmp_path, p
     as_parquet = pq.read_table(out).to_pylist()
     lines = a_job(model, None, predict=settings, evaluation=None)
     predict(lines, paths, NoProgress())
-    assert as_parquet == predicted(paths.predictions_jsonl)
+    assert as_parquet == predictions(paths)
     assert [row["when"] for row in as_parquet] == [row["when"] for row in rows]
     assert sorted(path.name for path in out.parent.iterdir()) == ["answers.parquet"]
 
@@ -247,7 +234,7 @@ def test_a_failed_prediction_leaves_the_earlier_file(model, data, paths):
     prepare(job, paths, NoProgress())
     predict(job, paths, NoProgress())
     before = paths.predictions_jsonl.read_bytes()
-    (paths.prepared / "test.raw.parquet").write_bytes(b"damaged")
+    (paths.prepared / "test.raw.arrow").write_bytes(b"damaged")
     assert reason_of(predict, job, paths) == (FailureClass.DATA, "PreparedDataDamaged")
     assert paths.predictions_jsonl.read_bytes() == before
     assert [path.name for path in paths.root.glob(".predictions*")] == []
@@ -263,23 +250,7 @@ def test_an_output_that_cannot_be_written_is_refused(output, reason, model, data
     assert reason_of(predict, job, paths) == (FailureClass.CONFIG, reason)
 
 
-TRAINING = {
-    "max_steps": 1,
-    "steps_per_epoch": 1,
-    "learning_rate": 2e-5,
-    "scheduler": "linear",
-    "warmup_steps": 0,
-    "weight_decay": 0.0,
-    "max_grad_norm": 1.0,
-    "optimizer": "adamw",
-    "seed": 42,
-    "label_smoothing": 0.0,
-    "precision": "fp32",
-    "strategy": {"name": "single"},
-    "batch": {"global_batch_size": 2, "micro_batch_size": 2, "gradient_accumulation": 1, "data_parallel": 1},
-    "world": {"nodes": 1, "processes_per_node": 1, "device": "cpu", "threads_per_process": 1},
-    "checkpoints": {"every_steps": 10, "keep": 1},
-}
+TRAINING = training_of(steps=1, batch=2, micro=2, threads=1, seed=42)
 
 
 def test_a_job_that_trains_is_judged_by_its_trained_model_only(model, data, paths):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from trainer_support.tasks import (
+    INFERENCE,
+    predictions,
+    read_lines,
+    run_card,
+    task_job,
+    trained,
+    training_of,
+    write_lines,
+)
 
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
@@ -25,7 +34,7 @@ from finetune_trainer.tasks.base import task_module
 TOPICS = {"sport": ["ball", "goal"], "food": ["soup", "bread"], "home": ["lamp", "chair"]}
 OTHERS = ["the", "a", "was", "and", "we"]
 WORDS = [*OTHERS, *(word for words in TOPICS.values() for word in words)]
-INFERENCE: dict[str, Any] = {"device": "cpu", "batch_tokens": 256}
+SMALL = {**INFERENCE, "batch_tokens": 256}
 
 
 def several(draw: random.Random) -> dict[str, Any]:
@@ -48,12 +57,6 @@ MAKE: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 }
 
 
-def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
-
-
 def write_data(folder: Path, form: str) -> Path:
     for seed, (split, count) in enumerate({"train": 200, "validation": 20, "test": 40}.items()):
         draw = random.Random(seed)
@@ -68,62 +71,23 @@ def model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Pat
     )
 
 
-@pytest.fixture
-def paths(tmp_path: Path) -> JobPaths:
-    return JobPaths(tmp_path / "job")
-
-
 def a_job(model: Path, data: Path, **training: Any) -> TrainerJob:
-    section = {
-        "max_steps": 40,
-        "steps_per_epoch": 12,
-        "learning_rate": 5e-3,
-        "scheduler": "linear",
-        "warmup_steps": 0,
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "optimizer": "adamw",
-        "seed": 11,
-        "label_smoothing": 0.0,
-        "precision": "fp32",
-        "strategy": {"name": "single"},
-        "batch": {"global_batch_size": 16, "micro_batch_size": 4, "gradient_accumulation": 4, "data_parallel": 1},
-        "world": {"nodes": 1, "processes_per_node": 1, "device": "cpu", "threads_per_process": 1},
-        "checkpoints": {"every_steps": 1000, "keep": 2},
-        **training,
-    }
-    return TrainerJob.model_validate(
-        {
-            "name": "job",
-            "task": "text-classification",
-            "model": {"uri": f"file://{model}"},
-            "dataset": {"uri": f"file://{data}", "columns": {"text": "text", "label": "label"}},
-            "preparation": {"max_length": 32},
-            "training": section,
-            "evaluation": INFERENCE,
-            "predict": {**INFERENCE, "columns": ("id",)},
-        }
+    """`training` as of `training_of`."""
+    usual = {"steps": 40, "micro": 4, "learning_rate": 5e-3, "threads": 1, "steps_per_epoch": 12}
+    return task_job(
+        "text-classification",
+        model,
+        data,
+        ["text", "label"],
+        training=training_of(**{**usual, **training}),
+        preparation={"max_length": 32},
+        evaluation=SMALL,
+        predict={**SMALL, "columns": ("id",)},
     )
 
 
-def train(job: TrainerJob, paths: JobPaths) -> TrainerJob:
-    from finetune_trainer.distributed import ProcessWorld
-    from finetune_trainer.training.interruption import Interruption
-    from finetune_trainer.training.run import train as run
-
-    prepare(job, paths, NoProgress())
-    run(job, paths, NoProgress(), world=ProcessWorld(), deepspeed=None, interruption=Interruption())
-    paths.state.mkdir(exist_ok=True)
-    (paths.state / "train.json").write_text("{}")
-    return job
-
-
 def rows_of(data: Path, split: str = "test") -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (data / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def predictions(paths: JobPaths) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in paths.predictions_jsonl.read_text(encoding="utf-8").splitlines()]
+    return read_lines(data / f"{split}.jsonl")
 
 
 def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]], labels: torch.Tensor) -> tuple[np.ndarray, float]:
@@ -147,7 +111,7 @@ def test_several_classes_are_learnt_and_judged_as_a_plain_loop_would(
     from sklearn.metrics import accuracy_score, f1_score
 
     data = write_data(tmp_path / "data", "multi_label_classification")
-    job, rows = train(a_job(model, data), paths), rows_of(data)
+    job, rows = trained(a_job(model, data), paths), rows_of(data)
     facts, names = PreparedData.open(paths).facts, sorted(TOPICS)
     assert (facts.labels, facts.label_form) == (tuple(names), "multi_label_classification")
     assert facts.label_counts == {name: sum(name in row["label"] for row in rows_of(data, "train")) for name in names}
@@ -172,7 +136,7 @@ def test_a_number_is_learnt_and_judged_as_a_plain_loop_would(model: Path, tmp_pa
     from scipy.stats import spearmanr
 
     data = write_data(tmp_path / "data", "regression")
-    job, rows = train(a_job(model, data), paths), rows_of(data)
+    job, rows = trained(a_job(model, data), paths), rows_of(data)
     facts = PreparedData.open(paths).facts
     assert (facts.labels, facts.label_form, facts.label_counts) == ((), "regression", {})
     gold = np.array([row["label"] for row in rows])
@@ -196,7 +160,7 @@ def test_a_model_that_is_not_trained_here_keeps_the_form(
     form: str, model: Path, tmp_path: Path, paths: JobPaths
 ) -> None:
     data = write_data(tmp_path / "data", form)
-    train(a_job(model, data, max_steps=2), paths)
+    trained(a_job(model, data, steps=2), paths)
     texts = write_lines(tmp_path / "ask" / "test.jsonl", [{"id": 1, "text": "the ball was a lamp"}])
     ask = {"uri": f"file://{texts}", "columns": {"text": "text"}}
     job = a_job(paths.model, data)
@@ -206,7 +170,7 @@ def test_a_model_that_is_not_trained_here_keeps_the_form(
             "training": None,
             "dataset": None,
             "evaluation": None,
-            "predict": {**INFERENCE, "dataset": ask},
+            "predict": {**SMALL, "dataset": ask},
         }
     )
     again = JobPaths(tmp_path / "again")
@@ -219,14 +183,9 @@ def test_a_model_that_is_not_trained_here_keeps_the_form(
 
 @pytest.mark.parametrize("form", MAKE)
 def test_the_card_s_own_lines_run(form: str, model: Path, tmp_path: Path, paths: JobPaths) -> None:
-    import re
-
-    job = train(a_job(model, write_data(tmp_path / "data", form), max_steps=2), paths)
+    job = trained(a_job(model, write_data(tmp_path / "data", form), steps=2), paths)
     evaluate(job, paths, NoProgress())
-    card = (paths.model / "README.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
-    assert code is not None
-    exec(code[1].replace(repr(f"{job.name}/model"), repr(str(paths.model))), {})
+    run_card(job, paths)
 
 
 def test_numbers_written_as_text_are_numbers_and_whole_ones_are_classes(
@@ -275,9 +234,9 @@ def test_bad_lists_are_refused_with_their_row(
 def test_a_gate_takes_what_is_better_when_it_is_greater(
     metric: str, good: bool, model: Path, tmp_path: Path, paths: JobPaths
 ) -> None:
-    job = train(a_job(model, write_data(tmp_path / "data", "regression"), max_steps=2), paths)
+    job = trained(a_job(model, write_data(tmp_path / "data", "regression"), steps=2), paths)
     gate = {"metric": metric, "minimum": -1.0}
-    job = TrainerJob.model_validate({**job.model_dump(), "evaluation": {**INFERENCE, "gate": gate}})
+    job = TrainerJob.model_validate({**job.model_dump(), "evaluation": {**SMALL, "gate": gate}})
     if good:
         evaluate(job, paths, NoProgress())
         return
@@ -288,15 +247,14 @@ def test_a_gate_takes_what_is_better_when_it_is_greater(
 
 def test_smoothing_is_for_one_class_a_row(model: Path, tmp_path: Path, paths: JobPaths) -> None:
     with pytest.raises(StageError) as caught:
-        train(a_job(model, write_data(tmp_path / "data", "regression"), label_smoothing=0.1), paths)
+        trained(a_job(model, write_data(tmp_path / "data", "regression"), label_smoothing=0.1), paths)
     assert caught.value.reason == "LabelSmoothing"
 
 
 def test_early_stopping_by_an_error_keeps_the_smallest(model: Path, tmp_path: Path, paths: JobPaths) -> None:
     stopping = {"metric": "mse", "patience": 100}
-    train(a_job(model, write_data(tmp_path / "data", "regression"), early_stopping=stopping), paths)
-    lines = [json.loads(line) for line in paths.history.read_text().splitlines()]
-    told = {line["step"]: line["eval_mse"] for line in lines if "eval_mse" in line}
+    trained(a_job(model, write_data(tmp_path / "data", "regression"), early_stopping=stopping), paths)
+    told = {line["step"]: line["eval_mse"] for line in read_lines(paths.history) if "eval_mse" in line}
     (kept,) = (paths.checkpoints / "best").iterdir()
     assert kept.name == f"step-{min(told, key=lambda step: told[step])}.pt"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 import random
 import re
 import string
@@ -14,6 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from trainer_support.tasks import (
+    DATA,
+    INFERENCE,
+    WITHOUT_DATA,
+    predictions,
+    read_lines,
+    run_card,
+    task_job,
+    trained,
+    training_of,
+    write_lines,
+)
 
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
@@ -26,11 +37,10 @@ from finetune_trainer.models import load_tokenizer
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.tasks.question_answering import LONGEST_ANSWER, NO_ANSWER, QuestionAnswering, measured
 
-SQUAD = Path(__file__).parents[3] / "shared" / "data" / "squad"
+SQUAD = DATA / "squad"
 THINGS = ["lamp", "soup", "chair", "table", "phone", "shirt", "coat", "door"]
 PLACES = ["kitchen", "garden", "cellar", "attic", "hall", "yard"]
 WORDS = ["where", "is", "the", "in", "and", "a", "we", "saw", ".", "?", "dark", "old", *THINGS, *PLACES]
-INFERENCE: dict[str, Any] = {"device": "cpu", "batch_tokens": 512}
 
 
 def question(draw: random.Random, facts: int, *, answered: bool = True) -> dict[str, Any]:
@@ -57,12 +67,6 @@ def questions(count: int, seed: int, *, without: bool = False) -> list[dict[str,
     """With paragraphs of one to six facts; every fourth without an answer when asked for."""
     draw = random.Random(seed)
     return [{"id": f"q{i}", **question(draw, 1 + i % 6, answered=not (without and i % 4 == 3))} for i in range(count)]
-
-
-def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -95,59 +99,13 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-@pytest.fixture
-def paths(tmp_path: Path) -> JobPaths:
-    return JobPaths(tmp_path / "job")
-
-
 def a_job(model: Path, data: Path, *, steps: int = 2, max_length: int = 200, **changes: Any) -> TrainerJob:
-    training = {
-        "max_steps": steps,
-        "steps_per_epoch": 10,
-        "learning_rate": 3e-3,
-        "scheduler": "linear",
-        "warmup_steps": 0,
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "optimizer": "adamw",
-        "seed": 11,
-        "label_smoothing": 0.0,
-        "precision": "fp32",
-        "strategy": {"name": "single"},
-        "batch": {"global_batch_size": 16, "micro_batch_size": 8, "gradient_accumulation": 2, "data_parallel": 1},
-        "world": {"nodes": 1, "processes_per_node": 1, "device": "cpu", "threads_per_process": 2},
-        "checkpoints": {"every_steps": 1000, "keep": 2},
-    }
     body: dict[str, Any] = {
-        "name": "job",
-        "task": "question-answering",
-        "model": {"uri": f"file://{model}"},
-        "dataset": {
-            "uri": f"file://{data}",
-            "columns": {"question": "question", "context": "context", "answers": "answers"},
-        },
+        "training": training_of(steps=steps),
         "preparation": {"max_length": max_length},
-        "training": training,
-        "evaluation": INFERENCE,
         "predict": {**INFERENCE, "columns": ("id",)},
     }
-    return TrainerJob.model_validate({**body, **changes})
-
-
-def train(job: TrainerJob, paths: JobPaths) -> TrainerJob:
-    from finetune_trainer.distributed import ProcessWorld
-    from finetune_trainer.training.interruption import Interruption
-    from finetune_trainer.training.run import train as run
-
-    prepare(job, paths, NoProgress())
-    run(job, paths, NoProgress(), world=ProcessWorld(), deepspeed=None, interruption=Interruption())
-    paths.state.mkdir(exist_ok=True)
-    (paths.state / "train.json").write_text("{}")
-    return job
-
-
-def predictions(paths: JobPaths) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in paths.predictions_jsonl.read_text(encoding="utf-8").splitlines()]
+    return task_job("question-answering", model, data, ["question", "context", "answers"], **{**body, **changes})
 
 
 # ---------------------------------------------------------------------------------------------------------- metrics
@@ -174,11 +132,10 @@ def by_the_rules(said: Sequence[str], gold: Sequence[Sequence[str]]) -> dict[str
     return {"exact_match": exact / len(gold), "f1": f1 / len(gold)}
 
 
-@pytest.mark.skipif(not SQUAD.is_dir(), reason="the sample data are not beside the project: ../shared/data")
+@pytest.mark.skipif(not SQUAD.is_dir(), reason=WITHOUT_DATA)
 def test_metrics_are_those_of_squad_on_a_thousand_rows() -> None:
     """Answers that are right, cut, too long, of another row, and none."""
-    files = [SQUAD / "validation.jsonl", SQUAD / "train.jsonl"]
-    rows = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()][:1000]
+    rows = [row for split in ("validation", "train") for row in read_lines(SQUAD / f"{split}.jsonl")][:1000]
     draw, gold = random.Random(3), [row["answers"]["text"] for row in rows]
     said = []
     for row, texts in zip(rows, gold, strict=True):
@@ -280,7 +237,7 @@ def test_it_answers_and_is_judged_as_a_plain_loop_would(
 ) -> None:
     for seed, (split, count) in enumerate({"train": 160, "validation": 12, "test": 40}.items()):
         write_lines(data / f"{split}.jsonl", questions(count, seed, without=without))
-    job = train(a_job(model, data, steps=30), paths)
+    job = trained(a_job(model, data, steps=30), paths)
     rows = questions(40, 2, without=without)
     facts = PreparedData.open(paths).facts
     assert facts.labels == ((NO_ANSWER,) if without else ())
@@ -309,7 +266,7 @@ def test_it_answers_and_is_judged_as_a_plain_loop_would(
 
 def test_windows_find_what_lies_behind_the_first_of_them(model: Path, data: Path, paths: JobPaths) -> None:
     """Windows of 40 tokens are shorter than most paragraphs."""
-    job = train(a_job(model, data, steps=40, max_length=40), paths)
+    job = trained(a_job(model, data, steps=40, max_length=40), paths)
     measured_ = evaluate(job, paths, NoProgress())["evaluate"]
     predict(job, paths, NoProgress())
     rows, lines = questions(40, 2), predictions(paths)
@@ -324,7 +281,7 @@ def test_a_model_that_is_not_trained_here_keeps_what_it_knows_of_missing_answers
     model: Path, data: Path, paths: JobPaths
 ) -> None:
     write_lines(data / "train.jsonl", questions(40, 1, without=True))
-    train(a_job(model, data), paths)
+    trained(a_job(model, data), paths)
     again = JobPaths(paths.root.with_name("again"))
     rows = [{key: row[key] for key in ("id", "question", "context")} for row in questions(6, 7)]
     write_lines(data / "ask.jsonl", rows)
@@ -337,12 +294,9 @@ def test_a_model_that_is_not_trained_here_keeps_what_it_knows_of_missing_answers
 
 
 def test_the_card_shows_how_to_ask_the_model(model: Path, data: Path, paths: JobPaths) -> None:
-    job = train(a_job(model, data), paths)
+    job = trained(a_job(model, data), paths)
     evaluate(job, paths, NoProgress())
-    card = (paths.model / "README.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
-    assert code is not None
-    exec(code[1].replace(repr(f"{job.name}/model"), repr(str(paths.model))), {})
+    card = run_card(job, paths)
     assert "windows of 200 tokens" in card
     assert "pipeline(" not in card
 
@@ -390,7 +344,7 @@ def test_smoothing_of_labels_is_refused_where_the_loss_has_none(model: Path, dat
     assert job.training is not None
     job = job.model_copy(update={"training": job.training.model_copy(update={"label_smoothing": 0.1})})
     with pytest.raises(StageError) as caught:
-        train(job, paths)
+        trained(job, paths)
     assert (caught.value.failure_class, caught.value.reason) == (FailureClass.CONFIG, "LabelSmoothing")
 
 

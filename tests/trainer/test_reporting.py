@@ -14,9 +14,9 @@ import yaml
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_trainer.charts import loss_chart
 from finetune_trainer.failures import StageError
 from finetune_trainer.reporting import (
-    loss_chart,
     merge_metrics,
     write_environment,
     write_model_card,
@@ -61,6 +61,14 @@ METRICS = {
         "samples_per_second": 85.25,
         "peak_memory_bytes": 3 << 30,
         "strategy": "deepspeed",
+        "padding_share": 0.125,
+        "peak_memory_bytes_by_rank": [3 << 30, 1 << 30],
+        "time": {
+            "total_seconds": 20.0,
+            "parts": {"start": 2.0, "data": 1.0, "forward": 4.0, "backward": 10.0, "optimizer": 2.5, "rest": 0.5},
+            "with_communication": ["backward", "optimizer"],
+            "clock": "cuda-events",
+        },
     },
 }
 VOID = {"meta", "line", "br", "circle", "polyline", "img"}
@@ -77,7 +85,11 @@ def paths(tmp_path: Path) -> JobPaths:
     paths.prepared.mkdir(parents=True)
     (paths.prepared / "data.json").write_text(FACTS.to_json(), encoding="utf-8")
     merge_metrics(paths, METRICS)
-    history = [{"step": i, "loss": 0.7 - i / 80} for i in range(1, 41)] + [{"step": 20, "eval_loss": 0.5}]
+    history: list[dict[str, Any]] = [
+        {"step": i, "loss": 0.7 - i / 80, "learning_rate": 2e-5 * (1 - i / 40), "tokens_per_second": 1000.0 + i}
+        for i in range(1, 41)
+    ]
+    history += [{"step": 20, "eval_loss": 0.5, "eval_accuracy": 0.7}, {"step": 40, "eval_accuracy": 0.8}]
     paths.history.write_text("".join(json.dumps(row) + "\n" for row in history) + '{"step": 41, "lo', encoding="utf-8")
     rows = [
         {"row": 3, "text": [HOSTILE, "pair"], "label": "bad", "predicted": HOSTILE, "score": 0.99},
@@ -115,8 +127,10 @@ class Page(HTMLParser):
         self.text += data
 
 
-def the_report(paths: JobPaths, plan: dict[str, Any] | None = None) -> Page:
-    write_report(a_job(), plan, paths)
+def the_report(
+    paths: JobPaths, plan: dict[str, Any] | None = None, job: TrainerJob | None = None, command: str | None = None
+) -> Page:
+    write_report(job or a_job(), plan, paths, command)
     return Page(paths.report.read_text(encoding="utf-8"))
 
 
@@ -129,9 +143,8 @@ def test_the_report_holds_every_part_that_the_stages_left(paths):
             "totalBytes": 1 << 30,
             "capacityBytes": 1 << 33,
         },
-        "command": ["finetune", "run", "a b.yaml"],
     }
-    page = the_report(paths, plan)
+    page = the_report(paths, plan, command="finetune run 'a b.yaml'")
     expected = [
         "0.9100",
         "0.5200",
@@ -154,6 +167,74 @@ def test_the_report_holds_every_part_that_the_stages_left(paths):
     line = next(attributes["points"] for tag, attributes in page.tags if tag == "polyline")
     assert line is not None
     assert len(line.split()) == 40
+
+
+def test_the_report_has_a_curve_for_everything_that_the_history_has(paths):
+    page = the_report(paths)
+    expected = [
+        "Training loss from 0.6875 at step 1 to 0.2000 at step 40",
+        "Validation accuracy from 0.7000 at step 20 to 0.8000 at step 40",
+        "Learning rate from 1.95e-05 at step 1 to 0 at step 40",
+        "Throughput from 1,001 at step 1 to 1,040 at step 40",
+    ]
+    assert [text for text in expected if text not in page.text] == []
+    assert sum(tag == "polyline" for tag, _ in page.tags) == len(expected)
+
+
+def test_the_report_tells_where_the_time_went_and_what_cannot_be_told_apart(paths):
+    page = the_report(paths)
+    text = " ".join(page.text.split())
+    expected = ["backward, with its communication10.000 s50.0%", "forward4.000 s20.0%", "total20.000 s100.0%"]
+    expected += ["waiting for data1.000 s5.0%", "Measured by CUDA events", "cannot be told apart", "Padding share12.5%"]
+    expected += ["Peak memory of each process", "1.00 GiB"]
+    assert [each for each in expected if each not in text] == []
+    bar = [float(attributes["width"] or 0) for tag, attributes in page.tags if tag == "rect"]
+    assert sum(bar) == pytest.approx(760)
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        pytest.param({"steps": 3}, "Not known, for an earlier version of the trainer trained.", id="no split"),
+        pytest.param({}, None, id="no training"),
+    ],
+)
+def test_a_time_that_is_not_known_is_left_out_with_the_reason(section, said, paths):
+    merge_metrics(paths, {"train": section})
+    page = the_report(paths)
+    assert ("Where the time went" in page.text) == (said is not None)
+    assert said is None or said in page.text
+
+
+def test_activations_that_are_computed_again_are_named_beside_the_backward_pass(paths):
+    strategy = {**TRAINING["strategy"], "activation_checkpointing": "full"}
+    job = a_job().model_dump()
+    job["training"]["strategy"] = {**job["training"]["strategy"], **strategy}
+    page = the_report(paths, job=TrainerJob.model_validate(job))
+    assert "backward, with activations computed again, with its communication" in page.text
+
+
+def test_a_long_run_makes_a_short_line():
+    drawn = loss_chart({"step": i + 1, "loss": 1 / (i + 1)} for i in range(100_000))
+    assert drawn is not None
+    points = drawn.line.split()
+    assert 1000 < len(points) <= 1501
+    assert points[-1].split(",")[0] == str(float(drawn.right))
+
+
+def test_what_a_training_ran_on_stays_when_a_later_stage_writes_its_own(tmp_path):
+    paths = JobPaths(tmp_path)
+    write_environment(paths, {"device": "GPU of the training", "threads per process": 4})
+    write_environment(paths)
+    assert "GPU of the training" in the_report(paths).text
+
+
+def test_the_report_holds_what_the_trainer_was_told(paths):
+    assert json.loads(a_job().to_json()) == json.JSONDecoder().raw_decode(told(the_report(paths)))[0]
+
+
+def told(page: Page) -> str:
+    return page.text[page.text.index("{", page.text.index("What the trainer was told")) :]
 
 
 def test_the_report_loads_nothing_and_runs_nothing(paths):

@@ -334,10 +334,15 @@ def test_with_rows_to_evaluate_the_tokenizer_has_to_be_there(pods_of):
 
 def test_what_one_rank_raises_is_the_cause_and_not_what_the_others_say_then(pods_of):
     program = (
-        "import os, time\n"
+        "import os, pathlib, time\n"
+        "raised = pathlib.Path(os.environ['FINETUNE_CHECKPOINTS'], 'raised')\n"
         "if os.environ['RANK'] == '1':\n"
+        "    raised.parent.mkdir(parents=True, exist_ok=True)\n"
+        "    raised.touch()\n"
         "    raise RuntimeError('a broken row')\n"
-        "time.sleep(0.1)\n"
+        "while not raised.exists():\n"
+        "    time.sleep(0.05)\n"
+        "time.sleep(1)\n"
         "raise RuntimeError('[pair.cc:534] Connection closed by peer [127.0.0.1]:42')\n"
     )
     pods = pods_of({"train.py": program}, processes=2)
@@ -348,7 +353,7 @@ def test_what_one_rank_raises_is_the_cause_and_not_what_the_others_say_then(pods
         1,
         1,
         FailureClass.PROGRAM,
-        "The program ended with exit code 1 at train.py, line 3: RuntimeError: a broken row",
+        "The program ended with exit code 1 at train.py, line 6: RuntimeError: a broken row",
     )
 
 

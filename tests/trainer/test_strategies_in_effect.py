@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune_contract.job import Strategy
+from finetune_contract.job import Strategy, World
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
 
@@ -28,6 +28,15 @@ def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     torch.distributed.destroy_process_group()
     for name, value in earlier.items():
         os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def fsdp(precision: str = "fp32", device: str = "cpu", processes: int = 1, nodes: int = 1, **settings: Any) -> Any:
+    from finetune_trainer.strategies.fsdp import FullySharded
+
+    world = World.model_validate(
+        {"nodes": nodes, "processes_per_node": processes, "device": device, "threads_per_process": 1}
+    )
+    return FullySharded(Strategy(name="fsdp", **settings), precision, world)  # type: ignore[arg-type]
 
 
 def tiny(folder: Path) -> Any:
@@ -79,13 +88,11 @@ def test_fsdp_refuses_ddp_whole_parameters_the_wrong_mesh_and_unsharded_blocks(g
     import torch
     from torch.distributed.fsdp import fully_shard
 
-    from finetune_trainer.strategies.fsdp import FullySharded
-
-    asked = FullySharded("fp32", "cpu", 1)
+    asked = fsdp()
     sharded = asked.prepare_model(tiny(tiny_model))
     asked.assert_in_effect(placed(sharded, sharded))
-    assert refusal(FullySharded("fp32", "cpu", 2), placed(sharded, sharded)) == "WrongMesh"
-    assert refusal(FullySharded("fp32", "cuda", 1), placed(sharded, sharded)) == "WrongMesh"
+    assert refusal(fsdp(processes=2), placed(sharded, sharded)) == "WrongMesh"
+    assert refusal(fsdp(device="cuda"), placed(sharded, sharded)) == "WrongMesh"
 
     plain = tiny(tiny_model)
     # What accelerate makes of FSDP on CPU.
@@ -105,12 +112,33 @@ def test_fsdp_refuses_ddp_whole_parameters_the_wrong_mesh_and_unsharded_blocks(g
     assert refusal(asked, placed(uneven, uneven)) == "BlocksNotSharded"
 
 
+FULL: dict[str, Any] = {}
+GRAD_OP: dict[str, Any] = {"fsdp_sharding": "grad-op"}
+HYBRID: dict[str, Any] = {"fsdp_sharding": "hybrid"}
+OFFLOADED: dict[str, Any] = {"offload_parameters": "cpu", "offload_optimizer": "cpu"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "found", "reason"),
+    [
+        pytest.param(GRAD_OP, FULL, "WrongSharding", id="gathered again for the backward pass"),
+        pytest.param(FULL, GRAD_OP, "WrongSharding", id="parameters that stay gathered"),
+        pytest.param(HYBRID, FULL, "WrongMesh", id="no copies"),
+        pytest.param(FULL, HYBRID, "WrongMesh", id="copies"),
+        pytest.param(OFFLOADED, FULL, "WrongOffload", id="state on the device"),
+        pytest.param(FULL, OFFLOADED, "WrongOffload", id="state in host memory"),
+    ],
+)
+def test_fsdp_refuses_another_sharding_and_offload(group, tiny_model: Path, asked, found, reason):
+    model = fsdp(**found).prepare_model(tiny(tiny_model))
+    fsdp(**found).assert_in_effect(placed(model, model))
+    assert refusal(fsdp(**asked), placed(model, model)) == reason
+
+
 def test_fsdp_computes_in_bf16_and_keeps_weights_and_gradients_in_fp32(group, tiny_model: Path):
     import torch
 
-    from finetune_trainer.strategies.fsdp import FullySharded
-
-    model = FullySharded("bf16", "cpu", 1).prepare_model(tiny(tiny_model))
+    model = fsdp("bf16").prepare_model(tiny(tiny_model))
     seen: list[torch.dtype] = []
     model.classifier.register_forward_pre_hook(lambda module, inputs: seen.append(module.weight.dtype))
     answer = model(input_ids=torch.tensor([[2, 7, 3]]), labels=torch.tensor([1]))
@@ -134,25 +162,30 @@ def test_deepspeed_refuses_another_stage_offload_precision_world_and_no_engine(g
         "zero_allow_untested_optimizer": True,
     }
     asked = Strategy(name="deepspeed", zero_stage=1)
-    model = DeepSpeed(asked, "fp32", 1, config).prepare_model(tiny(tiny_model))
+    scratch = Path("unused")
+    model = DeepSpeed(asked, "fp32", 1, config, scratch).prepare_model(tiny(tiny_model))
     engine, *_ = deepspeed.initialize(model=model, config=config, optimizer=torch.optim.AdamW(model.parameters()))
     found = placed(model, engine)
-    DeepSpeed(asked, "fp32", 1, config).assert_in_effect(found)
+    DeepSpeed(asked, "fp32", 1, config, scratch).assert_in_effect(found)
 
+    quantized = {"zero_optimization": {"stage": 1, "zero_quantized_gradients": True}}
+    assert refusal(DeepSpeed(asked, "fp32", 1, {**config, **quantized}, scratch), found) == "WrongQuantization"
+    moved = {"offload_parameters": "cpu"}
+    assert refusal(DeepSpeed(asked.model_copy(update=moved), "fp32", 1, config, scratch), found) == "WrongOffload"
     refusals = {
-        "WrongZeroStage": DeepSpeed(asked.model_copy(update={"zero_stage": 2}), "fp32", 1, config),
-        "WrongOffload": DeepSpeed(asked.model_copy(update={"offload_optimizer": "cpu"}), "fp32", 1, config),
-        "WrongPrecision": DeepSpeed(asked, "bf16", 1, config),
-        "WrongGroupSize": DeepSpeed(asked, "fp32", 2, config),
+        "WrongZeroStage": DeepSpeed(asked.model_copy(update={"zero_stage": 2}), "fp32", 1, config, scratch),
+        "WrongOffload": DeepSpeed(asked.model_copy(update={"offload_optimizer": "cpu"}), "fp32", 1, config, scratch),
+        "WrongPrecision": DeepSpeed(asked, "bf16", 1, config, scratch),
+        "WrongGroupSize": DeepSpeed(asked, "fp32", 2, config, scratch),
     }
     assert {reason: refusal(strategy, found) for reason, strategy in refusals.items()} == {
         name: name for name in refusals
     }
-    assert refusal(DeepSpeed(asked, "fp32", 1, config), placed(model, model)) == "NotDeepSpeed"
+    assert refusal(DeepSpeed(asked, "fp32", 1, config, scratch), placed(model, model)) == "NotDeepSpeed"
 
     # An engine that says one stage and has the optimizer of another; and one that says 3 with whole parameters.
     engine.optimizer, kept = engine.optimizer.optimizer, engine.optimizer
-    assert refusal(DeepSpeed(asked, "fp32", 1, config), found) == "WrongOptimizer"
+    assert refusal(DeepSpeed(asked, "fp32", 1, config, scratch), found) == "WrongOptimizer"
     engine.optimizer = kept
 
 
@@ -161,3 +194,56 @@ def test_an_undecided_value_in_the_deepspeed_file_is_refused():
 
     with pytest.raises(StageError, match=r"deepspeed.json.zero_optimization.reduce_bucket_size is 'auto'"):
         refuse_auto({"zero_optimization": {"reduce_bucket_size": "auto"}})
+
+
+def test_files_of_offloaded_state_go_to_the_folder_of_the_plan_or_of_the_job(tmp_path: Path):
+    from finetune_trainer.strategies.deepspeed import DeepSpeed
+
+    asked = Strategy(name="deepspeed", zero_stage=3, offload_optimizer="nvme", offload_parameters="nvme")
+    zero = {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "nvme_path": "/offload"},
+        "offload_param": {"device": "nvme"},
+    }
+    made = DeepSpeed(asked, "fp32", 1, {"zero_optimization": zero}, tmp_path / "offload").arguments()["deepspeed"]
+    sections = made["zero_optimization"]
+    assert sections["offload_optimizer"]["nvme_path"] == "/offload"
+    assert sections["offload_param"]["nvme_path"] == str(tmp_path / "offload")
+    assert "nvme_path" not in zero["offload_param"]
+
+
+@pytest.mark.parametrize(
+    ("builder", "settings", "zero", "message"),
+    [
+        pytest.param(
+            "AsyncIOBuilder",
+            {"offload_optimizer": "nvme"},
+            {"offload_optimizer": {"device": "nvme"}},
+            "parallelism.offload with nvme needs DeepSpeed's AsyncIO operator, which is not to be had here: no libaio.",
+            id="state in files",
+        ),
+        pytest.param(
+            "QuantizerBuilder",
+            {},
+            {"zero_quantized_weights": True},
+            "zero_optimization.zero_quantized_weights needs DeepSpeed's Quantizer operator",
+            id="quantized communication",
+        ),
+    ],
+)
+def test_an_operator_that_the_image_lacks_is_told_before_the_set_up(
+    monkeypatch, tiny_model: Path, builder, settings, zero, message
+):
+    from deepspeed.ops import op_builder
+
+    from finetune_trainer.strategies.deepspeed import DeepSpeed
+
+    def broken(self: object, verbose: bool = False) -> None:
+        raise RuntimeError("no libaio\nand more")
+
+    monkeypatch.setattr(getattr(op_builder, builder), "load", broken)
+    asked, config = Strategy(name="deepspeed", zero_stage=3, **settings), {"zero_optimization": {"stage": 3, **zero}}
+    with pytest.raises(StageError) as caught:
+        DeepSpeed(asked, "fp32", 1, config, Path("unused")).prepare_model(tiny(tiny_model))
+    assert (caught.value.failure_class, caught.value.reason) == (FailureClass.CONFIG, "OperatorMissing")
+    assert message in caught.value.message

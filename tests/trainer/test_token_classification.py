@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +12,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from trainer_support.tasks import (
+    INFERENCE,
+    predictions,
+    read_lines,
+    task_job,
+    train_here,
+    trained,
+    training_of,
+    write_lines,
+)
 
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
@@ -29,7 +38,7 @@ NAMES = ("O", "B-place", "I-place", "B-person")
 PLACES = [["Paris"], ["New", "York"], ["Sao", "Tome", "Principe"]]
 PEOPLE = ["Ada", "Grace", "Alan"]
 PLAIN = ["we", "went", "to", "and", "saw", "unbelievable", "things", "with", "in", "yesterday"]
-INFERENCE: dict[str, Any] = {"device": "cpu", "batch_tokens": 256}
+SMALL = {**INFERENCE, "batch_tokens": 256}
 
 
 def sentence(draw: random.Random, least: int) -> dict[str, Any]:
@@ -55,12 +64,6 @@ def sentences(count: int, seed: int, long: int = 60) -> list[dict[str, Any]]:
     """Of 3 to 20 words, and every fifth with `long`."""
     draw = random.Random(seed)
     return [{"id": f"r{i}", **sentence(draw, long if i % 5 == 4 else draw.randint(3, 20))} for i in range(count)]
-
-
-def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
 
 
 def write_model(folder: Path, kind: str) -> Path:
@@ -121,40 +124,25 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-@pytest.fixture
-def paths(tmp_path: Path) -> JobPaths:
-    return JobPaths(tmp_path / "job")
-
-
-def a_job(model: Path, data: Path, *, max_length: int = 32, trains: bool = True, **changes: Any) -> TrainerJob:
-    training = {
-        "max_steps": 4,
-        "steps_per_epoch": 5,
-        "learning_rate": 5e-3,
-        "scheduler": "constant",
-        "warmup_steps": 0,
-        "weight_decay": 0.0,
-        "max_grad_norm": 0.0,
-        "optimizer": "sgd",
-        "seed": 11,
-        "label_smoothing": 0.0,
-        "precision": "fp32",
-        "strategy": {"name": "single"},
-        "batch": {"global_batch_size": 8, "micro_batch_size": 2, "gradient_accumulation": 4, "data_parallel": 1},
-        "world": {"nodes": 1, "processes_per_node": 1, "device": "cpu", "threads_per_process": 1},
-        "checkpoints": {"every_steps": 1000, "keep": 2},
-    }
+def a_job(model: Path, data: Path, *, max_length: int = 32, **changes: Any) -> TrainerJob:
+    training = training_of(
+        steps=4,
+        batch=8,
+        micro=2,
+        learning_rate=5e-3,
+        threads=1,
+        steps_per_epoch=5,
+        scheduler="constant",
+        max_grad_norm=0.0,
+        optimizer="sgd",
+    )
     body: dict[str, Any] = {
-        "name": "job",
-        "task": "token-classification",
-        "model": {"uri": f"file://{model}"},
-        "dataset": {"uri": f"file://{data}", "columns": {"tokens": "tokens", "tags": "tags"}},
+        "training": training,
         "preparation": {"max_length": max_length},
-        "training": training if trains else None,
-        "evaluation": INFERENCE,
-        "predict": {**INFERENCE, "columns": ("id", "tags")},
+        "evaluation": SMALL,
+        "predict": {**SMALL, "columns": ("id", "tags")},
     }
-    return TrainerJob.model_validate({**body, **changes})
+    return task_job("token-classification", model, data, ["tokens", "tags"], **{**body, **changes})
 
 
 # ------------------------------------------------------------------------------------------------------------ windows
@@ -248,20 +236,6 @@ def test_only_models_that_ask_for_it_are_told_which_tokens_attend_to_all(
 # ------------------------------------------------------------------------------------------------------------ results
 
 
-def trained(model: Path, data: Path, paths: JobPaths, **changes: Any) -> TrainerJob:
-    """A job whose model is there: its head is drawn from the seed and has learnt a little."""
-    from finetune_trainer.distributed import ProcessWorld
-    from finetune_trainer.training.interruption import Interruption
-    from finetune_trainer.training.run import train
-
-    job = a_job(model, data, **changes)
-    prepare(job, paths, NoProgress())
-    train(job, paths, NoProgress(), world=ProcessWorld(), deepspeed=None, interruption=Interruption())
-    paths.state.mkdir(exist_ok=True)
-    (paths.state / "train.json").write_text("{}")
-    return job
-
-
 def plainly(paths: JobPaths, rows: Sequence[dict[str, Any]]) -> list[np.ndarray]:
     """Logits of each row's words without windows, padding, batches or anything of ours."""
     from transformers import AutoModelForTokenClassification, AutoTokenizer
@@ -287,7 +261,7 @@ def test_evaluation_is_what_a_plain_loop_and_seqeval_say(
 ) -> None:
     from seqeval.metrics import f1_score, precision_score, recall_score
 
-    job = trained(models[kind], data, paths, max_length=500)
+    job = trained(a_job(models[kind], data, max_length=500), paths)
     names, rows = PreparedData.open(paths).facts.labels, sentences(15, 2)
     logits, gold = plainly(paths, rows), [row["tags"] for row in rows]
     said = [[names[at] for at in each.argmax(axis=1)] for each in logits]
@@ -310,10 +284,10 @@ def test_windows_answer_as_many_words_as_there_are_and_the_file_has_them_in_orde
     rows = sentences(15, 2)
     rows[3]["tokens"][1] = "\u200b"
     write_lines(data / "test.jsonl", rows)
-    job = trained(models["bert"], data, paths)
+    job = trained(a_job(models["bert"], data), paths)
     assert evaluate(job, paths, NoProgress())["evaluate"]["rows"] == 15
     told = predict(job, paths, NoProgress())
-    lines = [json.loads(line) for line in paths.predictions_jsonl.read_text(encoding="utf-8").splitlines()]
+    lines = predictions(paths)
     assert (told["rows"], [line["row"] for line in lines]) == (15, list(range(15)))
     assert [line["id"] for line in lines] == [row["id"] for row in rows]
     assert [line["input_tags"] for line in lines] == [row["tags"] for row in rows], "a copied column of the same name"
@@ -343,10 +317,6 @@ def test_the_loss_of_a_step_is_the_mean_over_its_words_also_with_windows_that_ha
     one_step = {**job.training.model_dump(), "batch": batch, "max_steps": 1}
     job = TrainerJob.model_validate({**job.model_dump(), "training": one_step})
 
-    from finetune_trainer.distributed import ProcessWorld
-    from finetune_trainer.training.interruption import Interruption
-    from finetune_trainer.training.run import train
-
     task = TokenClassification()
     model = task.build_model(job, prepared.facts).eval()
     losses, words = 0.0, 0
@@ -357,8 +327,8 @@ def test_the_loss_of_a_step_is_the_mean_over_its_words_also_with_windows_that_ha
             logits = model(**features).logits[0]
         losses += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
         words += int((labels >= 0).sum())
-    train(job, paths, NoProgress(), world=ProcessWorld(), deepspeed=None, interruption=Interruption())
-    (line,) = [json.loads(line) for line in paths.history.read_text().splitlines() if '"loss"' in line]
+    train_here(job, paths)
+    (line,) = [line for line in read_lines(paths.history) if "loss" in line]
     assert line["loss"] == pytest.approx(losses / words, rel=1e-5)
     assert np.isfinite(line["grad_norm"])
 
@@ -369,23 +339,22 @@ def test_tags_that_are_no_entities_are_judged_one_by_one(models: dict[str, Path]
 
     for split in ("train", "validation", "test"):
         path = data / f"{split}.jsonl"
-        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        rows = read_lines(path)
         write_lines(path, [{**row, "tags": ["NAME" if tag != "O" else "WORD" for tag in row["tags"]]} for row in rows])
-    job = trained(models["bert"], data, paths, max_length=500)
-    rows = [json.loads(line) for line in (data / "test.jsonl").read_text(encoding="utf-8").splitlines()]
+    job = trained(a_job(models["bert"], data, max_length=500), paths)
+    rows = read_lines(data / "test.jsonl")
     said = np.concatenate([each.argmax(axis=1) for each in plainly(paths, rows)])
     gold = [("NAME", "WORD").index(tag) for row in rows for tag in row["tags"]]
     measured = evaluate(job, paths, NoProgress())["evaluate"]
     assert measured["f1"] == pytest.approx(f1_score(gold, said, average="macro", zero_division=0))
     predict(job, paths, NoProgress())
-    lines = [json.loads(line) for line in paths.predictions_jsonl.read_text(encoding="utf-8").splitlines()]
-    assert {tuple(line["entities"]) for line in lines} == {()}
+    assert {tuple(line["entities"]) for line in predictions(paths)} == {()}
 
 
 def test_the_card_and_the_report_are_of_a_tagger(models: dict[str, Path], data: Path, paths: JobPaths) -> None:
     from finetune_trainer.reporting import write_pages
 
-    job = trained(models["bert"], data, paths)
+    job = trained(a_job(models["bert"], data), paths)
     evaluate(job, paths, NoProgress())
     write_pages(job, paths)
     card = (paths.model / "README.md").read_text(encoding="utf-8")
@@ -398,12 +367,12 @@ def test_the_card_and_the_report_are_of_a_tagger(models: dict[str, Path], data: 
 
 def test_class_ids_and_a_trained_model_keep_their_names(models: dict[str, Path], data: Path, paths: JobPaths) -> None:
     """A model that is not trained decides the ids; data that know only ids fit."""
-    trained(models["bert"], data, paths)
+    trained(a_job(models["bert"], data), paths)
     names = PreparedData.open(paths).facts.labels
     numbers = [{**row, "tags": [names.index(tag) for tag in row["tags"]]} for row in sentences(15, 2)]
     write_lines(data / "test.jsonl", numbers)
     other = JobPaths(paths.root.with_name("other"))
-    job = a_job(paths.model, data, trains=False)
+    job = a_job(paths.model, data, training=None)
     prepare(job, other, NoProgress())
     assert PreparedData.open(other).facts.labels == names
     again = evaluate(job, other, NoProgress())["evaluate"]

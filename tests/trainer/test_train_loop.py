@@ -65,7 +65,10 @@ def test_a_run_whose_last_step_was_saved_publishes_the_same_model_again_without_
     assert run.losses() == losses
     assert all((weights[name] - tensor).abs().max().item() == 0 for name, tensor in run.weights().items())
     again = json.loads(run.paths.metrics.read_text())["train"]
-    assert {**again, "seconds": 0, "peak_memory_bytes": 0} == {**metrics, "seconds": 0, "peak_memory_bytes": 0}
+    # Time goes on: the second attempt has started and written the model, too.
+    assert again["time"]["parts"]["start"] > metrics["time"]["parts"]["start"]
+    anew = dict.fromkeys(("seconds", "time", "peak_memory_bytes", "peak_memory_bytes_by_rank"))
+    assert {**again, **anew} == {**metrics, **anew}
     assert again["eval_accuracy"] > 0
 
 
@@ -119,7 +122,6 @@ def test_a_metric_that_is_not_measured_cannot_stop_a_run_and_is_refused_before_i
 
 
 def test_label_smoothing_is_in_the_loss_of_the_whole_global_batch(here, bench):
-    import numpy as np
     import torch
 
     from finetune_trainer.data.prepared import PreparedData
@@ -131,7 +133,7 @@ def test_label_smoothing_is_in_the_loss_of_the_whole_global_batch(here, bench):
 
     prepared, task, training = PreparedData.open(run.paths), task_module(run.job.task), run.job.training
     order = EpochOrder(prepared.lengths("train"), training.batch, 0, training.seed)
-    rows = np.concatenate([micro for micro, _ in zip(order, range(4), strict=False)])
+    rows = [pick.row for micro, _ in zip(order, range(4), strict=False) for pick in micro]
     batch = task.collate(prepared.features("train", rows), pad_token_id=prepared.pad_token_id)
     labels = batch.pop("labels")
     with torch.no_grad():
@@ -182,6 +184,34 @@ def test_torch_compile_is_around_the_strategy_and_does_not_hide_it(here):
     assert losses == pytest.approx(plain.losses(), rel=1e-5)
 
 
+def test_a_setting_that_a_library_passes_over_in_silence_fails_the_stage(here, monkeypatch):
+    import torch
+    from accelerate import Accelerator
+
+    import finetune_trainer.training.arguments as made
+
+    with monkeypatch.context() as patched:
+        patched.setitem(made._OPTIMIZERS["cpu"], "sgd", "adamw_torch")
+        with pytest.raises(StageError) as caught:
+            here.with_training(max_steps=1, optimizer="sgd").train_here()
+        assert (caught.value.failure_class, caught.value.reason) == (
+            FailureClass.STRATEGY_NOT_IN_EFFECT,
+            "WrongOptimizer",
+        )
+    with monkeypatch.context() as patched:
+        patched.setattr("torch.compile", lambda model, **how: model)
+        with pytest.raises(StageError) as caught:
+            here.with_training(max_steps=1, arguments={"torch_compile": True}).train_here()
+        assert caught.value.reason == "WrongCompilation"
+    with monkeypatch.context() as patched:
+        # A scaler that fp32 has no use for stands for the one that fp16 would lack.
+        scaler = torch.amp.GradScaler("cpu")
+        patched.setattr(Accelerator, "scaler", property(lambda self: scaler, lambda self, value: None), raising=False)
+        with pytest.raises(StageError) as caught:
+            here.with_training(max_steps=1).train_here()
+        assert caught.value.reason == "WrongLossScaling"
+
+
 # ------------------------------------------------------------------------------------------------------------ results
 
 
@@ -223,22 +253,51 @@ REFUSED = {
         "SingleInSeveralProcesses",
         "the plan starts 2 processes",
     ),
-    "selective activation checkpointing": (
-        lambda run: {"strategy": Strategy(name="single", activation_checkpointing="selective")},
+    "activations in host memory of what is compiled": (
+        lambda run: {
+            "strategy": Strategy(name="single", offload_activations="cpu"),
+            "arguments": {"torch_compile": True},
+        },
         "NotYetSupported",
-        "parallelism.activationCheckpointing is selective",
+        "parallelism.offload.activations is cpu",
     ),
     "an optimizer in host memory without DeepSpeed": (
         lambda run: {"strategy": Strategy(name="single", offload_optimizer="cpu")},
         "NotYetSupported",
         "parallelism.offload.optimizer is cpu",
     ),
+    "parameters in host memory without ZeRO stage 3": (
+        lambda run: {"strategy": Strategy(name="deepspeed", zero_stage=2, offload_parameters="cpu")},
+        "NotYetSupported",
+        "parallelism.offload.parameters is cpu; this trainer supports none with ZeRO stage 2",
+    ),
+    "the optimizer alone in host memory with fsdp": (
+        lambda run: {"strategy": Strategy(name="fsdp", offload_optimizer="cpu")},
+        "NotYetSupported",
+        "parallelism.offload.optimizer is cpu",
+    ),
+    "a kind of sharding without fsdp": (
+        lambda run: {"strategy": Strategy(name="single", fsdp_sharding="hybrid")},
+        "NotYetSupported",
+        "parallelism.sharding is hybrid",
+    ),
     "persistent data loader workers where there are none": (
         lambda run: {"arguments": {"dataloader_persistent_workers": True}},
         "ArgumentsRefused",
         "dataloader_persistent_workers needs dataloader_num_workers above 0",
     ),
-    "fp16": (lambda run: {"precision": "fp16"}, "NotYetSupported", "training.precision is fp16"),
+    "fp16 on a CPU": (lambda run: {"precision": "fp16"}, "NotYetSupported", "training.precision is fp16"),
+    "fp8": (lambda run: {"precision": "fp8"}, "NotYetSupported", "training.precision is fp8"),
+    "Liger's kernels on a CPU": (
+        lambda run: {"arguments": {"use_liger_kernel": True}},
+        "LigerKernel",
+        "training.arguments.use_liger_kernel is true, and its kernels run on GPUs only",
+    ),
+    "adafactor with divided matrices": (
+        lambda run: {"strategy": Strategy(name="fsdp"), "optimizer": "adafactor"},
+        "NotYetSupported",
+        "training.optimizer is adafactor; this trainer supports adamw and sgd with strategy fsdp",
+    ),
 }
 
 
@@ -275,7 +334,7 @@ def test_a_deepspeed_section_that_would_replace_a_field_of_the_job_is_refused(se
 
     run = bench.spread("deepspeed", 1, zero_stage=2)
     with pytest.raises(StageError, match=f"deepspeed.json.{section} is set, and training.{section} decides it"):
-        strategy_for(run.job.training, {**run.deepspeed_config(), section: {"type": "SGD"}})
+        strategy_for(run.job.training, {**run.deepspeed_config(), section: {"type": "SGD"}}, run.paths.offload)
 
 
 def test_a_revision_of_a_model_that_is_not_on_the_hub_is_refused(tiny_model: Path):

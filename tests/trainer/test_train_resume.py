@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -14,7 +15,7 @@ import psutil
 import pytest
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import CheckpointSchedule
+from finetune_contract.job import CheckpointSchedule, Strategy
 from finetune_contract.layout import FailureClass
 
 STEPS = 20
@@ -25,7 +26,7 @@ def wait_for_step(bench, step: int, process: subprocess.Popen[str]) -> None:
     """Until the history tells of `step`."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        if bench.paths.history.exists() and len(bench.paths.history.read_text(encoding="utf-8").splitlines()) > step:
+        if bench.paths.history.exists() and bench.paths.history.read_text(encoding="utf-8").count('"loss"') > step:
             return
         time.sleep(0.005)
     pytest.fail(
@@ -51,8 +52,22 @@ def largest_difference(one, other) -> float:
     ("strategy", "settings", "how"),
     [
         pytest.param("ddp", {}, signal.SIGTERM, id="ddp when rank 1 alone gets SIGTERM"),
-        pytest.param("fsdp", {}, signal.SIGKILL, id="fsdp when a process is killed"),
+        pytest.param("fsdp", {}, signal.SIGKILL, id="fsdp when a process is killed", marks=pytest.mark.slow),
         pytest.param("deepspeed", {"zero_stage": 2}, signal.SIGINT, id="ZeRO-2 when everything gets SIGINT"),
+        pytest.param(
+            "deepspeed",
+            {"zero_stage": 3, "offload_parameters": "cpu", "offload_optimizer": "cpu"},
+            signal.SIGKILL,
+            id="ZeRO-3 in host memory when a process is killed",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "fsdp",
+            {"offload_parameters": "cpu", "offload_optimizer": "cpu", "fsdp_sharding": "grad-op"},
+            signal.SIGTERM,
+            id="fsdp in host memory when rank 1 alone gets SIGTERM",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(
@@ -145,6 +160,35 @@ def test_a_deepspeed_checkpoint_of_another_stage_is_refused_with_the_way_out(ben
     assert (failure.failure_class, failure.reason) == (FailureClass.CHECKPOINT, "CheckpointOfAnotherWorld")
     assert "written by strategy deepspeed-zero2" in failure.message
     assert "strategy deepspeed-zero2 on 1 processes" in failure.hint
+
+
+@pytest.mark.slow
+def test_a_deepspeed_checkpoint_goes_on_with_the_optimizer_in_host_memory(bench, tmp_path: Path):
+    """As after memory ran out; see the ladder of the plan."""
+    run = bench.at(tmp_path / "w").with_training(max_steps=4, checkpoints=CheckpointSchedule(every_steps=2, keep=2))
+    first = run.spread("deepspeed", 1, zero_stage=2)
+    assert first.run(deepspeed=first.deepspeed_config()).exit_code == 0
+    losses, whole = run.losses(), run.weights()
+    shutil.rmtree(run.paths.checkpoints / "step-4")
+    (run.paths.checkpoints / "latest").write_text("step-2\n", encoding="utf-8")
+    (run.paths.state / "train.json").unlink()
+    moved = run.spread("deepspeed", 1, zero_stage=2, offload_optimizer="cpu")
+    ended = moved.run(deepspeed=moved.deepspeed_config())
+    assert ended.exit_code == 0, ended.output
+    assert "step 2" in ended.output
+    assert run.losses() == pytest.approx(losses, rel=1e-4)
+    mine = run.weights()
+    assert max((mine[name] - whole[name]).abs().max().item() for name in whole) <= 1e-5
+
+
+def test_state_in_files_and_state_in_memory_do_not_go_on_from_each_other():
+    from finetune_trainer.strategies.deepspeed import DeepSpeed
+
+    here = Strategy(name="deepspeed", zero_stage=3, offload_optimizer="cpu")
+    files = here.model_copy(update={"offload_optimizer": "nvme"})
+    strategy = DeepSpeed(files, "fp32", 2, {}, Path("unused"))
+    assert strategy.why_not_from(files.checkpoint_form, 2, 2) is None
+    assert "reads its own shards only" in (strategy.why_not_from(here.checkpoint_form, 2, 2) or "")
 
 
 def test_a_signal_before_the_first_step_ends_the_stage_as_preempted(bench, tmp_path: Path):

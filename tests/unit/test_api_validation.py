@@ -211,9 +211,8 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     ],
     "not-yet-supported": [
         ("spec.model.adapter.method", "NotYetSupported", "is not supported in this version"),
-        ("spec.training.optimizer", "NotYetSupported", "is not supported in this version"),
         ("spec.training.precision", "NotYetSupported", "is not supported in this version"),
-        ("spec.parallelism.tensor", "NotYetSupported", "is not supported in this version"),
+        ("spec.parallelism.sequence", "NotYetSupported", "is not supported in this version"),
         ("spec.launcher", "NotYetSupported", "is not supported in this version"),
         ("spec.storage.workspace", "NotYetSupported", "is not supported in this version"),
         ("spec.endpoint", "NotYetSupported", "is not supported in this version"),
@@ -230,7 +229,6 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     ],
     "pair-for-tokens": [
         ("spec.dataset.columns.textPair", "Invalid", "is read by text-classification only"),
-        ("spec.task", "NotYetSupported", "is not supported in this version"),
     ],
     "queue": [
         ("spec.runPolicy.queue", "NotYetSupported", "is not supported in this version"),
@@ -360,6 +358,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.training.arguments.adam_beta", "Unknown", "Did you mean adam_beta2?"),
         ("spec.training.arguments.adam_beta2", "Invalid", "numbers and truth values take no quotes"),
         ("spec.training.arguments.output_dir", "Forbidden", "has no effect: the trainer itself takes care of what it"),
+        ("spec.training.arguments.report_to", "Invalid", "must be one or a list of tensorboard, mlflow, wandb"),
     ],
     "unknown-field": [
         ("spec.training.learning_rate", "Unknown", "did you mean learningRate?"),
@@ -422,7 +421,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     ],
     "zero-stage-with-ddp": [
         ("spec.parallelism.zeroStage", "Invalid", "is a DeepSpeed setting and needs spec.parallelism.strate"),
-        ("spec.parallelism.offload", "Invalid", "needs spec.parallelism.strategy deepspeed"),
+        ("spec.parallelism.offload", "Invalid", "needs spec.parallelism.strategy deepspeed or fsdp"),
         ("spec.parallelism.deepspeedConfig", "Invalid", "needs spec.parallelism.strategy deepspeed"),
     ],
 }

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
-from examples import EXAMPLES, FOLDER, IN_CLUSTER, LOCAL, example_document
+from examples import EXAMPLES, FOLDER, IN_CLUSTER, LOCAL, example_document, example_job
 
+from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
 from finetune_operator.cli.inputs import read_inputs
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.types import Facts
 
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 ROW = re.compile(r"^\| \[([a-z0-9-]+)\]\(([^)]+)\) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
@@ -50,3 +53,34 @@ def test_an_example_names_no_namespace_and_no_image(name: str):
     document = example_document(name)
     assert set(document["metadata"]) == {"name"}
     assert "image" not in document["spec"]
+
+
+# Example -> tensor, pipeline and data ranks, the parameters in billions, and the GPU memory in GiB that a process takes
+# at least and at most: a plan far below has lost a term.
+SPREAD: dict[str, tuple[tuple[int, int, int], float, tuple[int, int]]] = {
+    "mnli-pipeline": ((1, 4, 1), 0.4, (3, 16)),
+    "gpt2-30b": ((8, 2, 2), 30.0, (40, 80)),
+    "gpt2-30b-sharded": ((1, 1, 16), 30.0, (20, 80)),
+    "gpt2-175b": ((8, 4, 2), 174.6, (100, 180)),
+}
+
+
+@pytest.mark.parametrize("name", SPREAD)
+def test_the_plan_of_a_spread_example_fits_and_has_the_degrees_that_it_is_an_example_of(name: str):
+    degrees, billions, (least, most) = SPREAD[name]
+    made = plan(example_job(name), Facts(served=("job",)), CLUSTER_SETTINGS)
+    training, memory = made.trainer.training, made.memory
+    assert training is not None
+    assert memory is not None
+    strategy = training.strategy
+    stages = 1 if strategy.pipeline is None else strategy.pipeline.degree
+    assert (strategy.tensor, stages, training.batch.data_parallel) == degrees
+    assert round(made.model.parameters / 1e9, 1) == billions
+    assert least << 30 < memory.total_bytes <= memory.capacity_bytes <= most << 30
+    assert memory.host_bytes <= made.hardware.memory_bytes
+    assert (strategy.activation_checkpointing == "full") == name.startswith("gpt2")
+    assert (strategy.offload_optimizer, strategy.offload_activations, strategy.zero_stage) == (
+        ("cpu", "cpu", 3) if name.endswith("sharded") else ("none", "none", None)
+    )
+    # No GPU holds the larger ones whole, so that nothing evaluates them at the end.
+    assert (Stage.EVALUATE in made.stages) == (name == "mnli-pipeline")

@@ -2,55 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
+from planning_support.cases import BERT, job
 
 from finetune_contract.facts import DataFacts, HardwareFacts, SplitFacts
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
-from finetune_operator.api.types import FineTuneJob
 from finetune_operator.planning.adapt import next_adaptation
-from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Adaptation, Facts, JobPlan, PlanRefused
 
-BERT = {
-    "model_type": "bert",
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "vocab_size": 30522,
-    "max_position_embeddings": 512,
-}
 DATA = DataFacts(fingerprint="f", splits={"train": SplitFacts(rows=6400, tokens=640_000, longest=128)}, max_length=128)
 TWO_GPUS = parse_hardware("gpu=A100,memory=40Gi,gpus=2,cpu=32,hostMemory=256Gi")
-FACTS = Facts(model=model_facts(BERT, "text-classification"), data=DATA, hardware=TWO_GPUS)
+FACTS = Facts(model=BERT, data=DATA, hardware=TWO_GPUS)
 ON_TWO = {"training": {"globalBatchSize": 64}, "resources": {"gpusPerNode": 2}}
 
 
-def job(**spec: Any) -> FineTuneJob:
-    whole = {
-        "task": "text-classification",
-        "model": {"uri": "hf://a/b"},
-        "dataset": {"uri": "hf://c/d"},
-        "training": {},
-        **spec,
-    }
-    document = {
-        "apiVersion": "finetune.dev/v1alpha1",
-        "kind": "FineTuneJob",
-        "metadata": {"name": "job"},
-        "spec": {key: value for key, value in whole.items() if value is not None},
-    }
-    return FineTuneJob.model_validate_json(json.dumps(document))
-
-
 def planned(adaptation: Adaptation, facts: Facts = FACTS, **spec: Any) -> JobPlan:
-    return plan(job(**spec), facts, CLUSTER_SETTINGS, adaptation)
+    return plan(job(spec), facts, CLUSTER_SETTINGS, adaptation)
 
 
 def steps(result: JobPlan) -> tuple[int, int, int]:
@@ -216,7 +188,7 @@ def test_without_a_cluster_the_plan_names_what_has_no_effect():
         "resources": {"network": "rdma", "sharedMemory": "1Gi"},
     }
     result = plan(
-        job(**spec), Facts(hardware=HardwareFacts(cpu_cores=2, memory_bytes=1 << 34), local=True), LOCAL_SETTINGS
+        job(spec), Facts(hardware=HardwareFacts(cpu_cores=2, memory_bytes=1 << 34), local=True), LOCAL_SETTINGS
     )
     assert sentence(result, "without a cluster") == (
         "without a cluster these have no effect: resources.network, resources.sharedMemory, storage, secrets.storage, "
@@ -238,7 +210,7 @@ def test_without_a_cluster_claims_and_suspension_are_refused():
         "runPolicy": {"suspend": True},
     }
     with pytest.raises(PlanRefused) as caught:
-        plan(job(**spec), Facts(local=True), LOCAL_SETTINGS)
+        plan(job(spec), Facts(local=True), LOCAL_SETTINGS)
     rule = "a claim needs a cluster"
     assert [(problem.path, problem.rule, problem.reason) for problem in caught.value.problems] == [
         ("spec.model.uri", rule, "NotSupported"),

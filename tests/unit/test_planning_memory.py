@@ -11,6 +11,7 @@ from finetune_contract.facts import ModelFacts
 from finetune_contract.job import Strategy, World
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.memory import (
+    CPU_PROCESS_BYTES,
     SUB_GROUP_ELEMENTS,
     ModelStates,
     Workload,
@@ -109,6 +110,15 @@ def test_zero_3_needs_what_deepspeed_estimates_and_the_part_that_it_leaves_out(p
     assert close(on_device(ours), device - layer)
     assert close(ours.host, host)
 
+    host, device, layer = zero3.estimate_zero3_model_states_mem_needs(
+        parameters, largest, gpus, nodes, True, True, True, 1.0
+    )
+    world = World(nodes=nodes, processes_per_node=gpus, device="cuda", threads_per_process=1)
+    both = Strategy(name="deepspeed", zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
+    ours = model_states(work(model_of(parameters), both, world=world))
+    assert (on_device(ours), device) == (0, layer)
+    assert close(ours.host, host)
+
 
 @pytest.mark.parametrize(
     ("strategy", "precision", "per_parameter"),
@@ -128,12 +138,75 @@ def test_zero_3_needs_what_deepspeed_estimates_and_the_part_that_it_leaves_out(p
             (2, 0, 0),
             id="offload to the host",
         ),
+        pytest.param(
+            {"name": "deepspeed", "zero_stage": 3, "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+            "bf16",
+            (0, 0, 0),
+            id="offload of everything",
+        ),
+        pytest.param(
+            {"name": "deepspeed", "zero_stage": 3, "offload_parameters": "nvme"},
+            "bf16",
+            (0, 0.5 + 1, 3),
+            id="offload of parameters alone",
+        ),
+        pytest.param(
+            {"name": "fsdp", "fsdp_sharding": "grad-op"}, "fp32", (1, 1, 2), id="grad-op divides between steps"
+        ),
+        pytest.param(
+            {"name": "fsdp", "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+            "fp32",
+            (0, 0, 0),
+            id="fsdp offloads everything",
+        ),
     ],
 )
 def test_bytes_a_parameter_over_four_ranks(strategy, precision, per_parameter):
     world = World(nodes=1, processes_per_node=4, device="cuda", threads_per_process=1)
     states = model_states(work(model_of(1_000_000), Strategy(**strategy), precision=precision, world=world))
     assert (states.parameters, states.gradients, states.optimizer) == tuple(int(n * 1_000_000) for n in per_parameter)
+
+
+def test_hybrid_sharding_divides_inside_a_node():
+    world = World(nodes=4, processes_per_node=2, device="cuda", threads_per_process=1)
+    states = model_states(work(model_of(1_000_000), Strategy(name="fsdp", fsdp_sharding="hybrid"), world=world))
+    assert (states.parameters, states.gradients, states.optimizer) == (2_000_000, 2_000_000, 4_000_000)
+
+
+def test_secondary_shards_are_a_second_copy_inside_each_node():
+    world = World(nodes=2, processes_per_node=4, device="cuda", threads_per_process=1)
+    strategy = Strategy(name="deepspeed", zero_stage=3)
+    made = estimate(work(model_of(1_000_000), strategy, world=world, secondary_shards=4), 40 * GIB)
+    assert {term.name: term.bytes for term in made.terms}["secondary shards"] == 2 * 1_000_000 // 4
+
+
+def test_grad_op_sharding_keeps_all_blocks_gathered():
+    world = World(nodes=1, processes_per_node=4, device="cuda", threads_per_process=1)
+    full, grad_op = (
+        estimate(work(model_of(1_000_000), Strategy(name="fsdp", fsdp_sharding=kind), world=world), 40 * GIB)
+        for kind in ("full", "grad-op")
+    )
+    # 48 blocks in place of the 2 that are there at a time.
+    by_name = [{term.name: term.bytes for term in each.terms} for each in (full, grad_op)]
+    assert by_name[1]["gathered blocks"] - by_name[0]["gathered blocks"] == 46 * 4 * 20_000
+
+
+def test_state_in_files_leaves_its_buffers_in_host_memory():
+    strategy = Strategy(name="deepspeed", zero_stage=3, offload_optimizer="nvme", offload_parameters="nvme")
+    world = World(nodes=1, processes_per_node=2, device="cuda", threads_per_process=1)
+    made = estimate(work(model_of(1_000_000_000), strategy, world=world), 40 * GIB)
+    shard = 500_000_000
+    # Master copy 4, moments 8, gradient 4, and the 16-bit weights.
+    assert made.disk_bytes == 2 * (16 + 2) * shard
+    # fp32 gradients, four buffers of a sub-group in fp32, five of the largest weight's shard in 16 bits.
+    host = 4 * shard + 4 * 4 * 50_000_000 + 5 * 2 * (20_000_000 // 2)
+    assert model_states(work(model_of(1_000_000_000), strategy, world=world)).offloaded == host
+    terms = {term.name: term for term in made.terms}
+    assert [terms[name].formula for name in ("parameters", "gradients", "optimizer state")] == [
+        "in files",
+        "on the host",
+        "in files",
+    ]
 
 
 @pytest.mark.parametrize(("optimizer", "per_parameter"), [("adamw", 8.0), ("sgd", 0.0), ("adafactor", 8 / 1024)])
@@ -177,7 +250,8 @@ def test_on_cpu_offloaded_state_stays_in_the_same_memory():
         for where in ("none", "cpu")
     ]
     here, offloaded = ({term.name: term.bytes for term in each.terms} for each in states)
-    assert offloaded["optimizer state"] >= here["optimizer state"]
+    assert offloaded["offloaded state"] >= here["optimizer state"]
+    assert offloaded["optimizer state"] == 0
     assert states[1].host_bytes == 2 * states[1].total_bytes
 
 
@@ -187,6 +261,39 @@ def test_full_checkpointing_keeps_layer_inputs_and_one_layer():
     one_layer = activation_bytes_per_token(full)
     terms = {term.name: term.bytes for term in estimate(full, GIB).terms}
     assert terms["activations"] == 128 * (48 * 1024 * 4 + one_layer + 3 * 1024 * 4)
+
+
+def test_selective_checkpointing_keeps_layer_inputs_and_products_and_one_layer():
+    model = model_of(100_000_000)
+    selective = work(model, Strategy(name="single", activation_checkpointing="selective"))
+    one_layer = activation_bytes_per_token(selective)
+    terms = {term.name: term.bytes for term in estimate(selective, GIB).terms}
+    # GPT-2: query, key and value, output, two of the feed-forward layer; the output of the fused attention.
+    kept = 1024 * 4 + (5 * 1024 + 4096 + 1024) * 2
+    assert terms["activations"] == 128 * (48 * kept + one_layer + 3 * 1024 * 4)
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_offloaded_activations_leave_one_layer_on_the_device(mode):
+    model = model_of(10_000_000)
+    world = World(nodes=1, processes_per_node=2, device="cuda", threads_per_process=1)
+    here, moved = (
+        work(
+            model,
+            Strategy.model_validate({"name": "ddp", "activation_checkpointing": mode, "offload_activations": where}),
+            world=world,
+            micro_batch=64,
+        )
+        for where in ("none", "cpu")
+    )
+    layer, tokens = activation_bytes_per_token(here), 64 * 128
+    made = [estimate(each, 40 * GIB) for each in (here, moved)]
+    device = [{term.name: term.bytes for term in each.terms}["activations"] for each in made]
+    assert device[1] == tokens * (layer + 3 * 1024 * 4)
+    # Nothing is lost on the way; with checkpointing, the layer that is computed again is there in both.
+    host = made[1].host_bytes - 2 * CPU_PROCESS_BYTES
+    kept = device[0] - tokens * ((layer if mode != "none" else 0) + 3 * 1024 * 4)
+    assert host == 2 * max(kept, 4 * model.parameters)
 
 
 # ---------------------------------------------------------------------------------------------------------- activations

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from planning_support.cases import BERT, encoder, job
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
@@ -20,6 +21,7 @@ from finetune_operator.api.types import FineTuneJob
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
+from finetune_operator.planning.strategy import HPZ
 from finetune_operator.planning.summary import Row, summarise
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
 
@@ -32,20 +34,7 @@ def model(model_type: str, task: Any = "text-classification", **config: Any) -> 
     return model_facts({"model_type": model_type, **config}, task)
 
 
-def encoder(h: int, layers: int, vocabulary: int = 30522) -> ModelFacts:
-    return model(
-        "bert",
-        hidden_size=h,
-        num_hidden_layers=layers,
-        num_attention_heads=h // 64 or 1,
-        intermediate_size=4 * h,
-        vocab_size=vocabulary,
-        max_position_embeddings=512,
-    )
-
-
 MINILM = encoder(384, 6)
-BERT = encoder(768, 12)
 ROBERTA_LARGE = model(
     "roberta",
     hidden_size=1024,
@@ -63,20 +52,22 @@ def gpt(h: int, layers: int, heads: int) -> ModelFacts:
     return model("gpt2", "text-generation", n_embd=h, n_layer=layers, n_head=heads)
 
 
+LLAMA = model(
+    "llama",
+    hidden_size=2048,
+    num_hidden_layers=16,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    intermediate_size=8192,
+    vocab_size=128256,
+    max_position_embeddings=4096,
+)
+"""The shape of Llama 3.2 1B."""
+
+
 def rows(train: int, longest: int = 64, mean: int = 27) -> DataFacts:
     split = SplitFacts(rows=train, tokens=train * mean, longest=longest)
     return DataFacts(fingerprint="f", splits={"train": split}, max_length=128)
-
-
-def job(spec: Mapping[str, Any] | None = None, name: str = "job") -> FineTuneJob:
-    whole = {"task": "text-classification", "model": {"uri": "hf://org/model"}, "dataset": DATASET, "training": {}}
-    document = {
-        "apiVersion": "finetune.dev/v1alpha1",
-        "kind": "FineTuneJob",
-        "metadata": {"name": name},
-        "spec": {key: value for key, value in (whole | dict(spec or {})).items() if value is not None},
-    }
-    return FineTuneJob.model_validate_json(json.dumps(document))
 
 
 def planned(spec: Mapping[str, Any] | None = None, settings: Settings = CLUSTER_SETTINGS, **facts: Any) -> JobPlan:
@@ -201,13 +192,60 @@ def test_a_launcher_that_cannot_be_rendered_is_refused_though_it_is_served():
     ]
 
 
+EIGHT_H100 = parse_hardware("gpu=H100,gpus=8,cpu=96,hostMemory=1Ti")
+WRITES = {"task": "text-generation", "model": {"uri": "hf://openai-community/gpt2"}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "packing", "columns"),
+    [
+        pytest.param({}, False, {"text": "text", "label": "label"}, id="not where rows are classified"),
+        pytest.param(WRITES, True, {"text": "text"}, id="plain text"),
+        pytest.param({**WRITES, "preparation": {"packing": "never"}}, False, {"text": "text"}, id="never, as asked"),
+        pytest.param(
+            {**WRITES, "dataset": {**DATASET, "columns": {"source": "question"}}},
+            False,
+            {"source": "question", "target": "target"},
+            id="prompts are not",
+        ),
+        pytest.param(
+            {**WRITES, "dataset": {**DATASET, "columns": {"messages": "chat"}}, "preparation": {"packing": "always"}},
+            True,
+            {"messages": "chat"},
+            id="conversations when asked for",
+        ),
+    ],
+)
+def test_what_is_packed(spec, packing, columns):
+    result = planned(spec)
+    assert result.trainer.preparation.packing == packing
+    assert any("packed into sequences" in reason for reason in result.reasons) == packing
+    assert result.trainer.dataset is not None
+    assert result.trainer.dataset.columns == Columns(**columns)
+
+
+def test_rows_that_cannot_share_a_sequence_are_not_packed():
+    assert refused({"preparation": {"packing": "always"}}) == [
+        (
+            "spec.preparation.packing",
+            '"always"',
+            "rows of text-classification cannot share a sequence",
+            "set it to auto or never",
+        )
+    ]
+
+
+def test_batches_of_a_large_vocabulary_are_small():
+    gpt2 = {"model": model("gpt2", "text-generation"), "hardware": EIGHT_H100}
+    evaluation = planned({**WRITES, "resources": {"gpusPerNode": 1}}, **gpt2).trainer.evaluation
+    assert evaluation is not None
+    assert evaluation.batch_tokens == (1 << 30) // (4 * 50257)
+
+
 def test_without_a_cluster_the_launcher_is_local_whatever_the_file_says():
     result = planned({"launcher": "pytorchjob"}, LOCAL_SETTINGS, local=True)
     assert result.launcher == "local"
     assert "launcher local: there is no cluster here; in one, pytorchjob would run the training" in result.reasons
-
-
-EIGHT_H100 = parse_hardware("gpu=H100,gpus=8,cpu=96,hostMemory=1Ti")
 
 
 @pytest.mark.parametrize(
@@ -356,8 +394,10 @@ def test_precision_is_bf16_where_there_are_units_for_it_or_what_was_asked(asked,
     ("asked", "gpus", "hardware", "rule"),
     [
         ("bf16", 1, T4, "T4 does not compute in bf16"),
-        ("fp16", 0, TWO_CORES, "fp16 needs a GPU"),
-        ("fp8", 1, EIGHT_H100, "the trainer computes in fp32, bf16 and fp16"),
+        ("fp16", 0, TWO_CORES, "fp16 needs a GPU: accelerate scales no loss on a CPU, and few CPUs compute in it"),
+        ("fp8", 1, EIGHT_H100, "H100 has units for it, and the trainer has no library that uses them"),
+        ("fp8", 1, T4, "T4 has no units for it, as GPUs have from compute capability 8.9 on"),
+        ("fp8", 0, TWO_CORES, "the CPU has no units for it, as GPUs have from compute capability 8.9 on"),
     ],
 )
 def test_a_precision_that_the_device_has_not_is_refused(asked, gpus, hardware, rule):
@@ -460,6 +500,43 @@ SEQUENCE = {"preparation": {"maxLength": 512}, "task": "text-generation"}
             },
             "deepspeed-zero2+optimizer-offload",
             id="6.6B on one A100 80 GB: the optimizer moves to the host",
+        ),
+        pytest.param(
+            {**SEQUENCE, "resources": {"gpusPerNode": 1}},
+            {
+                "model": gpt(8192, 48, 64),
+                "hardware": parse_hardware("gpu=A100-80GB,cpu=32,hostMemory=1Ti"),
+                "data": None,
+            },
+            "deepspeed-zero3+optimizer-offload+parameter-offload",
+            id="39B on one A100 80 GB: the parameters move as well",
+        ),
+        pytest.param(
+            {
+                "parallelism": {"strategy": "fsdp", "sharding": "hybrid", "offload": {"parameters": "cpu"}},
+                "resources": {"nodes": 2, "gpusPerNode": 8},
+            },
+            {"hardware": P4D},
+            "fsdp-hybrid+optimizer-offload+parameter-offload",
+            id="fsdp in nodes, and all of its state on the host",
+        ),
+        pytest.param(
+            {
+                "parallelism": {
+                    "strategy": "ddp",
+                    "activationCheckpointing": "selective",
+                    "offload": {"activations": "cpu"},
+                }
+            },
+            {},
+            "ddp+selective-activation-checkpointing+activation-offload",
+            id="activations as asked",
+        ),
+        pytest.param(
+            {"training": {"optimizer": "adafactor"}, "resources": {"processesPerNode": 2}},
+            {},
+            "ddp",
+            id="adafactor stays with whole matrices",
         ),
         pytest.param({"parallelism": {"strategy": "ddp"}}, {}, "ddp", id="ddp as asked"),
         pytest.param({"parallelism": {"strategy": "fsdp"}}, {}, "fsdp", id="fsdp as asked"),
@@ -598,14 +675,14 @@ def test_a_free_choice_is_advised_together_with_what_would_forbid_it():
         (
             {"strategy": "fsdp", "offload": {"optimizer": "cpu"}},
             {},
-            "spec.parallelism.offload.optimizer",
-            "only deepspeed offloads, and strategy is fsdp",
+            "spec.parallelism.offload",
+            "fsdp moves parameters, gradients and optimizer state together, to host memory",
         ),
         (
             {"offload": {"optimizer": "cpu"}},
             {},
             "spec.parallelism.offload.optimizer",
-            "only deepspeed offloads, and strategy is auto",
+            "only deepspeed and fsdp offload, and strategy is auto",
         ),
         (
             {"strategy": "deepspeed", "zeroStage": 0, "offload": {"optimizer": "cpu"}},
@@ -637,12 +714,81 @@ def test_a_free_choice_is_advised_together_with_what_would_forbid_it():
             "spec.parallelism.deepspeedConfig.wall_clock_brakedown",
             "DeepSpeed knows no such key and would ignore it",
         ),
-        ({"tensor": 2}, {}, "spec.parallelism.tensor", "the trainer does not do this yet"),
         (
-            {"offload": {"optimizer": "nvme"}},
+            {"strategy": "deepspeed", "zeroStage": 2, "offload": {"optimizer": "nvme"}},
             {},
             "spec.parallelism.offload.optimizer",
-            "the trainer offloads to cpu only",
+            "ZeRO stage 2 does not do that",
+        ),
+        (
+            {"strategy": "deepspeed", "zeroStage": 1, "offload": {"parameters": "cpu"}},
+            {},
+            "spec.parallelism.offload.parameters",
+            "ZeRO stage 1 does not do that",
+        ),
+        (
+            {"strategy": "deepspeed", "deepspeedConfig": {"zero_optimization": {"offload_param": {"buffer_count": 3}}}},
+            {},
+            "spec.parallelism.deepspeedConfig.zero_optimization.offload_param",
+            "it says how to offload what parallelism.offload.parameters leaves on the device",
+        ),
+        (
+            {"strategy": "deepspeed", "offload": {"parameters": "nvme"}},
+            {"precision": "fp32"},
+            "spec.parallelism.offload.parameters",
+            "on a CPU DeepSpeed keeps parameters in files as bf16 only, and precision is fp32",
+        ),
+        (
+            {"offload": {"activations": "cpu"}},
+            {"arguments": {"torch_compile": True}},
+            "spec.parallelism.offload.activations",
+            "what torch.compile compiles as one saves nothing that could be moved",
+        ),
+        (
+            {"strategy": "deepspeed", "zeroStage": 2, "deepspeedConfig": {"zero_optimization": {HPZ: 2}}},
+            {},
+            f"spec.parallelism.deepspeedConfig.zero_optimization.{HPZ}",
+            "it is a part of ZeRO stage 3, and zeroStage is 2",
+        ),
+        (
+            {"strategy": "deepspeed", "zeroStage": 3, "deepspeedConfig": {"zero_optimization": {HPZ: 3}}},
+            {},
+            f"spec.parallelism.deepspeedConfig.zero_optimization.{HPZ}",
+            "the second shards belong on one node, which has 2 processes",
+        ),
+        (
+            {
+                "strategy": "deepspeed",
+                "zeroStage": 3,
+                "deepspeedConfig": {"zero_optimization": {"zero_quantized_weights": True}},
+            },
+            {},
+            "spec.parallelism.deepspeedConfig.zero_optimization.zero_quantized_weights",
+            "DeepSpeed quantizes on GPUs only",
+        ),
+        (
+            {},
+            {"arguments": {"use_liger_kernel": True}},
+            "spec.training.arguments.use_liger_kernel",
+            "Liger's kernels run on GPUs only",
+        ),
+        (
+            {"strategy": "fsdp"},
+            {"optimizer": "adafactor"},
+            "spec.training.optimizer",
+            "it works on whole matrices, which strategy fsdp divides or flattens",
+        ),
+        (
+            {"sharding": "grad-op"},
+            {},
+            "spec.parallelism.sharding",
+            "only fsdp has it, and strategy is auto",
+        ),
+        (
+            {"strategy": "fsdp", "sharding": "hybrid"},
+            {},
+            "spec.parallelism.sharding",
+            "hybrid divides inside a node and copies between nodes, and there is 1 node of 2 processes",
         ),
     ],
 )
@@ -792,6 +938,21 @@ def test_what_the_user_wrote_arrives_byte_for_byte():
     assert planned({"training": {"seed": 7}}).trainer.seed == 7
 
 
+def test_spark_prepares_where_there_is_no_cluster():
+    spark = {"preparation": {"engine": "spark", "workers": 3}}
+    asked = planned(spark, local=True).trainer.preparation
+    assert (asked.engine, asked.workers) == ("spark", 3)
+    assert planned({"preparation": {"workers": 3}}).trainer.preparation.engine == "local"
+    assert refused(spark) == [
+        (
+            "spec.preparation.engine",
+            '"spark"',
+            "the operator does not run SparkApplications yet",
+            "set it to auto, or run the job without a cluster (finetune run)",
+        )
+    ]
+
+
 def test_a_length_beyond_the_models_positions_is_refused():
     assert refused({"preparation": {"maxLength": 1024}}) == [
         (
@@ -885,7 +1046,18 @@ specs = st.fixed_dictionaries(
                 "zeroStage": st.sampled_from(["auto", 0, 1, 2, 3]),
                 "activationCheckpointing": st.sampled_from(["auto", "none", "full", "selective"]),
                 "offload": st.sampled_from([{}, {"optimizer": "cpu"}, {"optimizer": "nvme"}, {"parameters": "cpu"}]),
+                "sharding": st.sampled_from(["full", "grad-op", "hybrid"]),
                 "tensor": st.sampled_from([1, 1, 1, 2]),
+                "pipeline": st.sampled_from(
+                    [
+                        {},
+                        {},
+                        {"degree": 2},
+                        {"degree": 2, "microBatches": 4, "schedule": "gpipe"},
+                        {"degree": 3, "schedule": "interleaved"},
+                    ]
+                ),
+                "placement": st.sampled_from(["cluster", "spread", "PTD"]),
             },
         ),
         "resources": st.fixed_dictionaries(
@@ -905,7 +1077,7 @@ specs = st.fixed_dictionaries(
 )
 known_facts = st.builds(
     Facts,
-    model=st.sampled_from([None, MINILM, ROBERTA_LARGE, gpt(4096, 32, 32)]),
+    model=st.sampled_from([None, MINILM, ROBERTA_LARGE, gpt(4096, 32, 32), LLAMA]),
     data=st.sampled_from([None, rows(10), rows(8530), rows(1_000_000, 512, 300)]),
     hardware=st.sampled_from(
         [None, TWO_CORES, T4, EIGHT_H100, HardwareFacts(cpu_cores=1, memory_bytes=1, gpus_per_node=2)]
@@ -944,7 +1116,7 @@ def test_every_job_gets_a_whole_plan_or_problems_with_paths(spec, facts):
     batch, world = training(result).batch, training(result).world
     assert batch.global_batch_size == spec["training"]["globalBatchSize"]
     assert batch.global_batch_size == batch.micro_batch_size * batch.gradient_accumulation * batch.data_parallel
-    assert batch.data_parallel == world.size
+    assert batch.data_parallel * training(result).strategy.model_ranks == world.size
     assert autos(json.loads(result.to_json())) == []
     assert result.memory is not None
     provisional = any("prepare measures first" in assumption for assumption in result.assumptions)
@@ -959,4 +1131,12 @@ def test_every_job_gets_a_whole_plan_or_problems_with_paths(spec, facts):
         ("activationCheckpointing", strategy.activation_checkpointing),
     ):
         assert spec["parallelism"].get(key, "auto") in ("auto", name)
+    asked = job(spec).spec.parallelism
+    assert (strategy.tensor, 1 if strategy.pipeline is None else strategy.pipeline.degree) == (
+        asked.tensor,
+        asked.pipeline.degree,
+    )
+    if strategy.pipeline is not None:
+        assert batch.gradient_accumulation % strategy.pipeline.micro_batches == 0
+        assert asked.pipeline.micro_batches in ("auto", strategy.pipeline.micro_batches)
     assert Stage.TRAIN in result.stages

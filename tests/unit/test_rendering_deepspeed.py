@@ -19,7 +19,7 @@ from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
 from finetune_operator.rendering.contract import files, fingerprint
-from finetune_operator.rendering.deepspeed import deepspeed_config
+from finetune_operator.rendering.deepspeed import deepspeed_config, uses_offload_folder
 from finetune_operator.rendering.merging import merge
 
 MODEL = model_facts(
@@ -111,6 +111,39 @@ def test_zero_3_with_offload_on_gpus():
         "zero_allow_untested_optimizer": True,
         "wall_clock_breakdown": False,
     }
+
+
+def test_state_in_files_goes_to_a_volume_of_the_pods_and_without_a_cluster_where_the_trainer_says():
+    parallelism = {"strategy": "deepspeed", "offload": {"optimizer": "nvme", "parameters": "nvme"}}
+    in_cluster = deepspeed_config(planned(parallelism, GPUS))
+    assert in_cluster is not None
+    zero = in_cluster["zero_optimization"]
+    assert isinstance(zero, dict)
+    assert zero["offload_optimizer"] == {
+        "device": "nvme",
+        "pin_memory": True,
+        "nvme_path": "/offload",
+        "buffer_count": 4,
+    }
+    assert zero["offload_param"] == {
+        "device": "nvme",
+        "pin_memory": True,
+        "nvme_path": "/offload",
+        "buffer_count": 5,
+        "buffer_size": MODEL.embedding_parameters // 2,
+        "max_in_cpu": 0,
+    }
+    assert zero["sub_group_size"] == 50_000_000
+    assert uses_offload_folder(in_cluster)
+    here = planned(parallelism, GPUS).model_copy(update={"launcher": "local"})
+    config = deepspeed_config(here)
+    assert config is not None
+    assert not uses_offload_folder(config)
+    assert "nvme_path" not in str(config)
+    elsewhere = {"zero_optimization": {name: {"nvme_path": "/mine"} for name in ("offload_optimizer", "offload_param")}}
+    config = deepspeed_config(planned({**parallelism, "deepspeedConfig": elsewhere}, GPUS))
+    assert config is not None
+    assert not uses_offload_folder(config)
 
 
 def test_zero_0_has_nothing_to_tune():
@@ -239,6 +272,7 @@ for job, config in json.load(sys.stdin):
         max_grad_norm=training["maxGradNorm"],
         max_steps=training["maxSteps"],
         bf16=training["precision"] == "bf16",
+        fp16=training["precision"] == "fp16",
     )
     in_force = arguments.hf_deepspeed_config
     changed = sorted(key for key in config if in_force.config.get(key) != config[key])
@@ -259,6 +293,11 @@ def test_transformers_finds_no_difference_to_its_own_arguments(tmp_path):
             precision="bf16",
             weightDecay=0.01,
         ),
+        planned(
+            {"strategy": "deepspeed", "zeroStage": 3, "offload": {"optimizer": "nvme", "parameters": "cpu"}},
+            one_process,
+        ),
+        planned({"strategy": "deepspeed", "zeroStage": 2}, parse_hardware("gpu=T4,gpus=1"), precision="fp16"),
     ]
     questions = [[json.loads(text) for text in files(each).values()] for each in plans]
     # In a process of its own: a DeepSpeed configuration is global state that would reach other tests.
@@ -273,7 +312,7 @@ def test_transformers_finds_no_difference_to_its_own_arguments(tmp_path):
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
-    assert json.loads(ran.stdout.strip().splitlines()[-1]) == [{"mismatches": [], "changed": []}] * 2
+    assert json.loads(ran.stdout.strip().splitlines()[-1]) == [{"mismatches": [], "changed": []}] * 4
 
 
 # ------------------------------------------------------------------------------------------------------------ contract

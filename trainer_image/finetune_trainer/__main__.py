@@ -78,6 +78,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--job", type=Path, required=True, help="the job.json to obey")
     parser.add_argument("--workspace", type=Path, required=True, help="folder that holds the job's folder")
+    parser.add_argument("--command", help="for the report: what runs the job again")
     parser.add_argument("--deepspeed", type=Path, help="the deepspeed.json to obey, with strategy deepspeed")
     return parser.parse_args(argv)
 
@@ -190,7 +191,7 @@ def _write_html(arguments: argparse.Namespace, world: ProcessWorld) -> int:
         from finetune_trainer import reporting
 
         job = read_job(arguments.job)
-        reporting.write_pages(job, JobPaths.of(arguments.workspace, job.name))
+        reporting.write_pages(job, JobPaths.of(arguments.workspace, job.name), arguments.command)
     except BaseException as error:
         return _fail(error, arguments, world, arguments.job.stem, started)
     return EXIT_OK

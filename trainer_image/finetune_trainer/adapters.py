@@ -25,7 +25,7 @@ from finetune_trainer.failures import StageError, first_of
 from finetune_trainer.uris import public_uri
 
 if TYPE_CHECKING:
-    from peft import LoraConfig
+    from peft import LoraConfig, TaskType
     from transformers import PreTrainedModel
 
 _NAME = "default"
@@ -42,7 +42,11 @@ _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def head_modules(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of the modules with weights outside of the pre-trained body, and of the body's pooler."""
+    """Names of the modules with weights outside of the pre-trained body, and of the body's pooler; none of a language
+    model, whose head has been pre-trained with its body.
+    """
+    if cast(Any, model).get_output_embeddings() is not None:
+        return ()
     prefix = model.base_model_prefix
     heads = [name for name, child in model.named_children() if name != prefix and _has_weights(child)]
     if _has_weights(getattr(model.base_model, _POOLER, None)):
@@ -196,12 +200,12 @@ def adapt(model: PreTrainedModel, adapter: Adapter, job: TrainerJob) -> Adapted:
 def _config(
     model: PreTrainedModel, adapter: Adapter, job: TrainerJob, layers: Sequence[str], heads: Sequence[str]
 ) -> LoraConfig:
-    from peft import LoraConfig, TaskType
+    from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
     hub = job.model.uri.startswith("hf://")
     return LoraConfig(
-        task_type=TaskType.SEQ_CLS,
+        task_type=_kind(model),
         base_model_name_or_path=public_uri(job.model.uri).removeprefix("hf://"),
         revision=job.model.revision if hub else None,
         r=adapter.rank,
@@ -212,6 +216,17 @@ def _config(
         fan_in_fan_out=isinstance(model.get_submodule(layers[0]), Conv1D),
         modules_to_save=list(heads),
     )
+
+
+def _kind(model: PreTrainedModel) -> TaskType | None:
+    """What peft calls the model; with its own heads it lets them be trained, as we do."""
+    from peft import TaskType
+
+    if cast(Any, model).get_output_embeddings() is None:
+        return TaskType.SEQ_CLS
+    if not model.can_generate():
+        return None
+    return TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM
 
 
 def _digest(model: PreTrainedModel, heads: Sequence[str]) -> str:

@@ -73,15 +73,17 @@ def identity(job: TrainerJob, fingerprint: str) -> dict[str, Any]:
     """The settings that decide the course of training, flat.
 
     Not among them: how the work is spread (strategy, world, micro-batch, checkpointing), so that a run goes on after
-    its memory was adapted or its node was lost.
+    its memory was adapted or its node was lost, and who is told of it.
     """
     assert job.training is not None
     spread = {"strategy", "world", "checkpoints", "batch"}
+    arguments = {name: value for name, value in job.training.arguments.items() if name != "report_to"}
     fields: dict[str, Any] = {
         "task": job.task,
         "model": job.model.model_dump(mode="json"),
         "data": fingerprint,
         **job.training.model_dump(mode="json", exclude=spread),
+        "arguments": arguments,
         "global_batch_size": job.training.batch.global_batch_size,
     }
     return json.loads(json.dumps(fields, sort_keys=True))  # type: ignore[no-any-return]

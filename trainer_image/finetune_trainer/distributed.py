@@ -97,15 +97,18 @@ def _from_variables(
     return ProcessWorld(rank, size, number(names[2], rank), number(names[3], size), launcher)
 
 
-def check_world(world: ProcessWorld, planned: World, data_parallel: int) -> None:
-    """StageError WORLD_SIZE when the processes that run are not those that the plan counts on."""
-    if world.size == planned.size == data_parallel:
+def check_world(world: ProcessWorld, planned: World, data_parallel: int, model_ranks: int = 1) -> None:
+    """StageError WORLD_SIZE when the processes that run are not those that the plan counts on: `data_parallel` replicas
+    of the model, each over `model_ranks` processes.
+    """
+    if world.size == planned.size == data_parallel * model_ranks:
         return
+    replicas = "" if model_ranks == 1 else f" x {model_ranks} processes of a replica"
     raise StageError(
         FailureClass.WORLD_SIZE,
         "WorldSizeMismatch",
         f"{world.size} processes run (told by {world.launcher}), the plan counts on {planned.size} "
-        f"({planned.nodes} nodes x {planned.processes_per_node}), {data_parallel} data-parallel.",
+        f"({planned.nodes} nodes x {planned.processes_per_node}), {data_parallel} data-parallel{replicas}.",
         "Check the launcher's process count and its host file: mpirun without one starts on a single node.",
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport
@@ -23,6 +24,10 @@ class StageError(Exception):
         self.reason = reason
         self.message = message
         self.hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """From a worker process to the one that waits for it: exceptions go there by their `args`, the message."""
+        return StageError, (self.failure_class, self.reason, self.message, self.hint)
 
 
 def first_of(names: Sequence[str], most: int) -> str:

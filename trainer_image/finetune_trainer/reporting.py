@@ -7,10 +7,9 @@ that loads nothing from anywhere; all text in it is escaped by the template engi
 from __future__ import annotations
 
 import json
-import math
 import platform
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,8 +19,10 @@ import jinja2
 import yaml
 
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import Adapter, TrainerJob
+from finetune_contract.job import Adapter, TrainerJob, World
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.report import TimePart, TimeSplit
+from finetune_trainer.charts import Share, shares, training_charts
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import write_atomically
 from finetune_trainer.training.history import History
@@ -42,6 +43,10 @@ _DISTRIBUTIONS = [
     "numpy",
     "pyarrow",
     "scikit-learn",
+    "tensorboard",
+    "mlflow-skinny",
+    "mlflow",
+    "wandb",
 ]
 
 
@@ -81,11 +86,15 @@ def _read_json(path: Path) -> Any:
 # ------------------------------------------------------------------------------------------------------ environment
 
 
-def write_environment(paths: JobPaths) -> None:
-    """Versions and machine, without host names, user names or environment variables."""
+def write_environment(paths: JobPaths, training: Mapping[str, Any] | None = None) -> None:
+    """Versions and machine, without host names, user names or environment variables; and what `training` ran on, which
+    stays when a later stage, maybe on another machine, writes again.
+    """
     from finetune_trainer.facts import hardware_facts
 
-    environment = {
+    if training is None:
+        training = (_read_json(paths.environment) or {}).get("training")
+    environment: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "machine": platform.machine(),
@@ -95,7 +104,27 @@ def write_environment(paths: JobPaths) -> None:
     cuda = _cuda_version()
     if cuda is not None:
         environment["cuda"] = cuda
+    if training is not None:
+        environment["training"] = dict(training)
     write_atomically(paths.environment, json.dumps(environment, indent=2) + "\n")
+
+
+def training_environment(world: World) -> dict[str, Any]:
+    """What this process, one of `world`, trains on."""
+    import torch
+
+    device = platform.processor() or platform.machine()
+    if world.device == "cuda":
+        device = torch.cuda.get_device_name()
+    versions = {name: _version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")}
+    return {
+        "device": device,
+        "processes": world.size,
+        "nodes": world.nodes,
+        "threads per process": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {name: version for name, version in versions.items() if version is not None},
+    }
 
 
 def _version(distribution: str) -> str | None:
@@ -174,11 +203,22 @@ def _training_settings(job: TrainerJob) -> dict[str, str]:
         return {}
     batch, strategy = training.batch, training.strategy
     stage = f", ZeRO stage {strategy.zero_stage}" if strategy.zero_stage is not None else ""
-    offload = f", optimizer offloaded to {strategy.offload_optimizer}" if strategy.offload_optimizer != "none" else ""
+    if strategy.name == "fsdp":
+        stage = f", {strategy.fsdp_sharding} sharding"
+    moved = {
+        "optimizer": strategy.offload_optimizer,
+        "parameters": strategy.offload_parameters,
+        "activations": strategy.offload_activations,
+    }
+    offload = "".join(f", {what} offloaded to {where}" for what, where in moved.items() if where != "none")
+    spread = f", tensor {strategy.tensor}" if strategy.tensor > 1 else ""
+    if strategy.pipeline is not None:
+        pipeline = strategy.pipeline
+        spread += f", pipeline {pipeline.degree} ({pipeline.schedule}, {pipeline.micro_batches} micro-batches a pass)"
     adapter = {} if training.adapter is None else {"Adapter": _adapter_words(training.adapter)}
     arithmetic = f"{batch.micro_batch_size} x {batch.gradient_accumulation} accumulation x {batch.data_parallel} ranks"
     return {
-        "Strategy": f"{strategy.name}{stage}{offload}",
+        "Strategy": f"{strategy.name}{stage}{spread}{offload}",
         "Processes": f"{training.world.size} on {training.world.device}",
         "Precision": training.precision,
         "Global batch": f"{batch.global_batch_size} = micro-batch {arithmetic}",
@@ -204,13 +244,17 @@ def _adapter_words(adapter: Adapter) -> str:
 # ----------------------------------------------------------------------------------------------------------- report
 
 
-def write_pages(job: TrainerJob, paths: JobPaths) -> None:
-    """report.html and environment.json; in a cluster there is no plan.json, for the plan is in the job's status."""
+def write_pages(job: TrainerJob, paths: JobPaths, command: str | None = None) -> None:
+    """report.html and environment.json; in a cluster there is no plan.json, for the plan is in the job's status.
+    `command`: what runs the job again.
+    """
     write_environment(paths)
-    write_report(job, _read_json(paths.plan), paths)
+    write_report(job, _read_json(paths.plan), paths, command)
 
 
-def write_report(job: TrainerJob, plan_json: Mapping[str, Any] | None, paths: JobPaths) -> None:
+def write_report(
+    job: TrainerJob, plan_json: Mapping[str, Any] | None, paths: JobPaths, command: str | None = None
+) -> None:
     """Writes report.html from what the stages left in the job's folder; what no stage has written is left out."""
     from finetune_trainer.data.prepared import FACTS_FILE  # with pyarrow, which nothing else here needs
 
@@ -226,27 +270,25 @@ def write_report(job: TrainerJob, plan_json: Mapping[str, Any] | None, paths: Jo
             result=_result_rows(metrics),
             split=metrics.get("evaluate", {}).get("split"),
             rows=metrics.get("evaluate", {}).get("rows"),
-            run=[(_label(name), _figure(name, value)) for name, value in metrics.get("train", {}).items()],
-            chart=loss_chart(History(paths.history).read()),
+            run=_run_rows(metrics.get("train", {})),
+            charts=training_charts(History(paths.history).read()),
+            time=_time_shown(job, metrics.get("train", {})),
+            peaks=_peak_rows(metrics.get("train", {})),
             settings=_training_settings(job),
             reasons=[str(reason) for reason in plan.get("reasons", ())],
             assumptions=[str(assumption) for assumption in plan.get("assumptions", ())],
             memory=_memory_rows(plan),
             samples=_read_json(paths.root / SAMPLES_FILE) or [],
             environment=_flatten(_read_json(paths.environment) or {}),
-            command=_command(plan, job, paths),
+            command=command or _command(job, paths),
+            job_file=job.to_json(),
         )
     )
     write_atomically(paths.report, page)
 
 
-def _command(plan: Mapping[str, Any], job: TrainerJob, paths: JobPaths) -> str:
-    """As the user gave it when the plan has it; else the command for the same job file."""
-    command = plan.get("command")
-    if isinstance(command, str):
-        return command
-    if isinstance(command, Sequence):
-        return shlex.join(str(word) for word in command)
+def _command(job: TrainerJob, paths: JobPaths) -> str:
+    """For a file that is called as the job is: nobody has said which one it was."""
     if job.run is not None:
         return shlex.join(["kubectl", "apply", "-f", f"{job.name}.yaml"])
     return shlex.join(["finetune", "run", f"{job.name}.yaml", "--workspace", str(paths.root.parent), "--restart"])
@@ -268,6 +310,75 @@ def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [*rows, ("total", _bytes(memory["totalBytes"]), f"of {_bytes(memory['capacityBytes'])}")]
 
 
+_DETAILS = frozenset({"time", "peak_memory_bytes_by_rank"})
+"""Of the train section: what has a table of its own."""
+
+
+def _run_rows(train: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(_label(name), _figure(name, value)) for name, value in train.items() if name not in _DETAILS]
+
+
+def _peak_rows(train: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Of each process, where there are several."""
+    peaks = train.get("peak_memory_bytes_by_rank", ())
+    return [(str(rank), _bytes(peak)) for rank, peak in enumerate(peaks)] if len(peaks) > 1 else []
+
+
+_PARTS: Mapping[TimePart, str] = {
+    "start": "until the first step",
+    "data": "waiting for data",
+    "forward": "forward",
+    "backward": "backward",
+    "forward_backward": "forward and backward, interleaved by the pipeline",
+    "communication": "communication by itself",
+    "optimizer": "optimizer",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoints",
+    "rest": "rest",
+    "finish": "writing the model",
+}
+_CLOCKS = {
+    "host": "Measured by the clock of the host, on which the work was done.",
+    "cuda-events": "Measured by CUDA events: a part ends when the device comes by, not when the host has asked it to.",
+}
+
+
+@dataclass(frozen=True)
+class _Time:
+    """How the time of a training divides; or why that is not known."""
+
+    rows: tuple[tuple[str, str, str], ...] = ()
+    """Part, seconds, share; the total at last."""
+    bar: tuple[Share, ...] = ()
+    note: str = ""
+
+
+def _time_shown(job: TrainerJob, train: Mapping[str, Any]) -> _Time | None:
+    """None without a training."""
+    if not train:
+        return None
+    if "time" not in train:
+        why = "a program of its own trained" if job.script is not None else "an earlier version of the trainer trained"
+        return _Time(note=f"Not known, for {why}.")
+    split = TimeSplit.model_validate(train["time"])
+    total = split.total_seconds
+    words = {part: _part_words(part, split, job) for part in split.parts}
+    rows = [(words[part], f"{value:,.3f} s", f"{value / (total or 1):.1%}") for part, value in split.parts.items()]
+    note = f"On process 0, over all attempts whose steps count. {_CLOCKS[split.clock]}"
+    if split.with_communication:
+        note += " Communication that runs beside what is computed cannot be told apart from it."
+    bar = shares({words[part]: value for part, value in split.parts.items()})
+    return _Time((*rows, ("total", f"{total:,.3f} s", "100.0%")), tuple(bar), note)
+
+
+def _part_words(part: TimePart, split: TimeSplit, job: TrainerJob) -> str:
+    words = _PARTS[part]
+    again = job.training is not None and job.training.strategy.activation_checkpointing != "none"
+    if again and part in ("backward", "forward_backward"):
+        words += ", with activations computed again"
+    return f"{words}, with its communication" if part in split.with_communication else words
+
+
 def _label(name: str) -> str:
     words = "".join(f" {c.lower()}" if c.isupper() else c for c in name).replace("_", " ").strip()
     return words.removesuffix(" bytes").capitalize()
@@ -278,6 +389,8 @@ def _figure(name: str, value: object) -> str:
         return str(value)
     if name.endswith("_bytes"):
         return _bytes(value)
+    if name.endswith("_share"):
+        return f"{value:.1%}"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
@@ -290,97 +403,6 @@ def _flatten(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]
     for name, each in value.items():
         rows += _flatten(each, f"{prefix}{name} ") if isinstance(each, Mapping) else [(f"{prefix}{name}", str(each))]
     return rows
-
-
-# ------------------------------------------------------------------------------------------------------------ chart
-
-_WIDTH, _HEIGHT = 760, 320
-_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 16, 16, 40
-"""Margins in SVG units for the axes' labels."""
-
-
-@dataclass(frozen=True)
-class Tick:
-    """A mark of an axis: place in SVG units, and its text."""
-
-    at: float
-    text: str
-
-
-@dataclass(frozen=True)
-class LossChart:
-    """Everything that the template draws, in SVG units."""
-
-    width: int
-    height: int
-    left: int
-    right: int
-    top: int
-    bottom: int
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
-    line: str
-    """`points` of the polyline of the training loss."""
-    evaluations: tuple[tuple[float, float, str], ...]
-    """x, y and text of each evaluation during training."""
-    summary: str
-
-
-def loss_chart(history: Iterable[Mapping[str, Any]]) -> LossChart | None:
-    """The loss over the optimizer steps; None without two finite values to connect."""
-    rows = list(history)
-    losses, evaluations = _series(rows, "loss"), _series(rows, "eval_loss")
-    if len(losses) < 2:
-        return None
-    both = losses + evaluations
-    x_low, x_high = min(x for x, _ in both), max(x for x, _ in both)
-    y_ticks = _nice_ticks(min(0.0, min(y for _, y in both)), max(y for _, y in both))
-    y_low, y_high = y_ticks[0], max(y_ticks[-1], max(y for _, y in both))
-
-    def x(step: float) -> float:
-        return round(_LEFT + (step - x_low) / ((x_high - x_low) or 1) * (_WIDTH - _LEFT - _RIGHT), 2)
-
-    def y(loss: float) -> float:
-        return round(_HEIGHT - _BOTTOM - (loss - y_low) / ((y_high - y_low) or 1) * (_HEIGHT - _TOP - _BOTTOM), 2)
-
-    x_ticks = [step for step in _nice_ticks(x_low, x_high) if x_low <= step <= x_high and step == int(step)]
-    return LossChart(
-        width=_WIDTH,
-        height=_HEIGHT,
-        left=_LEFT,
-        right=_WIDTH - _RIGHT,
-        top=_TOP,
-        bottom=_HEIGHT - _BOTTOM,
-        x_ticks=tuple(Tick(x(step), f"{int(step):,}") for step in x_ticks),
-        y_ticks=tuple(Tick(y(loss), f"{loss:g}") for loss in y_ticks),
-        line=" ".join(f"{x(step)},{y(loss)}" for step, loss in losses),
-        evaluations=tuple((x(step), y(loss), f"step {step:g}: {loss:.4f}") for step, loss in evaluations),
-        summary=(
-            f"Training loss from {losses[0][1]:.4f} at step {losses[0][0]:g} "
-            f"to {losses[-1][1]:.4f} at step {losses[-1][0]:g}"
-        ),
-    )
-
-
-def _series(rows: Iterable[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
-    """(step, value) by rising step; after a resume the later log of a step counts."""
-    points = {
-        float(row["step"]): float(row[name])
-        for row in rows
-        if isinstance(row.get("step"), int | float)
-        and isinstance(row.get(name), int | float)
-        and math.isfinite(row[name])
-    }
-    return sorted(points.items())
-
-
-def _nice_ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten that cover low to high in about `wanted` steps."""
-    span = (high - low) or abs(high) or 1.0
-    power = 10.0 ** math.floor(math.log10(span / wanted))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power * wanted >= span * 0.999)
-    first, last = math.floor(low / step), math.ceil(high / step)
-    return [round(i * step, 12) for i in range(first, last + 1)]
 
 
 # -------------------------------------------------------------------------------------------------------- templates

@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import Script, TrainerJob
+from finetune_contract.job import Script, TrainerJob, Training
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import MeasuredFacts
 from finetune_trainer.distributed import ProcessWorld
@@ -52,6 +52,8 @@ class StageResult:
 def _prepare(given: StageInput) -> StageResult:
     from finetune_trainer.models import pinned
 
+    if given.job.training is not None:
+        _refuse_arguments(given.job.training)  # before a GPU is taken
     job, commit = pinned(given.job)
     given = replace(given, job=job)
     made = _prepare_rows(given) if job.script is None else _prepare_script(given, job.script)
@@ -104,15 +106,14 @@ def _measured(job: TrainerJob, data: DataFacts) -> MeasuredFacts:
 
 def _train(given: StageInput) -> StageResult:
     from finetune_trainer.distributed import check_world, connect, settle_environment
-    from finetune_trainer.training.arguments import refuse_bad_arguments
 
     if given.job.script is not None:
         return _run_script(given, given.job.script)
     training = given.job.training
     if training is not None:
         # All that can be refused is refused before seconds go into imports and the model.
-        check_world(given.world, training.world, training.batch.data_parallel)
-        refuse_bad_arguments(training)
+        check_world(given.world, training.world, training.batch.data_parallel, training.strategy.model_ranks)
+        _refuse_arguments(training)
         device, threads, strategy = training.world.device, training.world.threads_per_process, training.strategy.name
         settle_environment(os.environ, given.world, device=device, threads=threads, strategy=strategy)
         connect(given.world, device, threads, strategy)
@@ -128,6 +129,14 @@ def _train(given: StageInput) -> StageResult:
         interruption=given.interruption,
     )
     return StageResult(outcome.metrics, outcome.artifacts, outcome.fingerprint)
+
+
+def _refuse_arguments(training: Training) -> None:
+    from finetune_trainer.training.arguments import refuse_bad_arguments
+    from finetune_trainer.training.tracking import refuse_missing_trackers
+
+    refuse_bad_arguments(training)
+    refuse_missing_trackers(training.arguments, os.environ)
 
 
 def _run_script(given: StageInput, script: Script) -> StageResult:

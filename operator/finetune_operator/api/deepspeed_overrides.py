@@ -31,7 +31,7 @@ OWNED_KEYS: Mapping[tuple[str, ...], str] = {
     ("elasticity",): "resources.elastic",
     ("zero_optimization", "stage"): "parallelism.zeroStage",
     ("zero_optimization", "offload_optimizer", "device"): "parallelism.offload.optimizer",
-    ("zero_optimization", "offload_param"): "parallelism.offload.parameters",
+    ("zero_optimization", "offload_param", "device"): "parallelism.offload.parameters",
     ("zero_optimization", "cpu_offload"): "parallelism.offload.optimizer",
     ("zero_optimization", "cpu_offload_param"): "parallelism.offload.parameters",
 }

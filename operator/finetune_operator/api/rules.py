@@ -17,13 +17,14 @@ from typing import Literal
 from pydantic import JsonValue
 from pydantic.alias_generators import to_snake
 
-from finetune_contract.choices import Task
+from finetune_contract.choices import WRITING_TASKS, Task
 from finetune_operator.api.shapes import Number, Shape, find, spec_shape
 from finetune_operator.api.types import (
     DNS_SUBDOMAIN_PATTERN,
     AdapterSpec,
     CheckpointEverySpec,
     FineTuneJobSpec,
+    GenerationSpec,
     ScriptSpec,
 )
 
@@ -38,8 +39,8 @@ COLUMN_TASKS: Mapping[str, tuple[Task, ...]] = {
     "question": ("question-answering",),
     "context": ("question-answering",),
     "answers": ("question-answering",),
-    "source": ("summarization", "translation"),
-    "target": ("summarization", "translation"),
+    "source": ("text-generation", "summarization", "translation"),
+    "target": ("text-generation", "summarization", "translation"),
     "messages": ("text-generation",),
 }
 """Column role -> tasks that read it. A column that no stage reads would be accepted and ignored."""
@@ -90,7 +91,7 @@ def certain_ranks(spec: FineTuneJobSpec) -> int | None:
         return None
     parallelism = spec.parallelism
     world = spec.resources.nodes * processes
-    model = parallelism.tensor * parallelism.pipeline.degree * parallelism.sequence
+    model = parallelism.model_ranks * parallelism.sequence
     return None if world % model else world // model
 
 
@@ -150,7 +151,23 @@ def _offloads(spec: FineTuneJobSpec) -> bool:
 
 
 def _model_ranks(spec: FineTuneJobSpec) -> int:
-    return spec.parallelism.tensor * spec.parallelism.pipeline.degree * spec.parallelism.sequence
+    return spec.parallelism.model_ranks * spec.parallelism.sequence
+
+
+def _loops(spec: FineTuneJobSpec) -> bool:
+    return spec.training is not None and spec.script is None
+
+
+def _placement_is_kept(spec: FineTuneJobSpec) -> bool:
+    letters = spec.parallelism.placement
+    return letters in ("cluster", "spread") or len(set(letters)) == len(letters)
+
+
+def _placement_names_all(spec: FineTuneJobSpec) -> bool:
+    letters, parallelism = spec.parallelism.placement, spec.parallelism
+    if letters in ("cluster", "spread"):
+        return True
+    return (parallelism.tensor == 1 or "T" in letters) and (parallelism.pipeline.degree == 1 or "P" in letters)
 
 
 def _elastic_holds(test: Callable[[int, int, int], bool]) -> Holds:
@@ -159,6 +176,11 @@ def _elastic_holds(test: Callable[[int, int, int], bool]) -> Holds:
         return elastic is None or test(elastic.min_nodes, spec.resources.nodes, elastic.max_nodes)
 
     return holds
+
+
+def _is_one_of(tasks: tuple[Task, ...]) -> str:
+    """CEL: the job's task is one of these."""
+    return f"self.task in [{', '.join(repr(task) for task in tasks)}]"
 
 
 def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:
@@ -171,11 +193,10 @@ def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:
         return not given or spec.task in tasks
 
     present = "has(self.predict) && has(self.predict.dataset)" if block != "dataset" else "has(self.dataset)"
-    listed = ", ".join(f"'{task}'" for task in tasks)
     return Rule(
         name=f"{block}-{column}-is-read",
         path=f"{block}.columns.{column}",
-        cel=f"!({present} && has(self.{block}.columns.{column})) || self.task in [{listed}]",
+        cel=f"!({present} && has(self.{block}.columns.{column})) || {_is_one_of(tasks)}",
         holds=holds,
         text=f"is read by {', '.join(tasks)} only",
         way_out=f"leave it out, or set spec.task to {' or '.join(tasks)}",
@@ -238,7 +259,7 @@ _LOOP_ONLY = (
 """What the built-in loop alone obeys: beside a script these would be accepted and ignored. What needs one of them is
 refused by a rule of its own.
 """
-_INFERENCE_ONLY = ("preparation.maxLength", "preparation.workers")
+_INFERENCE_ONLY = ("preparation.engine", "preparation.maxLength", "preparation.workers")
 """Beside a script, what says something about the rows of evaluate and predict only."""
 
 
@@ -327,6 +348,7 @@ _WORLD_FIELDS = (
 """What the number of data-parallel ranks follows from."""
 _WORLD_UNKNOWN = "has(self.resources.elastic) || type(self.resources.processesPerNode) != int"
 _MODEL = "(self.parallelism.tensor * self.parallelism.pipeline.degree * self.parallelism.sequence)"
+_SPREAD = "self.parallelism.tensor * self.parallelism.pipeline.degree"
 _MICRO = "self.training.microBatchSize"
 _NO_ADAPTER = AdapterSpec()
 _NO_LOOP = "!has(self.training) || has(self.training.script)"
@@ -435,13 +457,27 @@ RULES: tuple[Rule, ...] = (
         "leave it out, or set spec.parallelism.strategy to deepspeed",
     ),
     Rule(
-        "offload-needs-deepspeed",
+        "offload-needs-a-strategy",
         "parallelism.offload",
         "(self.parallelism.offload.optimizer == 'none' && self.parallelism.offload.parameters == 'none')"
-        " || self.parallelism.strategy == 'deepspeed'",
-        lambda spec: not _offloads(spec) or spec.parallelism.strategy == "deepspeed",
-        "moves optimizer state or parameters, which needs spec.parallelism.strategy deepspeed",
-        "set spec.parallelism.strategy to deepspeed, or leave the offload out",
+        " || self.parallelism.strategy in ['deepspeed', 'fsdp']",
+        lambda spec: not _offloads(spec) or spec.parallelism.strategy in ("deepspeed", "fsdp"),
+        "moves optimizer state or parameters, which needs spec.parallelism.strategy deepspeed or fsdp",
+        "set spec.parallelism.strategy to deepspeed or fsdp, or leave the offload out",
+    ),
+    Rule(
+        "fsdp-offloads-together",
+        "parallelism.offload.parameters",
+        "self.parallelism.strategy != 'fsdp' || (self.parallelism.offload.optimizer != 'nvme'"
+        " && self.parallelism.offload.parameters != 'nvme'"
+        " && (self.parallelism.offload.optimizer == 'none' || self.parallelism.offload.parameters == 'cpu'))",
+        lambda spec: (
+            spec.parallelism.strategy != "fsdp"
+            or (spec.parallelism.offload.optimizer, spec.parallelism.offload.parameters)
+            in (("none", "none"), ("none", "cpu"), ("cpu", "cpu"))
+        ),
+        "is cpu or none with spec.parallelism.strategy fsdp, which moves optimizer state and parameters together",
+        "set it to cpu, or spec.parallelism.strategy to deepspeed",
     ),
     Rule(
         "optimizer-offload-needs-zero",
@@ -452,6 +488,15 @@ RULES: tuple[Rule, ...] = (
         "set spec.parallelism.zeroStage to 1, 2, 3 or auto",
     ),
     Rule(
+        "nvme-offload-needs-stage-3",
+        "parallelism.offload.optimizer",
+        "self.parallelism.offload.optimizer != 'nvme' || self.parallelism.zeroStage == 'auto'"
+        " || self.parallelism.zeroStage == 3",
+        lambda spec: spec.parallelism.offload.optimizer != "nvme" or spec.parallelism.zero_stage in ("auto", 3),
+        "nvme needs ZeRO stage 3, the only one that swaps to files",
+        "set spec.parallelism.zeroStage to 3 or auto, or offload to cpu",
+    ),
+    Rule(
         "parameter-offload-needs-stage-3",
         "parallelism.offload.parameters",
         "self.parallelism.offload.parameters == 'none' || self.parallelism.zeroStage == 'auto'"
@@ -459,6 +504,26 @@ RULES: tuple[Rule, ...] = (
         lambda spec: spec.parallelism.offload.parameters == "none" or spec.parallelism.zero_stage in ("auto", 3),
         "needs ZeRO stage 3, the only one that divides parameters",
         "set spec.parallelism.zeroStage to 3 or auto",
+    ),
+    Rule(
+        "sharding-needs-fsdp",
+        "parallelism.sharding",
+        "self.parallelism.sharding == 'full' || self.parallelism.strategy == 'fsdp'",
+        lambda spec: spec.parallelism.sharding == "full" or spec.parallelism.strategy == "fsdp",
+        "says what strategy fsdp divides, and spec.parallelism.strategy is another",
+        "leave it out, or set spec.parallelism.strategy to fsdp",
+    ),
+    Rule(
+        "hybrid-sharding-needs-nodes",
+        "parallelism.sharding",
+        "self.parallelism.sharding != 'hybrid' || (self.resources.nodes > 1"
+        " && (type(self.resources.processesPerNode) != int || int(self.resources.processesPerNode) > 1))",
+        lambda spec: (
+            spec.parallelism.sharding != "hybrid"
+            or (spec.resources.nodes > 1 and spec.resources.processes_per_node != 1)
+        ),
+        "hybrid divides inside a node and copies between nodes, which needs several nodes of several processes",
+        "set it to full, or spec.resources.nodes and spec.resources.processesPerNode to 2 or more",
     ),
     Rule(
         "deepspeed-config-needs-deepspeed",
@@ -491,6 +556,84 @@ RULES: tuple[Rule, ...] = (
         "times spec.resources.nodes has to be a multiple of tensor x pipeline x sequence in spec.parallelism",
         "change the degrees, the nodes or the processes",
         reads=_WORLD_FIELDS,
+    ),
+    Rule(
+        "model-parallel-has-replicas",
+        "parallelism.strategy",
+        f"({_SPREAD}) <= 1"
+        " || (self.parallelism.strategy in ['auto', 'ddp'] && type(self.parallelism.zeroStage) != int)",
+        lambda spec: (
+            spec.parallelism.model_ranks <= 1
+            or (spec.parallelism.strategy in ("auto", "ddp") and spec.parallelism.zero_stage == "auto")
+        ),
+        "with zeroStage does not go together with spec.parallelism.tensor or pipeline.degree above 1, "
+        "beside which there are replicas of the model (ddp)",
+        "set strategy to ddp or auto and leave zeroStage out, or set tensor and pipeline.degree to 1",
+        reads=(
+            "parallelism.strategy",
+            "parallelism.zeroStage",
+            "parallelism.tensor",
+            "parallelism.pipeline.degree",
+        ),
+    ),
+    Rule(
+        "model-parallel-trains-all-weights",
+        "model.adapter.method",
+        f"({_SPREAD}) <= 1 || self.model.adapter.method == 'none'",
+        lambda spec: spec.parallelism.model_ranks <= 1 or spec.model.adapter.method == "none",
+        "does not go together with spec.parallelism.tensor or pipeline.degree above 1",
+        "leave the adapter out, or spread the model by spec.parallelism.strategy fsdp or deepspeed",
+        reads=("model.adapter.method", "parallelism.tensor", "parallelism.pipeline.degree"),
+    ),
+    Rule(
+        "pipeline-settings-need-a-degree",
+        "parallelism.pipeline",
+        f"{_NO_LOOP} || self.parallelism.pipeline.degree > 1 || (self.parallelism.pipeline.schedule == '1f1b'"
+        " && type(self.parallelism.pipeline.microBatches) != int)",
+        lambda spec: (
+            not _loops(spec)
+            or spec.parallelism.pipeline.degree > 1
+            or (
+                spec.parallelism.pipeline.schedule == "1f1b"
+                and not isinstance(spec.parallelism.pipeline.micro_batches, int)
+            )
+        ),
+        "has a schedule or microBatches and a degree of 1, which is no pipeline",
+        "set degree to 2 or more, or leave schedule and microBatches out",
+        reads=(
+            "parallelism.pipeline.degree",
+            "parallelism.pipeline.schedule",
+            "parallelism.pipeline.microBatches",
+            "training.script",
+        ),
+    ),
+    Rule(
+        "placement-places-something",
+        "parallelism.placement",
+        f"{_NO_LOOP} || self.parallelism.placement == 'cluster' || ({_SPREAD}) > 1",
+        lambda spec: not _loops(spec) or spec.parallelism.placement == "cluster" or spec.parallelism.model_ranks > 1,
+        "places the ranks of spec.parallelism.tensor and pipeline, and there are none",
+        "leave it out, or set tensor or pipeline.degree above 1",
+        reads=("parallelism.placement", "parallelism.tensor", "parallelism.pipeline.degree", "training.script"),
+    ),
+    Rule(
+        "placement-names-once",
+        "parallelism.placement",
+        "!self.parallelism.placement.matches('D.*D|P.*P|T.*T')",
+        _placement_is_kept,
+        "names a dimension twice",
+        "name each of D, P and T once",
+    ),
+    Rule(
+        "placement-names-all",
+        "parallelism.placement",
+        "self.parallelism.placement in ['cluster', 'spread']"
+        " || ((self.parallelism.tensor == 1 || self.parallelism.placement.contains('T'))"
+        " && (self.parallelism.pipeline.degree == 1 || self.parallelism.placement.contains('P')))",
+        _placement_names_all,
+        "has to name T with spec.parallelism.tensor above 1, and P with spec.parallelism.pipeline.degree above 1",
+        "name them, e.g. DPT",
+        reads=("parallelism.placement", "parallelism.tensor", "parallelism.pipeline.degree"),
     ),
     Rule(
         "one-process-per-gpu",
@@ -544,6 +687,31 @@ RULES: tuple[Rule, ...] = (
         ),
         "is more than half of spec.preparation.maxLength, so that windows would bring little new",
         "make it smaller, or leave it out",
+    ),
+    Rule(
+        "generation-is-of-tasks-that-write",
+        "generation",
+        f"{_is_one_of(WRITING_TASKS)} || (self.generation.maxNewTokens == 128"
+        " && self.generation.numBeams == 1 && self.generation.temperature == 0.0 && self.generation.topP == 1.0)",
+        lambda spec: spec.task in WRITING_TASKS or spec.generation == GenerationSpec(),
+        f"is for {', '.join(WRITING_TASKS)}",
+        "leave spec.generation out",
+    ),
+    Rule(
+        "beams-do-not-draw",
+        "generation.numBeams",
+        "self.generation.numBeams == 1 || self.generation.temperature == 0.0",
+        lambda spec: spec.generation.num_beams == 1 or spec.generation.temperature == 0,
+        "searches for the likeliest text, and spec.generation.temperature above 0 draws one",
+        "set one of the two",
+    ),
+    Rule(
+        "top-p-is-drawn-from",
+        "generation.topP",
+        "self.generation.topP == 1.0 || self.generation.temperature > 0.0",
+        lambda spec: spec.generation.top_p == 1 or spec.generation.temperature > 0,
+        "has no effect while spec.generation.temperature is 0, for nothing is drawn",
+        "set spec.generation.temperature above 0, or leave it out",
     ),
     Rule(
         "checkpoint-interval-is-one",

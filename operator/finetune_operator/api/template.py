@@ -36,13 +36,13 @@ RESERVED_ENV_PREFIXES = ("MASTER_", "PET_", "TORCHELASTIC_", "OMPI_", "PRTE_", "
 TOKEN_ENV = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 RESERVED_VOLUMES = frozenset(
     {
-        *("config", "workspace", "cache", "shm", "shared-memory", "tmp", "progress-token"),
+        *("config", "workspace", "cache", "shm", "shared-memory", "tmp", "progress-token", "offload"),
         *("ssh-auth", "mpi-job-config", "ssh-home"),
     }
 )
 RESERVED_VOLUME_PREFIX = "claim-"
 RESERVED_FOLDERS = (
-    *("/etc/finetune", "/workspace", "/cache", "/claims", "/tmp", "/home/mpiuser", "/etc/mpi"),
+    *("/etc/finetune", "/workspace", "/cache", "/claims", "/offload", "/tmp", "/home/mpiuser", "/etc/mpi"),
     *("/dev", "/proc", "/sys", "/run/secrets", "/var/run/secrets"),
 )
 REFUSED_SOURCES = frozenset(

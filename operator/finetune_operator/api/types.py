@@ -14,7 +14,15 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, StringConstraints
 from pydantic.alias_generators import to_camel
 
-from finetune_contract.choices import OffloadDevice, OptimizerName, SchedulerName, Stage, Task
+from finetune_contract.choices import (
+    OffloadDevice,
+    OptimizerName,
+    PipelineSchedule,
+    SchedulerName,
+    Sharding,
+    Stage,
+    Task,
+)
 
 GROUP = "finetune.dev"
 VERSION = "v1alpha1"
@@ -219,13 +227,19 @@ class ColumnsSpec(SpecModel):
     context: Text | None = Field(default=None, description="Paragraph. Left out: context. Used by question-answering.")
     answers: Text | None = Field(default=None, description="Answers. Left out: answers. Used by question-answering.")
     source: Text | None = Field(
-        default=None, description="Text to turn. Left out: source. Used by summarization, translation."
+        default=None,
+        description="Text to turn, or prompt. Left out: source; in text-generation no prompts. Used by "
+        "text-generation, summarization and translation.",
     )
     target: Text | None = Field(
-        default=None, description="Wanted text. Left out: target. Used by summarization, translation."
+        default=None,
+        description="Wanted text. Left out: target. Used by text-generation with source, by summarization and "
+        "translation.",
     )
     messages: Text | None = Field(
-        default=None, description="Chat as a list of messages. Left out: no chat. Used by text-generation."
+        default=None,
+        description="Conversation as a list of messages with role and content. Left out: none. Used by "
+        "text-generation.",
     )
 
 
@@ -233,8 +247,9 @@ class DatasetSpec(SpecModel):
     """Rows to train, evaluate or predict on."""
 
     uri: Uri = Field(
-        description="Where the data are: hf://org/name, or a folder, file or glob of jsonl, csv or parquet behind any "
-        "scheme; file://path without a third slash is relative to the job file's folder. Required."
+        description="Where the data are: hf://org/name, or a folder, file or glob of jsonl, json, csv, tsv, txt (a row "
+        "a line), parquet or arrow behind any scheme, all but the last two also with .gz, .zst, .bz2 or .xz; "
+        "file://path without a third slash is relative to the job file's folder. Required."
     )
     config: Text | None = Field(
         default=None, description="Configuration of a Hub data set, as glue has mnli. Left out: its default one."
@@ -252,7 +267,8 @@ class PreparationSpec(SpecModel):
 
     engine: Literal["auto", "job", "spark"] = Field(
         default="auto",
-        description="What prepares the data. Default auto: one process group on one node; job and spark: many nodes.",
+        description="What prepares the data. Default auto: processes of one machine; spark: partitions of Spark, with "
+        "the same result; job: pods on many nodes.",
     )
     workers: Annotated[int, Field(ge=1, le=1024)] = Field(
         default=1, description="Processes that tokenise (partitions with engine job or spark), a count. Default 1."
@@ -352,7 +368,10 @@ class TrainingSpec(SpecModel):
     max_grad_norm: Annotated[float, Field(ge=0, le=1_000_000)] = Field(
         default=1.0, description="Norm to which gradients are clipped; 0 clips nothing. Default 1."
     )
-    optimizer: OptimizerName = Field(default="adamw", description="Optimizer. Default adamw.")
+    optimizer: OptimizerName = Field(
+        default="adamw",
+        description="adamw; sgd, without momentum; or adafactor, with strategies single and ddp. Default adamw.",
+    )
     seed: Annotated[int, Field(ge=0, le=MAX_INT)] = Field(
         default=42, description="Seed of weights, order and dropout. Default 42."
     )
@@ -364,8 +383,8 @@ class TrainingSpec(SpecModel):
     )
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
         default="auto",
-        description="Arithmetic of the forward and backward pass. Default auto: bf16 where the "
-        "hardware has it, else fp32.",
+        description="Arithmetic of the forward and backward pass. fp16, whose loss is scaled, needs a GPU and a "
+        "strategy other than fsdp. Default auto: bf16 where the hardware has it, else fp32.",
     )
     arguments: Annotated[dict[str, JsonValue], Field(max_length=128)] = Field(
         default={},
@@ -385,25 +404,41 @@ class OffloadSpec(SpecModel):
     """What is kept outside of device memory."""
 
     optimizer: OffloadDevice = Field(
-        default="none", description="Where optimizer state lies. Default none: on the device. Needs deepspeed."
+        default="none",
+        description="Where optimizer state lies: none, on the device; cpu, in host memory, with deepspeed from ZeRO "
+        "stage 1 on; nvme, in files on the node's disk, with ZeRO stage 3. With fsdp it goes where parameters go. "
+        "Default none.",
     )
     parameters: OffloadDevice = Field(
-        default="none", description="Where parameters lie. Default none: on the device. Needs ZeRO stage 3."
+        default="none",
+        description="Where parameters lie: none, on the device; cpu, in host memory, with ZeRO stage 3 or fsdp; nvme, "
+        "in files on the node's disk, with ZeRO stage 3. Default none.",
     )
     activations: Literal["none", "cpu"] = Field(
-        default="none", description="Where saved activations lie. Default none: on the device."
+        default="none",
+        description="Where saved activations lie until the backward pass: none, on the device; cpu, in host memory, "
+        "with any strategy. Default none.",
     )
 
 
 class PipelineSpec(SpecModel):
-    """Pipeline parallelism."""
+    """Pipeline parallelism: the layers in stages on several processes, cut so that the dearest stage is as cheap as can
+    be.
+    """
 
     degree: Annotated[int, Field(ge=1, le=4096)] = Field(
-        default=1, description="Stages of the pipeline, a count. Default 1: none."
+        default=1, description="Processes that the layers are spread over, a count. Default 1: none."
     )
-    micro_batches: Auto | Count = Field(default="auto", description="Micro-batches in flight, a count. Default auto.")
-    schedule: Literal["1f1b", "interleaved", "gpipe"] = Field(
-        default="1f1b", description="Order of the micro-batches. Default 1f1b."
+    micro_batches: Auto | Count = Field(
+        default="auto",
+        description="Micro-batches of one pass of the schedule, a count; they divide those of a step. "
+        "Default auto: all of a step. More of them leave less of the time idle, (degree - 1) / (microBatches + "
+        "degree - 1).",
+    )
+    schedule: PipelineSchedule = Field(
+        default="1f1b",
+        description="Order of the micro-batches: gpipe (all forward, then all backward), 1f1b (as short, with the "
+        "activations of fewer micro-batches), interleaved (two stages a process, idle half as long). Default 1f1b.",
     )
 
 
@@ -418,12 +453,20 @@ class ParallelismSpec(SpecModel):
         description="DeepSpeed ZeRO stage, 0 to 3. Default auto: the lowest that fits. Needs "
         "strategy deepspeed or auto.",
     )
+    sharding: Sharding = Field(
+        default="full",
+        description="What fsdp divides: full, all state over all processes; grad-op, gradients and optimizer state, "
+        "while parameters stay gathered between forward and backward pass; hybrid, all state inside a node, with a "
+        "copy on each node. Default full. Needs strategy fsdp.",
+    )
     offload: OffloadSpec = Field(
         default=OffloadSpec(),
-        description="Needs strategy deepspeed. Left out: nothing is offloaded unless auto has to.",
+        description="Of state needs strategy deepspeed or fsdp. Left out: nothing is offloaded unless auto has to.",
     )
     tensor: Annotated[int, Field(ge=1, le=4096)] = Field(
-        default=1, description="Tensor-parallel degree, a count. Default 1: none."
+        default=1,
+        description="Processes that each layer is split over, by the plan that transformers has for the model; a count "
+        "that divides its attention heads. Default 1: none.",
     )
     pipeline: PipelineSpec = Field(default=PipelineSpec(), description="Left out: no pipeline.")
     sequence: Annotated[int, Field(ge=1, le=4096)] = Field(
@@ -431,19 +474,25 @@ class ParallelismSpec(SpecModel):
     )
     activation_checkpointing: Literal["auto", "none", "full", "selective"] = Field(
         default="auto",
-        description="Recompute activations in the backward pass to save memory. Default auto: only when needed.",
+        description="Recompute activations in the backward pass to save memory: full, all of each block; selective, "
+        "all but the results of matrix products and fused attention; none. Default auto: none, or full when needed.",
     )
-    placement: Annotated[str, StringConstraints(pattern=r"^(cluster|spread|[DPT]{1,3})$")] = Field(
+    placement: Annotated[str, StringConstraints(pattern=r"^(cluster|spread|[DPT]{1,3})$", max_length=7)] = Field(
         default="cluster",
-        description="cluster keeps model-parallel ranks on one node, spread puts them apart, or the "
-        "order of D, P and T in the "
-        "device mesh. Default cluster.",
+        description="Which ranks are neighbours: cluster (DPT) keeps the tensor- and pipeline-parallel ranks of a "
+        "replica together, on one node where they fit, spread (PTD) puts them apart, or the order of D, P and T in the "
+        "device mesh, that of neighbouring ranks last. Default cluster.",
     )
     deepspeed_config: FreeObject = Field(
         default={},
         description="Merged last into the DeepSpeed configuration; needs strategy deepspeed, and unknown keys "
         "are an error. Left out: nothing.",
     )
+
+    @property
+    def model_ranks(self) -> int:
+        """Processes that hold one replica of the model together by tensor and pipeline parallelism."""
+        return self.tensor * self.pipeline.degree
 
 
 class AcceleratorSpec(SpecModel):
@@ -575,6 +624,23 @@ class EvaluationSpec(SpecModel):
         default="auto", description="Names of the metrics, or auto (the default) for the task's own."
     )
     gate: GateSpec | None = Field(default=None, description="Left out: any result is a success.")
+
+
+class GenerationSpec(SpecModel):
+    """How a model writes when it is evaluated or predicts."""
+
+    max_new_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        default=128, description="Most tokens of an answer, a count. Default 128."
+    )
+    num_beams: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1, description="Beams of the search, a count. Default 1: the likeliest token at each step."
+    )
+    temperature: Annotated[float, Field(ge=0, le=100)] = Field(
+        default=0.0, description="Above 0 tokens are drawn, the more freely the higher. Default 0: none is drawn."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="Draw from the likeliest tokens of this probability together. Default 1: from all."
+    )
 
 
 class PredictSpec(SpecModel):
@@ -749,6 +815,10 @@ class FineTuneJobSpec(SpecModel):
     predict: PredictSpec | None = Field(
         default=None, description="Batch inference; {} takes the defaults. Left out: none."
     )
+    generation: GenerationSpec = Field(
+        default=GenerationSpec(),
+        description="How the model writes, for text-generation, summarization and translation. Left out: the defaults.",
+    )
     endpoint: EndpointSpec | None = Field(
         default=None, description="A server for the model; {} takes the defaults. Left out: none."
     )
@@ -875,6 +945,11 @@ class PlanStatus(StatusModel):
     )
     memory_per_device: dict[str, int] = Field(default_factory=dict, description="Bytes by term, and their total.")
     estimated: EstimateStatus = Field(default=EstimateStatus(), description="Expected time and cost.")
+    data_parallel: int | None = Field(
+        default=None,
+        ge=1,
+        description="Replicas of the model, when several processes hold one. Left out: each process holds one.",
+    )
     reasons: tuple[str, ...] = Field(default=(), max_length=64, description="One sentence for each decision.")
 
 

@@ -15,6 +15,7 @@ import fnmatch
 import ipaddress
 import re
 from collections.abc import Iterator, Mapping
+from typing import get_args
 
 from pydantic import JsonValue
 
@@ -22,6 +23,7 @@ from finetune_contract.arguments import (
     OWNED_BY_PLAN,
     ArgumentProblem,
     ArgumentReason,
+    Tracker,
     check_arguments,
     known_arguments,
 )
@@ -58,6 +60,7 @@ _ARGUMENT_REASONS: Mapping[ArgumentReason, Reason] = {
     "OwnedByPlan": "Forbidden",
     "FixedByTrainer": "Forbidden",
     "WrongType": "Invalid",
+    "UnknownTracker": "Invalid",
 }
 _KINDS: Mapping[str, str] = {
     "float": "a number",
@@ -290,6 +293,8 @@ def _argument_texts(found: ArgumentProblem) -> tuple[str, str]:
         case "WrongType":
             kinds = [_KINDS.get(kind, kind) for kind in known_arguments()[found.name] if kind != "null"]
             return f"must be {' or '.join(kinds)}", "change it; numbers and truth values take no quotes"
+        case "UnknownTracker":
+            return f"must be one or a list of {', '.join(get_args(Tracker))}", found.hint.rstrip(".")
 
 
 def _hyperparameters(spec: FineTuneJobSpec) -> Iterator[Problem]:

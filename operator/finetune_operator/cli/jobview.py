@@ -209,8 +209,9 @@ def plan_lines(plan: PlanStatus) -> tuple[str, str]:
     processes = "1 process" if plan.world_size == 1 else f"{plan.world_size} processes"
     first = f"{plan.strategy} by {plan.launcher}, {processes}{words(plan.capacity)}"
     if plan.micro_batch_size is not None and plan.gradient_accumulation is not None:
-        rows = plan.micro_batch_size * plan.gradient_accumulation * plan.world_size
-        first += f", batch {rows} = {plan.micro_batch_size} x {plan.gradient_accumulation} x {plan.world_size}"
+        replicas = plan.data_parallel or plan.world_size
+        rows = plan.micro_batch_size * plan.gradient_accumulation * replicas
+        first += f", batch {rows} = {plan.micro_batch_size} x {plan.gradient_accumulation} x {replicas}"
     known = []
     if "total" in plan.memory_per_device:
         known.append(f"{human_bytes(plan.memory_per_device['total'])} a process")

@@ -68,6 +68,8 @@ class RunRequest:
     restart: bool = False
     measure: bool = True
     verbose: bool = False
+    command: str = ""
+    """What runs all of it again; empty: left to the report."""
 
     @property
     def paths(self) -> JobPaths:
@@ -229,7 +231,7 @@ class _Run:
                         return result
                     if stage is Stage.PREPARE:
                         self._plan_with_data(display)
-            write_report(self._paths, result.plan)
+            write_report(self._paths, self._request.command)
         return result
 
     def _run_stage(self, stage: Stage, display: Display, interrupts: Interrupts) -> None:
@@ -362,9 +364,10 @@ def _flat(value: object, prefix: str = "") -> list[tuple[str, Any]]:
     return [(prefix, value)]
 
 
-def write_report(paths: JobPaths, planned: JobPlan) -> None:
+def write_report(paths: JobPaths, again: str) -> None:
     """report.html from what lies in the folder. The results stand without it, so a failure is only noted."""
     command = [sys.executable, "-m", TRAINER, "report", "--job", str(paths.job), "--workspace", str(paths.root.parent)]
+    command += ["--command", again] if again else []
     environment = trainer_environment(
         {name: value for name, value in os.environ.items() if name != ENV_REPORT},
         device="cpu",

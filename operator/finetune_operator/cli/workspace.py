@@ -94,7 +94,7 @@ def inputs_of(job: FineTuneJob, stage: Stage) -> Inputs:
     """What the result of `stage` depends on: its own settings and those of the stages before it."""
     spec = job.spec
     parts: dict[str, Any] = {"task": spec.task, "model": spec.model, "dataset": spec.dataset}
-    parts["preparation"] = spec.preparation.model_copy(update={"workers": 1})
+    parts["preparation"] = spec.preparation.model_copy(update={"engine": "auto", "workers": 1})
     if spec.predict is not None and spec.predict.dataset is not None:
         parts["predict.dataset"] = spec.predict.dataset
     if spec.training is not None:

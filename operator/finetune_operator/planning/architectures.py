@@ -15,7 +15,7 @@ from typing import TypeAlias, cast
 
 from pydantic import JsonValue
 
-from finetune_contract.choices import Task
+from finetune_contract.choices import LANGUAGE_TASKS, Task
 from finetune_contract.facts import LinearWidths, ModelFacts
 
 
@@ -408,6 +408,6 @@ def model_facts(config: Mapping[str, JsonValue], task: Task = "text-classificati
         max_positions=counts.positions,
         tied_embeddings=counts.tied,
         parameter_bytes=parameters * _BYTES_BY_TYPE.get(str(stored_type), 4),
-        head_parameters=counts.head,
+        head_parameters=0 if task in LANGUAGE_TASKS else counts.head,
         linear_layers=dict(counts.linears),
     )

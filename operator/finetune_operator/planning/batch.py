@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from finetune_contract.job import Batch
 from finetune_operator.planning.draft import Draft, Lengths, decided
+from finetune_operator.planning.model_parallel import fills
 
 CPU_TOKENS = 2048
 """Tokens of a micro-batch above which a CPU gains nothing more: with a 22M-parameter BERT on 2 cores, rows/s at 32
@@ -20,7 +21,7 @@ CPU_LEAST_ROWS = 4
 
 def check_batch(draft: Draft) -> Draft:
     """Refuse a global batch that the ranks, or the micro-batch that the user fixed, do not divide."""
-    training, ranks = draft.training, decided(draft.world).size
+    training, ranks = draft.training, draft.data_ranks
     total, micro = training.global_batch_size, training.micro_batch_size
     fixed = 1 if micro == "auto" else micro
     unit = ranks * fixed
@@ -65,12 +66,13 @@ def micro_batches(draft: Draft) -> tuple[int, ...]:
     if asked == "auto" and world.device == "cpu":
         limit = cpu_row_limit(draft.lengths)
         sizes = tuple(size for size in sizes if size <= limit)
-    return sizes if most is None else tuple(size for size in sizes if size <= most)
+    sizes = fills(draft.spec.parallelism.pipeline, sizes, _share(draft))
+    return sizes if most is None else tuple(size for size in sizes if size <= most) or sizes[-1:]
 
 
 def _share(draft: Draft) -> int:
     """Rows of one rank in one optimizer step."""
-    return draft.training.global_batch_size // decided(draft.world).size
+    return draft.training.global_batch_size // draft.data_ranks
 
 
 def _ran_out(draft: Draft, limit: int) -> str:
@@ -86,7 +88,7 @@ def _ran_out(draft: Draft, limit: int) -> str:
 
 def batch_of(draft: Draft, micro: int) -> Batch:
     """The step's arithmetic with `micro` rows at once."""
-    ranks, total = decided(draft.world).size, draft.training.global_batch_size
+    ranks, total = draft.data_ranks, draft.training.global_batch_size
     return Batch(
         global_batch_size=total,
         micro_batch_size=micro,
@@ -111,6 +113,8 @@ def explain_batch(draft: Draft, batch: Batch) -> str:
     limit = draft.adaptation.micro_batch_limit
     if limit is not None and limit < share and micro == max(size for size in divisors(share) if size <= limit):
         return f"micro-batch {micro}: {_ran_out(draft, limit)} ran out of memory; {arithmetic}"
+    if draft.spec.parallelism.pipeline.degree > 1:
+        return f"micro-batch {micro}: the largest that fits and leaves enough to fill the pipeline; {arithmetic}"
     if micro == share:
         return f"micro-batch {micro}: each rank's whole share fits at once; {arithmetic}"
     on_cpu = decided(draft.world).device == "cpu"

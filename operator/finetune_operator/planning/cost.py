@@ -16,6 +16,7 @@ from finetune_operator.api.settings import Price, Settings
 from finetune_operator.planning.adapters import trained_parameters
 from finetune_operator.planning.devices import find_gpu
 from finetune_operator.planning.draft import Draft, decided
+from finetune_operator.planning.model_parallel import bubble
 from finetune_operator.planning.types import Estimate
 
 GPU_UTILISATION = 0.35
@@ -83,12 +84,16 @@ def estimate_training(draft: Draft) -> Estimate:
         product = decided(draft.hardware.gpu).product
         return Estimate(basis=f"no estimate: the speed of {product} is not in the table of GPUs")
     tokens = batch.global_batch_size * steps.total * draft.lengths.typical
-    recompute = decided(draft.strategy).activation_checkpointing != "none"
+    # Selective checkpointing repeats no matrix product.
+    recompute = decided(draft.strategy).activation_checkpointing == "full"
     flops = training_flops(draft.model, tokens, draft.lengths.typical, recompute, draft.adapter)
-    seconds = flops / (speed.flops * world.size)
+    pipeline = decided(draft.strategy).pipeline
+    idle = 0.0 if pipeline is None else bubble(pipeline)
+    seconds = flops / (speed.flops * world.size * (1 - idle))
+    waiting = f", {idle:.0%} of the time idle in the pipeline" if idle else ""
     basis = (
         f"{flops:.3g} operations for {tokens:,.0f} tokens on {world.size} process{'es' if world.size > 1 else ''} "
-        f"at {speed.words}; loading, saving and evaluation not counted"
+        f"at {speed.words}{waiting}; loading, saving and evaluation not counted"
     )
     return _with_cost(draft, seconds, basis)
 

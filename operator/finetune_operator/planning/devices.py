@@ -70,3 +70,13 @@ def find_gpu(product: str) -> GpuModel | None:
         if words & {f"{gpu.memory_gb}GB", f"{gpu.memory_gb}G", str(gpu.memory_gb)}:
             return gpu
     return variants[0] if variants else None
+
+
+_WITHOUT_FP8 = frozenset({"T4", "V100", "A10G", "A100"})
+"""Chips below compute capability 8.9 (Ada), from which on tensor cores multiply in fp8."""
+
+
+def has_fp8(product: str) -> bool:
+    """Whether a product of the table has units for fp8; False for one that is not there."""
+    gpu = find_gpu(product)
+    return gpu is not None and gpu.chip not in _WITHOUT_FP8

@@ -76,6 +76,7 @@ class Draft:
     adapter: Adapter | None = None
     """None: all weights are trained."""
     precision: Precision | None = None
+    packing: bool = False
     strategy: Strategy | None = None
     batch: Batch | None = None
     memory: MemoryEstimate | None = None
@@ -94,6 +95,16 @@ class Draft:
     def training(self) -> TrainingSpec:
         """The training that is asked for; only phases of a training read it."""
         return decided(self.job.spec.training)
+
+    @property
+    def model_ranks(self) -> int:
+        """Processes that hold one replica of the model together by tensor and pipeline parallelism."""
+        return self.spec.parallelism.model_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        """Replicas of the model, each of which reads rows of its own."""
+        return max(1, decided(self.world).size // self.model_ranks)
 
     @property
     def script(self) -> ScriptSpec | None:

@@ -80,8 +80,8 @@ def _deberta_v3(h: int, layers: int, heads: int) -> dict[str, JsonValue]:
     }
 
 
-def _gpt2(h: int, layers: int, heads: int) -> dict[str, JsonValue]:
-    return {"model_type": "gpt2", "n_embd": h, "n_layer": layers, "n_head": heads}
+def _gpt2(h: int, layers: int, heads: int, positions: int = 1024) -> dict[str, JsonValue]:
+    return {"model_type": "gpt2", "n_embd": h, "n_layer": layers, "n_head": heads, "n_positions": positions}
 
 
 def _t5(h: int, f: int, layers: int, heads: int) -> dict[str, JsonValue]:
@@ -118,6 +118,10 @@ _BY_NAME: dict[str, dict[str, JsonValue]] = {
     "gpt2-medium": _gpt2(1024, 24, 16),
     "gpt2-large": _gpt2(1280, 36, 20),
     "gpt2-xl": _gpt2(1600, 48, 25),
+    # The two largest have no public weights: the shapes of aws/amazon-sagemaker-examples, smp-train-gpt-simple, and of
+    # Brown et al., "Language Models are Few-Shot Learners" (2020), table 2.1.
+    "gpt2-30b": _gpt2(7168, 48, 64, 2048),
+    "gpt2-175b": _gpt2(12288, 96, 96, 2048),
     "t5-small": _t5(512, 2048, 6, 8),
     "t5-base": _t5(768, 3072, 12, 12),
     "t5-large": _t5(1024, 4096, 24, 16),

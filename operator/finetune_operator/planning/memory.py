@@ -12,11 +12,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune_contract.choices import Device, OptimizerName, Precision, Task
+from finetune_contract.choices import LANGUAGE_TASKS, Device, OptimizerName, Precision, Task
 from finetune_contract.facts import ModelFacts
 from finetune_contract.job import Adapter, Strategy, World
+from finetune_contract.plans import AVERAGED_ELEMENTS
 from finetune_operator.planning.adapters import adapted_layers, trained_parameters
 from finetune_operator.planning.architectures import activation_shape
+from finetune_operator.planning.model_parallel import in_flight, layers_of_a_process, parameters_of_a_process
 from finetune_operator.planning.types import MemoryEstimate, MemoryTerm
 
 MIB = 1 << 20
@@ -42,6 +44,12 @@ SUB_GROUP_ELEMENTS = 1_000_000_000
 """DeepSpeed's default of sub_group_size: ZeRO-3 steps, and makes fp32 gradients, for this much of a shard at a time."""
 PREFETCH_BUCKET_ELEMENTS = 50_000_000
 """DeepSpeed's own default of stage3_prefetch_bucket_size."""
+NVME_SUB_GROUP_ELEMENTS = 50_000_000
+"""Of a shard whose optimizer state is in files, what is in memory at a time; the default above would be all of it."""
+NVME_OPTIMIZER_BUFFERS = 4
+"""DeepSpeed's own default: one for each of AdamW's states, with the master copy and the gradient."""
+NVME_PARAMETER_BUFFERS = 5
+"""DeepSpeed's own default of buffers that parameters from files are read into."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,8 @@ class Workload:
     length: int
     """Tokens of the longest row: length-grouped batches put such rows together."""
     adapter: Adapter | None = None
+    secondary_shards: int = 1
+    """Processes of a node over which ZeRO++ divides the parameters a second time; 1: it does not."""
 
     @property
     def deepspeed(self) -> bool:
@@ -74,29 +84,47 @@ class Workload:
         return self.compute_bytes if self.deepspeed else 4
 
     @property
+    def replicas(self) -> int:
+        """Data-parallel ranks."""
+        return self.world.size // self.strategy.model_ranks
+
+    @property
     def trained(self) -> int:
         """Parameters with gradients and optimizer state."""
+        if self.strategy.model_ranks > 1:
+            return self.held
         return trained_parameters(self.model, self.adapter).trained
 
     @property
     def held(self) -> int:
-        """Parameters in all, those of an adapter among them."""
+        """Parameters in all, those of an adapter among them; with tensor or pipeline parallelism those of one
+        process.
+        """
+        if self.strategy.model_ranks > 1:
+            return parameters_of_a_process(self.model, self.strategy)
         return self.model.parameters + trained_parameters(self.model, self.adapter).added
 
     @property
-    def offloaded(self) -> bool:
-        return self.strategy.offload_optimizer != "none"
+    def shards(self) -> int:
+        """Processes that share one copy of what is divided."""
+        return self.world.processes_per_node if self.strategy.fsdp_sharding == "hybrid" else self.world.size
 
 
 @dataclass(frozen=True)
 class ModelStates:
-    """Bytes of weights, gradients and optimizer state."""
+    """Bytes of weights, gradients and optimizer state of one process."""
 
     parameters: int
     gradients: int
     optimizer: int
+    offloaded: int
+    """In host memory."""
+    disk: int
+    """In files."""
     host: int
-    """Offloaded state of all processes of one node, or what loading the weights takes there, whichever is more."""
+    """Offloaded state of all processes of one node, or what loading the weights takes there, or, of a model that is
+    spread by tensor or pipeline parallelism, a checkpoint on rank 0; whichever is most.
+    """
     parameters_formula: str
     gradients_formula: str
     optimizer_formula: str
@@ -131,50 +159,92 @@ def model_states(work: Workload) -> ModelStates:
     4P/N, at stage 3 for one sub-group at a time. Its fp32 mode keeps the master copy as well. Stage 0 sums gradients in
     fp32. Of frozen weights there are neither gradients nor optimizer state (Hu et al., "LoRA", 2021, section 4.2).
     """
-    held, count, ranks = work.held, work.trained, work.world.size
+    held, count, ranks = work.held, work.trained, work.shards
     state = optimizer_state_bytes(work.optimizer, work.model.hidden_size)
     width = work.weight_bytes
     processes = work.world.processes_per_node
     loading = 4 * work.model.parameters * processes
     if not work.deepspeed:
         divided = ranks if work.strategy.name == "fsdp" else 1
+        sizes = (_shards(held, 4, divided), _shards(count, 4, divided), _shards(count, state, divided))
+        if work.strategy.offload_parameters == "cpu":
+            # torch's CPUOffloadPolicy moves all three together, and the optimizer steps on the host.
+            moved = sum(sizes)
+            return ModelStates(0, 0, 0, moved, 0, max(moved * processes, loading), _HOST, _HOST, _HOST)
+        part = " of the fullest process" if work.strategy.model_ranks > 1 else ""
         return ModelStates(
-            parameters=_shards(held, 4, divided),
-            gradients=_shards(count, 4, divided),
-            optimizer=_shards(count, state, divided),
-            host=loading,
-            parameters_formula=_formula("4", held, divided),
-            gradients_formula=_formula("4", count, divided),
-            optimizer_formula=_formula(f"{state:.3g}", count, divided),
+            *sizes,
+            offloaded=0,
+            disk=0,
+            host=loading if work.strategy.model_ranks == 1 else _spread_host_bytes(work, state),
+            parameters_formula=_formula("4", held, divided) + part,
+            gradients_formula=_formula("4", count, divided) + part,
+            optimizer_formula=_formula(f"{state:.3g}", count, divided) + part,
         )
     stage = work.strategy.zero_stage or 0
     by_parameters, by_gradients, by_optimizer = (ranks if stage >= least else 1 for least in (3, 2, 1))
-    fp32_copy = 4
-    offloaded_host = 0
+    fp32_copy, offloaded, disk = 4, 0, 0
     stepped = count // by_optimizer
     if stage == 3:
         stepped = min(stepped, SUB_GROUP_ELEMENTS)
+    parameters, parameters_formula = _shards(held, width, by_parameters), _formula(str(width), held, by_parameters)
     gradients = _shards(count, width, by_gradients) + fp32_copy * stepped
     gradients_formula = f"{_formula(str(width), count, by_gradients)} + fp32 copy {fp32_copy} x {stepped:,}"
     optimizer = _shards(count, 4 + state, by_optimizer)
     optimizer_formula = f"(master copy 4 + {state:.3g}) {_formula('', count, by_optimizer)}"
-    if work.offloaded:
-        # Gradients leave through the reduce buckets as they come; their fp32 copy, the master copy and the moments are
-        # on the host.
-        per_node = processes / ranks
-        offloaded_host = int(count * (fp32_copy + 4 + state) * per_node)
-        gradients, optimizer = 0, 0
-        gradients_formula = optimizer_formula = "on the host"
+    # Gradients leave through the reduce buckets as they come; their fp32 copy, the master copy and the moments are
+    # where the optimizer is, and it steps on the host.
+    match work.strategy.offload_optimizer:
+        case "cpu":
+            offloaded += _shards(count, fp32_copy + 4 + state, ranks)
+            gradients, optimizer, gradients_formula, optimizer_formula = 0, 0, _HOST, _HOST
+        case "nvme":
+            group = min(count // ranks, NVME_SUB_GROUP_ELEMENTS)
+            offloaded += _shards(count, fp32_copy, ranks) + NVME_OPTIMIZER_BUFFERS * 4 * group
+            disk += _shards(count, fp32_copy + 4 + state, ranks)
+            gradients, optimizer, gradients_formula, optimizer_formula = 0, 0, _HOST, _FILES
+    match work.strategy.offload_parameters:
+        case "cpu":
+            offloaded += parameters
+            parameters, parameters_formula = 0, _HOST
+        case "nvme":
+            offloaded += NVME_PARAMETER_BUFFERS * width * nvme_buffer_elements(work.model, ranks)
+            disk += parameters
+            parameters, parameters_formula = 0, _FILES
     return ModelStates(
-        parameters=_shards(held, width, by_parameters),
+        parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
+        offloaded=offloaded,
+        disk=disk,
         # Stage 3 reads the weights shard by shard, and the processes of a node share the pages of the file.
-        host=max(offloaded_host, _merging_bytes(work) if stage == 3 else loading),
-        parameters_formula=_formula(str(width), held, by_parameters),
+        host=max(offloaded * processes, _merging_bytes(work) if stage == 3 else loading),
+        parameters_formula=parameters_formula,
         gradients_formula=gradients_formula,
         optimizer_formula=optimizer_formula,
     )
+
+
+_HOST, _FILES = "on the host", "in files"
+
+
+def nvme_buffer_elements(model: ModelFacts, ranks: int) -> int:
+    """Elements that the shard of any one weight has at most; DeepSpeed reads a shard from its file in one piece."""
+    return -(-largest_layer(model) // ranks)
+
+
+def _spread_host_bytes(work: Workload, state: float) -> int:
+    """Host memory of a node while a model that is spread by tensor or pipeline parallelism is read or saved.
+
+    Weights in fp32 stay in their files, whose pages the node's processes share; of others each process makes fp32
+    copies. Tensor ranks copy their shards of all layers before the stages are cut. For a checkpoint rank 0 gathers the
+    weights and the optimizer's state.
+    """
+    whole, processes, tensor = 4 * work.model.parameters, work.world.processes_per_node, work.strategy.tensor
+    in_files = work.model.parameter_bytes > 3 * work.model.parameters
+    shards = whole * processes // tensor if tensor > 1 else 0
+    reading = (whole if in_files else whole * processes) + shards
+    return max(reading, whole + int(state * work.model.parameters))
 
 
 def _merging_bytes(work: Workload) -> int:
@@ -208,15 +278,18 @@ def activation_bytes_per_token(work: Workload) -> int:
     shape, model = activation_shape(work.model.model_type), work.model
     wide = work.compute_bytes if work.deepspeed else 4
     mask = 1 if work.world.device == "cuda" else work.compute_bytes
+    # Of the hidden states those that queries and the feed-forward layer are made of are whole on every tensor rank, as
+    # the inputs of norms and the masks are; the rest is split (Korthikanti et al., section 4.2).
+    tensor = work.strategy.tensor
+    hidden = min(shape.hidden, 2) + max(0, shape.hidden - 2) / tensor
     linear = (
-        model.hidden_size * (shape.norm_inputs * wide + shape.hidden * work.compute_bytes + shape.dropout_masks * mask)
-        + model.intermediate_size * shape.feed_forward * work.compute_bytes
+        model.hidden_size * (shape.norm_inputs * wide + hidden * work.compute_bytes + shape.dropout_masks * mask)
+        + model.intermediate_size * shape.feed_forward * work.compute_bytes / tensor
     )
     score_width = 4 if work.world.device == "cpu" else work.compute_bytes
     scores = _unfused_scores(work)
     dropped = (4 if work.world.device == "cpu" else 1) if scores and shape.attention_dropout else 0
-    selective = work.strategy.activation_checkpointing == "selective"
-    attention = 0.0 if selective else model.attention_heads * work.length * (scores * score_width + dropped)
+    attention = model.attention_heads / tensor * work.length * (scores * score_width + dropped)
     return int(linear + attention + _adapter_bytes_per_token(work, mask))
 
 
@@ -239,24 +312,53 @@ def _adapter_bytes_per_token(work: Workload, mask: int) -> float:
     return kept / work.model.layers
 
 
-def _activations(work: Workload) -> MemoryTerm:
+def _kept_bytes_per_token(work: Workload) -> tuple[int, str]:
+    """Bytes that one layer keeps for one token from its forward pass until its backward pass, and in words what.
+
+    Selective checkpointing keeps a layer's input and the results of its matrix products with weights and of fused
+    attention (`finetune_trainer.training.activations`); a layer whose linear layers nobody has counted is taken for one
+    with four square ones and two of the feed-forward layer.
+    """
+    model, width = work.model, work.compute_bytes
+    wide = width if work.deepspeed else 4
+    match work.strategy.activation_checkpointing:
+        case "none":
+            layer = activation_bytes_per_token(work)
+            return layer, f"{layer:,}"
+        case "full":
+            return model.hidden_size * wide, "layer inputs"
+        case "selective":
+            outputs = sum(each.outputs for each in model.linear_layers.values()) // model.layers
+            outputs = outputs or 5 * model.hidden_size + model.intermediate_size
+            if work.adapter is not None:
+                adapted = adapted_layers(model, work.adapter).values()
+                outputs += sum(each.outputs for each in adapted) // model.layers + len(adapted) * work.adapter.rank
+            fused = 0 if _unfused_scores(work) else model.hidden_size
+            kept = model.hidden_size * wide + (outputs + fused) * width
+            return kept, f"{kept:,} of inputs and products"
+
+
+def _activations(work: Workload) -> tuple[MemoryTerm, int]:
+    """On the device, and the bytes of them that are offloaded."""
     model, tokens = work.model, work.micro_batch * work.length
     layer = activation_bytes_per_token(work)
     wide = work.compute_bytes if work.deepspeed else 4
     ends = 3 * model.hidden_size * wide  # embedding output, its norm and dropout; the final norm
-    if work.task in ("text-generation", "masked-lm", "summarization", "translation"):
+    if work.task in LANGUAGE_TASKS:
         ends += model.vocabulary_size * (work.compute_bytes + 8)  # logits, their fp32 form, its gradient
-    if work.strategy.activation_checkpointing == "full":
-        kept = model.layers * model.hidden_size * wide + layer
-        words = f"({model.layers} layer inputs + 1 layer of {layer:,} + ends {ends:,})"
-    else:
-        kept = model.layers * layer
-        words = f"({model.layers} layers x {layer:,} + ends {ends:,})"
-    return MemoryTerm(
-        name="activations",
-        bytes=tokens * (kept + ends),
-        formula=f"{work.micro_batch} rows x {work.length} tokens x {words}",
-    )
+    kept, what = _kept_bytes_per_token(work)
+    pipeline = work.strategy.pipeline
+    layers, kept_at_once = layers_of_a_process(model, pipeline), 1 if pipeline is None else in_flight(pipeline)
+    recomputes = work.strategy.activation_checkpointing != "none"
+    words = f"{layers} {what}" if what == "layer inputs" else f"{layers} layers x {what}"
+    words += f" + 1 layer of {layer:,}" if recomputes else ""
+    total, offloaded = layers * kept * kept_at_once + (layer if recomputes else 0) + ends, 0
+    if work.strategy.offload_activations != "none" and work.world.device == "cuda":
+        # One layer is at work; its copies come and go.
+        words, total, offloaded = f"1 layer of {layer:,}", layer + ends, layers * kept
+    passed = "" if pipeline is None else f", {kept_at_once:.3g} micro-batches at once"
+    words = f"{work.micro_batch} rows x {work.length} tokens x ({words} + ends {ends:,}){passed}"
+    return MemoryTerm(name="activations", bytes=int(tokens * total), formula=words), int(tokens * offloaded)
 
 
 def gathered_bytes(largest_layer_parameters: int, width: int) -> int:
@@ -279,9 +381,11 @@ def _gathered(work: Workload) -> MemoryTerm | None:
         # fully_shard leaves the root (embeddings and head) gathered from forward to backward, and holds two blocks
         # when it prefetches. Gradients are whole until they are reduced, those of frozen weights never are.
         graded = root + model.block_parameters if work.adapter is None else work.trained
-        size = 4 * root + 2 * 4 * model.block_parameters + 4 * graded
+        blocks = 2 if work.strategy.fsdp_sharding != "grad-op" else model.layers
+        size = 4 * root + blocks * 4 * model.block_parameters + 4 * graded
         words = (
-            f"4 x ({root:,} of embeddings and head + 2 x {model.block_parameters:,} of a block + gradients {graded:,})"
+            f"4 x ({root:,} of embeddings and head + {blocks} x {model.block_parameters:,} of a block "
+            f"+ gradients {graded:,})"
         )
         return MemoryTerm(name="gathered blocks", bytes=size, formula=words)
     if work.deepspeed and work.strategy.zero_stage == 3:
@@ -289,6 +393,19 @@ def _gathered(work: Workload) -> MemoryTerm | None:
         words = f"{2 * work.weight_bytes} x {layer:,} of the largest layer"
         return MemoryTerm(name="gathered blocks", bytes=gathered_bytes(layer, work.weight_bytes), formula=words)
     return None
+
+
+def _secondary(work: Workload) -> MemoryTerm | None:
+    """The second shards of ZeRO++, from which backward passes gather without leaving the node (Wang et al., "ZeRO++",
+    2023, section 3.2)."""
+    if work.secondary_shards == 1 or work.strategy.zero_stage != 3:
+        return None
+    width = work.weight_bytes
+    return MemoryTerm(
+        name="secondary shards",
+        bytes=_shards(work.held, width, work.secondary_shards),
+        formula=_formula(str(width), work.held, work.secondary_shards),
+    )
 
 
 def _checkpoint_copy(work: Workload) -> MemoryTerm | None:
@@ -311,6 +428,11 @@ def overlaps_communication(device: Device) -> bool:
 
 def _buffers(work: Workload) -> MemoryTerm | None:
     count = work.trained
+    if work.strategy.model_ranks > 1:
+        if work.replicas == 1:
+            return None
+        bucket = min(count, AVERAGED_ELEMENTS)
+        return MemoryTerm(name="communication buffers", bytes=4 * bucket, formula=f"averaged gradients 4 x {bucket:,}")
     if work.strategy.name == "ddp":
         # DistributedDataParallel copies gradients into its buckets unless gradient_as_bucket_view is set, which
         # Trainer leaves off.
@@ -332,6 +454,8 @@ def _autocast_copies(work: Workload) -> MemoryTerm | None:
     if work.deepspeed or work.compute_bytes == 4:
         return None
     count = max(0, work.model.parameters - work.model.embedding_parameters)
+    if work.strategy.model_ranks > 1:
+        count = min(count, work.held)
     return MemoryTerm(name="autocast copies", bytes=2 * count, formula=f"2 x {count:,} weights of linear layers")
 
 
@@ -345,15 +469,12 @@ def estimate(work: Workload, capacity_bytes: int) -> MemoryEstimate:
         MemoryTerm(name="optimizer state", bytes=states.optimizer, formula=states.optimizer_formula),
     ]
     processes = work.world.processes_per_node
-    if on_cpu and work.offloaded:
-        # The host is the device here: what is offloaded stays in the same memory.
-        terms[2] = MemoryTerm(
-            name="optimizer state",
-            bytes=states.host // processes,
-            formula="offloaded to the memory it would have lain in anyway",
-        )
-    terms.append(_activations(work))
-    extras = (_autocast_copies(work), _gathered(work), _buffers(work), _checkpoint_copy(work))
+    if on_cpu and states.offloaded:
+        words = "in the memory it would have lain in anyway, as the device is the host"
+        terms.append(MemoryTerm(name="offloaded state", bytes=states.offloaded, formula=words))
+    activations, moved = _activations(work)
+    terms.append(activations)
+    extras = (_autocast_copies(work), _gathered(work), _secondary(work), _buffers(work), _checkpoint_copy(work))
     terms.extend(term for term in extras if term is not None)
     share = CPU_ALLOCATOR_SHARE if on_cpu else ALLOCATOR_SHARE
     allocated = sum(term.bytes for term in terms)
@@ -362,5 +483,13 @@ def estimate(work: Workload, capacity_bytes: int) -> MemoryEstimate:
     words = "interpreter and libraries, measured" if on_cpu else "CUDA context, cuBLAS and NCCL"
     terms.append(MemoryTerm(name="process", bytes=fixed, formula=words))
     total = sum(term.bytes for term in terms)
-    host = total * processes if on_cpu else CPU_PROCESS_BYTES * processes + states.host
-    return MemoryEstimate(terms=tuple(terms), total_bytes=total, capacity_bytes=capacity_bytes, host_bytes=host)
+    # The weights have been loaded by the time that activations come.
+    offloaded = max(states.host, (states.offloaded + moved) * processes)
+    host = total * processes if on_cpu else CPU_PROCESS_BYTES * processes + offloaded
+    return MemoryEstimate(
+        terms=tuple(terms),
+        total_bytes=total,
+        capacity_bytes=capacity_bytes,
+        host_bytes=host,
+        disk_bytes=states.disk * processes,
+    )

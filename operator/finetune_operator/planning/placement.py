@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import gcd
 
 from finetune_contract.choices import StrategyName
 from finetune_contract.job import World
@@ -194,6 +195,15 @@ def choose_world(draft: Draft) -> Draft:
             f"it runs one process, and {resources.nodes} node(s) x {processes} process(es) are {world_size}",
             "set strategy to auto or ddp, or ask for 1 node and 1 process",
         )
+    if draft.loops and world_size % draft.model_ranks:
+        fitting = _least_processes(draft)
+        draft = draft.refusing(
+            ("resources", "processesPerNode"),
+            resources.processes_per_node,
+            f"{resources.nodes} node(s) x {processes} process(es) have to be a multiple of parallelism.tensor x "
+            f"pipeline.degree = {draft.model_ranks}",
+            f"ask for a multiple of {fitting} processes{' and GPUs' if gpus else ''} a node, or change the degrees",
+        )
     threads = max(1, hardware.cpu_cores // processes)
     world = World(
         nodes=resources.nodes,
@@ -203,6 +213,11 @@ def choose_world(draft: Draft) -> Draft:
     )
     sharing = f"{hardware.cpu_cores} cores / {processes} process{'es' if processes > 1 else ''}"
     return replace(draft, world=world).because(f"{threads} thread{'s' if threads > 1 else ''} a process: {sharing}")
+
+
+def _least_processes(draft: Draft) -> int:
+    """Processes a node that, over all nodes, hold a whole number of replicas of the model."""
+    return draft.model_ranks // gcd(draft.model_ranks, draft.spec.resources.nodes)
 
 
 def _processes(draft: Draft, gpus: int, asked: StrategyName | None) -> tuple[Draft, int]:
@@ -224,6 +239,9 @@ def _processes(draft: Draft, gpus: int, asked: StrategyName | None) -> tuple[Dra
         return draft.because(f"{wanted} process{'es' if wanted > 1 else ''} a node: as asked{note}"), wanted
     if gpus:
         return draft.because(f"{gpus} process{'es' if gpus > 1 else ''} a node: one a GPU"), gpus
+    if draft.loops and draft.model_ranks > 1:
+        least = _least_processes(draft)
+        return draft.because(f"{least} processes a node: as few as hold one replica of the model"), least
     if asked in ("ddp", "fsdp", "deepspeed") and cores >= 2:
         return draft.because(f"2 processes a node: {asked} spreads over processes, and there are {cores} cores"), 2
     return draft.because("1 process a node: on CPU one process uses all cores by its threads"), 1

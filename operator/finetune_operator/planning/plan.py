@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
-from finetune_contract.choices import Precision, Stage, Task
+from finetune_contract.choices import LANGUAGE_TASKS, Precision, Stage, Task
 from finetune_contract.facts import ModelFacts
 from finetune_contract.job import (
     Columns,
@@ -19,6 +19,7 @@ from finetune_contract.job import (
     EarlyStopping,
     Evaluation,
     Gate,
+    Generation,
     ModelSource,
     Prediction,
     Preparation,
@@ -32,8 +33,11 @@ from finetune_operator.planning.adapters import choose_adapter
 from finetune_operator.planning.batch import check_batch
 from finetune_operator.planning.capacity import choose_capacity
 from finetune_operator.planning.cost import estimate_training
+from finetune_operator.planning.devices import has_fp8
 from finetune_operator.planning.draft import Draft, Lengths, decided
 from finetune_operator.planning.facts import assumed_device, assumed_hardware, assumed_model, is_well_known, node_words
+from finetune_operator.planning.inference import check_inference
+from finetune_operator.planning.model_parallel import check_model_parallel
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
 from finetune_operator.planning.quantities import parse_quantity
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
@@ -53,6 +57,8 @@ GPU_BATCH_TOKENS_WIDE = 4_096
 """The same for models wider than that."""
 CPU_BATCH_TOKENS = 2_048
 """On CPU larger batches gain nothing and leave the caches; see `batch.CPU_TOKENS`."""
+LOGITS_BYTES = 1 << 30
+"""Most memory for the logits of an inference batch of a language model, 4 bytes for each word of its vocabulary."""
 NOT_ADAPTED = Adaptation()
 """Of a first attempt."""
 
@@ -63,12 +69,15 @@ def plan(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptat
     Raises PlanRefused with all problems of the first group of phases that found any.
     """
     draft = _begin(job, facts, settings, adaptation)
-    draft = _walk(draft, choose_stages, check_expressible, check_place, check_lengths, choose_launcher)
+    first = (choose_stages, check_inference, check_expressible, check_place, check_lengths)
+    draft = _walk(draft, *first, choose_packing, choose_launcher)
     if draft.script is not None:
         draft = _walk(draft, choose_world, choose_script, choose_capacity)
     elif draft.loops:
-        draft = _walk(draft, choose_world, choose_precision, choose_adapter, check_parallelism, choose_steps)
-        draft = _walk(draft, check_batch, choose_checkpoints, choose_capacity)
+        draft = _walk(
+            draft, choose_world, choose_precision, check_kernels, choose_adapter, check_parallelism, choose_steps
+        )
+        draft = _walk(draft, check_model_parallel, check_batch, choose_checkpoints, choose_capacity)
         draft = _walk(draft, choose_strategy)
     return _finish(draft)
 
@@ -208,22 +217,18 @@ def check_expressible(draft: Draft) -> Draft:
     """Refuse what the trainer has no field for: it would be accepted here and ignored there."""
     parallelism = draft.spec.parallelism
     later: tuple[tuple[tuple[str, ...], object, object], ...] = (
-        (("parallelism", "tensor"), parallelism.tensor, 1),
-        (("parallelism", "pipeline", "degree"), parallelism.pipeline.degree, 1),
         (("parallelism", "sequence"), parallelism.sequence, 1),
-        (("parallelism", "offload", "parameters"), parallelism.offload.parameters, "none"),
-        (("parallelism", "offload", "activations"), parallelism.offload.activations, "none"),
     )
     for path, value, supported in later:
         if value != supported:
             way_out = f"set it to {supported}, or leave it out"
             draft = draft.refusing(path, value, "the trainer does not do this yet", way_out, "NotYetSupported")
-    if parallelism.offload.optimizer == "nvme":
+    if draft.spec.preparation.engine == "spark" and not draft.local:
         draft = draft.refusing(
-            ("parallelism", "offload", "optimizer"),
-            "nvme",
-            "the trainer offloads to cpu only",
-            "set it to cpu",
+            ("preparation", "engine"),
+            "spark",
+            "the operator does not run SparkApplications yet",
+            "set it to auto, or run the job without a cluster (finetune run)",
             "NotYetSupported",
         )
     return draft
@@ -239,6 +244,32 @@ def check_lengths(draft: Draft) -> Draft:
         asked,
         f"the model holds at most {limit} tokens",
         f"set it to {limit} or less, or leave it out",
+    )
+
+
+def choose_packing(draft: Draft) -> Draft:
+    """Whether rows share sequences. Without a word from the user those of plain text do, whose borders mean little, and
+    prompts and conversations do not: there a step is a number of rows.
+    """
+    asked, task = draft.spec.preparation.packing, draft.spec.task
+    if not draft.loops or asked == "never":
+        return draft
+    if task != "text-generation":
+        if asked == "auto":
+            return draft
+        return draft.refusing(
+            ("preparation", "packing"),
+            asked,
+            f"rows of {task} cannot share a sequence",
+            "set it to auto or never",
+            "NotSupported",
+        )
+    given = draft.spec.dataset.columns.model_dump(exclude_none=True) if draft.spec.dataset else {}
+    if asked == "auto" and given.keys() & _INSTEAD_OF_TEXT:
+        return draft
+    what = "as asked" if asked == "always" else "rows are plain text"
+    return replace(draft, packing=True).because(
+        f"rows are packed into sequences of maxLength tokens, which globalBatchSize counts: {what}"
     )
 
 
@@ -264,12 +295,34 @@ def choose_precision(draft: Draft) -> Draft:
             elif not has_bf16:
                 why += ", and emulated it is 2 to 4 times slower"
             return replace(draft, precision=chosen).because(f"precision {chosen}: {why}")
+        case "fp8" if on_gpu and has_fp8(device):
+            return draft.refusing(
+                path,
+                asked,
+                f"{device} has units for it, and the trainer has no library that uses them",
+                "set it to bf16",
+                "NotYetSupported",
+            )
         case "fp8":
             return draft.refusing(
-                path, asked, "the trainer computes in fp32, bf16 and fp16", "set it to bf16", "NotYetSupported"
+                path,
+                asked,
+                f"{device} has no units for it, as GPUs have from compute capability 8.9 on",
+                "set it to auto, fp32 or bf16",
+                "NotSupported",
             )
         case "fp16" if not on_gpu:
-            return draft.refusing(path, asked, "fp16 needs a GPU", "set it to auto, fp32 or bf16", "NotSupported")
+            return draft.refusing(
+                path,
+                asked,
+                "fp16 needs a GPU: accelerate scales no loss on a CPU, and few CPUs compute in it",
+                "set it to auto, fp32 or bf16",
+                "NotSupported",
+            )
+        case "fp16" if draft.spec.parallelism.strategy == "fsdp":
+            return draft.refusing(
+                path, asked, "fsdp computes in fp32 or bf16", "set it to bf16, or strategy to deepspeed", "NotSupported"
+            )
         case "bf16" if on_gpu and not has_bf16:
             return draft.refusing(
                 path, asked, f"{device} does not compute in bf16", "set it to fp32 or fp16", "NotSupported"
@@ -279,6 +332,20 @@ def choose_precision(draft: Draft) -> Draft:
                 "; the CPU has no units for it, so it is slower than fp32" if asked == "bf16" and not has_bf16 else ""
             )
             return replace(draft, precision=asked).because(f"precision {asked}: as asked{slower}")
+
+
+def check_kernels(draft: Draft) -> Draft:
+    """Refuse kernels that would not be used."""
+    world = draft.world
+    if world is None or world.device == "cuda" or not draft.training.arguments.get("use_liger_kernel"):
+        return draft
+    return draft.refusing(
+        ("training", "arguments", "use_liger_kernel"),
+        True,
+        "Liger's kernels run on GPUs only",
+        "leave it out, or set resources.gpusPerNode",
+        "NotSupported",
+    )
 
 
 # --------------------------------------------------------------------------------------------------------------- finish
@@ -293,6 +360,8 @@ _TASK_COLUMNS: dict[Task, tuple[str, ...]] = {
     "masked-lm": ("text",),
 }
 """Columns that a task reads under their own names when the job does not name others."""
+_INSTEAD_OF_TEXT = frozenset({"messages", "source", "target"})
+"""Columns that say that rows to write on are no plain text."""
 _ANSWERS = frozenset({"label", "tags", "answers", "target"})
 """What is to be predicted: rows to predict have it only when the job says so."""
 
@@ -301,8 +370,9 @@ def data_source(task: Task, dataset: DatasetSpec, with_answers: bool = True) -> 
     """The trainer's form of a data set, with the task's own column names where the job gives none."""
     given = dataset.columns.model_dump(by_alias=False, exclude_none=True)
     names = [name for name in _TASK_COLUMNS[task] if with_answers or name not in _ANSWERS]
-    if task == "text-generation" and "messages" in given:
-        names.remove("text")
+    if task == "text-generation" and given.keys() & _INSTEAD_OF_TEXT:
+        names = ["source", "target"] if "messages" not in given else []
+        names = [name for name in names if with_answers or name not in _ANSWERS]
     columns = {name: name for name in names} | given
     splits = dataset.splits
     return DataSource(
@@ -319,6 +389,8 @@ def inference_tokens(draft: Draft) -> int:
         tokens = CPU_BATCH_TOKENS
     else:
         tokens = GPU_BATCH_TOKENS if draft.model.hidden_size <= 2048 else GPU_BATCH_TOKENS_WIDE
+    if draft.spec.task in LANGUAGE_TASKS:
+        tokens = min(tokens, LOGITS_BYTES // (4 * draft.model.vocabulary_size))
     longest = draft.data.max_length if draft.data else _length_limit(draft.spec.preparation.max_length, draft.model)
     return max(tokens, longest)
 
@@ -384,12 +456,17 @@ def trainer_job(draft: Draft) -> TrainerJob:
         ),
         dataset=None if spec.dataset is None else data_source(spec.task, spec.dataset),
         preparation=Preparation(
-            max_length=spec.preparation.max_length, stride=spec.preparation.stride, workers=spec.preparation.workers
+            max_length=spec.preparation.max_length,
+            stride=spec.preparation.stride,
+            engine="spark" if spec.preparation.engine == "spark" else "local",
+            workers=spec.preparation.workers,
+            packing=draft.packing,
         ),
         training=_training(draft) if draft.loops else None,
         script=None if draft.script is None else script_order(draft, draft.script),
         evaluation=_evaluation(draft),
         predict=_prediction(draft),
+        generation=Generation(**spec.generation.model_dump()),
     )
     return job if spec.training is None else job.model_copy(update={"seed": spec.training.seed})
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from finetune_contract.choices import CheckpointingMode, OffloadDevice, Stage
 from finetune_contract.job import Strategy, World
 from finetune_operator.api.deepspeed_overrides import override_problems
-from finetune_operator.api.types import ParallelismSpec
+from finetune_operator.api.types import OffloadSpec, ParallelismSpec
 from finetune_operator.planning import memory
 from finetune_operator.planning.batch import batch_arithmetic, batch_of, divisors, explain_batch, micro_batches
 from finetune_operator.planning.draft import Draft, Lengths, decided
+from finetune_operator.planning.model_parallel import explain_pipeline, filled, spread
 from finetune_operator.planning.placement import asked_strategy
 from finetune_operator.planning.quantities import human_bytes
 from finetune_operator.planning.types import MemoryEstimate
@@ -36,7 +37,7 @@ class Fit:
 
 def check_parallelism(draft: Draft) -> Draft:
     """Refuse settings that contradict each other."""
-    asked, training = draft.spec.parallelism, draft.training
+    asked = draft.spec.parallelism
     if asked.strategy != "deepspeed":
         if asked.zero_stage != "auto" and asked.strategy != "auto":
             draft = draft.refusing(
@@ -53,24 +54,140 @@ def check_parallelism(draft: Draft) -> Draft:
                 "leave deepspeedConfig out, or set strategy to deepspeed",
             )
     draft = replace(draft, problems=(*draft.problems, *override_problems(asked.deepspeed_config)))
-    if asked.offload.optimizer == "none":
-        return draft
-    path, value = ("parallelism", "offload", "optimizer"), asked.offload.optimizer
-    if asked.strategy != "deepspeed":
+    name = asked_strategy(asked)
+    if draft.training.optimizer == "adafactor" and name not in (None, *WHOLE):
         draft = draft.refusing(
-            path,
-            value,
-            f"only deepspeed offloads, and strategy is {asked.strategy}",
-            "set strategy to deepspeed, or leave offload out",
+            ("training", "optimizer"),
+            "adafactor",
+            f"it works on whole matrices, which strategy {name} divides or flattens",
+            "set it to adamw or sgd, or parallelism.strategy to ddp",
         )
-    if asked.zero_stage == 0:
-        draft = draft.refusing(path, value, "ZeRO stage 0 does not offload", "set zeroStage to 1, 2, 3 or auto")
-    if training.optimizer != "adamw":
+    return _check_sharding(_check_zero_plus_plus(_check_offload(draft)))
+
+
+def _check_offload(draft: Draft) -> Draft:
+    """An offload that the strategy has not."""
+    asked, training = draft.spec.parallelism, draft.training
+    given = {"optimizer": asked.offload.optimizer, "parameters": asked.offload.parameters}
+    moved = {name: where for name, where in given.items() if where != "none"}
+    sections = asked.deepspeed_config.get("zero_optimization")
+    for name, section in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
+        keys = sections.get(section) if isinstance(sections, dict) else None
+        if name not in moved and isinstance(keys, dict) and "device" not in keys:
+            draft = draft.refusing(
+                ("parallelism", "deepspeedConfig", "zero_optimization", section),
+                keys,
+                f"it says how to offload what parallelism.offload.{name} leaves on the device",
+                f"set parallelism.offload.{name} to cpu or nvme, or leave it out",
+            )
+    for name, where in moved.items():
+        path = ("parallelism", "offload", name)
+        if asked.strategy not in ("deepspeed", "fsdp"):
+            draft = draft.refusing(
+                path,
+                where,
+                f"only deepspeed and fsdp offload, and strategy is {asked.strategy}",
+                "set strategy to deepspeed or fsdp, or leave offload out",
+            )
+        elif asked.zero_stage == 0:
+            draft = draft.refusing(path, where, "ZeRO stage 0 does not offload", "set zeroStage to 1, 2, 3 or auto")
+        elif asked.strategy == "deepspeed" and (name, where) != ("optimizer", "cpu") and asked.zero_stage in (1, 2):
+            draft = draft.refusing(
+                path, where, f"ZeRO stage {asked.zero_stage} does not do that", "set zeroStage to 3 or auto"
+            )
+    on_cpu = draft.world is not None and draft.world.device == "cpu"
+    if moved.get("parameters") == "nvme" and on_cpu and draft.precision == "fp32":
         draft = draft.refusing(
-            path,
-            value,
+            ("parallelism", "offload", "parameters"),
+            "nvme",
+            "on a CPU DeepSpeed keeps parameters in files as bf16 only, and precision is fp32",
+            "set it to cpu, or training.precision to bf16",
+        )
+    if asked.offload.activations != "none" and training.arguments.get("torch_compile"):
+        draft = draft.refusing(
+            ("parallelism", "offload", "activations"),
+            asked.offload.activations,
+            "what torch.compile compiles as one saves nothing that could be moved",
+            "leave it out, or training.arguments.torch_compile",
+        )
+    if asked.strategy == "fsdp" and moved and (asked.offload.parameters != "cpu" or asked.offload.optimizer == "nvme"):
+        draft = draft.refusing(
+            ("parallelism", "offload"),
+            moved,
+            "fsdp moves parameters, gradients and optimizer state together, to host memory",
+            "set offload.parameters to cpu, or strategy to deepspeed",
+        )
+    if asked.strategy == "deepspeed" and "optimizer" in moved and training.optimizer != "adamw":
+        draft = draft.refusing(
+            ("parallelism", "offload", "optimizer"),
+            moved["optimizer"],
             f"DeepSpeed has an offloaded form of adamw only, and optimizer is {training.optimizer}",
             "set training.optimizer to adamw, or offload.optimizer to none",
+        )
+    return draft
+
+
+HPZ = "zero_hpz_partition_size"
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
+"""ZeRO++ (Wang et al., 2023): shards of the parameters a second time inside each node, and 8-bit communication."""
+
+
+def _check_zero_plus_plus(draft: Draft) -> Draft:
+    """Keys of ZeRO++ where DeepSpeed would not obey them."""
+    asked, world = draft.spec.parallelism, draft.world
+    keys = asked.deepspeed_config.get("zero_optimization")
+    if not isinstance(keys, dict) or world is None:
+        return draft
+    above = ("parallelism", "deepspeedConfig", "zero_optimization")
+    given = [key for key in QUANTIZED if keys.get(key)] + ([HPZ] if secondary_shards(asked) > 1 else [])
+    for key in given:
+        if asked.zero_stage != 3:
+            draft = draft.refusing(
+                (*above, key),
+                keys[key],
+                f"it is a part of ZeRO stage 3, and zeroStage is {asked.zero_stage}",
+                "set parallelism.zeroStage to 3, or leave it out",
+            )
+        elif key in QUANTIZED and world.device == "cpu":
+            draft = draft.refusing(
+                (*above, key),
+                keys[key],
+                "DeepSpeed quantizes on GPUs only",
+                "leave it out, or use GPUs",
+                "NotSupported",
+            )
+        elif key == HPZ and keys[key] != world.processes_per_node:
+            draft = draft.refusing(
+                (*above, key),
+                keys[key],
+                f"the second shards belong on one node, which has {world.processes_per_node} processes",
+                f"set it to {world.processes_per_node}, or leave it out",
+            )
+    return draft
+
+
+def secondary_shards(asked: ParallelismSpec) -> int:
+    """Processes over which parameters are divided a second time; 1: they are not."""
+    keys = asked.deepspeed_config.get("zero_optimization")
+    found = keys.get(HPZ, 1) if isinstance(keys, dict) else 1
+    return found if isinstance(found, int) and found > 0 else 1
+
+
+def _check_sharding(draft: Draft) -> Draft:
+    """A kind of sharding without fsdp, or without processes to do it."""
+    asked, world = draft.spec.parallelism, draft.world
+    path, value = ("parallelism", "sharding"), asked.sharding
+    if value != "full" and asked.strategy != "fsdp":
+        way_out = "leave sharding out, or set strategy to fsdp"
+        return draft.refusing(path, value, f"only fsdp has it, and strategy is {asked.strategy}", way_out)
+    if value == "hybrid" and world is not None and (world.nodes == 1 or world.processes_per_node == 1):
+        return draft.refusing(
+            path,
+            value,
+            "hybrid divides inside a node and copies between nodes, and there "
+            f"{'is' if world.nodes == 1 else 'are'} {world.nodes} node{'s' * (world.nodes > 1)} of "
+            f"{world.processes_per_node} process{'es' * (world.processes_per_node > 1)}",
+            "set sharding to full, or use several nodes of several processes",
         )
     return draft
 
@@ -79,30 +196,52 @@ def ladder(asked: ParallelismSpec, world: World, offload_allowed: bool = True) -
     """The strategies that the spec leaves open, the cheapest first.
 
     Sharding comes before recomputation (a third more arithmetic), and both before offload (each step waits for the
-    host). ZeRO-0 is not tried by itself: stage 1 sends as much and needs less. Offload needs a ZeRO stage from 1 to 3
-    and is tried on GPUs only, as on CPU it moves nothing.
+    host), of the optimizer's state first. ZeRO-0 is not tried by itself: stage 1 sends as much and needs less. Offload
+    is tried on GPUs only, as on CPU it moves nothing, and never to files, whose speed nobody knows.
     """
     modes: tuple[CheckpointingMode, ...] = ("none", "full")
     if asked.activation_checkpointing != "auto":
         modes = (asked.activation_checkpointing,)
-    name = asked_strategy(asked)
-    offloads: tuple[OffloadDevice, ...] = ("none", "cpu")
-    if asked.offload.optimizer != "none":
-        offloads = (asked.offload.optimizer,)
-    elif world.device == "cpu" or name not in (None, "deepspeed") or not offload_allowed:
-        offloads = ("none",)
-    for offload in offloads:
+    for optimizer, parameters in _offloads(asked, world, offload_allowed):
+        changes = {
+            "offload_optimizer": optimizer,
+            "offload_parameters": parameters,
+            "offload_activations": asked.offload.activations,
+        }
         for mode in modes:
-            for base in _sharding(asked, world):
-                if offload != "none" and not base.zero_stage:
-                    continue
-                yield base.model_copy(update={"activation_checkpointing": mode, "offload_optimizer": offload})
-            if offload != "none" and name is None and world.size == 1:
-                yield Strategy(name="deepspeed", zero_stage=2, activation_checkpointing=mode, offload_optimizer=offload)
+            bases = list(_sharding(asked, world))
+            if optimizer != "none" and asked_strategy(asked) is None and world.size == 1:
+                bases += [Strategy(name="deepspeed", zero_stage=2 if parameters == "none" else 3)]
+            for base in bases:
+                if _offloads_so(base, optimizer, parameters):
+                    yield spread(asked, base.model_copy(update={"activation_checkpointing": mode, **changes}))
+
+
+def _offloads(asked: ParallelismSpec, world: World, allowed: bool) -> tuple[tuple[OffloadDevice, OffloadDevice], ...]:
+    """Where optimizer state and parameters may lie, the cheapest first."""
+    name, given = asked_strategy(asked), asked.offload
+    if name == "fsdp" and given.parameters == "cpu":
+        return (("cpu", "cpu"),)
+    if (given.optimizer, given.parameters) != ("none", "none"):
+        return ((given.optimizer, given.parameters),)
+    if asked.model_ranks > 1 or world.device == "cpu" or name not in (None, "deepspeed") or not allowed:
+        return (("none", "none"),)
+    return (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
+
+
+def _offloads_so(base: Strategy, optimizer: OffloadDevice, parameters: OffloadDevice) -> bool:
+    """Whether a strategy offloads these; see `Strategy.offload_parameters`."""
+    if (optimizer, parameters) == ("none", "none"):
+        return True
+    if base.name == "deepspeed":
+        return base.zero_stage == 3 or (bool(base.zero_stage) and (optimizer, parameters) == ("cpu", "none"))
+    return base.name == "fsdp" and (optimizer, parameters) == ("cpu", "cpu")
 
 
 def _sharding(asked: ParallelismSpec, world: World) -> Iterator[Strategy]:
     match asked_strategy(asked):
+        case None if asked.model_ranks > 1:
+            yield Strategy(name="ddp")
         case None:
             yield Strategy(name="single" if world.size == 1 else "ddp")
             if world.size > 1:
@@ -111,6 +250,8 @@ def _sharding(asked: ParallelismSpec, world: World) -> Iterator[Strategy]:
             yield from (Strategy(name="deepspeed", zero_stage=stage) for stage in (1, 2, 3))
         case "deepspeed":
             yield Strategy.model_validate({"name": "deepspeed", "zero_stage": asked.zero_stage})
+        case "fsdp":
+            yield Strategy(name="fsdp", fsdp_sharding=asked.sharding)
         case name:
             yield Strategy(name=name)
 
@@ -127,6 +268,7 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
         micro_batch=micro,
         length=draft.lengths.longest,
         adapter=draft.adapter,
+        secondary_shards=secondary_shards(draft.spec.parallelism),
     )
     return memory.estimate(work, draft.device_bytes)
 
@@ -136,17 +278,35 @@ def fits(draft: Draft, estimated: MemoryEstimate) -> bool:
     return estimated.total_bytes <= estimated.capacity_bytes and estimated.host_bytes <= draft.hardware.memory_bytes
 
 
+def _open(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
+    """The ladder, as far as the optimizer goes."""
+    optimizer = draft.training.optimizer
+    found = ladder(asked, decided(draft.world), offload_allowed=optimizer == "adamw")
+    return tuple(rung for rung in found if optimizer != "adafactor" or rung.name in WHOLE)
+
+
+WHOLE = ("single", "ddp")
+"""Strategies that leave matrices whole. Adafactor keeps sums of a matrix's rows and columns: DeepSpeed makes one long
+vector of all weights, and transformers' Adafactor has no form for torch's DTensor.
+"""
+
+
 def rungs(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
     """The ladder of this draft, without what has run out of memory with one row at a time."""
-    adamw = draft.training.optimizer == "adamw"
-    found = ladder(asked, decided(draft.world), offload_allowed=adamw)
-    return tuple(rung for rung in found if rung.label not in draft.adaptation.skipped_strategies)
+    return tuple(rung for rung in _open(draft, asked) if rung.label not in draft.adaptation.skipped_strategies)
+
+
+def _filled(draft: Draft, rung: Strategy, micro: int) -> Strategy:
+    """The rung with as many micro-batches in a pass of its pipeline as there are of that size."""
+    share = draft.training.global_batch_size // draft.data_ranks
+    return filled(rung, draft.spec.parallelism.pipeline, max(1, share // micro))
 
 
 def first_fit(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) -> Fit | None:
     """The first rung on which one of `micros` (largest first) fits."""
-    for strategy in rungs(draft, asked):
+    for rung in rungs(draft, asked):
         for micro in micros:
+            strategy = _filled(draft, rung, micro)
             estimated = estimate(draft, strategy, micro)
             if fits(draft, estimated):
                 return Fit(strategy, micro, estimated)
@@ -176,7 +336,7 @@ def choose_strategy(draft: Draft) -> Draft:
     batch = batch_of(draft, found.micro_batch)
     draft = replace(draft, strategy=found.strategy, batch=batch, memory=found.memory)
     draft = draft.because(_explain_strategy(draft, found)).because(explain_batch(draft, batch))
-    return _explain_extras(draft, found.strategy)
+    return explain_pipeline(_explain_extras(draft, found.strategy))
 
 
 def _may_fit(draft: Draft) -> bool:
@@ -195,12 +355,12 @@ def _explain_strategy(draft: Draft, found: Fit) -> str:
     asked, world = draft.spec.parallelism, decided(draft.world)
     words = found.strategy.label
     need = f"{human_bytes(found.memory.total_bytes)} of {human_bytes(found.memory.capacity_bytes)}"
-    if left_out := [rung.label for rung in ladder(asked, world) if rung.label in draft.adaptation.skipped_strategies]:
+    if left_out := [rung.label for rung in _open(draft, asked) if rung.label in draft.adaptation.skipped_strategies]:
         return f"strategy {words}: {_ran_out_at_one(left_out)}; one process needs {need}"
     if asked.zero_stage != "auto" or asked.strategy not in ("auto", "deepspeed"):
         alone = "; with one process nothing is divided" if world.size == 1 and asked.strategy != "single" else ""
         return f"strategy {words}: as asked; one process needs {need}{alone}"
-    labels = [rung.label for rung in ladder(asked, world)]
+    labels = [rung.label for rung in _open(draft, asked)]
     skipped = labels[: labels.index(words)]
     if not skipped:
         kind = "the cheapest one" if asked_strategy(asked) is None else "the lowest stage"
@@ -212,13 +372,26 @@ def _explain_extras(draft: Draft, strategy: Strategy) -> Draft:
     asked = draft.spec.parallelism
     if strategy.activation_checkpointing != "none":
         why = "nothing fits without" if asked.activation_checkpointing == "auto" else "as asked"
+        twice = "layers are" if strategy.activation_checkpointing == "full" else "all but matrix products is"
         draft = draft.because(
-            f"activation checkpointing {strategy.activation_checkpointing}: {why}; layers are computed twice"
+            f"activation checkpointing {strategy.activation_checkpointing}: {why}; {twice} computed twice"
         )
-    if strategy.offload_optimizer != "none":
-        why = "nothing fits without" if asked.offload.optimizer == "none" else "as asked"
-        where = "the host" if decided(draft.world).device == "cuda" else "the same memory, as the device is the host"
-        draft = draft.because(f"optimizer offload: {why}; its state lies in {where}")
+    where = {"cpu": "host memory", "nvme": "files on the node's disk"}
+    if decided(draft.world).device == "cpu":
+        where["cpu"] = "the same memory, as the device is the host"
+    for name, device, given in (
+        ("optimizer", strategy.offload_optimizer, asked.offload.optimizer),
+        ("parameter", strategy.offload_parameters, asked.offload.parameters),
+    ):
+        if device == "none":
+            continue
+        why = "as asked" if given != "none" else "fsdp moves it with the parameters"
+        if given == "none" and strategy.name != "fsdp":
+            why = "nothing fits without"
+        what = "its state lies" if name == "optimizer" else "they lie"
+        draft = draft.because(f"{name} offload: {why}; {what} in {where[device]}")
+    if strategy.offload_activations != "none":
+        draft = draft.because(f"activation offload: as asked; they lie in {where['cpu']} until the backward pass")
     return draft
 
 
@@ -232,7 +405,7 @@ def _ran_out_at_one(labels: Sequence[str]) -> str:
 def _refuse_more(draft: Draft) -> Draft:
     """The problem of a job whose strategies have all been tried."""
     asked = draft.spec.parallelism
-    tried = [rung.label for rung in ladder(asked, decided(draft.world))]
+    tried = [rung.label for rung in _open(draft, asked)]
     way_out = "use devices or nodes with more memory, or a smaller preparation.maxLength or model"
     if free := _set_free(asked):
         way_out = f"{free}; or {way_out}"
@@ -266,7 +439,8 @@ def _refuse(draft: Draft) -> Draft:
 def _most_frugal(draft: Draft) -> Fit:
     """The rung that needs the least on the device, at the smallest micro-batch that the spec allows."""
     micro = micro_batches(draft)[-1]
-    tried = [Fit(rung, micro, estimate(draft, rung, micro)) for rung in rungs(draft, draft.spec.parallelism)]
+    forms = [_filled(draft, rung, micro) for rung in rungs(draft, draft.spec.parallelism)]
+    tried = [Fit(form, micro, estimate(draft, form, micro)) for form in forms]
     on_host = [fit for fit in tried if fit.memory.host_bytes <= draft.hardware.memory_bytes]
     return min(on_host or tried, key=lambda fit: fit.memory.total_bytes)
 
@@ -275,7 +449,9 @@ def _smallest_change(draft: Draft, best: Fit) -> str:
     asked, training, world = draft.spec.parallelism, draft.training, decided(draft.world)
     if training.micro_batch_size != "auto":
         smaller = tuple(
-            size for size in divisors(training.global_batch_size // world.size) if size < training.micro_batch_size
+            size
+            for size in divisors(training.global_batch_size // draft.data_ranks)
+            if size < training.micro_batch_size
         )
         found = first_fit(draft, asked, smaller)
         if found is not None:
@@ -283,7 +459,7 @@ def _smallest_change(draft: Draft, best: Fit) -> str:
     relaxed = asked.model_copy(update={"activation_checkpointing": "auto"})
     if first_fit(draft, relaxed, micro_batches(draft)) is not None:
         return "set parallelism.activationCheckpointing to full or auto"
-    free = ParallelismSpec()
+    free = ParallelismSpec(tensor=asked.tensor, pipeline=asked.pipeline, placement=asked.placement)
     found = first_fit(draft, free, micro_batches(draft))
     if found is not None:
         return f"{_set_free(asked)}, and the plan takes {found.strategy.label}"
@@ -305,7 +481,8 @@ def _set_free(asked: ParallelismSpec) -> str:
     """What to change so that the plan may choose among all strategies; what only one of them reads goes as well."""
     fixed = (
         ("zeroStage", asked.zero_stage != "auto"),
-        ("offload", asked.offload.optimizer != "none"),
+        ("sharding", asked.sharding != "full"),
+        ("offload", asked.offload != OffloadSpec()),
         ("deepspeedConfig", bool(asked.deepspeed_config)),
         ("activationCheckpointing", asked.activation_checkpointing != "auto"),
     )
@@ -316,13 +493,14 @@ def _set_free(asked: ParallelismSpec) -> str:
 
 def _nodes_that_fit(draft: Draft) -> str:
     """`16 nodes (128 GPUs in all), or ` when more nodes of this kind would do; empty when they would not."""
-    world = decided(draft.world)
+    world, asked = decided(draft.world), draft.spec.parallelism
     if draft.local:
         return ""
+    free = ParallelismSpec(tensor=asked.tensor, pipeline=asked.pipeline)
     nodes = world.nodes
     while (nodes := nodes * 2) <= MOST_NODES:
         wider = replace(draft, world=world.model_copy(update={"nodes": nodes}))
-        if first_fit(wider, ParallelismSpec(), (1,)) is not None:
+        if first_fit(wider, free, (1,)) is not None:
             size = decided(wider.world).size
             multiple = (
                 "" if draft.training.global_batch_size % size == 0 else f" with a globalBatchSize that {size} divides"

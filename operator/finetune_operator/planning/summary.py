@@ -104,11 +104,13 @@ def _training(plan: JobPlan, training: Training) -> tuple[Row, ...]:
 
 def _memory(memory: MemoryEstimate) -> tuple[Row, ...]:
     terms = tuple(Row(term.name, human_bytes(term.bytes), term.formula) for term in memory.terms)
+    files = (Row("disk", human_bytes(memory.disk_bytes), "state in files, all processes of a node"),)
     share = memory.total_bytes / memory.capacity_bytes if memory.capacity_bytes else 0.0
     return (
         *terms,
         Row("total", human_bytes(memory.total_bytes), f"{share:.0%} of {human_bytes(memory.capacity_bytes)}"),
         Row("host", human_bytes(memory.host_bytes), "all processes of a node"),
+        *(files if memory.disk_bytes else ()),
     )
 
 

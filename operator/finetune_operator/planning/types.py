@@ -63,6 +63,8 @@ class MemoryEstimate(Message):
     capacity_bytes: int = Field(ge=0)
     host_bytes: int = Field(ge=0)
     """Host memory of all processes of one node."""
+    disk_bytes: int = Field(default=0, ge=0)
+    """State in files of all processes of one node."""
 
 
 class Estimate(Message):

@@ -11,21 +11,30 @@ while an optimizer made by DeepSpeed would decay biases and norms as well.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
-from finetune_contract.choices import OffloadDevice, ZeroStage
+from finetune_contract.choices import Device, OffloadDevice, ZeroStage
+from finetune_contract.job import World
 from finetune_operator.planning.adapters import trained_parameters
 from finetune_operator.planning.memory import (
+    NVME_OPTIMIZER_BUFFERS,
+    NVME_PARAMETER_BUFFERS,
+    NVME_SUB_GROUP_ELEMENTS,
     PREFETCH_BUCKET_ELEMENTS,
     SUB_GROUP_ELEMENTS,
     largest_layer,
+    nvme_buffer_elements,
     overlaps_communication,
     reduce_bucket_elements,
 )
 from finetune_operator.planning.types import JobPlan
 from finetune_operator.rendering.merging import merge
+
+OFFLOAD_FOLDER = "/offload"
+"""Where pods mount the volume for files of offloaded state."""
 
 
 class _Section(BaseModel):
@@ -44,6 +53,20 @@ class OffloadOptimizer(_Section):
     device: OffloadDevice
     pin_memory: bool
     """Page-locked host memory copies faster to a GPU; on CPU nothing is copied."""
+    nvme_path: str | None = None
+    """Folder of the files; None without files, and where the trainer takes one of the job's own."""
+    buffer_count: int | None = None
+
+
+class OffloadParameters(OffloadOptimizer):
+    """Where parameters lie."""
+
+    buffer_size: int | None = None
+    """Elements."""
+    max_in_cpu: int | None = None
+    """Elements that stay in host memory in spite of `nvme`; DeepSpeed's default is 10^9, which for most models is all
+    of them.
+    """
 
 
 class ZeroOptimization(_Section):
@@ -51,6 +74,7 @@ class ZeroOptimization(_Section):
 
     stage: ZeroStage
     offload_optimizer: OffloadOptimizer | None = None
+    offload_param: OffloadParameters | None = None
     overlap_comm: bool | None = None
     contiguous_gradients: bool | None = None
     reduce_bucket_size: int | None = None
@@ -106,12 +130,9 @@ def _zero(plan: JobPlan) -> ZeroOptimization:
     if stage == 0:
         return ZeroOptimization(stage=0)
     bucket = reduce_bucket_elements(trained_parameters(model, training.adapter).trained)
-    offload = None
-    if strategy.offload_optimizer != "none":
-        offload = OffloadOptimizer(device=strategy.offload_optimizer, pin_memory=device == "cuda")
     shared = ZeroOptimization(
         stage=stage,
-        offload_optimizer=offload,
+        offload_optimizer=_offload_optimizer(plan, strategy.offload_optimizer, device),
         overlap_comm=overlaps_communication(device),
         contiguous_gradients=True,
         reduce_bucket_size=bucket,
@@ -123,7 +144,8 @@ def _zero(plan: JobPlan) -> ZeroOptimization:
     # saves nothing.
     return shared.model_copy(
         update={
-            "sub_group_size": SUB_GROUP_ELEMENTS,
+            "offload_param": _offload_parameters(plan, strategy.offload_parameters, training.world),
+            "sub_group_size": NVME_SUB_GROUP_ELEMENTS if strategy.offload_optimizer == "nvme" else SUB_GROUP_ELEMENTS,
             "stage3_prefetch_bucket_size": min(model.parameters, PREFETCH_BUCKET_ELEMENTS),
             "stage3_param_persistence_threshold": 10 * model.hidden_size,
             "stage3_max_live_parameters": 2 * largest_layer(model),
@@ -131,3 +153,36 @@ def _zero(plan: JobPlan) -> ZeroOptimization:
             "stage3_gather_16bit_weights_on_model_save": True,
         }
     )
+
+
+def _offload_optimizer(plan: JobPlan, where: OffloadDevice, device: Device) -> OffloadOptimizer | None:
+    if where == "none":
+        return None
+    files = {"nvme_path": _folder(plan), "buffer_count": NVME_OPTIMIZER_BUFFERS} if where == "nvme" else {}
+    return OffloadOptimizer.model_validate({"device": where, "pin_memory": device == "cuda", **files})
+
+
+def _offload_parameters(plan: JobPlan, where: OffloadDevice, world: World) -> OffloadParameters | None:
+    if where == "none":
+        return None
+    files: dict[str, object] = {}
+    if where == "nvme":
+        files = {
+            "nvme_path": _folder(plan),
+            "buffer_count": NVME_PARAMETER_BUFFERS,
+            "buffer_size": nvme_buffer_elements(plan.model, world.size),
+            "max_in_cpu": 0,
+        }
+    return OffloadParameters.model_validate({"device": where, "pin_memory": world.device == "cuda", **files})
+
+
+def _folder(plan: JobPlan) -> str | None:
+    """Where files of offloaded state go: in pods a volume, else a folder of the job that the trainer knows."""
+    return None if plan.launcher == "local" else OFFLOAD_FOLDER
+
+
+def uses_offload_folder(config: Mapping[str, JsonValue]) -> bool:
+    """Whether a DeepSpeed configuration writes to the pods' own volume: the user's keys may name another place."""
+    zero = config.get("zero_optimization")
+    sections = [zero.get(name) for name in ("offload_optimizer", "offload_param")] if isinstance(zero, dict) else []
+    return any(isinstance(each, dict) and each.get("nvme_path") == OFFLOAD_FOLDER for each in sections)

@@ -26,6 +26,9 @@ from finetune_operator.rendering.trainer_pod import (
     RENDEZVOUS_PORT,
     SSH_KEYS,
     StagePods,
+    spark_arguments,
+    spark_driver,
+    spark_executor,
     stage_pod,
 )
 from finetune_operator.rendering.types import JOB_LABEL, MANAGED_BY, Attempt, Manifest, RenderContext
@@ -72,6 +75,8 @@ def stage(plan: JobPlan, context: RenderContext, attempt: Attempt) -> tuple[Mani
     pods = StagePods(plan, context, attempt)
     if attempt.stage is Stage.SERVE:
         raise _refused("spec.endpoint", None, "servers cannot be rendered yet", "leave it out")
+    if attempt.stage is Stage.PREPARE and plan.trainer.preparation.engine == "spark":
+        return (_config_map(pods), _sparkapplication(pods))
     if attempt.stage is not Stage.TRAIN:
         return (_config_map(pods), _job(pods))
     match plan.launcher:
@@ -177,4 +182,17 @@ def _mpijob(pods: StagePods) -> Manifest:
         ssh_path=SSH_KEYS,
         launcher=stage_pod(pods, "mpi-launcher").manifest(),
         worker=stage_pod(pods, "mpi-worker").manifest(),
+    )
+
+
+def _sparkapplication(pods: StagePods) -> Manifest:
+    return document(
+        "sparkapplication",
+        metadata=_metadata(pods, pods.name),
+        image=pods.context.spec.image or pods.context.settings.defaults.image,
+        arguments=list(spark_arguments(pods)),
+        container=CONTAINER_NAME,
+        executors=pods.plan.trainer.preparation.workers,
+        driver=spark_driver(pods).manifest(),
+        executor=spark_executor(pods).manifest(),
     )

@@ -212,6 +212,8 @@ class Pod:
     image_pull_secrets: tuple[SecretSpec, ...] = ()
     service_account: str | None = None
     priority_class: str | None = None
+    api_token: bool = False
+    """Whether the token of its service account is mounted."""
     subdomain: str | None = None
     """Headless Service that gives the pod's host name an address."""
     user_labels: Mapping[str, str] = field(default_factory=dict)
@@ -230,7 +232,7 @@ class Pod:
             },
             "spec": {
                 "restartPolicy": "Never",
-                "automountServiceAccountToken": False,
+                "automountServiceAccountToken": self.api_token,
                 "enableServiceLinks": False,
                 "terminationGracePeriodSeconds": self.termination_grace_seconds,
                 "securityContext": merge(_security_context(), self.user_security_context),

@@ -72,13 +72,17 @@ def stage_threads(plan: JobPlan, stage: Stage) -> int:
     return max(1, plan.hardware.cpu_cores // max(1, plan.hardware.gpus_per_node))
 
 
-def stage_resources(plan: JobPlan, spec: FineTuneJobSpec, defaults: Defaults, stage: Stage) -> Resources:
-    """Of one pod of `stage` (of one worker, for an MPIJob)."""
+def stage_resources(
+    plan: JobPlan, spec: FineTuneJobSpec, defaults: Defaults, stage: Stage, offloads_to_files: bool = False
+) -> Resources:
+    """Of one pod of `stage` (of one worker, for an MPIJob), with room on the node's disk where state lies in files."""
     gpus, asked = stage_gpus(plan, spec, stage), spec.resources
     limits: dict[str, str] = {}
     if gpus == node_gpus(plan, spec):
         limits = {name: text for name, text in (("cpu", asked.cpu), ("memory", asked.memory)) if text is not None}
     requests = {} if "memory" in limits else {"memory": _rounded(_expected_bytes(plan, stage))}
+    if offloads_to_files and plan.memory is not None:
+        requests["ephemeral-storage"] = _rounded(plan.memory.disk_bytes)
     if gpus:
         limits[GPU] = str(gpus)
     if stage is Stage.TRAIN:

@@ -19,7 +19,9 @@ from pydantic import JsonValue
 
 from finetune_operator.rendering.types import Manifest
 
-TemplateName: TypeAlias = Literal["claim", "configmap", "networkpolicy", "service", "job", "pytorchjob", "mpijob"]
+TemplateName: TypeAlias = Literal[
+    "claim", "configmap", "networkpolicy", "service", "job", "pytorchjob", "mpijob", "sparkapplication"
+]
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The one in C where there is one: it reads some ten times as fast."""

@@ -24,11 +24,13 @@ from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.types import JobPlan
 from finetune_operator.rendering.claims import Storage, storage
 from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, fingerprint, stage_files
+from finetune_operator.rendering.deepspeed import OFFLOAD_FOLDER, deepspeed_config, uses_offload_folder
 from finetune_operator.rendering.pods import (
     Container,
     EnvVar,
     Mount,
     Pod,
+    Resources,
     Volume,
     avoiding,
     config_volume,
@@ -112,6 +114,12 @@ class StagePods:
         return stage_files(self.plan, self.context, self.stage)
 
     @property
+    def offloads_to_files(self) -> bool:
+        """Whether the pods need a volume for state that is in files."""
+        config = deepspeed_config(self.plan) if self.stage is Stage.TRAIN else None
+        return config is not None and uses_offload_folder(config)
+
+    @property
     def identity(self) -> dict[str, str]:
         """Labels that no pod of another attempt has."""
         return {
@@ -189,7 +197,7 @@ def _container(pods: StagePods, role: Role, folders: Storage) -> Container:
         env=(*_environment(pods, role, folders), *_secrets(pods)),
         env_from_secret=None if spec.secrets.storage is None else spec.secrets.storage.name,
         mounts=_mounts(pods, folders),
-        resources=stage_resources(pods.plan, spec, defaults, pods.stage),
+        resources=stage_resources(pods.plan, spec, defaults, pods.stage, pods.offloads_to_files),
         user_env=spec.template.env,
         user_mounts=spec.template.volume_mounts,
     )
@@ -206,11 +214,34 @@ def _container(pods: StagePods, role: Role, folders: Storage) -> Container:
 def _launch(pods: StagePods, folders: Storage) -> tuple[str, ...]:
     deepspeed = ("--deepspeed", f"{CONFIG}/{DEEPSPEED_FILE}") if DEEPSPEED_FILE in pods.files else ()
     return (
-        *("python", "-m", "finetune_trainer", "launch", pods.stage.value),
-        *("--job", f"{CONFIG}/{JOB_FILE}", "--workspace", folders.workspace),
+        *("python", "-m", "finetune_trainer", "launch", *_stage_arguments(pods, folders)),
         *deepspeed,
         *("--with", pods.starter),
     )
+
+
+def _stage_arguments(pods: StagePods, folders: Storage) -> tuple[str, ...]:
+    return (pods.stage.value, "--job", f"{CONFIG}/{JOB_FILE}", "--workspace", folders.workspace)
+
+
+# ---------------------------------------------------------------------------------------------------------------- Spark
+
+
+def spark_arguments(pods: StagePods) -> tuple[str, ...]:
+    """Of the trainer's own program, which Spark's driver runs in its process."""
+    return _stage_arguments(pods, storage(pods.context.spec, pods.names, pods.stage))
+
+
+def spark_driver(pods: StagePods) -> Pod:
+    """The pod that runs the stage; Spark adds command and sizes. It asks the API server for executors."""
+    pod = stage_pod(pods)
+    return replace(pod, container=replace(pod.container, command=(), resources=Resources({})), api_token=True)
+
+
+def spark_executor(pods: StagePods) -> Pod:
+    """A pod that tokenises. The labels of the attempt are the driver's alone: its end is the attempt's."""
+    labels = {**MANAGED_BY, **pods.context.job_labels(pods.plan.name)}
+    return replace(spark_driver(pods), labels=labels, api_token=False)
 
 
 # ---------------------------------------------------------------------------------------------------------- environment
@@ -310,21 +341,25 @@ def _secrets(pods: StagePods) -> tuple[EnvVar, ...]:
 def _volumes(pods: StagePods, folders: Storage) -> tuple[Volume, ...]:
     plan, spec = pods.plan, pods.context.spec
     token = () if pods.context.progress is None else (token_volume("progress-token", PROGRESS_AUDIENCE, TOKEN_FILE),)
+    files = (scratch_volume("offload"),) if pods.offloads_to_files else ()
     return (
         config_volume("config", pods.name),
         *folders.volumes,
         memory_volume("shared-memory", shared_memory(plan, spec, pods.stage)),
         scratch_volume("tmp"),
+        *files,
         *token,
     )
 
 
 def _mounts(pods: StagePods, folders: Storage) -> tuple[Mount, ...]:
     token = () if pods.context.progress is None else (Mount("progress-token", TOKEN_FOLDER, read_only=True),)
+    files = (Mount("offload", OFFLOAD_FOLDER),) if pods.offloads_to_files else ()
     return (
         Mount("config", CONFIG, read_only=True),
         *folders.mounts,
         Mount("shared-memory", "/dev/shm"),
         Mount("tmp", "/tmp"),
+        *files,
         *token,
     )

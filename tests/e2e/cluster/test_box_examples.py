@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from examples import IN_CLUSTER, example_document
+from examples import FITTED_LOCALLY, IN_CLUSTER, example_document
 
 from box_support.box import GIT_HOST, Box
 from box_support.git_pod import TEMPLATE as TRUSTING_THE_GIT_HOST
@@ -131,7 +131,7 @@ def _secret(name: str, token: str) -> Object:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "stringData": {"token": token}}
 
 
-RUNS: dict[str, Run] = {name: to_the_end for name in IN_CLUSTER if name not in TOUR} | {
+RUNS: dict[str, Run] = {name: to_the_end for name in IN_CLUSTER if name not in TOUR + FITTED_LOCALLY} | {
     "suspended": held_then_started,
     "private-model": refused_then_taken,
 }
@@ -174,7 +174,7 @@ def runs(
 
 def test_every_example_for_a_cluster_is_run() -> None:
     assert len(RUNS) >= 10
-    assert set(RUNS) | set(TOUR) == set(IN_CLUSTER)
+    assert set(RUNS) | set(TOUR) | set(FITTED_LOCALLY) == set(IN_CLUSTER)
 
 
 @pytest.mark.parametrize("example", RUNS)

@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 from pydantic import JsonValue
 
 ArgumentType: TypeAlias = Literal["bool", "int", "float", "str", "list", "dict", "null"]
-ArgumentReason: TypeAlias = Literal["UnknownArgument", "OwnedByPlan", "FixedByTrainer", "WrongType"]
+ArgumentReason: TypeAlias = Literal["UnknownArgument", "OwnedByPlan", "FixedByTrainer", "WrongType", "UnknownTracker"]
+Tracker: TypeAlias = Literal["tensorboard", "mlflow", "wandb"]
+"""What `report_to` may name."""
 
 OWNED_BY_PLAN: Mapping[str, str] = {
     "accelerator_config": "parallelism",
@@ -79,6 +81,7 @@ FREE: frozenset[str] = frozenset(
         "lr_scheduler_kwargs",
         "neftune_noise_alpha",
         "optim_args",
+        "report_to",
         "tf32",
         "torch_compile",
         "torch_compile_backend",
@@ -133,7 +136,33 @@ def _problem(name: str, value: JsonValue) -> ArgumentProblem | None:
         return ArgumentProblem(
             name, "WrongType", message, "Write it without quotes if it is a number or a truth value."
         )
+    if name == "report_to":
+        return _tracker_problem(value)
     return None
+
+
+def _tracker_problem(value: JsonValue) -> ArgumentProblem | None:
+    known = get_args(Tracker)
+    unknown = [each for each in _named(value) if each not in known]
+    if not unknown:
+        return None
+    message = f"training.arguments.report_to names {unknown[0]!r}; the trainer tells {', '.join(known)}."
+    near = difflib.get_close_matches(str(unknown[0]), known, n=1)
+    hint = f"Did you mean {near[0]}?" if near else "Name some of them, as a list."
+    return ArgumentProblem("report_to", "UnknownTracker", message, hint)
+
+
+def trackers(arguments: Mapping[str, JsonValue]) -> tuple[Tracker, ...]:
+    """Those that `report_to` of checked arguments names, each once; none without it."""
+    named = _named(arguments.get("report_to"))
+    return tuple(tracker for tracker in get_args(Tracker) if tracker in named)
+
+
+def _named(value: JsonValue) -> list[JsonValue]:
+    """A name or a list of names; `none` is what transformers calls no name."""
+    if isinstance(value, list):
+        return value
+    return [] if value in (None, "none") else [value]
 
 
 def _fits(value: JsonValue, types: tuple[ArgumentType, ...]) -> bool:

@@ -14,11 +14,23 @@ Task: TypeAlias = Literal[
     "translation",
     "masked-lm",
 ]
+LANGUAGE_TASKS: tuple[Task, ...] = ("text-generation", "summarization", "translation", "masked-lm")
+"""Those whose model has the vocabulary for its outputs, and a head that was pre-trained with its body."""
+WRITING_TASKS: tuple[Task, ...] = ("text-generation", "summarization", "translation")
+"""Those whose predictions are text that the model writes."""
 LabelForm: TypeAlias = Literal["single_label_classification", "multi_label_classification", "regression"]
 """As `problem_type` of a model's config has them."""
 StrategyName: TypeAlias = Literal["single", "ddp", "fsdp", "deepspeed"]
 ZeroStage: TypeAlias = Literal[0, 1, 2, 3]
 OffloadDevice: TypeAlias = Literal["none", "cpu", "nvme"]
+ActivationOffload: TypeAlias = Literal["none", "cpu"]
+Sharding: TypeAlias = Literal["full", "grad-op", "hybrid"]
+"""What FSDP divides: all state over all processes; gradients and optimizer state, while the parameters stay gathered
+between forward and backward; all state inside a node, with a copy on every node.
+"""
+PipelineSchedule: TypeAlias = Literal["1f1b", "interleaved", "gpipe"]
+RankOrder: TypeAlias = Literal["DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]
+"""Dimensions of a mesh of processes, data, pipeline and tensor, the one in which neighbouring ranks differ last."""
 CheckpointingMode: TypeAlias = Literal["none", "full", "selective"]
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16", "fp8"]
 Device: TypeAlias = Literal["cpu", "cuda"]

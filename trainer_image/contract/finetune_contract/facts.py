@@ -52,9 +52,11 @@ class SplitFacts(Message):
     """One prepared split."""
 
     rows: int = Field(ge=0)
-    """What batches are made of: rows of the data, or windows of them."""
+    """What batches are made of: rows of the data, windows of them, or sequences that several of them share."""
     windows_of: int | None = None
     """Rows of the data where they were cut into windows; None: they were not."""
+    packs_of: int | None = None
+    """Rows of the data (windows of them, where they were cut) that share sequences; None: each has its own."""
     tokens: int = Field(ge=0)
     """Tokens over all rows after truncation, special tokens included."""
     truncated_rows: int = Field(ge=0, default=0)

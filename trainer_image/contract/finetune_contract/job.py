@@ -12,13 +12,17 @@ from pydantic import Field, JsonValue, model_validator
 
 from finetune_contract.base import Order
 from finetune_contract.choices import (
+    ActivationOffload,
     AdapterMethod,
     CheckpointingMode,
     Device,
     OffloadDevice,
     OptimizerName,
+    PipelineSchedule,
     Precision,
+    RankOrder,
     SchedulerName,
+    Sharding,
     StrategyName,
     Task,
     ZeroStage,
@@ -77,8 +81,32 @@ class Preparation(Order):
     """Tokens that neighbouring windows of a long row share, in tasks that cut rows into windows; None: 128, or a
     quarter of the window when that is less.
     """
+    engine: Literal["local", "spark"] = "local"
+    """Who tokenises: processes of this machine, or Spark."""
     workers: int = Field(default=1, ge=1)
-    """Processes that tokenise."""
+    """Processes that tokenise; partitions with Spark."""
+    packing: bool = False
+    """Whether rows of the train split share sequences of `max_length` tokens; then these are what batches count."""
+
+
+class Pipeline(Order):
+    """The model's layers in stages, one after the other, on several processes."""
+
+    degree: int = Field(gt=1)
+    """Processes that the layers are spread over."""
+    micro_batches: int = Field(gt=0)
+    """Micro-batches of one pass of the schedule; they divide the accumulation."""
+    schedule: PipelineSchedule = "1f1b"
+
+    @property
+    def stages_per_process(self) -> int:
+        """Model chunks of one process: the interleaved schedule shortens its bubble by having two."""
+        return 2 if self.schedule == "interleaved" else 1
+
+    @property
+    def stages(self) -> int:
+        """Model chunks of the whole pipeline."""
+        return self.degree * self.stages_per_process
 
 
 class Strategy(Order):
@@ -87,24 +115,62 @@ class Strategy(Order):
     name: StrategyName
     zero_stage: ZeroStage | None = None
     """Only with `deepspeed`."""
+    fsdp_sharding: Sharding = "full"
+    """Only with `fsdp`."""
     offload_optimizer: OffloadDevice = "none"
+    offload_parameters: OffloadDevice = "none"
+    """With `fsdp` parameters and optimizer state move together."""
+    offload_activations: ActivationOffload = "none"
     activation_checkpointing: CheckpointingMode = "none"
+    tensor: int = Field(default=1, gt=0)
+    """Processes that each layer is split over."""
+    pipeline: Pipeline | None = None
+    """None: every process has all layers."""
+    rank_order: RankOrder = "DPT"
+    """Dimensions of the mesh of processes (data, pipeline, tensor), that of neighbouring ranks last."""
+
+    @property
+    def model_ranks(self) -> int:
+        """Processes that hold one replica of the model together by tensor and pipeline parallelism."""
+        return self.tensor * (self.pipeline.degree if self.pipeline is not None else 1)
 
     @property
     def sharding(self) -> str:
-        """How state is divided among processes, e.g. `ddp` or `deepspeed-zero2`; it decides a checkpoint's form."""
+        """How state is divided among processes, e.g. `ddp` or `deepspeed-zero2`."""
         return str(self.name) if self.zero_stage is None else f"{self.name}-zero{self.zero_stage}"
+
+    @property
+    def checkpoint_form(self) -> str:
+        """What a checkpoint was written by; DeepSpeed reads state in files from its own files only."""
+        return self.sharding + ("-nvme" if self.offload_optimizer == "nvme" else "")
 
     @property
     def label(self) -> str:
         """The strategy in one word, e.g. `ddp` or `deepspeed-zero2+activation-checkpointing+optimizer-offload`."""
         word = self.sharding
+        if self.fsdp_sharding != "full":
+            word += f"-{self.fsdp_sharding}"
+        if self.tensor > 1:
+            word += f"+tensor{self.tensor}"
+        if self.pipeline is not None:
+            word += f"+pipeline{self.pipeline.degree}-{self.pipeline.schedule}"
         if self.activation_checkpointing != "none":
             kind = "" if self.activation_checkpointing == "full" else "selective-"
             word += f"+{kind}activation-checkpointing"
-        if self.offload_optimizer != "none":
-            word += "+optimizer-offload"
+        offloaded = {
+            "optimizer": self.offload_optimizer,
+            "parameter": self.offload_parameters,
+            "activation": self.offload_activations,
+        }
+        for what, where in offloaded.items():
+            if where != "none":
+                word += f"+{what}-offload{'-nvme' if where == 'nvme' else ''}"
         return word
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Whether state lies in files."""
+        return "nvme" in (self.offload_optimizer, self.offload_parameters)
 
 
 class Batch(Order):
@@ -190,6 +256,18 @@ class Training(Order):
     arguments: dict[str, JsonValue] = Field(default_factory=dict)
     """Further fields of `transformers.TrainingArguments`, as the user wrote them."""
 
+    @property
+    def loop_batch(self) -> Batch:
+        """`batch` as the loop counts: a pass of the pipeline's schedule is one micro-batch of it."""
+        pipeline, batch = self.strategy.pipeline, self.batch
+        passed = 1 if pipeline is None else pipeline.micro_batches
+        return batch.model_copy(
+            update={
+                "micro_batch_size": batch.micro_batch_size * passed,
+                "gradient_accumulation": batch.gradient_accumulation // passed,
+            }
+        )
+
 
 class Script(Order):
     """A user's own training program, fetched by prepare and run by every rank in place of the built-in loop."""
@@ -227,6 +305,17 @@ class Evaluation(Order):
     """Padded tokens of one inference batch (longest row x rows)."""
 
 
+class Generation(Order):
+    """How a model writes, in evaluation and prediction; names as in `generate` of transformers."""
+
+    max_new_tokens: int = Field(default=128, gt=0)
+    num_beams: int = Field(default=1, gt=0)
+    temperature: float = Field(default=0.0, ge=0)
+    """0: always the likeliest token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Probability of the likeliest tokens that are drawn from."""
+
+
 class Prediction(Order):
     """Batch inference over the predict data set, or over the test split when `dataset` is None."""
 
@@ -258,6 +347,8 @@ class TrainerJob(Order):
     """A program of the user's, in place of the loop: at most one of the two is there."""
     evaluation: Evaluation | None = None
     predict: Prediction | None = None
+    generation: Generation = Generation()
+    """For tasks whose answers are text."""
     seed: int = Field(default=42, ge=0)
     """Seeds the rows that are set aside for validation; with training it is the same as `training.seed`."""
 

@@ -153,12 +153,17 @@ class JobPaths:
 
     @property
     def prepared(self) -> Path:
-        """Prepared data: `data.json` (`DataFacts`), `<role>.parquet`, the completion marker."""
+        """Prepared data: `data.json` (`DataFacts`), `<role>-<number>-of-<files>.arrow`, the completion marker."""
         return self.root / "prepared"
 
     @property
     def checkpoints(self) -> Path:
         return self.root / "checkpoints"
+
+    @property
+    def offload(self) -> Path:
+        """State that is offloaded to files, while a training without a cluster runs."""
+        return self.root / "offload"
 
     @property
     def model(self) -> Path:
@@ -192,10 +197,16 @@ class JobPaths:
 
     @property
     def history(self) -> Path:
-        """One JSON line per logged step of training: step, epoch, loss, learning_rate, grad_norm,
-        samples_per_second.
+        """One JSON line per logged step of training: step, epoch, loss, learning_rate, grad_norm, samples_per_second,
+        tokens_per_second, tokens, computed_tokens (with padding), seconds (by part of the time); and one for each
+        evaluation, and for the seconds of evaluations and checkpoints.
         """
         return self.root / "history.jsonl"
+
+    @property
+    def tracking(self) -> Path:
+        """What the trackers that `training.arguments.report_to` names write: `tensorboard/`, `mlflow/`, `wandb/`."""
+        return self.root / "tracking"
 
     @property
     def state(self) -> Path:

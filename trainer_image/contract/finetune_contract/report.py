@@ -13,6 +13,37 @@ from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, ModelFacts
 from finetune_contract.layout import EXIT_CODES, REPORT_LIMIT_BYTES, FailureClass
 
+TimePart: TypeAlias = Literal[
+    "start",
+    "data",
+    "forward",
+    "backward",
+    "forward_backward",
+    "communication",
+    "optimizer",
+    "evaluation",
+    "checkpoint",
+    "rest",
+    "finish",
+]
+"""What a training spends its time with. `start`: until the first step (model, spreading, reading a checkpoint); `data`:
+waiting for batches and moving them to the device; `forward_backward`: both, where a pipeline runs them interleaved;
+`communication`: collectives that nothing else runs beside, with the wait for the slowest process; `optimizer`: clipping
+and the update; `rest`: what is between them, such as gathering the loss; `finish`: gathering and writing the model.
+"""
+
+
+class TimeSplit(Message):
+    """How the wall-clock time of a training divides, on rank 0, over the attempts whose steps count."""
+
+    total_seconds: float
+    parts: dict[TimePart, float]
+    """Seconds. They add up to the total."""
+    with_communication: tuple[TimePart, ...] = ()
+    """Parts that hold exchange between processes which cannot be told apart from what they compute."""
+    clock: Literal["host", "cuda-events"] = "host"
+    """Where a part ends: on GPUs when the device comes by, not when the host has asked it to."""
+
 
 def shortened(text: str, limit: int) -> str:
     """The text in at most `limit` characters: of a longer one the middle goes."""

@@ -9,49 +9,48 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
-from itertools import chain
-from multiprocessing import get_context
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from finetune_contract.facts import DataFacts, SplitFacts
+from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
-from finetune_trainer.data.prepared import FACTS_FILE, INPUTS_FILE, POSITION, ROW, PreparedInputs, arrow_table
+from finetune_trainer.data.prepared import FACTS_FILE, INPUTS_FILE, PreparedInputs, raw_name, shard_name
+from finetune_trainer.data.shards import (
+    CHUNK_ROWS,
+    Encoder,
+    Recipe,
+    Rows,
+    Shard,
+    ShardFacts,
+    cut,
+    write_here,
+    write_in_processes,
+)
 from finetune_trainer.data.sources import ColumnNeed, RawSplit, Role, SplitSource, predict_split, splits_by_role
+from finetune_trainer.data.spool import write_tables
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import locked
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.base import Coding, Encoded, Labels, Targets, TaskModule, task_module
+from finetune_trainer.tasks.base import Coding, Labels, Targets, TaskModule, task_module
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-_FORMAT = 2
+_FORMAT = 3
 """Counts up when the layout of the folder or the way of tokenising changes; part of the fingerprint."""
 _VALIDATION_SHARE = 0.05
-_CHUNK_ROWS = 10_000
-"""Rows tokenised at a time: bounds memory (about 100 bytes for each token while they are Python lists) and paces
-progress.
-"""
-_ROWS_PER_WORKER = 50_000
-"""Below this a worker's start (some 4 s for its imports) costs more than it saves; one process tokenises over 20,000
-rows a second.
-"""
 _TEMPORARY = "prepared.tmp-"
+_SCRATCH = "raw"
+"""Folder inside of it for rows that are on their way."""
 _TARGETS = ("label", "tags", "answers", "target")
 """Roles of columns that rows to predict need not have, and that nothing would read there."""
 
@@ -81,15 +80,6 @@ class _Order:
     key: str
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """Raw rows with a role, their index in the raw split, and their targets."""
-
-    raw: RawSplit
-    index: NDArray[np.int64]
-    targets: NDArray[Any] | None
-
-
 def prepare(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> DataFacts:
     """Writes `paths.prepared`, or finds it done already. Two processes at once prepare once.
 
@@ -105,10 +95,13 @@ def prepare(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> DataFac
             return done
         for leftover in paths.root.glob(f"{_TEMPORARY}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        rows, targets, set_aside = _checked_rows(order)
         temporary = _new_folder(paths.root)
+        scratch = temporary / _SCRATCH
         try:
+            scratch.mkdir()
+            rows, targets, set_aside = _checked_rows(order, scratch)
             facts = _write(temporary, order, rows, targets.labels, set_aside, progress)
+            shutil.rmtree(scratch)
             _move(temporary, paths.prepared)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -124,7 +117,8 @@ def _same(paths: JobPaths, key: str) -> DataFacts | None:
         facts = DataFacts.model_validate_json((paths.prepared / FACTS_FILE).read_bytes())
     except (OSError, ValueError):
         return None
-    whole = all((paths.prepared / f"{role}.parquet").is_file() for role in facts.splits)
+    names = [shard_name(role, number, of) for role, of in inputs.shards.items() for number in range(of)]
+    whole = all((paths.prepared / name).is_file() for name in names)
     return facts if inputs.key == key and whole else None
 
 
@@ -156,6 +150,8 @@ def _order(job: TrainerJob) -> _Order:
     task = task_module(job.task)
     config = load_config(job)
     known = None if job.training else _labels_of_model(job, task, config)
+    if job.preparation.packing:
+        task.refuse_packing(job, config)
     parts = _parts(job, task)
     max_length = truncation_length(job, config)
     stride = window_stride(job, max_length)
@@ -169,6 +165,7 @@ def _order(job: TrainerJob) -> _Order:
         "max_length": max_length,
         "stride": stride,
         "model_type": config.model_type,
+        "packing": job.preparation.packing,
         "seed": job.seed,
     }
     fingerprint = _digest({**basis, "splits": {role: _part_digest(part) for role, part in trained.items()}})
@@ -252,43 +249,42 @@ def _digest(value: object) -> str:
 # ------------------------------------------------------------------------------------------------ reading, checking
 
 
-def _checked_rows(order: _Order) -> tuple[dict[Role, _Rows], Targets, bool]:
+def _checked_rows(order: _Order, scratch: Path) -> tuple[dict[Role, Rows], Targets, bool]:
     """All rows with their targets, and whether validation was taken from train."""
     raw: dict[Role, RawSplit] = {}
     for role, part in order.parts.items():
-        raw[role] = part.source.read(part.needs)
+        raw[role] = part.source.read(part.needs, scratch)
         order.task.check(raw[role], part.columns, part.setting)
     columns = order.job.dataset.columns if order.job.dataset else Columns()
     targets = order.task.targets(
         {role: split for role, split in raw.items() if role != "predict"}, columns, order.known_labels
     )
-    rows = {role: _Rows(split, np.arange(len(split.rows)), targets.of.get(role)) for role, split in raw.items()}
+    rows = {role: Rows(split.rows, np.arange(len(split.rows)), targets.of.get(role)) for role, split in raw.items()}
     if order.job.training is None or "validation" in rows:
         return rows, targets, False
-    rows["train"], rows["validation"] = _set_aside(rows["train"], order.job.seed)
+    train, validation = _set_aside(raw["train"], order.job.seed)
+    rows["train"], rows["validation"] = (_only(rows["train"], index) for index in (train, validation))
     return rows, targets, True
 
 
-def _set_aside(train: _Rows, seed: int) -> tuple[_Rows, _Rows]:
+def _set_aside(train: RawSplit, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Train without, and validation of, a seeded share of its rows, both in the order of the file."""
-    count = len(train.index)
+    count = len(train.rows)
     if count < 2:
         raise StageError(
             FailureClass.DATA,
             "EmptySplit",
-            f"Split {train.raw.name} ({train.raw.origin}) has {count} row, "
+            f"Split {train.name} ({train.origin}) has {count} row, "
             "and there is no validation split that would leave it whole.",
             "Give it more rows, or a validation split.",
         )
     chosen = np.zeros(count, bool)
     chosen[np.random.default_rng(seed).permutation(count)[: max(1, round(count * _VALIDATION_SHARE))]] = True
-    return _take(train, ~chosen), _take(train, chosen)
+    return np.flatnonzero(~chosen), np.flatnonzero(chosen)
 
 
-def _take(rows: _Rows, mask: NDArray[np.bool_]) -> _Rows:
-    index = np.flatnonzero(mask)
-    raw = replace(rows.raw, rows=rows.raw.rows.select(index))
-    return _Rows(raw, rows.index[index], None if rows.targets is None else rows.targets[index])
+def _only(rows: Rows, index: NDArray[np.int64]) -> Rows:
+    return Rows(rows.raw, index, None if rows.targets is None else rows.targets[index])
 
 
 # ---------------------------------------------------------------------------------------------------------- writing
@@ -297,36 +293,33 @@ def _take(rows: _Rows, mask: NDArray[np.bool_]) -> _Rows:
 def _write(
     folder: Path,
     order: _Order,
-    rows: Mapping[Role, _Rows],
+    rows: Mapping[Role, Rows],
     labels: Labels,
     set_aside: bool,
     progress: ProgressSink,
 ) -> DataFacts:
-    total = sum(len(each.index) for each in rows.values())
-    before = 0
     # Validation may have been taken from train.
     parts = {role: order.parts.get(role) or order.parts["train"] for role in rows}
-    splits: dict[str, SplitFacts] = {}
-    for role, each in rows.items():
-        part = parts[role]
-        chunks: list[pa.Table] = []
-        truncated = done = 0
-        for encoded, count in _encoded(order, part, each):
-            chunks.append(_table(encoded, count, done))
-            truncated += encoded.truncated
-            done += count
-            progress.update(before + done, total)
-        before += done
-        table = pa.concat_tables(chunks).combine_chunks()
-        index = pa.array(each.index).take(table[POSITION].combine_chunks())
-        pq.write_table(table.append_column(ROW, index), folder / f"{role}.parquet")
+    inputs = {str(role): _kept(order.task, part, rows[role]) for role, part in parts.items()}
+    shards: list[Shard] = []
+    for role, part in parts.items():
+        shards += cut(role, rows[role], order.task.inputs(part.columns))
         if role != "train":
-            kept = dict.fromkeys([*_kept(order.task, part, each.raw).values(), *part.copies])
-            pq.write_table(arrow_table(each.raw.rows.select_columns(list(kept))), folder / f"{role}.raw.parquet")
-        splits[role] = _facts(table, truncated, done)
+            kept = list(dict.fromkeys([*inputs[role].values(), *part.copies]))
+            _keep(folder / raw_name(role), rows[role], kept)
+    made: dict[str, ShardFacts] = {role: ShardFacts() for role in rows}
+    done, total = 0, sum(len(each.index) for each in rows.values())
+
+    def progressed(count: int) -> None:
+        nonlocal done
+        done += count
+        progress.update(done, total)
+
+    for shard, found in zip(shards, _written(folder, order, shards, progressed), strict=True):
+        made[shard.role].add(found)
     facts = DataFacts(
         fingerprint=order.fingerprint,
-        splits=splits,
+        splits={role: found.of_split() for role, found in made.items()},
         labels=labels.names,
         label_form=labels.form,
         label_counts=_counts(order.task, rows, labels),
@@ -336,108 +329,46 @@ def _write(
     (folder / FACTS_FILE).write_text(facts.to_json(), encoding="utf-8")
     pad = order.coding.tokenizer.pad_token_id
     assert isinstance(pad, int)
-    inputs = {str(role): _kept(order.task, part, rows[role].raw) for role, part in parts.items()}
-    given = PreparedInputs(key=order.key, pad_token_id=pad, task=order.job.task, inputs=inputs)
+    files = {shard.role: shard.of for shard in shards}
+    given = PreparedInputs(key=order.key, pad_token_id=pad, task=order.job.task, inputs=inputs, shards=files)
     (folder / INPUTS_FILE).write_text(given.to_json(), encoding="utf-8")
     return facts
 
 
-def _kept(task: TaskModule, part: _Part, raw: RawSplit) -> dict[str, str]:
-    """Role of each column that results are made of, as far as the split has it -> its name."""
-    named = {**task.inputs(part.columns), **task.judged(part.columns)}
-    return {role: name for role, name in named.items() if name in raw.rows.column_names}
+def _written(
+    folder: Path, order: _Order, shards: Sequence[Shard], progressed: Callable[[int], None]
+) -> Iterator[ShardFacts]:
+    """Writes the shards by the job's engine."""
+    coding = order.coding
+    recipe = Recipe(order.job, coding.max_length, coding.stride, coding.model_type)
+    workers = min(order.job.preparation.workers, len(shards))
+    if order.job.preparation.engine == "spark":
+        from finetune_trainer.data.spark import write_by_spark
+
+        return write_by_spark(folder, shards, recipe, workers, progressed)
+    if workers < 2:
+        return write_here(folder, shards, Encoder(order.task, coding, order.job.preparation.packing), progressed)
+    return write_in_processes(folder, shards, recipe, workers, progressed)
 
 
-def _table(encoded: Encoded, rows: int, before: int) -> pa.Table:
-    """Features of `rows` rows, which `before` others of their role came before."""
-    columns = {name: _array(values) for name, values in encoded.features.items()}
-    position = np.arange(rows) if encoded.rows is None else np.asarray(encoded.rows, np.int64)
-    return pa.table({**columns, POSITION: pa.array(position + before)})
-
-
-def _array(values: Sequence[Any]) -> pa.Array:
-    if isinstance(values[0], Sequence):
-        return _list_array(values)
-    return pa.array(values, pa.float64() if isinstance(values[0], float) else pa.int64())
-
-
-def _list_array(values: Sequence[Sequence[int]]) -> pa.Array:
-    """Rows of token ids as one list<int32>; ten times faster than letting Arrow look at every Python int."""
-    offsets = np.cumsum([0, *(len(each) for each in values)], dtype=np.int64)
-    flat = np.fromiter(chain.from_iterable(values), np.int32, count=int(offsets[-1]))
-    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(flat))
-
-
-def _facts(table: pa.Table, truncated: int, rows: int) -> SplitFacts:
-    """Of features that were made of so many rows."""
-    lengths = np.asarray(pc.list_value_length(table["input_ids"]).to_numpy(), dtype=np.int64)
-    edges, counts = np.unique([_bucket_edge(int(length)) for length in lengths], return_counts=True)
-    return SplitFacts(
-        rows=len(lengths),
-        windows_of=None if rows == len(lengths) else rows,
-        tokens=int(lengths.sum()),
-        truncated_rows=truncated,
-        length_histogram={int(edge): int(count) for edge, count in zip(edges, counts, strict=True)},
-        longest=int(lengths.max()),
+def _keep(path: Path, rows: Rows, columns: Sequence[str]) -> None:
+    """Writes what results are made of."""
+    count = len(rows.index)
+    write_tables(
+        path, (rows.table(start, min(start + CHUNK_ROWS, count), columns) for start in range(0, count, CHUNK_ROWS))
     )
 
 
-def _bucket_edge(length: int) -> int:
-    """The next multiple of 8 up to 128 tokens, then of an eighth of the power of two below: fine enough to plan
-    memory.
-    """
-    width = max(8, (1 << max(length - 1, 1).bit_length() - 1) // 8)
-    return -(-max(length, 1) // width) * width
+def _kept(task: TaskModule, part: _Part, rows: Rows) -> dict[str, str]:
+    """Role of each column that results are made of, as far as the split has it -> its name."""
+    named = {**task.inputs(part.columns), **task.judged(part.columns)}
+    return {role: name for role, name in named.items() if name in rows.raw.column_names}
 
 
-def _counts(task: TaskModule, rows: Mapping[Role, _Rows], labels: Labels) -> dict[str, int]:
+def _counts(task: TaskModule, rows: Mapping[Role, Rows], labels: Labels) -> dict[str, int]:
     """Of train, else of test, else of validation."""
     for role in ("train", "test", "validation"):
         targets = rows[role].targets if role in rows else None
         if targets is not None:
             return task.count_labels(targets, labels)
     return {}
-
-
-# ------------------------------------------------------------------------------------------------------- tokenising
-
-
-def _encoded(order: _Order, part: _Part, rows: _Rows) -> Iterator[tuple[Encoded, int]]:
-    """Chunks of features in the order of the rows, each with the number of its rows."""
-    count = len(rows.raw.rows)
-    workers = min(order.job.preparation.workers, count // _ROWS_PER_WORKER)
-    batches = _input_batches(rows.raw, order.task.inputs(part.columns))
-    starts = range(0, count, _CHUNK_ROWS)
-    sizes = [min(_CHUNK_ROWS, count - start) for start in starts]
-    targets = [None if rows.targets is None else rows.targets[start : start + _CHUNK_ROWS] for start in starts]
-    if workers < 2:
-        for batch, wanted, size in zip(batches, targets, sizes, strict=True):
-            yield order.task.encode(batch, wanted, order.coding), size
-        return
-    coding = (order.coding.max_length, order.coding.stride, order.coding.model_type)
-    with ProcessPoolExecutor(
-        workers, mp_context=get_context("spawn"), initializer=_start_worker, initargs=(order.job, *coding)
-    ) as pool:
-        yield from zip(pool.map(_encode_in_worker, batches, targets), sizes, strict=True)
-
-
-def _input_batches(raw: RawSplit, inputs: Mapping[str, str]) -> Iterator[dict[str, list[Any]]]:
-    rows = raw.rows.with_format("arrow")
-    for start in range(0, len(rows), _CHUNK_ROWS):
-        table = rows[start : start + _CHUNK_ROWS]
-        yield {role: table[name].to_pylist() for role, name in inputs.items()}
-
-
-_worker: tuple[TaskModule, Coding] | None = None
-
-
-def _start_worker(job: TrainerJob, max_length: int, stride: int, model_type: str) -> None:
-    global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker = (task_module(job.task), Coding(load_tokenizer(job), max_length, stride, model_type))
-
-
-def _encode_in_worker(batch: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None) -> Encoded:
-    assert _worker is not None
-    task, coding = _worker
-    return task.encode(batch, targets, coding)

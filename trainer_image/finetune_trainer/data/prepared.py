@@ -1,9 +1,14 @@
-"""The prepared data of a job, as the later stages read it. Nothing here looks at raw files."""
+"""The prepared data of a job, as the later stages read it. Nothing here looks at raw files.
+
+The files are mapped, not read: a process that wants some features touches those, so that no rank reads what belongs to
+another, and what it has seen may leave memory again.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,8 +16,6 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -20,6 +23,7 @@ from finetune_contract.base import Message
 from finetune_contract.choices import Task
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
+from finetune_trainer.data.spool import batches
 from finetune_trainer.failures import StageError
 
 FACTS_FILE = "data.json"
@@ -30,8 +34,18 @@ POSITION = "position"
 """Column: index of a feature's row among the rows of its role."""
 
 
+def shard_name(role: str, number: int, of: int) -> str:
+    """File of some features of a role."""
+    return f"{role}-{number:05}-of-{of:05}.arrow"
+
+
+def raw_name(role: str) -> str:
+    """File of the rows that results are made of."""
+    return f"{role}.raw.arrow"
+
+
 class PreparedInputs(Message):
-    """What the prepared data were made from."""
+    """What the prepared data were made from, and the files they are in."""
 
     key: str
     """Digest of everything that the folder's content depends on."""
@@ -39,25 +53,67 @@ class PreparedInputs(Message):
     task: Task
     inputs: dict[str, dict[str, str]] = Field(default_factory=dict)
     """Role of a split -> role of a column that was encoded -> its name in the data."""
+    shards: dict[str, int] = Field(default_factory=dict)
+    """Role of a split -> files of its features."""
 
 
 @dataclass(frozen=True)
-class _Shard:
-    """The file of one role, ready for access by row."""
+class _Batch:
+    """Features that lie together, as views of their file."""
 
-    table: pa.Table
-    lists: dict[str, tuple[NDArray[np.int32], NDArray[np.int64]]]
+    lists: dict[str, tuple[NDArray[np.int32], NDArray[np.int32]]]
     """Column of lists -> all its values, and where each feature starts in them, with the end behind the last one."""
     numbers: dict[str, NDArray[Any]]
     """Column of numbers -> its values."""
 
     @classmethod
-    def of(cls, table: pa.Table) -> _Shard:
-        """Flattens the columns of lists."""
-        names = [name for name in table.column_names if name not in (ROW, POSITION)]
-        lists = [name for name in names if pa.types.is_list(table.schema.field(name).type)]
-        numbers = {name: np.asarray(table[name].to_numpy()) for name in names if name not in lists}
-        return cls(table, {name: _flat(table[name]) for name in lists}, numbers)
+    def of(cls, batch: pa.RecordBatch) -> _Batch:
+        """Copies nothing."""
+        columns = dict(zip(batch.schema.names, batch.columns, strict=True))
+        lists = {name: column for name, column in columns.items() if pa.types.is_list(column.type)}
+        return cls(
+            {name: (column.values.to_numpy(), column.offsets.to_numpy()) for name, column in lists.items()},
+            {name: column.to_numpy() for name, column in columns.items() if name not in lists},
+        )
+
+    def feature(self, at: int) -> dict[str, Any]:
+        """All columns but those that say where it comes from."""
+        feature: dict[str, Any] = {
+            name: values[starts[at] : starts[at + 1]] for name, (values, starts) in self.lists.items()
+        }
+        numbers = {name: values[at].item() for name, values in self.numbers.items() if name not in (ROW, POSITION)}
+        return feature | numbers
+
+
+@dataclass(frozen=True)
+class _Features:
+    """All features of one role."""
+
+    batches: tuple[_Batch, ...]
+    first: NDArray[np.int64]
+    """Index of the first feature of each batch, with the end behind the last one."""
+
+    @classmethod
+    def of(cls, files: Sequence[Path]) -> _Features:
+        """Those of the files, in their order."""
+        found = tuple(_Batch.of(batch) for file in files for batch in batches(file))
+        return cls(found, np.cumsum([0, *(len(each.numbers[POSITION]) for each in found)], dtype=np.int64))
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def place(self, at: int) -> tuple[_Batch, int]:
+        """The batch that a feature is in, and where in it."""
+        number = int(np.searchsorted(self.first, at, "right")) - 1
+        return self.batches[number], at - int(self.first[number])
+
+    def numbers(self, column: str) -> NDArray[Any]:
+        """Of all features, in memory."""
+        return np.concatenate([each.numbers[column] for each in self.batches])
+
+    def lengths(self) -> NDArray[np.int64]:
+        """Of all features."""
+        return np.concatenate([np.diff(each.lists["input_ids"][1]) for each in self.batches], dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -70,8 +126,16 @@ class PreparedData:
     task: Task
     inputs: Mapping[str, Mapping[str, str]]
     """Role of a split -> role of a column that was encoded -> its name in the data."""
-    _read: dict[str, _Shard] = field(default_factory=dict, repr=False, compare=False)
-    """Files read so far: training asks for rows at every micro-batch."""
+    shards: Mapping[str, int]
+    """Role of a split -> files of its features."""
+    _read: dict[str, _Features] = field(default_factory=dict, repr=False, compare=False)
+    """Roles mapped so far: training asks for rows at every micro-batch."""
+    _raw: dict[str, datasets.Dataset] = field(default_factory=dict, repr=False, compare=False)
+    """The same of raw rows, which predictions ask for by chunks."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Another process maps the files by itself; views would go there as copies of all rows."""
+        return PreparedData, (self.folder, self.facts, self.pad_token_id, self.task, self.inputs, self.shards)
 
     @classmethod
     def open(cls, paths: JobPaths) -> PreparedData:
@@ -90,42 +154,52 @@ class PreparedData:
             inputs = PreparedInputs.model_validate_json((paths.prepared / INPUTS_FILE).read_bytes())
         except (OSError, ValueError) as error:
             raise _damaged(paths.prepared, error) from error
-        return cls(paths.prepared, facts, inputs.pad_token_id, inputs.task, inputs.inputs)
+        return cls(paths.prepared, facts, inputs.pad_token_id, inputs.task, inputs.inputs, inputs.shards)
 
     def split(self, role: str) -> datasets.Dataset:
         """All columns: what `collate` takes, `row` and `position`."""
-        return datasets.Dataset(self._shard(role).table)
+        self._features(role)
+        return datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in self._files(role)])
 
     def of(self, role: str) -> PreparedSplit:
         """One role's features and rows."""
-        shard = self._shard(role)
-        position = np.asarray(shard.table[POSITION].to_numpy())
-        return PreparedSplit(self, role, position, shard)
+        features = self._features(role)
+        return PreparedSplit(self, role, features.numbers(POSITION), features)
 
     def raw(self, role: str) -> datasets.Dataset:
         """The inputs and what predictions copy, one row for each of the role's rows; not kept for train."""
-        return datasets.Dataset(_table(self.folder / f"{role}.raw.parquet"))
+        if role not in self._raw:
+            file = self.folder / raw_name(role)
+            try:
+                self._raw[role] = datasets.Dataset.from_file(str(file))
+            except (pa.ArrowInvalid, OSError) as error:
+                raise _damaged(file, error) from error
+        return self._raw[role]
 
     def lengths(self, role: str) -> NDArray[np.int64]:
         """Tokens of each feature."""
-        return np.diff(self._shard(role).lists["input_ids"][1])
+        return self._features(role).lengths()
 
     def features(self, role: str, wanted: Iterable[int]) -> list[dict[str, Any]]:
         """Features as `collate` takes them, as views of the columns: many times faster than indexing a table."""
-        shard = self._shard(role)
-        found = []
-        for at in wanted:
-            feature: dict[str, Any] = {
-                name: flat[start[at] : start[at + 1]] for name, (flat, start) in shard.lists.items()
-            }
-            feature |= {name: values[at].item() for name, values in shard.numbers.items()}
-            found.append(feature)
-        return found
+        features = self._features(role)
+        return [batch.feature(at) for batch, at in map(features.place, wanted)]
 
-    def _shard(self, role: str) -> _Shard:
+    def _features(self, role: str) -> _Features:
         if role not in self._read:
-            self._read[role] = _Shard.of(_table(self.folder / f"{role}.parquet"))
+            files = self._files(role)
+            try:
+                found = _Features.of(files)
+            except (pa.ArrowInvalid, OSError) as error:
+                raise _damaged(files[0], error) from error
+            if len(found) != self.facts.splits[role].rows:
+                raise _damaged(files[0], f"{len(found)} features where {self.facts.splits[role].rows} were written")
+            self._read[role] = found
         return self._read[role]
+
+    def _files(self, role: str) -> list[Path]:
+        of = self.shards[role]
+        return [self.folder / shard_name(role, number, of) for number in range(of)]
 
 
 @dataclass(frozen=True)
@@ -136,7 +210,7 @@ class PreparedSplit:
     role: str
     position: NDArray[np.int64]
     """Index of each feature's row among the rows of this split; neighbours are of one row or of the next."""
-    _shard: _Shard = field(repr=False)
+    _features: _Features = field(repr=False)
 
     @property
     def facts(self) -> DataFacts:
@@ -151,26 +225,33 @@ class PreparedSplit:
     @property
     def columns(self) -> frozenset[str]:
         """What features hold."""
-        return frozenset({*self._shard.lists, *self._shard.numbers})
+        batch = self._features.batches[0]
+        return frozenset({*batch.lists, *batch.numbers} - {ROW, POSITION})
 
     def numbers(self, column: str) -> NDArray[Any]:
         """A number for each feature."""
-        return self._shard.numbers[column]
+        return self._features.numbers(column)
 
     def lists(self, column: str) -> list[NDArray[np.int32]]:
         """A list for each feature."""
-        flat, start = self._shard.lists[column]
-        return [flat[start[at] : start[at + 1]] for at in range(len(self.position))]
+        return [self.list_of(column, at) for at in range(len(self.position))]
 
+    def list_of(self, column: str, feature: int) -> NDArray[np.int32]:
+        """That of one feature."""
+        batch, at = self._features.place(feature)
+        values, starts = batch.lists[column]
+        return values[starts[at] : starts[at + 1]]
+
+    @cached_property
     def features_by_row(self) -> list[range]:
         """The features of each row."""
         starts = np.searchsorted(self.position, np.arange(self.rows + 1)).tolist()
         return [range(start, end) for start, end in pairwise(starts)]
 
-    def index(self) -> pa.ChunkedArray:
+    def index(self) -> pa.Array:
         """Of each of the rows, its index in the raw split."""
         first = np.searchsorted(self.position, np.arange(self.rows))
-        return self._shard.table[ROW].take(pa.array(first))
+        return pa.array(self._features.numbers(ROW)[first])
 
     @property
     def inputs(self) -> Mapping[str, str]:
@@ -188,25 +269,10 @@ def arrow_table(rows: datasets.Dataset) -> pa.Table:
     return table
 
 
-def _damaged(path: Path, error: Exception) -> StageError:
+def _damaged(path: Path, why: object) -> StageError:
     return StageError(
         FailureClass.DATA,
         "PreparedDataDamaged",
-        f"{path} cannot be read: {error}",
-        f"Delete {path.name} and run the stage prepare again.",
+        f"{path} cannot be read: {why}",
+        "Delete the folder of prepared data and run the stage prepare again.",
     )
-
-
-def _table(path: Path) -> pa.Table:
-    try:
-        return pq.read_table(path)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise _damaged(path, error) from error
-
-
-def _flat(column: pa.ChunkedArray) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Several chunks become one: a list column in Arrow holds at most 2^31 values in a chunk."""
-    values = [chunk.flatten().to_numpy() for chunk in column.chunks]
-    lengths = [pc.list_value_length(chunk).to_numpy() for chunk in column.chunks]
-    offsets = np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]), dtype=np.int64)
-    return np.concatenate([np.empty(0, np.int32), *values]), offsets

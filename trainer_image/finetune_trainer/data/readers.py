@@ -2,19 +2,18 @@
 
 Text arrives byte for byte: nothing is guessed from it (no dates, numbers or nulls out of CSV words like `NA`), which
 is why JSON lines and CSV are parsed here and not by Arrow's readers. A line that cannot be read is an error with its
-number; no row is skipped. Only the columns that the job uses are converted.
+number; no row is skipped. Only the columns that the job uses are converted, a chunk of rows at a time.
 """
 
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import json
+import lzma
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, NoReturn, Protocol, cast
+from typing import IO, NoReturn, Protocol, TypeAlias, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -23,7 +22,13 @@ from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
 
 _CHUNK_ROWS = 65_536
-"""Rows turned into one Arrow chunk: bounds the Python objects alive at a time to some tens of MB."""
+"""Rows turned into one Arrow chunk at most."""
+_CHUNK_BYTES = 16 << 20
+"""Bytes of rows as they are written in the file, after which a chunk ends: bounds the Python objects alive at a time
+to some tens of MB, however long the rows are.
+"""
+TEXT = "text"
+"""Column of a file of plain text."""
 
 
 class RawFile(Protocol):
@@ -52,22 +57,26 @@ def unreadable(file: RawFile, why: object) -> StageError:
     return StageError(FailureClass.DATA, "CorruptFile", f"{file.name} cannot be read: {why}", "Write the file again.")
 
 
+_Row: TypeAlias = tuple[int, dict[str, object], int]
+"""Line, columns, and about how many bytes of the file they are."""
+
 # -------------------------------------------------------------------------------------------------- columns of rows
 
 
-def _as_table(
-    file: RawFile, rows: Iterator[tuple[int, dict[str, object]]], wanted: Sequence[str], seen: dict[str, None]
-) -> Iterator[pa.Table]:
+def _as_tables(file: RawFile, rows: Iterator[_Row], wanted: Sequence[str], seen: dict[str, None]) -> Iterator[pa.Table]:
     """Chunks of the wanted columns; a key that a row lacks is null. Adds every key met to `seen`, in order."""
     chunk: list[dict[str, object]] = []
     lines: list[int] = []
-    for line, row in rows:
-        seen.update(dict.fromkeys(row))
+    size = 0
+    for line, row, length in rows:
+        if not row.keys() <= seen.keys():
+            seen.update(dict.fromkeys(row))
         chunk.append(row)
         lines.append(line)
-        if len(chunk) == _CHUNK_ROWS:
+        size += length
+        if len(chunk) == _CHUNK_ROWS or size >= _CHUNK_BYTES:
             yield _table(file, chunk, lines, wanted)
-            chunk, lines = [], []
+            chunk, lines, size = [], [], 0
     if chunk:
         yield _table(file, chunk, lines, wanted)
 
@@ -137,10 +146,14 @@ def _refuse_constant(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def _json_lines(file: RawFile, stream: IO[bytes]) -> Iterator[tuple[int, dict[str, object]]]:
+def _lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Numbered from 1, with their ends, without a byte order mark."""
     for number, line in enumerate(stream, start=1):
-        if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
+        yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+
+
+def _json_lines(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
+    for number, line in _lines(stream):
         if not line.strip():
             continue
         try:
@@ -152,15 +165,25 @@ def _json_lines(file: RawFile, stream: IO[bytes]) -> Iterator[tuple[int, dict[st
             raise corrupt(file, number, f"not a JSON object: {why}: {_excerpt(line)}") from None
         if not isinstance(row, dict):
             raise corrupt(file, number, f"a JSON {_kind(row)}, where each line must be an object: {_excerpt(line)}")
-        yield number, row
+        yield number, row, len(line)
 
 
-def _json_array(file: RawFile, stream: IO[bytes]) -> Iterator[tuple[int, dict[str, object]]]:
-    """A file that is one JSON array of objects; `line` of its rows is the index from 1, for the parser tells no
-    lines.
+def _text_lines(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
+    """A row for each line, also for an empty one: what is predicted keeps the lines' order and number."""
+    for number, line in _lines(stream):
+        try:
+            yield number, {TEXT: line.decode("utf-8").removesuffix("\n").removesuffix("\r")}, len(line)
+        except UnicodeDecodeError as error:
+            raise corrupt(file, number, f"not UTF-8 at byte {error.start + 1} of the line.") from None
+
+
+def _json_array(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
+    """A file that is one JSON array of objects, which is read whole; `line` of its rows is the index from 1, for the
+    parser tells no lines.
     """
+    content = stream.read()
     try:
-        rows = _DECODER.decode(stream.read().decode("utf-8-sig").strip())
+        rows = _DECODER.decode(content.decode("utf-8-sig").strip())
     except UnicodeDecodeError:
         raise _not_utf8(file) from None
     except json.JSONDecodeError as error:
@@ -170,11 +193,11 @@ def _json_array(file: RawFile, stream: IO[bytes]) -> Iterator[tuple[int, dict[st
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
             raise unreadable(file, f"element {number} of its array is a {_kind(row)}, not an object.")
-        yield number, row
+        yield number, row, len(content) // len(rows)
 
 
-def _separated(delimiter: str) -> Callable[[RawFile, IO[bytes]], Iterator[tuple[int, dict[str, object]]]]:
-    def rows(file: RawFile, stream: IO[bytes]) -> Iterator[tuple[int, dict[str, object]]]:
+def _separated(delimiter: str) -> Callable[[RawFile, IO[bytes]], Iterator[_Row]]:
+    def rows(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
         # The default limit of 128 KiB for one field is below real documents. It is a setting of the whole module, and
         # only grows.
         csv.field_size_limit(sys.maxsize)
@@ -187,7 +210,7 @@ def _separated(delimiter: str) -> Callable[[RawFile, IO[bytes]], Iterator[tuple[
                 raise corrupt(file, 1, f"the header names a column twice: {', '.join(header)}.")
             for row in reader:
                 if len(row) == len(header):
-                    yield reader.line_num, dict(zip(header, row, strict=True))
+                    yield reader.line_num, dict(zip(header, row, strict=True)), sum(map(len, row))
                 elif row:
                     raise corrupt(file, reader.line_num, f"{len(row)} fields, where the header has {len(header)}.")
         except UnicodeDecodeError:
@@ -215,8 +238,16 @@ def _excerpt(line: bytes) -> str:
 
 
 def _decompressed(file: RawFile) -> IO[bytes]:
-    stream = file.open()
-    return cast(IO[bytes], gzip.open(stream)) if file.name.endswith(".gz") else stream
+    ending, stream = _compression(file.name), file.open()
+    if not ending:
+        return stream
+    if ending == ".xz":
+        return cast(IO[bytes], lzma.open(stream))
+    return cast(IO[bytes], io.BufferedReader(pa.CompressedInputStream(stream, _COMPRESSIONS[ending])))
+
+
+def _compression(name: str) -> str:
+    return next((ending for ending in _COMPRESSIONS if name.endswith(ending)), "")
 
 
 def _opens_array(stream: IO[bytes]) -> bool:
@@ -228,59 +259,97 @@ def _opens_array(stream: IO[bytes]) -> bool:
 
 # -------------------------------------------------------------------------------------------------- the entry point
 
-SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz", ".tsv.gz")
+_COMPRESSIONS = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd", ".xz": "xz"}
+"""Ending -> codec; all are pyarrow's but xz, which the standard library has."""
+_COLUMNAR = (".parquet", ".arrow")
+_TEXTUAL = (".jsonl", ".json", ".csv", ".tsv", ".txt")
+SUFFIXES = (*_TEXTUAL, *_COLUMNAR, *(kind + ending for ending in _COMPRESSIONS for kind in _TEXTUAL))
 """What `read` understands."""
+ENDINGS = f"{', '.join(_TEXTUAL)} (also with {', '.join(_COMPRESSIONS)} behind them), {', '.join(_COLUMNAR)}"
+"""The same for people."""
 
 
 def format_of(name: str) -> str | None:
-    """The format by the file's name: `jsonl`, `json`, `csv`, `tsv`, `parquet`; None for others."""
+    """The format by the file's name: `jsonl`, `json`, `csv`, `tsv`, `txt`, `parquet`, `arrow`; None for others."""
     suffix = next((suffix for suffix in SUFFIXES if name.endswith(suffix)), None)
-    return suffix.removesuffix(".gz").removeprefix(".") if suffix else None
+    return suffix.removesuffix(_compression(name)).removeprefix(".") if suffix else None
 
 
-def read(file: RawFile, wanted: Sequence[str]) -> tuple[pa.Table, tuple[str, ...]]:
-    """The wanted columns that the file has, and the names of all its columns in the file's order.
+def read(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -> Iterator[pa.Table]:
+    """The rows in chunks of the wanted columns; adds the names of all columns of the file to `seen`, in its order.
 
-    StageError DATA: `CorruptLine`, `CorruptFile`, `MixedTypes`.
+    A wanted column that the file has not may be there, and holds nothing then. The types of a column may differ from
+    chunk to chunk where the format has none. StageError DATA: `CorruptLine`, `CorruptFile`, `MixedTypes`.
     """
     kind = format_of(file.name)
     if kind == "parquet":
-        return _read_parquet(file, wanted)
-    seen: dict[str, None] = {}
-    with _decompressed(file) as stream:
-        try:
-            tables = list(_as_table(file, _rows(file, stream, kind), wanted, seen))
-        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-            raise unreadable(file, error) from error
-    present = [name for name in wanted if name in seen]
-    if not tables:
-        return pa.table({}), ()
-    try:
-        table = pa.concat_tables([table.select(present) for table in tables], promote_options="permissive")
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise StageError(
-            FailureClass.DATA,
-            "MixedTypes",
-            f"{file.name}: a column changes its type: {error}",
-            "Give all rows one type.",
-        ) from error
-    return table, tuple(seen)
+        yield from _read_parquet(file, wanted, seen)
+    elif kind == "arrow":
+        yield from _read_arrow(file, wanted, seen)
+    else:
+        with _decompressed(file) as stream:
+            try:
+                yield from _as_tables(file, _rows(file, stream, kind), wanted, seen)
+            except (EOFError, lzma.LZMAError) as error:
+                raise unreadable(file, error) from error
+            except OSError as error:
+                # What has a number is the storage's; the codecs have none.
+                if error.errno is not None or not _compression(file.name):
+                    raise
+                raise unreadable(file, error) from error
 
 
-def _rows(file: RawFile, stream: IO[bytes], kind: str | None) -> Iterator[tuple[int, dict[str, object]]]:
+def _rows(file: RawFile, stream: IO[bytes], kind: str | None) -> Iterator[_Row]:
     if kind == "json":
         with _decompressed(file) as ahead:
             return _json_array(file, stream) if _opens_array(ahead) else _json_lines(file, stream)
     if kind == "jsonl":
         return _json_lines(file, stream)
+    if kind == "txt":
+        return _text_lines(file, stream)
     return _separated("\t" if kind == "tsv" else ",")(file, stream)
 
 
-def _read_parquet(file: RawFile, wanted: Sequence[str]) -> tuple[pa.Table, tuple[str, ...]]:
+def _read_parquet(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -> Iterator[pa.Table]:
     try:
         with file.open() as stream:
             parquet = pq.ParquetFile(stream)
-            names = tuple(parquet.schema_arrow.names)
-            return parquet.read(columns=[name for name in wanted if name in names]), names
+            names = _column_names(file, parquet.schema_arrow)
+            seen.update(dict.fromkeys(names))
+            columns = [name for name in wanted if name in names]
+            for batch in parquet.iter_batches(_CHUNK_ROWS, columns=columns):
+                yield pa.Table.from_batches([batch])
     except (pa.ArrowInvalid, pa.ArrowIOError, OSError) as error:
         raise unreadable(file, error) from error
+
+
+def _read_arrow(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -> Iterator[pa.Table]:
+    """An IPC file, or an IPC stream, which is what `datasets` writes."""
+    try:
+        with file.open() as stream:
+            is_file = stream.read(len(_IPC_FILE)) == _IPC_FILE
+            stream.seek(0)
+            names = _column_names(file, (pa.ipc.open_file if is_file else pa.ipc.open_stream)(stream).schema)
+            seen.update(dict.fromkeys(names))
+            stream.seek(0)
+            options = pa.ipc.IpcReadOptions(included_fields=[at for at, name in enumerate(names) if name in wanted])
+            if is_file:
+                reader = pa.ipc.open_file(stream, options=options)
+                batches = (reader.get_batch(at) for at in range(reader.num_record_batches))
+            else:
+                batches = iter(pa.ipc.open_stream(stream, options=options))
+            for batch in batches:
+                yield pa.Table.from_batches([batch])
+    except (pa.ArrowInvalid, pa.ArrowIOError, OSError) as error:
+        raise unreadable(file, error) from error
+
+
+def _column_names(file: RawFile, schema: pa.Schema) -> list[str]:
+    names: list[str] = schema.names
+    if len(set(names)) < len(names):
+        raise unreadable(file, f"it names a column twice: {', '.join(names)}.")
+    return names
+
+
+_IPC_FILE = b"ARROW1"
+"""How an IPC file begins; a stream does not."""

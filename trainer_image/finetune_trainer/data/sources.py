@@ -10,10 +10,11 @@ from __future__ import annotations
 import difflib
 import hashlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal, Protocol, TypeAlias, cast
 
 import datasets
@@ -22,7 +23,8 @@ import pyarrow as pa
 
 from finetune_contract.job import DataSource
 from finetune_contract.layout import FailureClass
-from finetune_trainer.data.readers import SUFFIXES, format_of, read
+from finetune_trainer.data.readers import ENDINGS, SUFFIXES, format_of, read
+from finetune_trainer.data.spool import Spool
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import hub_error
 from finetune_trainer.uris import Uri, local_path, package_path
@@ -65,8 +67,11 @@ class SplitSource(Protocol):
     def digest(self) -> str:
         """Names the content: equal digest, equal rows."""
 
-    def read(self, needs: Sequence[ColumnNeed]) -> RawSplit:
-        """Its rows; StageError DATA `MissingColumn`, `EmptySplit` and those of the readers."""
+    def read(self, needs: Sequence[ColumnNeed], scratch: Path) -> RawSplit:
+        """Its rows, on disk: what is read anew goes into the folder `scratch`, which has to stay while rows are used.
+
+        StageError DATA `MissingColumn`, `EmptySplit` and those of the readers.
+        """
 
 
 class Source(Protocol):
@@ -157,7 +162,7 @@ def _split_not_found(source: DataSource, setting: str, role: str, name: str | No
         FailureClass.DATA,
         "SplitNotFound",
         f"{asked}: {source.uri} has {there}.",
-        f"Set {setting}.splits.{role} to one of them. Files are read with the endings {', '.join(SUFFIXES)}.",
+        f"Set {setting}.splits.{role} to one of them. Files are read with the endings {ENDINGS}.",
     )
 
 
@@ -226,42 +231,42 @@ class FileSplit:
                 whole.update(f"{format_of(file.name)} {content}\n".encode())
         return whole.hexdigest()
 
-    def read(self, needs: Sequence[ColumnNeed]) -> RawSplit:
+    def read(self, needs: Sequence[ColumnNeed], scratch: Path) -> RawSplit:
         """All rows of all files; a file without rows beside others with rows is fine."""
         wanted = list(dict.fromkeys(need.name for need in needs))
-        tables: list[pa.Table] = []
-        for file in self.files:
-            table, has = read(file, wanted)
-            if not has:
-                continue
-            _check_columns(self.name, file.name, has, needs)
-            tables.append(table)
-        if not sum(table.num_rows for table in tables):
-            raise _empty(self.name, self.origin)
-        return RawSplit(self.name, self.origin, _dataset(self._joined([t for t in tables if t.num_rows])))
-
-    def _joined(self, tables: list[pa.Table]) -> pa.Table:
-        try:
-            return pa.concat_tables(tables, promote_options="permissive")
-        except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-            raise StageError(
-                FailureClass.DATA,
-                "MixedTypes",
-                f"The files of split {self.name} ({self.origin}) give a column different types: {error}",
-                "Write them all with the same types.",
-            ) from error
-
-
-def _dataset(table: pa.Table) -> datasets.Dataset:
-    """As a Dataset; categories (Arrow dictionaries) become their values."""
-    columns = [c.cast(c.type.value_type) if pa.types.is_dictionary(c.type) else c for c in table.columns]
-    return datasets.Dataset(pa.table(columns, schema=_plain(table.schema)))
+        has: dict[str, None] = {}
+        schemas: list[pa.Schema] = []
+        with Spool(scratch) as spool:
+            for file in self.files:
+                seen: dict[str, None] = {}
+                of_file: list[pa.Schema] = []
+                for table in read(file, wanted, seen):
+                    schema = spool.write(table)
+                    if table.num_rows and schema not in of_file:
+                        of_file.append(schema)
+                if not seen:
+                    continue
+                _check_columns(self.name, file.name, list(seen), needs)
+                has.update(seen)
+                if of_file:
+                    with _one_type(f"{file.name}: a column changes its type"):
+                        schemas.append(pa.unify_schemas(of_file, promote_options="permissive"))
+            if not spool.rows:
+                raise _empty(self.name, self.origin)
+            with _one_type(f"The files of split {self.name} ({self.origin}) give a column different types"):
+                rows = spool.close(pa.unify_schemas(schemas, promote_options="permissive"))
+        return RawSplit(self.name, self.origin, rows.select_columns([name for name in wanted if name in has]))
 
 
-def _plain(schema: pa.Schema) -> pa.Schema:
-    fields = [f.with_type(f.type.value_type) if pa.types.is_dictionary(f.type) else f for f in schema]
-    huggingface = {k: v for k, v in (schema.metadata or {}).items() if k == b"huggingface"}
-    return pa.schema(fields, huggingface or None)
+@contextmanager
+def _one_type(otherwise: str) -> Iterator[None]:
+    """StageError DATA `MixedTypes` for columns that Arrow finds no common type for."""
+    try:
+        yield
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise StageError(
+            FailureClass.DATA, "MixedTypes", f"{otherwise}: {error}", "Give all rows of the column one type."
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -319,7 +324,7 @@ def _file_source(uri: Uri, setting: str) -> FileSource:
         raise StageError(
             FailureClass.DATA,
             "DataNotFound",
-            f"{setting}.uri is {uri.text!r}, and no file there ends in one of {', '.join(SUFFIXES)}.",
+            f"{setting}.uri is {uri.text!r}, and no file there ends in one of {ENDINGS}.",
             "Give the files one of these endings.",
         )
     return FileSource(uri.text, files, folder, setting)
@@ -365,8 +370,8 @@ class HubSplit:
         """The fingerprint by which `datasets` names the content of a loaded split."""
         return str(self.rows._fingerprint)
 
-    def read(self, needs: Sequence[ColumnNeed]) -> RawSplit:
-        """The used columns; types and class names stay as the Hub has them."""
+    def read(self, needs: Sequence[ColumnNeed], scratch: Path) -> RawSplit:
+        """The used columns, mapped from the Hub's cache; types and class names stay as the Hub has them."""
         has = self.rows.column_names
         if not len(self.rows):
             raise _empty(self.name, self.repository)

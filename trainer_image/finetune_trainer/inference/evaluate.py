@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from finetune_contract.choices import Stage
 from finetune_contract.job import Gate, TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
@@ -31,7 +32,7 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
     device, batch_tokens = DEFAULT_DEVICE, DEFAULT_BATCH_TOKENS
     if job.evaluation:
         device, batch_tokens = job.evaluation.device, job.evaluation.batch_tokens
-    answers = answers_of(model, prepared, split.role, device=device, batch_tokens=batch_tokens, progress=progress)
+    answers = answers_of(Stage.EVALUATE, job, model, split, device=device, batch_tokens=batch_tokens, progress=progress)
     measured = task.score(answers, split)
     baseline = task.baseline(split)
     sections: dict[str, Any] = {

@@ -20,9 +20,10 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from finetune_contract.choices import Stage
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_trainer.data.prepared import PreparedData, arrow_table
+from finetune_trainer.data.prepared import PreparedData, PreparedSplit, arrow_table
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.runner import DEFAULT_BATCH_TOKENS, DEFAULT_DEVICE, answers_of, model_to_use
 from finetune_trainer.progress import ProgressSink
@@ -53,9 +54,10 @@ def predict(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[st
     device, batch_tokens = DEFAULT_DEVICE, DEFAULT_BATCH_TOKENS
     if job.predict:
         device, batch_tokens = job.predict.device, job.predict.batch_tokens
-    answers = answers_of(model, prepared, role, device=device, batch_tokens=batch_tokens, progress=progress)
-    output.write(_tables(prepared, role, answers, copies), parquet=output.name.endswith(".parquet"))
-    return {"rows": prepared.of(role).rows, "path": output.name, "split": role}
+    split = prepared.of(role)
+    answers = answers_of(Stage.PREDICT, job, model, split, device=device, batch_tokens=batch_tokens, progress=progress)
+    output.write(_tables(split, answers, copies), parquet=output.name.endswith(".parquet"))
+    return {"rows": split.rows, "path": output.name, "split": role}
 
 
 def _output_names(columns: tuple[str, ...], own: Collection[str]) -> dict[str, str]:
@@ -71,20 +73,15 @@ def _output_names(columns: tuple[str, ...], own: Collection[str]) -> dict[str, s
     return names
 
 
-def _tables(
-    prepared: PreparedData, role: str, answers: Sequence[Answer], copies: Mapping[str, str]
-) -> Iterator[pa.Table]:
+def _tables(split: PreparedSplit, answers: Sequence[Answer], copies: Mapping[str, str]) -> Iterator[pa.Table]:
     """Chunks of the output in the order of the rows, all of one schema."""
-    task, split = task_module(prepared.task), prepared.of(role)
+    task = task_module(split.data.task)
     index, raw = split.index(), arrow_table(split.raw())
     for start in range(0, split.rows, _CHUNK_ROWS):
         chunk = slice(start, start + _CHUNK_ROWS)
         columns = {"row": index[chunk], **{name: raw[column][chunk] for column, name in copies.items()}}
-        table = pa.table(columns)
         said = task.predictions(answers, split, chunk)
-        for name in said.column_names:
-            table = table.append_column(name, said[name])
-        yield table
+        yield pa.table({**columns, **dict(zip(said.column_names, said.columns, strict=True))})
 
 
 # ----------------------------------------------------------------------------------------------------------- output

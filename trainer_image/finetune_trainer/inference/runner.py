@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias, cast
 
-from finetune_contract.choices import Device
+from finetune_contract.choices import Device, Stage
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.batches import inference_batches
-from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.distributed import refuse_missing_gpu
 from finetune_trainer.failures import StageError
-from finetune_trainer.models import resolve_model
+from finetune_trainer.models import load_tokenizer, resolve_model
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.base import Answer, labels_of, task_module
+from finetune_trainer.tasks.base import Answer, Feature, TaskModule, labels_of, task_module
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from transformers import PreTrainedModel
+
+_Answering: TypeAlias = Callable[[Sequence[Feature]], list[Answer]]
 
 DEFAULT_BATCH_TOKENS = 8192
 """Padded tokens of a batch when the job has no settings for the stage; some 100 MB of activations for a small encoder.
@@ -58,42 +64,74 @@ def model_to_use(job: TrainerJob, paths: JobPaths, prepared: PreparedData) -> Pr
 
 
 def answers_of(
+    stage: Stage,
+    job: TrainerJob,
     model: PreTrainedModel,
-    prepared: PreparedData,
-    role: str,
+    split: PreparedSplit,
     *,
     device: Device,
     batch_tokens: int,
     progress: ProgressSink,
 ) -> list[Answer]:
-    """One answer for each feature of the split and in its order; StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing`
-    without the GPU that `device` counts on.
+    """One answer for each feature of the split and in its order; what the model writes is in that of each row's last
+    feature. StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` without the GPU that `device` counts on.
 
-    `batch_tokens` bounds the padded tokens of a batch. The model keeps its dtype; `progress` counts features.
+    `batch_tokens` bounds the padded tokens of a batch. The model keeps its dtype; `progress` counts features, twice
+    where they are both judged and written to. Drawing begins with the job's seed.
     """
     import torch
     from torch import nn
 
     if device == "cuda":
         refuse_missing_gpu()
-    task = task_module(prepared.task)
     was_training = model.training
     module = cast(nn.Module, model)  # transformers' own signatures of `to` and `eval` are untyped
     module.to(device)
     module.eval()
-    lengths = prepared.lengths(role)
-    result: list[Answer] = [{}] * len(lengths)
+    result: list[Answer] = [{}] * len(split.position)
+    rounds = _rounds(stage, job, model, split, batch_tokens)
+    total = sum(len(wanted) for _, batches in rounds for wanted in batches)
     done = 0
     try:
-        with torch.inference_mode():
-            for wanted in inference_batches(lengths, batch_tokens=batch_tokens):
-                features = prepared.features(role, wanted)
-                batch = task.collate(features, pad_token_id=prepared.pad_token_id)
-                placed = {name: tensor.to(device) for name, tensor in batch.items()}
-                for at, answer in zip(wanted, task.answer(module, placed, features), strict=True):
-                    result[at] = answer
-                done += len(wanted)
-                progress.update(done, len(lengths))
+        with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(job.seed)
+            for answering, batches in rounds:
+                for wanted in batches:
+                    said = answering(split.data.features(split.role, wanted))
+                    for at, answer in zip(wanted, said, strict=True):
+                        result[at] = {**result[at], **answer}
+                    done += len(wanted)
+                    progress.update(done, total)
     finally:
         model.train(was_training)
     return result
+
+
+def _rounds(
+    stage: Stage, job: TrainerJob, model: PreTrainedModel, split: PreparedSplit, batch_tokens: int
+) -> list[tuple[_Answering, list[NDArray[np.int64]]]]:
+    """What is asked of which features: a forward pass over all of them, but where writing is all that is wanted."""
+    task, lengths = task_module(job.task), split.data.lengths(split.role)
+    writer = task.writer if task.writer is not None and stage in task.writer.stages else None
+    rounds: list[tuple[_Answering, list[NDArray[np.int64]]]] = []
+    if writer is None or stage == Stage.EVALUATE:
+        batches = inference_batches(lengths, batch_tokens=batch_tokens)
+        rounds.append((_reading(task, model, split.data.pad_token_id), batches))
+    if writer is not None:
+        chosen = writer.chosen(split)
+        room = (lengths[chosen] + job.generation.max_new_tokens) * job.generation.num_beams
+        batches = [chosen[batch] for batch in inference_batches(room, batch_tokens=batch_tokens)]
+        rounds.append((partial(writer.write, model, load_tokenizer(job), generation=job.generation), batches))
+    return rounds
+
+
+def _reading(task: TaskModule, model: PreTrainedModel, pad_token_id: int) -> _Answering:
+    """One forward pass over features."""
+    from torch import nn
+
+    def read(features: Sequence[Feature]) -> list[Answer]:
+        batch = task.collate(features, pad_token_id=pad_token_id)
+        placed = {name: tensor.to(model.device) for name, tensor in batch.items()}
+        return task.answer(cast(nn.Module, model), placed, features)
+
+    return read

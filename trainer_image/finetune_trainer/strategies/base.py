@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from finetune_contract.choices import StrategyName
 from finetune_contract.layout import FailureClass
+from finetune_contract.report import TimePart
 from finetune_trainer.failures import StageError
 
 if TYPE_CHECKING:
@@ -41,6 +42,12 @@ class Strategy(Protocol):
     """One way to spread a model."""
 
     name: StrategyName
+
+    @property
+    def communicates_in(self) -> tuple[TimePart, ...]:
+        """Parts of a step in which processes exchange data while they compute; communication apart is not among
+        them.
+        """
 
     def arguments(self) -> Mapping[str, object]:
         """Fields of TrainingArguments that this strategy sets."""
@@ -85,3 +92,13 @@ def expect(holds: bool, strategy: str, reason: str, found: str) -> None:
 def type_name(value: object) -> str:
     """Qualified name of the type of `value`."""
     return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def tied_names(model: torch.nn.Module) -> dict[str, str]:
+    """Second name of a weight -> its first."""
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(parameter), name) != name:
+            tied[name] = first[id(parameter)]
+    return tied

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from finetune_contract.choices import Precision, StrategyName
+from finetune_contract.report import TimePart
 from finetune_trainer.strategies.base import Placed, expect, not_in_effect, type_name
 from finetune_trainer.strategies.full_state import FullState
 
@@ -14,17 +15,19 @@ if TYPE_CHECKING:
 
 
 class DataParallel(FullState):
-    """torch's DistributedDataParallel, put around the model by accelerate; bf16 by autocast."""
+    """torch's DistributedDataParallel, put around the model by accelerate; bf16 and fp16 by autocast."""
 
     name: StrategyName = "ddp"
+    # The forward pass begins with the buffers of rank 0.
+    communicates_in: tuple[TimePart, ...] = ("forward", "backward")
 
     def __init__(self, precision: Precision, world_size: int) -> None:
         self._precision = precision
         self._world_size = world_size
 
     def arguments(self) -> Mapping[str, object]:
-        """Autocast when the precision is bf16."""
-        return {"bf16": self._precision == "bf16"}
+        """Autocast when the precision is bf16 or fp16; accelerate scales the loss with the latter."""
+        return {"bf16": self._precision == "bf16", "fp16": self._precision == "fp16"}
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
         """accelerate wraps it later."""

@@ -14,11 +14,16 @@ from typing import TYPE_CHECKING, Any
 from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.job import Strategy as StrategySettings
 from finetune_contract.layout import FailureClass
+from finetune_contract.report import TimePart
 from finetune_trainer.failures import StageError
-from finetune_trainer.strategies.base import Placed, expect, not_in_effect, type_name
+from finetune_trainer.strategies.base import Placed, expect, not_in_effect, tied_names, type_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_HPZ = "zero_hpz_partition_size"
+_QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
+"""ZeRO++ (Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", 2023)."""
 
 
 class DeepSpeed:
@@ -27,22 +32,51 @@ class DeepSpeed:
     name: StrategyName = "deepspeed"
 
     def __init__(
-        self, settings: StrategySettings, precision: Precision, world_size: int, config: Mapping[str, Any]
+        self,
+        settings: StrategySettings,
+        precision: Precision,
+        world_size: int,
+        config: Mapping[str, Any],
+        scratch: Path,
     ) -> None:
+        """`scratch`: folder for files of offloaded state, where `config` names none."""
         self._settings = settings
         self._precision = precision
         self._world_size = world_size
-        self._config = dict(config)
         refuse_auto(config)
         _refuse_second_owners(config)
+        self._config = _with_folder(config, scratch)
+        self._zero: Mapping[str, Any] = self._config.get("zero_optimization", {})
+
+    @property
+    def communicates_in(self) -> tuple[TimePart, ...]:
+        """Gradients are reduced in the backward pass; from stage 1 on the step gathers what it has updated; stage 3
+        gathers parameters in the forward pass, too.
+        """
+        stage = self._settings.zero_stage or 0
+        parts: tuple[TimePart, ...] = ("forward", "backward", "optimizer")
+        return parts if stage == 3 else parts[1:] if stage else ("backward",)
 
     def arguments(self) -> Mapping[str, object]:
-        """The configuration as it is; bf16 is the engine's, and told to both so that they can be compared."""
-        return {"deepspeed": self._config, "bf16": self._precision == "bf16"}
+        """The configuration as it is; the precision is the engine's, and told to both so that they can be compared."""
+        return {
+            "deepspeed": self._config,
+            "bf16": self._precision == "bf16",
+            "fp16": self._precision == "fp16",
+        }
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
         """The engine partitions it later."""
         _leave_out_shared_memory_op()
+        if self._settings.uses_nvme:
+            asked = "parallelism.offload with nvme"
+            _refuse_missing("AsyncIOBuilder", asked, "Use an image that has it (with libaio), or offload to cpu.")
+        for key in _QUANTIZED:
+            if self._zero.get(key):
+                asked = f"parallelism.deepspeedConfig.zero_optimization.{key}"
+                _refuse_missing(
+                    "QuantizerBuilder", asked, "Use GPUs and an image with CUDA's compiler, or leave it out."
+                )
         return model
 
     def assert_in_effect(self, placed: Placed) -> None:
@@ -65,11 +99,12 @@ class DeepSpeed:
             "WrongGroupSize",
             f"the engine knows {size} of {self._world_size} processes",
         )
-        bf16 = bool(engine.bfloat16_enabled())
-        found = f"bf16 is {'on' if bf16 else 'off'} in the engine and the precision is {self._precision}"
-        expect(bf16 == (self._precision == "bf16"), self.name, "WrongPrecision", found)
+        for kind, enabled in (("bf16", engine.bfloat16_enabled()), ("fp16", engine.fp16_enabled())):
+            found = f"{kind} is {'on' if enabled else 'off'} in the engine and the precision is {self._precision}"
+            expect(bool(enabled) == (self._precision == kind), self.name, "WrongPrecision", found)
         self._assert_sharded(engine, placed)
-        self._assert_offload(engine)
+        self._assert_offload(engine, placed)
+        self._assert_zero_plus_plus(engine, placed)
 
     def _assert_sharded(self, engine: Any, placed: Placed) -> None:
         """The configuration says a stage; these are the objects that do it."""
@@ -92,16 +127,48 @@ class DeepSpeed:
                 f"{len(whole)} parameters are not partitioned, e.g. {whole[:1]}",
             )
 
-    def _assert_offload(self, engine: Any) -> None:
-        asked = self._settings.offload_optimizer
-        settings = engine.zero_offload_optimizer()
-        device = "none" if settings is None else str(getattr(settings.device, "value", settings.device))
-        expect(
-            device == asked,
-            self.name,
-            "WrongOffload",
-            f"optimizer state is offloaded to {device}, asked for was {asked}",
-        )
+    def _assert_offload(self, engine: Any, placed: Placed) -> None:
+        """Where the configuration of the engine says, and where the state does lie."""
+        asked = (self._settings.offload_optimizer, self._settings.offload_parameters)
+        found = (_device_of(engine.zero_offload_optimizer()), _device_of(engine.zero_offload_param()))
+        for what, there, wanted in zip(("optimizer state is", "parameters are"), found, asked, strict=True):
+            words = f"{what} offloaded to {there}, asked for was {wanted}"
+            expect(there == wanted, self.name, "WrongOffload", words)
+        optimizer, parameters = asked
+        swapped = bool(getattr(engine.optimizer, "swap_optimizer", False))
+        words = f"the optimizer keeps its state in {'files' if swapped else 'memory'}, asked for was {optimizer}"
+        expect(swapped == (optimizer == "nvme"), self.name, "WrongOffload", words)
+        if parameters == "none":
+            return
+        for name, parameter in placed.model.named_parameters():
+            shard = getattr(parameter, "ds_tensor", None)
+            if shard is None or getattr(parameter, "ds_persist", False):
+                continue  # too small to be worth moving: the threshold is in the plan
+            if parameters == "nvme":
+                kept, computed = _swapper(parameter).dtype, parameter.dtype
+                words = f"{name} is {computed} and its file holds {kept}"  # on a CPU DeepSpeed takes bf16 for all
+                expect(kept == computed, self.name, "WrongOffload", words)
+                if not _swapper(parameter).swappable_tensor(param=parameter):
+                    continue  # too small for a file of its own
+            in_files = getattr(shard.final_location, "value", shard.final_location) == "nvme"
+            right = in_files if parameters == "nvme" else shard.device.type == "cpu"
+            words = f"the shard of {name} lies {'in a file' if in_files else f'on {shard.device}'}"
+            expect(right, self.name, "WrongOffload", f"{words}, asked for was {parameters}")
+
+    def _assert_zero_plus_plus(self, engine: Any, placed: Placed) -> None:
+        """The secondary shards and the quantized communication that the configuration asks for."""
+        import torch
+
+        wanted = min(int(self._zero.get(_HPZ, 1)), self._world_size)
+        for name, parameter in placed.model.named_parameters() if wanted > 1 else ():
+            group = getattr(parameter, "ds_zero_param_process_group", None)
+            size = 1 if group is None else torch.distributed.get_world_size(group)
+            words = f"{name} has secondary shards over {size} processes, asked for were {wanted}"
+            expect(size == wanted, self.name, "WrongSecondaryShards", words)
+        found = (engine.zero_quantized_weights(), engine.zero_quantized_gradients())
+        for key, state in zip(_QUANTIZED, found, strict=True):
+            words = f"{key} is {'on' if state else 'off'} in the engine"
+            expect(bool(state) == bool(self._zero.get(key)), self.name, "WrongQuantization", words)
 
     def model_state(self, placed: Placed) -> dict[str, Any]:
         """All weights, or those that are trained, on rank 0, in the precision that the engine computes in; gathered
@@ -112,7 +179,9 @@ class DeepSpeed:
 
         main = torch.distributed.get_rank() == 0
         state: dict[str, Any] = {}
-        tied = _tied_names(placed.model)
+        tied = tied_names(placed.model)
+        # The last forward pass may have asked for parameters of the next one, which cannot be gathered on their way.
+        placed.wrapped.empty_partition_cache()  # type: ignore[operator]
         with torch.no_grad():
             for name, parameter in placed.model.named_parameters(remove_duplicate=False):
                 if placed.adapted and not parameter.requires_grad:
@@ -141,10 +210,13 @@ class DeepSpeed:
                 f"DeepSpeed found no state of its own in {folder}.",
                 "Start anew.",
             )
+        if self._settings.offload_optimizer == "nvme":
+            _restore_what_is_in_memory(placed.wrapped, folder)
+        _settle_adam(placed.wrapped)
 
     def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:
         """Only the same stage over the same number of processes."""
-        mine = self._settings.sharding
+        mine = self._settings.checkpoint_form
         if manifest_strategy != mine:
             return f"it was written by strategy {manifest_strategy}, and {mine} reads its own shards only"
         if manifest_world_size != world_size:
@@ -163,15 +235,91 @@ def _leave_out_shared_memory_op() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
-def _tied_names(model: PreTrainedModel) -> set[str]:
-    """Names that are second names of a parameter that has another."""
-    first = {id(parameter) for _, parameter in model.named_parameters()}
-    names = {name for name, _ in model.named_parameters()}
-    return {
-        name
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if id(parameter) in first and name not in names
-    }
+def _device_of(settings: Any) -> str:
+    """Where a section of DeepSpeed's configuration offloads to."""
+    return "none" if settings is None else str(getattr(settings.device, "value", settings.device))
+
+
+def _settle_adam(engine: Any) -> None:
+    """torch's AdamW and DeepSpeed's CPU Adam read each other's state but for settings that only one of them has, and
+    the step, which is a tensor for torch: a run goes on with its optimizer in host memory after memory ran out.
+    """
+    import torch
+
+    inner = engine.basic_optimizer
+    for group in inner.param_groups:
+        for name, value in inner.defaults.items():
+            group.setdefault(name, value)
+    on_host = type(inner).__name__ == "DeepSpeedCPUAdam"
+    for state in inner.state.values():
+        if "step" in state and torch.is_tensor(state["step"]) == on_host:
+            state["step"] = int(state["step"]) if on_host else torch.tensor(float(state["step"]))
+
+
+def _restore_what_is_in_memory(engine: Any, folder: Path) -> None:
+    """What DeepSpeed 0.19 does not read back when optimizer state is in files: sub-groups that are too small for a
+    file, the learning rate, and Adam's count of steps. It writes all of it; `load_checkpoint` copies the files alone,
+    and would begin the moments in them anew, as it knows of none before the first step.
+    """
+    import torch
+
+    path = engine._get_zero_ckpt_name(str(folder), (folder / "latest").read_text(encoding="utf-8").strip())
+    # As DeepSpeed reads it; the checkpoint's hashes have been verified.
+    saved = torch.load(path, map_location="cpu", weights_only=False)["optimizer_state_dict"]
+    zero, inner = engine.optimizer, engine.optimizer.optimizer
+    zero.checkpoint_event_prologue()  # lets go of the weights that stay gathered, which are old
+    zero._set_fp32_optimizer_param_groups()
+    in_saved_order = [parameter for group in inner.param_groups for parameter in group["params"]]
+    zero._clear_fp32_optimizer_param_groups()
+    for group, former in zip(inner.param_groups, saved["optimizer_state_dict"]["param_groups"], strict=True):
+        group.update({name: value for name, value in former.items() if name != "params"})
+    with torch.no_grad():
+        for index, parameter in enumerate(in_saved_order):
+            sub_group = next(i for i, each in enumerate(zero.fp32_partitioned_groups_flat) if each is parameter)
+            state = dict(saved["optimizer_state_dict"]["state"][index])
+            if zero._swappable_optimizer_subgroup(sub_group):
+                # Room that the swapper takes notice of and fills from the files before the first step.
+                count = int(zero.fp16_partitioned_groups_flat_numel[sub_group])
+                state |= {name: torch.empty(count) for name in state if name != "step"}
+                inner.state[parameter] = state
+                continue
+            inner.state[parameter] = state
+            parameter.copy_(saved["fp32_flat_groups"][sub_group])
+            zero._reassign_or_swap_out_partitioned_parameters(sub_group)
+    zero.checkpoint_event_epilogue()  # and gathers them again
+
+
+def _swapper(parameter: Any) -> Any:
+    """What DeepSpeed moves the shard of a parameter to files with."""
+    return parameter.nvme_swapper
+
+
+def _with_folder(config: Mapping[str, Any], scratch: Path) -> dict[str, Any]:
+    """`config` with `scratch` as the folder of what is offloaded to files and has no folder yet."""
+    zero = dict(config.get("zero_optimization", {}))
+    for section in ("offload_optimizer", "offload_param"):
+        if zero.get(section, {}).get("device") == "nvme":
+            zero[section] = {"nvme_path": str(scratch), **zero[section]}
+    return {**config, **({"zero_optimization": zero} if zero else {})}
+
+
+def _refuse_missing(builder: str, asked: str, way_out: str) -> None:
+    """StageError CONFIG `OperatorMissing` where one of DeepSpeed's own operators can neither be loaded nor compiled:
+    otherwise the run would fail in the middle of the set-up with a message of the compiler's.
+    """
+    from deepspeed.ops import op_builder
+
+    try:
+        getattr(op_builder, builder)().load(verbose=False)
+    except (Exception, SystemExit) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise StageError(
+            FailureClass.CONFIG,
+            "OperatorMissing",
+            f"{asked} needs DeepSpeed's {builder.removesuffix('Builder')} operator, which is not to be had here: "
+            f"{reason}.",
+            way_out,
+        ) from error
 
 
 def refuse_auto(config: Mapping[str, Any], path: str = "deepspeed.json") -> None:

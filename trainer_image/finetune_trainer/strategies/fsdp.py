@@ -10,12 +10,17 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from finetune_contract.choices import Device, Precision, StrategyName
+from finetune_contract.choices import Precision, StrategyName
+from finetune_contract.job import Strategy as StrategySettings
+from finetune_contract.job import World
+from finetune_contract.report import TimePart
 from finetune_trainer.strategies.base import Placed, expect, type_name
 from finetune_trainer.strategies.full_state import FullState
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
     from transformers import PreTrainedModel
 
 
@@ -23,11 +28,13 @@ class FullySharded(FullState):
     """One group of shards for each transformer block and one for the rest; bf16 by FSDP's own mixed precision."""
 
     name: StrategyName = "fsdp"
+    # Parameters are gathered, gradients reduced, and their norm is one over all processes.
+    communicates_in: tuple[TimePart, ...] = ("forward", "backward", "optimizer")
 
-    def __init__(self, precision: Precision, device: Device, world_size: int) -> None:
+    def __init__(self, settings: StrategySettings, precision: Precision, world: World) -> None:
+        self._settings = settings
         self._precision = precision
-        self._device = device
-        self._world_size = world_size
+        self._world = world
 
     def arguments(self) -> Mapping[str, object]:
         """No autocast: FSDP casts parameters as it gathers them."""
@@ -36,44 +43,89 @@ class FullySharded(FullState):
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
         """Shards the blocks, then what is left in the root."""
         import torch
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-        mesh = init_device_mesh(self._device, (self._world_size,), mesh_dim_names=("data",))
         inner = outer = MixedPrecisionPolicy()
         if self._precision == "bf16":
             # Gradients are reduced in fp32: a sum over many ranks loses small ones in bf16. Only the root answers in
             # fp32; what a block answers goes into layers of the root, whose weights are bf16 by then.
             inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             outer = replace(inner, output_dtype=torch.float32)
+        offload = OffloadPolicy()
+        if self._settings.offload_parameters == "cpu":
+            offload = CPUOffloadPolicy(pin_memory=self._world.device == "cuda")
+        mesh = self._mesh()
+        # The root stays gathered in any case: backward begins where forward ends.
+        again = self._settings.fsdp_sharding != "grad-op"
         for block in transformer_blocks(model):
-            fully_shard(block, mesh=mesh, mp_policy=inner)
-        fully_shard(model, mesh=mesh, mp_policy=outer)
+            fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=again, offload_policy=offload)
+        fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False, offload_policy=offload)
         # The Trainer's word for "sharded already": it then neither moves nor wraps the model.
         model._is_distributed_loading_by_transformers = True
         return model
 
+    def _mesh(self) -> DeviceMesh:
+        """All processes in a row; hybrid: nodes x processes of a node, as ranks are numbered node by node."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        world = self._world
+        if self._settings.fsdp_sharding == "hybrid":
+            shape = (world.nodes, world.processes_per_node)
+            return init_device_mesh(world.device, shape, mesh_dim_names=("replicate", "shard"))
+        return init_device_mesh(world.device, (world.size,), mesh_dim_names=("data",))
+
     def assert_in_effect(self, placed: Placed) -> None:
-        """Every parameter is a DTensor in shards over all processes, and the blocks are groups of their own."""
+        """Every parameter is a DTensor in shards over the planned processes, the blocks are groups of their own, and
+        what is asked for is gathered again and offloaded.
+        """
         from torch.distributed.fsdp import FSDPModule
-        from torch.distributed.tensor import DTensor, Shard
+        from torch.distributed.tensor import DTensor
 
         found = f"the model is a {type_name(placed.wrapped)}, not sharded by FSDP"
         expect(isinstance(placed.wrapped, FSDPModule), self.name, "NotFullySharded", found)
         for name, parameter in placed.wrapped.named_parameters():
             whole = f"parameter {name} is whole on every process"
-            sharded = isinstance(parameter, DTensor) and all(isinstance(each, Shard) for each in parameter.placements)
-            expect(sharded, self.name, "ParameterNotSharded", whole)
+            expect(isinstance(parameter, DTensor), self.name, "ParameterNotSharded", whole)
             assert isinstance(parameter, DTensor)
-            size = parameter.device_mesh.size()
-            kind = parameter.device_mesh.device_type
-            too_few = f"parameter {name} is in {size} shards on {kind}, planned are {self._world_size}"
-            placed_right = size == self._world_size and parameter.device_mesh.device_type == self._device
-            expect(placed_right, self.name, "WrongMesh", too_few)
+            self._assert_spread(name, parameter)
         blocks = transformer_blocks(placed.model)
         loose = [block for block in blocks if not isinstance(block, FSDPModule)]
         found = f"{len(loose)} of {len(blocks)} transformer blocks are no groups of their own"
         expect(bool(blocks) and not loose, self.name, "BlocksNotSharded", found)
+        self._assert_groups(placed)
+
+    def _assert_spread(self, name: str, parameter: DTensor) -> None:
+        """In shards over all processes; hybrid: over those of a node, with a copy on each node."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        world, mesh = self._world, parameter.device_mesh
+        hybrid = self._settings.fsdp_sharding == "hybrid"
+        kinds = [Replicate, Shard] if hybrid else [Shard]
+        planned = [world.nodes, world.processes_per_node] if hybrid else [world.size]
+        words = f"parameter {name} is spread as {parameter.placements} over {tuple(mesh.shape)} processes"
+        apart = [type(each) for each in parameter.placements]
+        expect(Shard in apart, self.name, "ParameterNotSharded", words)
+        words += f" on {mesh.device_type}; planned are {' x '.join(map(str, planned))} on {world.device}"
+        right = apart == kinds and list(mesh.shape) == planned and mesh.device_type == world.device
+        expect(right, self.name, "WrongMesh", words)
+
+    def _assert_groups(self, placed: Placed) -> None:
+        """Whether blocks give their parameters back after forward, and where shards lie. torch tells it in private
+        fields only.
+        """
+        from torch.distributed.fsdp import FSDPModule
+
+        blocks = transformer_blocks(placed.model)
+        again, offloaded = self._settings.fsdp_sharding != "grad-op", self._settings.offload_parameters == "cpu"
+        sharded = [module for module in placed.wrapped.modules() if isinstance(module, FSDPModule)]
+        for module, group in ((each, group) for each in sharded for group in each._get_fsdp_state()._fsdp_param_groups):
+            if any(module is block for block in blocks):
+                resharded = group.post_forward_mesh_info is not None
+                found = f"blocks {'give back' if resharded else 'keep'} their parameters after forward"
+                expect(resharded == again, self.name, "WrongSharding", f"{found}, asked for was the other")
+            moved = all(each.offload_to_cpu for each in group.fsdp_params)
+            found = f"shards lie {'in host memory' if moved else 'on the device'}, asked for was the other"
+            expect(moved == offloaded, self.name, "WrongOffload", found)
 
 
 def transformer_blocks(model: PreTrainedModel) -> list[torch.nn.Module]:

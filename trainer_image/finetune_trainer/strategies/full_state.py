@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 STRATEGIES = ("single", "ddp", "fsdp")
-_WEIGHTS = "weights.pt"
-_OPTIMIZER = "optimizer.pt"
+WEIGHTS = "weights.pt"
+OPTIMIZER = "optimizer.pt"
 
 
 def _options(placed: Placed, *, loading: bool) -> StateDictOptions:
@@ -53,8 +53,8 @@ class FullState:
         weights = self.model_state(placed)
         optimizer = get_optimizer_state_dict(placed.wrapped, placed.optimizer, options=_options(placed, loading=False))
         if _is_main():
-            torch.save(weights, folder / _WEIGHTS)
-            torch.save(optimizer, folder / _OPTIMIZER)
+            torch.save(weights, folder / WEIGHTS)
+            torch.save(optimizer, folder / OPTIMIZER)
 
     def load(self, placed: Placed, folder: Path) -> None:
         """Rank 0 reads; the others get their share from it."""
@@ -64,8 +64,8 @@ class FullState:
         weights: dict[str, Any] = {}
         optimizer: dict[str, Any] = {}
         if _is_main():
-            weights = torch.load(folder / _WEIGHTS, map_location="cpu", weights_only=True)
-            optimizer = torch.load(folder / _OPTIMIZER, map_location="cpu", weights_only=True)
+            weights = torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True)
+            optimizer = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
         set_model_state_dict(placed.wrapped, weights, options=_options(placed, loading=True))
         set_optimizer_state_dict(placed.wrapped, placed.optimizer, optimizer, options=_options(placed, loading=True))
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, assert_never
 
+from finetune_contract.job import Strategy as StrategySettings
 from finetune_contract.job import Training
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
@@ -12,22 +14,29 @@ from finetune_trainer.strategies.base import Strategy
 from finetune_trainer.strategies.ddp import DataParallel
 from finetune_trainer.strategies.deepspeed import DeepSpeed
 from finetune_trainer.strategies.fsdp import FullySharded
+from finetune_trainer.strategies.model_parallel import ModelParallel, refuse_combinations
 from finetune_trainer.strategies.single import Single
 
 
-def strategy_for(training: Training, deepspeed: Mapping[str, Any] | None) -> Strategy:
+def strategy_for(training: Training, deepspeed: Mapping[str, Any] | None, scratch: Path) -> Strategy:
     """The strategy of `training`; `deepspeed` is the parsed deepspeed.json, which that strategy needs and the others
-    refuse.
+    refuse, and `scratch` the folder for what is offloaded to files where it names none.
     """
     settings, world, precision = training.strategy, training.world, training.precision
-    if precision not in ("fp32", "bf16"):
-        raise _unsupported("training.precision", precision, "fp32 and bf16")
-    if settings.activation_checkpointing == "selective":
-        raise _unsupported("parallelism.activationCheckpointing", "selective", "none and full")
-    if settings.offload_optimizer != "none" and (settings.name != "deepspeed" or settings.offload_optimizer == "nvme"):
-        raise _unsupported(
-            "parallelism.offload.optimizer", settings.offload_optimizer, "none, and cpu with strategy deepspeed"
-        )
+    if precision == "fp8":
+        raise _unsupported("training.precision", precision, "fp32, bf16 and fp16")
+    if precision == "fp16" and (world.device == "cpu" or settings.name == "fsdp"):
+        # accelerate scales no loss on a CPU and computes in fp32 there without a word.
+        raise _unsupported("training.precision", precision, "fp32 and bf16 on a CPU and with strategy fsdp")
+    if settings.offload_activations == "cpu" and training.arguments.get("torch_compile"):
+        # What is compiled as one saves nothing that could be moved.
+        raise _unsupported("parallelism.offload.activations", "cpu", "none with training.arguments.torch_compile")
+    if training.optimizer == "adafactor" and settings.name not in ("single", "ddp"):
+        # It keeps sums of a matrix's rows and columns, and these divide or flatten matrices.
+        raise _unsupported("training.optimizer", "adafactor", f"adamw and sgd with strategy {settings.name}")
+    _refuse_offload(settings)
+    if settings.fsdp_sharding != "full" and settings.name != "fsdp":
+        raise _unsupported("parallelism.sharding", settings.fsdp_sharding, f"full with strategy {settings.name}")
     if settings.name == "single" and world.size != 1:
         # Each process would train a model of its own.
         raise StageError(
@@ -51,17 +60,39 @@ def strategy_for(training: Training, deepspeed: Mapping[str, Any] | None) -> Str
             f"parallelism.strategy is {settings.name} and deepspeed.json is {given}.",
             "Pass --deepspeed with strategy deepspeed, and only then.",
         )
+    if settings.model_ranks > 1:
+        refuse_combinations(training)
+        return ModelParallel(training)
     match settings.name:
         case "single":
             return Single(precision)
         case "ddp":
             return DataParallel(precision, world.size)
         case "fsdp":
-            return FullySharded(precision, world.device, world.size)
+            return FullySharded(settings, precision, world)
         case "deepspeed":
-            return DeepSpeed(settings, precision, world.size, deepspeed or {})
+            return DeepSpeed(settings, precision, world.size, deepspeed or {}, scratch)
         case _:
             assert_never(settings.name)
+
+
+def _refuse_offload(settings: StrategySettings) -> None:
+    """StageError for an offload that the strategy has not."""
+    stage = settings.zero_stage or 0
+    where = (settings.offload_optimizer, settings.offload_parameters)
+    optimizer: tuple[str, ...] = ("none",)
+    parameters: tuple[str, ...] = ("none",)
+    words = f"strategy {settings.name}"
+    if settings.name == "deepspeed":
+        optimizer = ("none", "cpu", "nvme") if stage == 3 else ("none", "cpu") if stage else ("none",)
+        parameters, words = ("none", "cpu", "nvme") if stage == 3 else ("none",), f"ZeRO stage {stage}"
+    elif settings.name == "fsdp":
+        # One policy moves parameters, gradients and optimizer state.
+        optimizer = parameters = ("none", "cpu") if where[0] == where[1] else ("none",)
+        words += ", which offloads both or none"
+    for field, value, allowed in (("optimizer", where[0], optimizer), ("parameters", where[1], parameters)):
+        if value not in allowed:
+            raise _unsupported(f"parallelism.offload.{field}", value, f"{' or '.join(allowed)} with {words}")
 
 
 def _unsupported(field: str, value: str, supported: str) -> StageError:

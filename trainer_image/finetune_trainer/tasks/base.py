@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, assert_never
 
 from numpy.typing import NDArray
 
 from finetune_contract.choices import LabelForm, Task
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, TrainerJob
-from finetune_contract.layout import FailureClass
-from finetune_trainer.failures import StageError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,11 +24,14 @@ if TYPE_CHECKING:
 
     from finetune_trainer.data.prepared import PreparedSplit
     from finetune_trainer.data.sources import ColumnNeed, RawSplit
+    from finetune_trainer.tasks.writing import Writer
 
-LOWER_IS_BETTER = frozenset({"loss", "mse", "mae"})
+LOWER_IS_BETTER = frozenset({"loss", "mse", "mae", "perplexity"})
 """Of metrics; of all others a greater value is."""
 Feature: TypeAlias = Mapping[str, Any]
 """One feature as it was prepared: `input_ids` and what else the task has encoded, without padding."""
+DRAW = "draw"
+"""Of a feature in training: numbers that draws for it begin with, others in each epoch."""
 Answer: TypeAlias = Mapping[str, NDArray[Any]]
 """What a model says about one feature, without padding."""
 
@@ -106,6 +107,12 @@ class TaskModule(Protocol):
     """Forms of labels whose loss is one of classes, which transformers can smooth."""
     answer_columns: frozenset[str]
     """Names of the columns of `predictions`."""
+    packed: tuple[str, ...]
+    """Columns of features, as long as `input_ids`, that a pack of several features has one after the other (see
+    `data/packing.py`); empty for tasks whose features cannot share a sequence.
+    """
+    writer: Writer | None
+    """How the model writes, for tasks whose answers are text of its own."""
 
     # --------------------------------------------------------------------------------------------------------- data
 
@@ -138,6 +145,9 @@ class TaskModule(Protocol):
 
     # ------------------------------------------------------------------------------------------------------- models
 
+    def refuse_packing(self, job: TrainerJob, config: PretrainedConfig) -> None:
+        """StageError CONFIG `PackingNotSupported` when models of that config do not keep the rows of a pack apart."""
+
     def model_labels(self, config: PretrainedConfig) -> Labels | None:
         """The labels of a model that has this task's head; None when it has no such head."""
 
@@ -156,7 +166,7 @@ class TaskModule(Protocol):
 
     # ------------------------------------------------------------------------------------------------------ results
 
-    def items(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
         """How many items the loss of a batch is the mean of."""
 
     def answer(
@@ -193,7 +203,7 @@ def labels_of(facts: DataFacts) -> Labels:
 
 
 def task_module(task: Task) -> TaskModule:
-    """The module of `task`; StageError CONFIG `NotYetSupported` for tasks that have none yet."""
+    """The module of `task`."""
     if task == "text-classification":
         from finetune_trainer.tasks.text_classification import TextClassification
 
@@ -206,9 +216,16 @@ def task_module(task: Task) -> TaskModule:
         from finetune_trainer.tasks.question_answering import QuestionAnswering
 
         return QuestionAnswering()
-    raise StageError(
-        FailureClass.CONFIG,
-        "NotYetSupported",
-        f"task is {task!r}, which this trainer does not know yet.",
-        "Set task to text-classification, token-classification or question-answering.",
-    )
+    if task == "masked-lm":
+        from finetune_trainer.tasks.masked_lm import MaskedLm
+
+        return MaskedLm()
+    if task == "summarization" or task == "translation":
+        from finetune_trainer.tasks.text_to_text import summarization, translation
+
+        return summarization() if task == "summarization" else translation()
+    if task == "text-generation":
+        from finetune_trainer.tasks.text_generation import TextGeneration
+
+        return TextGeneration()
+    assert_never(task)

@@ -1,7 +1,4 @@
-"""Models with a head, as the Auto classes of transformers make them: what all tasks do alike.
-
-`auto` is such a class, AutoModelForTokenClassification for one.
-"""
+"""Models with a head, as the Auto classes of transformers make them: what all tasks do alike."""
 
 from __future__ import annotations
 
@@ -16,6 +13,8 @@ from finetune_trainer.models import load_error, load_tokenizer, resolve_model
 if TYPE_CHECKING:
     import torch
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from finetune_trainer.tasks.writing import Writer
 
 
 def labels_of(config: PretrainedConfig, head: str) -> tuple[str, ...] | None:
@@ -32,59 +31,82 @@ def name_labels(config: PretrainedConfig, names: Sequence[str]) -> None:
     config.label2id = {name: i for i, name in enumerate(names)}
 
 
-def built(job: TrainerJob, auto: Any, config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The job's model to be trained; what its checkpoint lacks is drawn from the job's seed, and the names of these
-    weights are logged by transformers. StageError MODEL for weights that belong to another model.
-    """
-    import torch
+class WithHead:
+    """The part of a TaskModule that concerns its models."""
 
-    name, arguments = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(job.training.seed if job.training else job.seed)
+    auto: str
+    """Class of transformers that makes them, AutoModelForTokenClassification for one."""
+    packed: tuple[str, ...] = ()
+    writer: Writer | None = None
+
+    def refuse_packing(self, job: TrainerJob, config: PretrainedConfig) -> None:
+        """Encoders read whole sequences."""
+        raise packing_error(f"rows of {job.task} cannot share a sequence")
+
+    def built(self, job: TrainerJob, config: PretrainedConfig, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """The job's model to be trained; what its checkpoint lacks is drawn from the job's seed, and the names of these
+        weights are logged by transformers. StageError MODEL for weights that belong to another model.
+        """
+        import torch
+
+        name, arguments = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(job.training.seed if job.training else job.seed)
+            try:
+                model, info = self._class().from_pretrained(
+                    name,
+                    config=config,
+                    dtype=dtype or torch.float32,
+                    ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                    **arguments,
+                )
+            except (OSError, ValueError, RuntimeError, KeyError) as error:
+                raise load_error(job.model, error, part="weights") from error
+            except Exception as error:  # safetensors raises its own class, which has no common base but Exception
+                if type(error).__name__ == "SafetensorError":
+                    raise load_error(job.model, error, part="weights") from error
+                raise
+        _refuse_foreign_weights(job, model, info["missing_keys"])
+        made: PreTrainedModel = model
+        return made
+
+    def empty_model(self, config: PretrainedConfig, labels: int) -> PreTrainedModel:
+        """For counting parameters on the meta device."""
+        name_labels(config, [str(i) for i in range(labels)])
+        model: PreTrainedModel = self._class().from_config(config)
+        return model
+
+    def load_model(self, job: TrainerJob, name_or_path: str, arguments: Mapping[str, Any]) -> PreTrainedModel:
+        """Refuses a checkpoint whose head is missing: its answers would be random."""
+        import torch
+
         try:
-            model, info = auto.from_pretrained(
-                name,
-                config=config,
-                dtype=dtype or torch.float32,
-                ignore_mismatched_sizes=True,
-                output_loading_info=True,
-                **arguments,
+            model, info = self._class().from_pretrained(
+                name_or_path, dtype=torch.float32, output_loading_info=True, **arguments
             )
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise load_error(job.model, error, part="weights") from error
-        except Exception as error:  # safetensors raises its own class, which has no common base but Exception
-            if type(error).__name__ == "SafetensorError":
-                raise load_error(job.model, error, part="weights") from error
-            raise
-    _refuse_foreign_weights(job, model, info["missing_keys"])
-    made: PreTrainedModel = model
-    return made
+        if info["missing_keys"]:
+            raise StageError(
+                FailureClass.MODEL,
+                "NoHead",
+                f"{name_or_path} lacks the weights {', '.join(sorted(info['missing_keys'])[:4])}; "
+                "its answers would be random.",
+                f"Train it first (training: {{}}), or name a model that was trained for {job.task}.",
+            )
+        found: PreTrainedModel = model
+        return found
+
+    def _class(self) -> Any:
+        import transformers
+
+        return getattr(transformers, self.auto)
 
 
-def empty(auto: Any, config: PretrainedConfig) -> PreTrainedModel:
-    """The architecture without a checkpoint's weights."""
-    model: PreTrainedModel = auto.from_config(config)
-    return model
-
-
-def loaded(job: TrainerJob, auto: Any, name_or_path: str, arguments: Mapping[str, Any]) -> PreTrainedModel:
-    """A model that is whole, in float32; StageError MODEL `NoHead` when its answers would be random."""
-    import torch
-
-    try:
-        model, info = auto.from_pretrained(name_or_path, dtype=torch.float32, output_loading_info=True, **arguments)
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise load_error(job.model, error, part="weights") from error
-    if info["missing_keys"]:
-        raise StageError(
-            FailureClass.MODEL,
-            "NoHead",
-            f"{name_or_path} lacks the weights {', '.join(sorted(info['missing_keys'])[:4])}; "
-            "its answers would be random.",
-            f"Train it first (training: {{}}), or name a model that was trained for {job.task}.",
-        )
-    found: PreTrainedModel = model
-    return found
+def packing_error(why: str, way_out: str = "Set preparation.packing to never.") -> StageError:
+    """The error for rows that cannot share a sequence."""
+    return StageError(FailureClass.CONFIG, "PackingNotSupported", f"preparation.packing is on, and {why}.", way_out)
 
 
 def adopt_padding(job: TrainerJob, model: PreTrainedModel) -> None:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -20,7 +20,8 @@ from finetune_contract.choices import LabelForm
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.tasks.base import Feature
-from finetune_trainer.tasks.rows import is_list, is_text, row_error
+from finetune_trainer.tasks.figures import class_scores, cross_entropy, softmax
+from finetune_trainer.tasks.rows import class_names, is_list, is_text, row_error, shown_names
 
 if TYPE_CHECKING:
     import torch
@@ -79,13 +80,15 @@ class Form(Protocol):
         """What the report shows."""
 
 
+@dataclass(frozen=True)
 class Sample:
-    """Of each row: what was right, what was said, how sure it was, and how wrong it is (0: right)."""
+    """What the report tells of each row."""
 
-    def __init__(
-        self, right: Sequence[str], said: Sequence[str], sure: NDArray[np.float64], wrong: NDArray[np.float64]
-    ) -> None:
-        self.right, self.said, self.sure, self.wrong = right, said, sure, wrong
+    right: Sequence[str]
+    said: Sequence[str]
+    sure: NDArray[np.float64]
+    wrong: NDArray[np.float64]
+    """How wrong it is; 0: it is right."""
 
 
 # ------------------------------------------------------------------------------------------------------------ one class
@@ -114,12 +117,12 @@ class OneClass:
         if not (is_text(values.type) or pa.types.is_integer(values.type)):
             rule = "a label is a whole number, a word, a fraction, or a list of words"
             raise row_error("LabelType", split, 0, PATH, column, values[0].as_py(), rule)
-        labels: list[Any] = values.to_pylist()
-        return labels
+        once: dict[Any, Any] = {}  # a word is one object, however many rows have it
+        return [once.setdefault(label, label) for chunk in values.chunks for label in chunk.to_pylist()]
 
     def names(self, split: RawSplit, column: str, values: list[Any]) -> tuple[str, ...]:
         """Those of a Hub data set's classes, else the ids or words that there are."""
-        return _class_names(split.rows.features[column]) or _names(split, column, values, values)
+        return class_names(split.rows.features[column]) or _names(split, column, values, values)
 
     def targets(self, split: RawSplit, column: str, values: list[Any], names: Sequence[str]) -> NDArray[Any]:
         """Ids."""
@@ -142,20 +145,20 @@ class OneClass:
 
     def loss(self, logits: Logits, targets: NDArray[Any]) -> float:
         """Cross-entropy in nats."""
-        return float(-np.log(np.maximum(_softmax(logits)[np.arange(len(targets)), targets], 1e-45)).mean())
+        return cross_entropy(logits, targets)
 
     def measured(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
         """Accuracy, and f1, precision and recall as the plain mean over the labels."""
-        return _class_scores(targets, logits.argmax(axis=1), len(names))
+        return class_scores(targets, logits.argmax(axis=1), len(names))
 
     def constant(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
         """The most frequent label of the very rows that are judged: no constant answer scores higher accuracy."""
         most = np.bincount(targets, minlength=len(names)).argmax()
-        return _class_scores(targets, np.full_like(targets, most), len(names))
+        return class_scores(targets, np.full_like(targets, most), len(names))
 
     def predictions(self, logits: Logits, names: Sequence[str]) -> dict[str, pa.Array]:
         """`label`, its probability `score`, and `scores` with the probability of each label."""
-        shares = _softmax(logits)
+        shares = softmax(logits)
         best = shares.argmax(axis=1)
         return {
             "label": pa.array([names[each] for each in best], pa.string()),
@@ -165,7 +168,7 @@ class OneClass:
 
     def sample(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> Sample:
         """The more sure of a wrong label, the worse."""
-        shares = _softmax(logits)
+        shares = softmax(logits)
         best, sure = shares.argmax(axis=1), shares.max(axis=1)
         right, said = ([names[each] for each in ids] for ids in (targets, best))
         return Sample(right, said, sure, np.where(best == targets, 0.0, sure))
@@ -204,9 +207,7 @@ class SeveralClasses:
         """Those of a Hub data set's classes, else the ids or words that there are."""
         feature = split.rows.features[column]
         every = [label for labels in values for label in labels]
-        return _class_names(getattr(feature, "feature", None)) or (
-            _names(split, column, every, values) if every else ()
-        )
+        return class_names(getattr(feature, "feature", None)) or (_names(split, column, every, values) if every else ())
 
     def targets(self, split: RawSplit, column: str, values: list[Any], names: Sequence[str]) -> NDArray[Any]:
         """A row of zeros and ones for each row, shape (rows, labels)."""
@@ -363,10 +364,6 @@ def form_of(split: RawSplit, column: str) -> Form:
 # ------------------------------------------------------------------------------------------------------------- helpers
 
 
-def _class_names(feature: object) -> tuple[str, ...] | None:
-    return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else None
-
-
 def _names(split: RawSplit, column: str, every: Sequence[Any], values: Sequence[Any]) -> tuple[str, ...]:
     """The names by all labels of the split; `values`: those of each row, for an error."""
     distinct = set(every)
@@ -395,15 +392,8 @@ def _positions(every: Sequence[Any], names: Sequence[str]) -> dict[Any, int]:
 
 
 def _strange(split: RawSplit, column: str, row: int, label: object, names: Sequence[str]) -> Exception:
-    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-    rule = f"the labels are {shown} (ids 0 to {len(names) - 1})"
+    rule = f"the labels are {shown_names(names)}"
     return row_error("LabelOutOfRange", split, row, PATH, column, label, rule)
-
-
-def _softmax(logits: Logits) -> NDArray[np.float64]:
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    exponentials = np.exp(shifted)
-    return np.asarray(exponentials / exponentials.sum(axis=1, keepdims=True))
 
 
 def _sigmoid(logits: Logits) -> NDArray[np.float64]:
@@ -417,16 +407,6 @@ def _by_name(shares: NDArray[np.float64], names: Sequence[str]) -> pa.StructArra
 
 def _together(chosen: NDArray[np.bool_], names: Sequence[str]) -> str:
     return ", ".join(name for name, is_chosen in zip(names, chosen, strict=True) if is_chosen) or "none"
-
-
-def _class_scores(labels: NDArray[Any], answers: NDArray[Any], count: int) -> dict[str, float]:
-    from sklearn.metrics import accuracy_score, precision_recall_fscore_support
-
-    precision, recall, f1, _ = precision_recall_fscore_support(
-        labels, answers, labels=list(range(count)), average="macro", zero_division=0
-    )
-    scores = {"accuracy": accuracy_score(labels, answers), "f1": f1, "precision": precision, "recall": recall}
-    return {name: float(score) for name, score in scores.items()}
 
 
 def _flag_scores(flags: NDArray[Any], answers: NDArray[Any]) -> dict[str, float]:

@@ -24,8 +24,9 @@ from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
+from finetune_trainer.tasks.figures import telling_rows
 from finetune_trainer.tasks.padding import padded
-from finetune_trainer.tasks.rows import is_list, is_text, not_set, refuse_other_columns, row_error
+from finetune_trainer.tasks.rows import first_row, is_list, not_set, refuse_not_text, refuse_other_columns, row_error
 from finetune_trainer.tasks.windows import made_ready
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ class _Span:
     last: int
 
 
-class QuestionAnswering:
+class QuestionAnswering(heads.WithHead):
     """The TaskModule of `question-answering`.
 
     A target is a pair of a row's answers and the characters that they begin at. A feature has `start` and `end`, the
@@ -67,6 +68,7 @@ class QuestionAnswering:
     -1. An answer has the logits `start` and `end` of each token.
     """
 
+    auto: str = "AutoModelForQuestionAnswering"
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = {None: ("exact_match", "f1")}
     smooths_labels: frozenset[LabelForm | None] = frozenset()
     answer_columns: frozenset[str] = frozenset({"answer", "score", "start", "end", "candidates"})
@@ -102,12 +104,9 @@ class QuestionAnswering:
         table = arrow_table(split.rows)
         for role, name in self.inputs(columns).items():
             path, values = f"{setting}.columns.{role}", table[name]
-            if not is_text(values.type):
-                rule = f"the column is of type {values.type}, not text"
-                raise row_error("NotText", split, 0, path, name, values[0].as_py(), rule)
-            empty = pc.equal(pc.utf8_trim_whitespace(pc.fill_null(values, "")), "")
-            if pc.any(empty).as_py():
-                row = pc.index(empty, True).as_py()
+            refuse_not_text(split, path, name, values)
+            row = first_row(values, lambda part: pc.equal(pc.utf8_trim_whitespace(part), ""))
+            if row is not None:
                 raise row_error("NullText", split, row, path, name, values[row].as_py(), f"a row needs its {role}")
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
@@ -182,24 +181,17 @@ class QuestionAnswering:
         config = load_config(job)
         heads.name_labels(config, ("start", "end"))
         config.answers_may_be_missing = NO_ANSWER in facts.labels
-        return heads.built(job, _auto(), config, dtype)
+        return self.built(job, config, dtype)
 
     def empty_model(self, config: PretrainedConfig, labels: int) -> PreTrainedModel:
-        """For counting parameters on the meta device: one output for starts and one for ends."""
-        heads.name_labels(config, ("start", "end"))
-        return heads.empty(_auto(), config)
-
-    def load_model(self, job: TrainerJob, name_or_path: str, arguments: Mapping[str, Any]) -> PreTrainedModel:
-        """Refuses a checkpoint whose head is missing: its answers would be random."""
-        return heads.loaded(job, _auto(), name_or_path, arguments)
+        """One output for starts and one for ends, whatever the labels."""
+        return super().empty_model(config, 2)
 
     # ------------------------------------------------------------------------------------------------------ results
 
-    def items(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Windows."""
-        import torch
-
-        return torch.tensor(len(batch["start_positions"]))
+        return len(batch["start_positions"])
 
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
@@ -222,15 +214,14 @@ class QuestionAnswering:
             (_surprise(answer["start"], start) + _surprise(answer["end"], end)) / 2
             for answer, start, end in zip(answers, split.numbers("start"), split.numbers("end"), strict=True)
         ]
-        gold = split.raw()[split.inputs["answers"]]
         said = [best.text for best in self._decided(answers, split, slice(None))]
-        return {"loss": float(np.mean(losses)), **measured(said, [_texts(each) for each in gold])}
+        return {"loss": float(np.mean(losses)), **measured(said, _gold(split))}
 
     def baseline(self, split: PreparedSplit) -> dict[str, float]:
         """Never answering, where that may be right."""
         if NO_ANSWER not in split.facts.labels:
             return {}
-        gold = [_texts(each) for each in split.raw()[split.inputs["answers"]]]
+        gold = _gold(split)
         return measured([""] * len(gold), gold)
 
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
@@ -252,7 +243,7 @@ class QuestionAnswering:
         """With the model itself: transformers has no pipeline for spans any more."""
         return Card(
             use=_USE,
-            auto="AutoModelForQuestionAnswering",
+            auto=self.auto,
             long_rows=f"Longer paragraphs were cut into windows of {facts.max_length} tokens that overlap.",
             counted="rows",
             baseline="never answering",
@@ -260,13 +251,10 @@ class QuestionAnswering:
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
         """The wrong answers given with most confidence (at most half), then the first right ones."""
-        gold = [_texts(each) for each in split.raw()[split.inputs["answers"]]]
+        gold = _gold(split)
         decided = list(self._decided(answers, split, slice(None)))
         right = np.array([measured([e.text], [g])["exact_match"] == 1.0 for e, g in zip(decided, gold, strict=True)])
-        sure = np.array([each.share for each in decided])
-        wrong = np.flatnonzero(~right)
-        wrong = wrong[np.argsort(-sure[wrong], kind="stable")][: most // 2]
-        chosen = [*wrong.tolist(), *np.flatnonzero(right)[: most - len(wrong)].tolist()]
+        wrong = np.where(right, 0.0, [each.share for each in decided])
         return [
             {
                 "row": row,
@@ -274,21 +262,19 @@ class QuestionAnswering:
                 "predicted": decided[row].text or NO_ANSWER,
                 "score": decided[row].share,
             }
-            for row in chosen
+            for row in telling_rows(wrong, most)
         ]
 
     def _decided(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[_Decided]:
         """What is answered to each of some rows."""
-        first, last = split.lists("first"), split.lists("last")
         may_be_none = NO_ANSWER in split.facts.labels
         chosen = range(*rows.indices(split.rows))
         contexts = split.raw().select(chosen)[split.inputs["context"]]
-        windows = split.features_by_row()
         for row, context in zip(chosen, contexts, strict=True):
             spans: list[_Span] = []
             none = np.inf
-            for at in windows[row]:
-                spans += _spans(answers[at], first[at], last[at])
+            for at in split.features_by_row[row]:
+                spans += _spans(answers[at], split.list_of("first", at), split.list_of("last", at))
                 none = min(none, float(answers[at]["start"][0] + answers[at]["end"][0]))
             yield _decide(spans, none if may_be_none else None, context)
 
@@ -306,12 +292,6 @@ given = tokenizer(question, paragraph, return_tensors="pt")
 said = model(**given)
 first, last = said.start_logits.argmax(), said.end_logits.argmax()
 print(tokenizer.decode(given["input_ids"][0, first : last + 1]))"""
-
-
-def _auto() -> Any:
-    from transformers import AutoModelForQuestionAnswering
-
-    return AutoModelForQuestionAnswering
 
 
 # ------------------------------------------------------------------------------------------------------------- encoding
@@ -410,8 +390,9 @@ def _surprise(logits: NDArray[np.float32], wanted: int) -> float:
 # -------------------------------------------------------------------------------------------------------------- answers
 
 
-def _texts(answers: Mapping[str, Any]) -> list[str]:
-    return list(answers["text"])
+def _gold(split: PreparedSplit) -> list[list[str]]:
+    """The right answers of each row."""
+    return [list(answers["text"]) for answers in split.raw()[split.inputs["answers"]]]
 
 
 def _answers(split: RawSplit, columns: Columns) -> NDArray[Any]:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
+import datasets
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from finetune_contract.job import Columns
 from finetune_contract.layout import FailureClass
+from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import StageError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -20,6 +28,16 @@ def is_text(kind: pa.DataType) -> bool:
 def is_list(kind: pa.DataType) -> bool:
     """Whether Arrow holds lists in it."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def class_names(feature: object) -> tuple[str, ...] | None:
+    """Names of the classes that a Hub data set declares; None for another feature."""
+    return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else None
+
+
+def shown_names(names: Sequence[str]) -> str:
+    """The label names that there are, for an error."""
+    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "") + f" (ids 0 to {len(names) - 1})"
 
 
 def not_set(path: str, what: str) -> StageError:
@@ -35,6 +53,37 @@ def refuse_other_columns(columns: Columns, setting: str, own: Collection[str], r
             raise StageError(
                 FailureClass.CONFIG, "ColumnOfAnotherTask", f"{path} is {value!r}; {rule}.", f"Leave {path} out."
             )
+
+
+def first_row(values: pa.ChunkedArray, is_wrong: Callable[[pa.Array], pa.Array]) -> int | None:
+    """Index of the first row that is wrong, None: there is none. A chunk at a time, for what `is_wrong` makes of a
+    column may be as large as the column.
+    """
+    before = 0
+    for chunk in values.chunks:
+        at = pc.index(is_wrong(chunk), True).as_py()
+        if at >= 0:
+            return before + int(at)
+        before += len(chunk)
+    return None
+
+
+def refuse_not_text(split: RawSplit, path: str, column: str, values: pa.ChunkedArray) -> None:
+    """StageError DATA for a column that is not text, or for its first row without one."""
+    if not is_text(values.type):
+        kind = "all null" if pa.types.is_null(values.type) else f"of type {values.type}"
+        raise row_error("NotText", split, 0, path, column, values[0].as_py(), f"the column is {kind}, not text")
+    row = first_row(values, pc.is_null)
+    if row is not None:
+        role = path.rpartition(".")[2]
+        raise row_error("NullText", split, row, path, column, None, f"a row needs its {role}")
+
+
+def wanted_texts(split: RawSplit, column: str) -> NDArray[Any]:
+    """The texts of `dataset.columns.target`, dtype object; StageError DATA as `refuse_not_text`."""
+    texts = arrow_table(split.rows)[column]
+    refuse_not_text(split, "dataset.columns.target", column, texts)
+    return np.array(texts.to_pylist(), object)
 
 
 def row_error(reason: str, split: RawSplit, row: int, path: str, column: str, value: object, rule: str) -> StageError:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
@@ -24,9 +23,11 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
+from finetune_trainer.tasks.encoding import encodings
+from finetune_trainer.tasks.figures import telling_rows
 from finetune_trainer.tasks.label_forms import FORMS, PATH, SECRET, Form, Logits, form_of
 from finetune_trainer.tasks.padding import padded
-from finetune_trainer.tasks.rows import is_text, not_set, refuse_other_columns, row_error
+from finetune_trainer.tasks.rows import is_text, not_set, refuse_not_text, refuse_other_columns, row_error
 
 if TYPE_CHECKING:
     import torch
@@ -39,11 +40,12 @@ _COLUMNS = ("text", "text_pair", "label")
 _HEAD = "ForSequenceClassification"
 
 
-class TextClassification:
+class TextClassification(heads.WithHead):
     """The TaskModule of `text-classification`. A target is what its form makes of a label, an answer has `logits`, one
     for each label.
     """
 
+    auto: str = "AutoModelForSequenceClassification"
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = {name: form.metrics for name, form in FORMS.items()}
     smooths_labels: frozenset[LabelForm | None] = frozenset({"single_label_classification"})
     answer_columns: frozenset[str] = frozenset(column for form in FORMS.values() for column in form.columns)
@@ -78,36 +80,25 @@ class TextClassification:
         table = arrow_table(split.rows)
         for role, name in self.inputs(columns).items():
             path = f"{setting}.columns.{'textPair' if role == 'text_pair' else role}"
-            values = table[name]
-            if not is_text(values.type):
-                kind = "all null" if pa.types.is_null(values.type) else f"of type {values.type}"
-                raise row_error("NotText", split, 0, path, name, values[0].as_py(), f"the column is {kind}, not text")
-            if values.null_count:
-                row = pc.index(pc.is_null(values), True).as_py()
-                raise row_error("NullText", split, row, path, name, None, "a row needs its text")
+            refuse_not_text(split, path, name, table[name])
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
         """Truncates the longer text of a pair first; no padding."""
-        tokenizer, max_length = coding.tokenizer, coding.max_length
         texts, pairs = list(rows["text"]), list(rows["text_pair"]) if "text_pair" in rows else None
         # token_type_ids tell the two texts of a pair apart; with one text they are all 0, which is what models assume
         # anyway.
-        types = pairs is not None and "token_type_ids" in tokenizer.model_input_names
-        arguments: dict[str, Any] = {"padding": False, "return_attention_mask": False, "return_token_type_ids": types}
-        encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length, verbose=False, **arguments)
-        names = ["input_ids", *(["token_type_ids"] if types else [])]
-        features: dict[str, Sequence[Any]] = {name: encoded[name] for name in names}
+        types = pairs is not None and "token_type_ids" in coding.tokenizer.model_input_names
+        made = encodings(texts, pairs, coding)
+        if made is None:
+            features, truncated = _called(texts, pairs, coding, types=types)
+        else:
+            features = {"input_ids": [each.ids for each in made]}
+            if types:
+                features["token_type_ids"] = [each.type_ids for each in made]
+            truncated = sum(bool(each.overflowing) for each in made)
         if targets is not None:
             features[_column_of(targets)] = targets.tolist()
-        if encoded.encodings is not None:
-            return Encoded(features, truncated=sum(bool(each.overflowing) for each in encoded.encodings))
-        full = [i for i, ids in enumerate(features["input_ids"]) if len(ids) >= max_length]
-        if not full:
-            return Encoded(features)
-        whole = tokenizer(
-            [texts[i] for i in full], None if pairs is None else [pairs[i] for i in full], verbose=False, **arguments
-        )
-        return Encoded(features, truncated=sum(len(ids) > max_length for ids in whole["input_ids"]))
+        return Encoded(features, truncated=truncated)
 
     # ------------------------------------------------------------------------------------------------------- labels
 
@@ -157,18 +148,9 @@ class TextClassification:
         form = _form(facts.label_form)
         heads.name_labels(config, facts.labels or (form.column,))
         config.problem_type = form.name
-        model = heads.built(job, _auto(), config, dtype)
+        model = self.built(job, config, dtype)
         heads.adopt_padding(job, model)
         return model
-
-    def empty_model(self, config: PretrainedConfig, labels: int) -> PreTrainedModel:
-        """For counting parameters on the meta device."""
-        heads.name_labels(config, [str(i) for i in range(labels)])
-        return heads.empty(_auto(), config)
-
-    def load_model(self, job: TrainerJob, name_or_path: str, arguments: Mapping[str, Any]) -> PreTrainedModel:
-        """Refuses a checkpoint whose head is missing: its answers would be random."""
-        return heads.loaded(job, _auto(), name_or_path, arguments)
 
     # ------------------------------------------------------------------------------------------------------ batches
 
@@ -182,11 +164,9 @@ class TextClassification:
 
     # ------------------------------------------------------------------------------------------------------ results
 
-    def items(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Rows."""
-        import torch
-
-        return torch.tensor(len(batch["labels"]))
+        return len(batch["labels"])
 
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
@@ -231,13 +211,27 @@ class TextClassification:
         """The worst answers (at most half), then the first right ones."""
         form = _form(split.facts.label_form)
         seen = form.sample(_logits(answers), _targets(split, form), split.facts.labels)
-        wrong = np.flatnonzero(seen.wrong > 0)
-        wrong = wrong[np.argsort(-seen.wrong[wrong], kind="stable")][: most // 2]
-        right = np.flatnonzero(seen.wrong == 0)[: most - len(wrong)]
         return [
             {"row": row, "label": seen.right[row], "predicted": seen.said[row], "score": float(seen.sure[row])}
-            for row in [*wrong.tolist(), *right.tolist()]
+            for row in telling_rows(seen.wrong, most)
         ]
+
+
+def _called(
+    texts: list[str], pairs: list[str] | None, coding: Coding, *, types: bool
+) -> tuple[dict[str, Sequence[Any]], int]:
+    """Features, and how many are truncated, by a tokenizer of which only the call is known."""
+    tokenizer, max_length = coding.tokenizer, coding.max_length
+    arguments: dict[str, Any] = {"padding": False, "return_attention_mask": False, "return_token_type_ids": types}
+    encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length, verbose=False, **arguments)
+    features = {name: encoded[name] for name in ("input_ids", *(["token_type_ids"] if types else []))}
+    full = [i for i, ids in enumerate(features["input_ids"]) if len(ids) >= max_length]
+    if not full:
+        return features, 0
+    whole = tokenizer(
+        [texts[i] for i in full], None if pairs is None else [pairs[i] for i in full], verbose=False, **arguments
+    )
+    return features, sum(len(ids) > max_length for ids in whole["input_ids"])
 
 
 def _form(name: LabelForm | None) -> Form:
@@ -256,12 +250,6 @@ def _targets(split: PreparedSplit, form: Form) -> NDArray[Any]:
     return (
         np.stack(split.lists(form.column)) if form.name == "multi_label_classification" else split.numbers(form.column)
     )
-
-
-def _auto() -> Any:
-    from transformers import AutoModelForSequenceClassification
-
-    return AutoModelForSequenceClassification
 
 
 def _logits(answers: Sequence[Answer]) -> Logits:

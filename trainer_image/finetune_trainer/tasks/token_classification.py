@@ -11,10 +11,10 @@ fills inputs up to a multiple of its attention window.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,8 +29,17 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
+from finetune_trainer.tasks.figures import class_scores, cross_entropy, softmax, telling_rows
 from finetune_trainer.tasks.padding import padded
-from finetune_trainer.tasks.rows import is_list, is_text, not_set, refuse_other_columns, row_error
+from finetune_trainer.tasks.rows import (
+    class_names,
+    is_list,
+    is_text,
+    not_set,
+    refuse_other_columns,
+    row_error,
+    shown_names,
+)
 from finetune_trainer.tasks.windows import made_ready
 
 if TYPE_CHECKING:
@@ -52,7 +61,7 @@ _OUTSIDE = "O"
 _METRICS = ("f1", "precision", "recall", "accuracy")
 
 
-class TokenClassification:
+class TokenClassification(heads.WithHead):
     """The TaskModule of `token-classification`.
 
     A target is the tag ids of a row's words. A feature has `words`: for each token the index of the word that it is the
@@ -60,6 +69,7 @@ class TokenClassification:
     answer has the `logits` of its words, in their order.
     """
 
+    auto: str = "AutoModelForTokenClassification"
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = {None: _METRICS}
     smooths_labels: frozenset[LabelForm | None] = frozenset({None})
     answer_columns: frozenset[str] = frozenset({"tags", "scores", "entities"})
@@ -114,7 +124,11 @@ class TokenClassification:
         for split in tagged.values():
             _check_tags(split, column, self.inputs(columns)["tokens"])
         first = tagged.get("train") or next(iter(tagged.values()))
-        names = known.names if known is not None else _class_names(first, column) or _names(first, column)
+        names = (
+            known.names
+            if known is not None
+            else class_names(getattr(first.rows.features[column], "feature", None)) or _names(first, column)
+        )
         if len(names) < 2:
             raise StageError(
                 FailureClass.DATA,
@@ -150,7 +164,7 @@ class TokenClassification:
             features["global_attention_mask"] = [[1, *[0] * (len(ids) - 1)] for ids in encoded["input_ids"]]
         if targets is not None:
             features["tags"] = []
-        for row, windows in _grouped(of_row):
+        for row, windows in groupby(range(len(of_row)), key=of_row.__getitem__):
             for words in _owned([encoded.word_ids(window) for window in windows], coding.stride):
                 features["words"].append(words)
                 if targets is not None:
@@ -176,22 +190,13 @@ class TokenClassification:
         """A head of another size in the checkpoint is replaced."""
         config = load_config(job)
         heads.name_labels(config, facts.labels)
-        return heads.built(job, _auto(), config, dtype)
-
-    def empty_model(self, config: PretrainedConfig, labels: int) -> PreTrainedModel:
-        """For counting parameters on the meta device."""
-        heads.name_labels(config, [str(i) for i in range(labels)])
-        return heads.empty(_auto(), config)
-
-    def load_model(self, job: TrainerJob, name_or_path: str, arguments: Mapping[str, Any]) -> PreTrainedModel:
-        """Refuses a checkpoint whose head is missing: its answers would be random."""
-        return heads.loaded(job, _auto(), name_or_path, arguments)
+        return self.built(job, config, dtype)
 
     # ------------------------------------------------------------------------------------------------------ results
 
-    def items(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
         """Words."""
-        return batch["labels"].ne(_NOT_COUNTED).sum()
+        return int(batch["labels"].ne(_NOT_COUNTED).sum())
 
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
@@ -208,11 +213,8 @@ class TokenClassification:
 
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
         """Mean cross-entropy of a word in nats, and see `measured`."""
-        tags = _tags_by_row(split)
-        logits = _logits_by_row(answers, split)
-        shares = _shares(np.concatenate(logits))
-        flat = np.concatenate(tags)
-        loss = float(-np.log(np.maximum(shares[np.arange(len(flat)), flat], 1e-45)).mean())
+        tags, logits = _tags_by_row(split), _logits_by_row(answers, split)
+        loss = cross_entropy(np.concatenate(logits), np.concatenate(tags))
         return {"loss": loss, **measured(tags, [each.argmax(axis=1) for each in logits], split.facts.labels)}
 
     def baseline(self, split: PreparedSplit) -> dict[str, float]:
@@ -226,13 +228,10 @@ class TokenClassification:
         word (counted from 0), text and the least probability of their words.
         """
         names, raw = split.facts.labels, split.raw().select(range(*rows.indices(split.rows)))
-        chosen = split.features_by_row()[rows]
-        answered = _words(split)
+        said = _by_row(split, lambda at: answers[at]["logits"], rows)
         tags, scores, found = [], [], []
-        for features, logits, words in zip(
-            chosen, _logits_by_row(answers, split)[rows], raw[split.inputs["tokens"]], strict=True
-        ):
-            shares = _shares(_every_word(logits, np.concatenate([answered[at] for at in features]), len(words)))
+        for (answered, logits), words in zip(said, raw[split.inputs["tokens"]], strict=True):
+            shares = softmax(_every_word(logits, answered, len(words)))
             tags.append([names[at] for at in shares.argmax(axis=1)])
             scores.append(shares.max(axis=1))
             found.append(_entities(tags[-1], words, scores[-1]))
@@ -258,21 +257,18 @@ class TokenClassification:
         """Rows with a wrong tag given with most confidence first (at most half), then the first rows that are right."""
         tags, logits, names = _tags_by_row(split), _logits_by_row(answers, split), split.facts.labels
         best = [each.argmax(axis=1) for each in logits]
-        wrong_by = np.array([
-            float(np.where(guess != right, _shares(each).max(axis=1), 0.0).max())
+        wrong = np.array([
+            float(np.where(guess != right, softmax(each).max(axis=1), 0.0).max())
             for guess, right, each in zip(best, tags, logits, strict=True)
         ])  # fmt: skip
-        wrong = np.flatnonzero(wrong_by > 0)
-        wrong = wrong[np.argsort(-wrong_by[wrong], kind="stable")][: most // 2]
-        right = np.flatnonzero(wrong_by == 0)[: most - len(wrong)]
         return [
             {
                 "row": row,
                 "label": " ".join(names[at] for at in tags[row]),
                 "predicted": " ".join(names[at] for at in best[row]),
-                "score": float(_shares(logits[row]).max(axis=1).min()),
+                "score": float(softmax(logits[row]).max(axis=1).min()),
             }
-            for row in [*wrong.tolist(), *right.tolist()]
+            for row in telling_rows(wrong, most)
         ]
 
 
@@ -287,22 +283,7 @@ _ENTITY = pa.struct(
 )
 
 
-def _auto() -> Any:
-    from transformers import AutoModelForTokenClassification
-
-    return AutoModelForTokenClassification
-
-
 # -------------------------------------------------------------------------------------------------------------- windows
-
-
-def _grouped(of_row: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
-    """Each row with its windows, which are neighbours."""
-    start = 0
-    for end in range(1, len(of_row) + 1):
-        if end == len(of_row) or of_row[end] != of_row[start]:
-            yield of_row[start], list(range(start, end))
-            start = end
 
 
 def _owned(windows: Sequence[Sequence[int | None]], stride: int) -> list[list[int]]:
@@ -335,66 +316,58 @@ def _owned(windows: Sequence[Sequence[int | None]], stride: int) -> list[list[in
 # -------------------------------------------------------------------------------------------------------------- results
 
 
-def _words(split: PreparedSplit) -> list[NDArray[np.int32]]:
-    """For each feature the words that it answers, as its answer has them."""
-    return [words[words != _NO_WORD] for words in split.lists("words")]
+def _by_row(
+    split: PreparedSplit, part: Callable[[int], NDArray[Any]], rows: slice
+) -> Iterator[tuple[NDArray[np.int32], NDArray[Any]]]:
+    """For some rows the words that are answered, in their order, and what `part` has of each; words of which the
+    tokenizer leaves nothing are missing. `part`: of a feature, one value for each of the words that it answers.
+    """
+    for features in split.features_by_row[rows]:
+        words = np.concatenate([_answered(split.list_of("words", at)) for at in features])
+        order = np.argsort(words, kind="stable")
+        yield words[order], np.concatenate([part(at) for at in features])[order]
+
+
+def _answered(words: NDArray[np.int32]) -> NDArray[np.int32]:
+    """The words that a feature answers, as its answer has them."""
+    answered: NDArray[np.int32] = words[words != _NO_WORD]
+    return answered
 
 
 def _tags_by_row(split: PreparedSplit) -> list[NDArray[np.int32]]:
-    """For each row the tag ids of its words, in their order, without words of which the tokenizer leaves nothing."""
-    tags = [tags[words != _NO_WORD] for tags, words in zip(split.lists("tags"), split.lists("words"), strict=True)]
-    return _in_order(tags, split)
+    """For each row the tag ids of its words."""
+
+    def tags_of(at: int) -> NDArray[np.int32]:
+        tags: NDArray[np.int32] = split.list_of("tags", at)[split.list_of("words", at) != _NO_WORD]
+        return tags
+
+    return [tags for _, tags in _by_row(split, tags_of, slice(None))]
 
 
 def _logits_by_row(answers: Sequence[Answer], split: PreparedSplit) -> list[NDArray[np.float32]]:
-    """For each row its words' logits, in the same order."""
-    return _in_order([answer["logits"] for answer in answers], split)
-
-
-def _in_order(parts: Sequence[NDArray[Any]], split: PreparedSplit) -> list[NDArray[Any]]:
-    words = _words(split)
-    return [
-        np.concatenate([parts[at] for at in features])[
-            np.argsort(np.concatenate([words[at] for at in features]), kind="stable")
-        ]
-        for features in split.features_by_row()
-    ]
+    """For each row its words' logits."""
+    return [logits for _, logits in _by_row(split, lambda at: answers[at]["logits"], slice(None))]
 
 
 def _every_word(logits: NDArray[np.float32], words: NDArray[np.int32], count: int) -> NDArray[np.float32]:
     """With equal logits for words of which the tokenizer leaves nothing, so that they get the first tag."""
     whole = np.zeros((count, logits.shape[1]), np.float32)
-    whole[np.sort(words)] = logits
+    whole[words] = logits
     return whole
-
-
-def _shares(logits: NDArray[np.float32]) -> NDArray[np.float64]:
-    """Softmax over the tags."""
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    exponentials = np.exp(shifted)
-    return np.asarray(exponentials / exponentials.sum(axis=1, keepdims=True))
 
 
 def measured(tags: Sequence[NDArray[Any]], answers: Sequence[NDArray[Any]], names: Sequence[str]) -> dict[str, float]:
     """Accuracy of words; f1, precision and recall of whole entities by seqeval where tags are those of entities
     (`B-person`), else of tags, as the plain mean over them. `tags` and `answers`: tag ids of each row's words.
     """
-    flat, said = np.concatenate(tags), np.concatenate(answers)
-    accuracy = float((flat == said).mean())
+    scores = class_scores(np.concatenate(tags), np.concatenate(answers), len(names))
     if _of_entities(names):
         from seqeval.metrics import f1_score, precision_score, recall_score
 
         words = [[[names[at] for at in row] for row in rows] for rows in (tags, answers)]
-        scores = [score(*words, zero_division=0) for score in (f1_score, precision_score, recall_score)]
-    else:
-        from sklearn.metrics import precision_recall_fscore_support
-
-        every = list(range(len(names)))
-        precision, recall, f1, _ = precision_recall_fscore_support(
-            flat, said, labels=every, average="macro", zero_division=0
-        )
-        scores = [f1, precision, recall]
-    return dict(zip(_METRICS, [*map(float, scores), accuracy], strict=True))
+        of_entities = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
+        scores |= {name: float(score(*words, zero_division=0)) for name, score in of_entities.items()}
+    return {name: scores[name] for name in _METRICS}
 
 
 def _of_entities(names: Sequence[str]) -> bool:
@@ -442,11 +415,6 @@ def _check_tags(split: RawSplit, column: str, words: str) -> None:
         raise row_error("NullLabel", split, row, path, column, values[row].as_py(), "each word needs its tag")
 
 
-def _class_names(split: RawSplit, column: str) -> tuple[str, ...] | None:
-    feature = getattr(split.rows.features[column], "feature", None)
-    return tuple(feature.names) if isinstance(feature, datasets.ClassLabel) else None
-
-
 def _names(split: RawSplit, column: str) -> tuple[str, ...]:
     distinct = pc.unique(pc.list_flatten(arrow_table(split.rows)[column])).to_pylist()
     if not isinstance(distinct[0], int):
@@ -469,8 +437,7 @@ def _ids(split: RawSplit, column: str, names: Sequence[str]) -> NDArray[Any]:
     distinct = pc.unique(flat).to_pylist()
     strange = [value for value in distinct if value not in known]
     if strange:
-        shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
-        rule = f"the tag {strange[0]!r} is none of {shown} (ids 0 to {len(names) - 1})"
+        rule = f"the tag {strange[0]!r} is none of {shown_names(names)}"
         raise _tag_error(split, column, strange[0], rule)
     codes = np.asarray([known[value] for value in distinct], np.int32)
     ids = codes[np.asarray(pc.index_in(flat, pa.array(distinct, flat.type)).to_numpy())]

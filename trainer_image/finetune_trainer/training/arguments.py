@@ -26,6 +26,19 @@ _OPTIMIZERS: Mapping[Device, Mapping[OptimizerName, str]] = {
     "cuda": {"adamw": "adamw_torch_fused", "adafactor": "adafactor", "sgd": "sgd"},
 }
 
+_OPTIMIZER_CLASSES: Mapping[OptimizerName, tuple[str, ...]] = {
+    "adamw": ("AdamW", "DeepSpeedCPUAdam"),
+    "adafactor": ("Adafactor",),
+    "sgd": ("SGD",),
+}
+
+
+def is_optimizer(name: OptimizerName, optimizer: object) -> bool:
+    """Whether what steps at the bottom of `optimizer` and its wrappers is the one called `name`."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return type(optimizer).__name__ in _OPTIMIZER_CLASSES[name]
+
 
 def refuse_bad_arguments(training: Training) -> None:
     """StageError CONFIG for the first bad field of `training.arguments`, naming all of them."""
@@ -47,8 +60,10 @@ def training_arguments(training: Training, output: Path, strategy_arguments: Map
     """
     from transformers import TrainingArguments
 
+    from finetune_trainer.training.activations import checkpointing_arguments
+
     refuse_bad_arguments(training)
-    batch = training.batch
+    batch = training.loop_batch
     fields: dict[str, object] = {
         "output_dir": str(output),
         "max_steps": training.max_steps,
@@ -62,7 +77,7 @@ def training_arguments(training: Training, output: Path, strategy_arguments: Map
         "optim": _OPTIMIZERS[training.world.device][training.optimizer],
         "seed": training.seed,
         "label_smoothing_factor": training.label_smoothing,
-        "activation_checkpointing": training.strategy.activation_checkpointing == "full",
+        **checkpointing_arguments(training.strategy.activation_checkpointing),
         "use_cpu": training.world.device == "cpu",
         "save_strategy": "no",
         "eval_strategy": "no",
@@ -78,10 +93,9 @@ def training_arguments(training: Training, output: Path, strategy_arguments: Map
         "dataloader_pin_memory": training.world.device == "cuda",
         "ddp_timeout": int(COLLECTIVE_TIMEOUT.total_seconds()),
     }
-    if training.strategy.activation_checkpointing == "full":
-        # The reentrant form fails under FSDP and DDP when inputs need no gradient, as token ids do not.
-        fields["activation_checkpointing_kwargs"] = {"use_reentrant": False}
-    merged: dict[str, Any] = {**fields, **strategy_arguments, **training.arguments}
+    # What report_to names is opened by `tracking`, which hands the loop its callbacks.
+    free = {name: value for name, value in training.arguments.items() if name != "report_to"}
+    merged: dict[str, Any] = {**fields, **strategy_arguments, **free}
     try:
         arguments = TrainingArguments(**merged)
         if arguments.dataloader_persistent_workers and not arguments.dataloader_num_workers:

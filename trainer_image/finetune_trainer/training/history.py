@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune_contract.report import TimePart
 from finetune_trainer.files import write_atomically
 
 
@@ -46,6 +47,26 @@ class History:
         """Over all steps of the run; the steps have equally many samples, so it is the harmonic mean of their rates."""
         rates = [float(line["samples_per_second"]) for line in self.read() if "loss" in line]
         return len(rates) / sum(1 / rate for rate in rates)
+
+    def token_figures(self) -> dict[str, float]:
+        """`tokens` of all steps and `tokens_per_second` without padding, and `padding_share`: the part of what was
+        computed that was padding.
+        """
+        lines = [line for line in self.read() if "loss" in line]
+        tokens = sum(line["tokens"] for line in lines)
+        return {
+            "tokens": tokens,
+            "tokens_per_second": tokens / sum(line["tokens"] / line["tokens_per_second"] for line in lines),
+            "padding_share": 1 - tokens / sum(line["computed_tokens"] for line in lines),
+        }
+
+    def seconds(self) -> dict[TimePart, float]:
+        """Of each part, over all steps and what was between them."""
+        parts: dict[TimePart, float] = {}
+        for line in self.read():
+            for part, seconds in line.get("seconds", {}).items():
+                parts[part] = parts.get(part, 0.0) + seconds
+        return parts
 
     def last_validation(self) -> dict[str, float]:
         """The last evaluation in mid-training, with the names of the history (`eval_loss`); empty without one."""

@@ -7,6 +7,7 @@ sharding of a data loader would deal them out in another order and pad the last 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from finetune_contract.layout import FailureClass
 from finetune_trainer.data.batches import training_order
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.failures import StageError
+from finetune_trainer.tasks.base import DRAW
 
 if TYPE_CHECKING:
     import torch
@@ -25,8 +27,16 @@ if TYPE_CHECKING:
     from finetune_trainer.tasks.base import TaskModule
 
 
-class EpochOrder(Sampler[list[int]]):
-    """Micro-batches of this rank, epoch by epoch."""
+@dataclass(frozen=True)
+class Pick:
+    """A row of the train split in one epoch."""
+
+    row: int
+    draw: tuple[int, ...]
+
+
+class EpochOrder(Sampler[list[Pick]]):
+    """Micro-batches of this data-parallel rank, epoch by epoch."""
 
     def __init__(self, lengths: NDArray[np.int64], batch: Batch, rank: int, seed: int) -> None:
         _check(batch)
@@ -65,12 +75,23 @@ class EpochOrder(Sampler[list[int]]):
         """Optimizer steps of one epoch."""
         return len(self._order)
 
+    @property
+    def step_rows(self) -> int:
+        """Rows of one step over all ranks."""
+        return self._batch.global_batch_size
+
     def step_tokens(self, step: int) -> int:
         """Tokens of all rows of one step of the current epoch, over all ranks, without padding."""
         return int(self._lengths[self._order[step]].sum())
 
-    def __iter__(self) -> Iterator[list[int]]:
-        return (micro.tolist() for step in self._order for micro in step[:, self._rank])
+    def step_computed_tokens(self, step: int) -> int:
+        """The same with padding: each row of a micro-batch is as long as its longest."""
+        return int(self._lengths[self._order[step]].max(axis=-1).sum()) * self._batch.micro_batch_size
+
+    def __iter__(self) -> Iterator[list[Pick]]:
+        draw = (self._seed, self._epoch)
+        mine = (micro.tolist() for step in self._order for micro in step[:, self._rank])
+        return ([Pick(row, draw) for row in micro] for micro in mine)
 
     def __len__(self) -> int:
         steps, accumulation, *_ = self._order.shape
@@ -100,12 +121,15 @@ class TrainRows(Dataset[Any]):
     def __len__(self) -> int:
         return self._rows
 
-    def __getitem__(self, row: int) -> dict[str, Any]:
-        return self._prepared.features("train", [row])[0]
+    def __getitem__(self, pick: Pick) -> dict[str, Any]:
+        return self.__getitems__([pick])[0]
 
-    def __getitems__(self, rows: Sequence[int]) -> list[dict[str, Any]]:
+    def __getitems__(self, picks: Sequence[Pick]) -> list[dict[str, Any]]:
         """torch asks a data set that has this for a whole batch at once."""
-        return self._prepared.features("train", rows)
+        features = self._prepared.features("train", [pick.row for pick in picks])
+        for feature, pick in zip(features, picks, strict=True):
+            feature[DRAW] = pick.draw
+        return features
 
 
 class Collate:
@@ -118,7 +142,7 @@ class Collate:
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
         return self._task.collate(features, pad_token_id=self._pad_token_id)
 
-    def items(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
         """How many items the loss of the batch is the mean of."""
         return self._task.items(batch)
 

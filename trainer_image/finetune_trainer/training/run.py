@@ -10,7 +10,8 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from finetune_contract.choices import Stage
 from finetune_contract.job import TrainerJob, Training
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.adapters import Adapted, adapt, write_adapter_and_merge
@@ -30,10 +32,12 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.files import share
 from finetune_trainer.models import load_tokenizer, pinned
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.reporting import merge_metrics, write_model_card
-from finetune_trainer.strategies.base import Strategy
+from finetune_trainer.reporting import merge_metrics, training_environment, write_environment, write_model_card
+from finetune_trainer.strategies.base import Strategy, tied_names
+from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
 from finetune_trainer.tasks.base import TaskModule, task_module
+from finetune_trainer.training.activations import InHostMemory, OnDevice
 from finetune_trainer.training.arguments import refused_arguments, training_arguments
 from finetune_trainer.training.history import History, first_and_last
 from finetune_trainer.training.interruption import Interruption
@@ -42,6 +46,8 @@ from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
 from finetune_trainer.training.saving import RunSaver
 from finetune_trainer.training.stopping import EarlyStopper, NeverStop
 from finetune_trainer.training.telling import RunObserver, SilentObserver
+from finetune_trainer.training.timing import PartClock, moments_of, time_split
+from finetune_trainer.training.tracking import Tracked, tracking
 from finetune_trainer.training.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -87,15 +93,17 @@ def train(
 ) -> Outcome:
     """Trains the job's model; on rank 0 leaves `model/`, `history.jsonl` and the train section of metrics.json."""
     started = time.monotonic()
+    clock = PartClock(moments_of(training_of(job).world.device))
     quiet_transformers()
     training = training_of(job)
-    strategy = strategy_for(training, deepspeed)
+    strategy = strategy_for(training, deepspeed, paths.offload)
     task, prepared = task_module(job.task), PreparedData.open(paths)
     _refuse_smoothing(job, training, task, prepared)
     stopper = _stopper(training, paths, world, prepared, task)
     history = History(paths.history)
     observer = RunObserver(history, progress, training.max_steps)
-    order = EpochOrder(prepared.lengths("train"), training.batch, world.rank, training.seed)
+    data_rank = MeshShape.of(training.strategy, training.batch.data_parallel).data_rank(world.rank)
+    order = EpochOrder(prepared.lengths("train"), training.loop_batch, data_rank, training.seed)
     _warn_of_other_epoch(order, training)
 
     # The model before the arguments: with a ZeRO-3 configuration alive, transformers would load it in shards and draw
@@ -103,53 +111,51 @@ def train(
     began_with, _ = pinned(job)
     model = task.build_model(began_with, prepared.facts)
     _refuse_recomputing(training, model)
+    _refuse_liger(training, model)
     adapted = None if training.adapter is None else adapt(model, training.adapter, began_with)
-    saver = _saver(job, training, paths, world, prepared, strategy, stopper, adapted)
+    saver = _saver(job, training, paths, world, data_rank, prepared, strategy, stopper, adapted)
     resume_from = saver.find()
     arguments = training_arguments(training, paths.checkpoints, strategy.arguments())
+    told = Tracked(job.name, paths.tracking, saver.first_step, os.environ)
     parts = LoopParts(
         strategy=strategy,
         adapted=adapted,
         order=order,
         rows=TrainRows(prepared),
         collate=Collate(task, prepared.pad_token_id),
-        validation=_validation(training, prepared, task, world),
+        validation=_validation(training, prepared, task, data_rank),
         observer=observer if world.is_main else SilentObserver(progress, training.max_steps),
         saver=saver,
         stopper=stopper,
         interruption=interruption,
         save_on_preemption=training.checkpoints.on_preemption,
+        optimizer=training.optimizer,
+        checkpointing=training.strategy.activation_checkpointing,
+        activations=InHostMemory() if training.strategy.offload_activations == "cpu" else OnDevice(),
+        clock=clock,
     )
-    loop = TrainingLoop(model, arguments, parts)
-    if world.is_main:
-        history.begin(saver.first_step)
-    progress.update(saver.first_step, training.max_steps)
-    interruption.defer()
-    _run(loop, resume_from)
+    with tracking(training.arguments if world.is_main else {}, told) as callbacks:
+        loop = TrainingLoop(model, arguments, replace(parts, callbacks=callbacks))
+        if world.is_main:
+            history.begin(saver.first_step)
+        progress.update(saver.first_step, training.max_steps)
+        interruption.defer()
+        _run(loop, resume_from)
 
+    clock.enter("finish")
     give_back_freed_memory()
     state = strategy.model_state(loop.placed)
-    peak = _peak_memory_bytes(training)
+    peaks = _peak_memory_bytes(training)
     steps = loop.state.global_step
     if not world.is_main:
         return Outcome({}, {}, prepared.facts.fingerprint)
-    first, last = first_and_last(history.losses())
-    section: dict[str, Any] = {
-        "train": {
-            "loss_first": first,
-            "loss_last": last,
-            "samples_per_second": history.samples_per_second(),
-            "peak_memory_bytes": peak,
-            "strategy": training.strategy.label,
-            "world_size": world.size,
-            "seconds": time.monotonic() - started,
-            "steps": steps,
-            **history.last_validation(),
-        }
-    }
+    shutil.rmtree(paths.offload, ignore_errors=True)  # all ranks have met in _peak_memory_bytes
     best = stopper.best_weights()
     if best is not None:
         state = torch.load(best, weights_only=True)
+    # Gathered from shards, what the model has once would be there under each of its names.
+    tied = tied_names(loop.placed.model)
+    state = {name: weight for name, weight in state.items() if name not in tied}
     with _published(paths) as (model_folder, adapter_folder):
         if adapted is None:
             loop.placed.model.save_pretrained(str(model_folder), state_dict=state)
@@ -162,11 +168,32 @@ def train(
         load_tokenizer(job).save_pretrained(str(model_folder))
         for folder in (model_folder, adapter_folder):
             share(folder)
+    observer.on_pause(steps, clock.lap())
+    first, last = first_and_last(history.losses())
+    figures = {
+        "loss_first": first,
+        "loss_last": last,
+        "samples_per_second": history.samples_per_second(),
+        **history.token_figures(),
+        "peak_memory_bytes": max(peaks),
+        "strategy": training.strategy.label,
+        "world_size": world.size,
+        "seconds": time.monotonic() - started,
+        "steps": steps,
+        **history.last_validation(),
+    }
+    details = {
+        "peak_memory_bytes_by_rank": peaks,
+        "time": time_split(history.seconds(), strategy, clock).model_dump(mode="json"),
+    }
+    write_environment(paths, training_environment(training.world))
     # What an earlier model was worth is not said of this one.
-    metrics = merge_metrics(paths, section, without=("evaluate", "majority"))
+    metrics = merge_metrics(paths, {"train": {**figures, **details}}, without=("evaluate", "majority"))
     write_model_card(paths, job, prepared.facts, metrics)
     folders = (paths.model, paths.adapter)
-    return Outcome(section, {each.name: each.name for each in folders if each.exists()}, prepared.facts.fingerprint)
+    return Outcome(
+        {"train": figures}, {each.name: each.name for each in folders if each.exists()}, prepared.facts.fingerprint
+    )
 
 
 def training_of(job: TrainerJob) -> Training:
@@ -187,7 +214,7 @@ def _refuse_smoothing(job: TrainerJob, training: Training, task: TaskModule, pre
         raise StageError(
             FailureClass.CONFIG,
             "LabelSmoothing",
-            f"training.labelSmoothing is {training.label_smoothing:g}, and this loss is not one of classes.",
+            f"training.labelSmoothing is {training.label_smoothing:g}, which this task's loss does not take.",
             "Leave training.labelSmoothing out.",
         )
 
@@ -201,6 +228,30 @@ def _refuse_recomputing(training: Training, model: PreTrainedModel) -> None:
             f"parallelism.activationCheckpointing is {training.strategy.activation_checkpointing}, and "
             f"{type(model).__name__} does not support it.",
             "Set parallelism.activationCheckpointing to none, and training.microBatchSize lower if memory is short.",
+        )
+
+
+def _refuse_liger(training: Training, model: PreTrainedModel) -> None:
+    """StageError CONFIG where Liger's kernels would not be used: it passes over models that it does not know."""
+    if not training.arguments.get("use_liger_kernel"):
+        return
+    from transformers.utils.import_utils import is_liger_kernel_available
+
+    reason = ""
+    if training.world.device == "cpu":
+        reason = "its kernels run on GPUs only"
+    elif not is_liger_kernel_available():
+        reason = "this image has no liger-kernel"
+    else:
+        known = import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN
+        if model.config.model_type not in known:
+            reason = f"it has none for models of type {model.config.model_type}"
+    if reason:
+        raise StageError(
+            FailureClass.CONFIG,
+            "LigerKernel",
+            f"training.arguments.use_liger_kernel is true, and {reason}.",
+            "Leave it out.",
         )
 
 
@@ -225,9 +276,10 @@ def _stopper(
             "training.earlyStopping is set and the data have no validation split.",
             "Name one in dataset.splits.validation, or leave training.earlyStopping out.",
         )
-    return EarlyStopper(
-        training.early_stopping, paths.checkpoints / "best", world, task.metrics[prepared.facts.label_form]
-    )
+    # What a model writes is judged when training has ended.
+    written = task.writer is not None and Stage.EVALUATE in task.writer.stages
+    metrics = () if written else task.metrics[prepared.facts.label_form]
+    return EarlyStopper(training.early_stopping, paths.checkpoints / "best", world, metrics)
 
 
 def _saver(
@@ -235,6 +287,7 @@ def _saver(
     training: Training,
     paths: JobPaths,
     world: ProcessWorld,
+    data_rank: int,
     prepared: PreparedData,
     strategy: Strategy,
     stopper: EarlyStopper | NeverStop,
@@ -247,19 +300,20 @@ def _saver(
         CheckpointStore(paths.checkpoints, training.checkpoints.keep),
         training.checkpoints,
         strategy=strategy,
-        label=training.strategy.sharding,
+        label=training.strategy.checkpoint_form,
         world=world,
+        data_rank=data_rank,
         job=settings,
         stopper=stopper,
         seed=training.seed,
     )
 
 
-def _validation(training: Training, prepared: PreparedData, task: TaskModule, world: ProcessWorld) -> Validation | None:
+def _validation(training: Training, prepared: PreparedData, task: TaskModule, data_rank: int) -> Validation | None:
     if "validation" not in prepared.facts.splits:
         return None
     tokens = _VALIDATION_TOKENS_PER_MICRO_BATCH * training.batch.micro_batch_size * prepared.facts.max_length
-    return Validation(prepared, task, batch_tokens=tokens, rank=world.rank, ranks=world.size)
+    return Validation(prepared, task, batch_tokens=tokens, rank=data_rank, ranks=training.batch.data_parallel)
 
 
 def _warn_of_other_epoch(order: EpochOrder, training: Training) -> None:
@@ -291,14 +345,14 @@ def _published(paths: JobPaths) -> Iterator[tuple[Path, Path]]:
         shutil.rmtree(former, ignore_errors=True)
 
 
-def _peak_memory_bytes(training: Training) -> int:
-    """The most that any process has used: of its GPU, or its resident set on CPU. Every rank must call it."""
+def _peak_memory_bytes(training: Training) -> list[int]:
+    """The most that each process has used, by rank: of its GPU, or its resident set on CPU. Every rank must call it."""
     # ru_maxrss counts kibibytes on Linux.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if training.world.device == "cuda":
         peak = torch.cuda.max_memory_allocated()
     if not torch.distributed.is_initialized():
-        return peak
-    most = torch.tensor(peak, dtype=torch.int64, device="cuda" if training.world.device == "cuda" else "cpu")
-    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-    return int(most)
+        return [peak]
+    peaks = [0] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(peaks, peak)
+    return peaks

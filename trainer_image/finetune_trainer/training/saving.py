@@ -52,6 +52,7 @@ class RunSaver:
         strategy: Strategy,
         label: str,
         world: ProcessWorld,
+        data_rank: int,
         job: dict[str, Any],
         stopper: HasState,
         seed: int,
@@ -61,6 +62,7 @@ class RunSaver:
         self._strategy = strategy
         self._label = label
         self._world = world
+        self._data_rank = data_rank
         self._job = job
         self._stopper = stopper
         self._seed = seed
@@ -155,20 +157,34 @@ class RunSaver:
         folder = self._chosen().folder
         self._strategy.load(loop.placed, folder / _STATE)
         assert loop.lr_scheduler is not None
-        loop.lr_scheduler.load_state_dict(torch.load(folder / _SCHEDULER, weights_only=True))
+        schedule = torch.load(folder / _SCHEDULER, weights_only=True)
+        loop.lr_scheduler.load_state_dict(schedule_of_groups(schedule, len(loop.placed.optimizer.param_groups)))
         self._stopper.restore(json.loads((folder / _STOPPING).read_text(encoding="utf-8")))
 
     def restore_random_state(self) -> None:
-        """This rank's generators; a rank unknown to the checkpoint draws new ones from the seed and the step."""
+        """This rank's generators; in another world ones drawn from the seed and the step, alike for all processes of a
+        replica, which drop out the same.
+        """
         path = self._chosen().folder / _random_name(self._world.rank)
         if path.exists() and self._chosen().manifest.world_size == self._world.size:
             set_random_state(torch.load(path, weights_only=True))
         else:
-            torch.manual_seed(self._seed + 1_000_003 * self.first_step + self._world.rank)
+            torch.manual_seed(self._seed + 1_000_003 * self.first_step + self._data_rank)
 
     def _chosen(self) -> Checkpoint:
         assert self._source is not None
         return self._source
+
+
+_BY_GROUP = ("lr_lambdas", "base_lrs", "_last_lr")
+"""Of a scheduler's state: lists with one entry for each parameter group."""
+
+
+def schedule_of_groups(state: dict[str, Any], groups: int) -> dict[str, Any]:
+    """A scheduler's state for another number of parameter groups, which all follow one schedule: how many there are
+    depends on how the model is spread.
+    """
+    return {name: value[:1] * groups if name in _BY_GROUP else value for name, value in state.items()}
 
 
 def _random_name(rank: int) -> str:

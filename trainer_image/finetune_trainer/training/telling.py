@@ -7,9 +7,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from finetune_contract.report import TimePart
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.training.history import History
 from finetune_trainer.training.loop import StepReport
+from finetune_trainer.training.timing import rounded
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,9 @@ class SilentObserver:
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Nothing."""
 
+    def on_pause(self, step: int, parts: Mapping[TimePart, float]) -> None:
+        """Nothing."""
+
 
 @dataclass
 class RunObserver:
@@ -50,7 +55,7 @@ class RunObserver:
 
     def on_step(self, report: StepReport) -> None:
         """A history line, an update of the progress, and a log line every ten seconds."""
-        rate = report.samples / report.seconds
+        rates = report.rates
         self.history.add(
             {
                 "step": report.step,
@@ -58,19 +63,18 @@ class RunObserver:
                 "loss": report.loss,
                 "learning_rate": report.learning_rate,
                 "grad_norm": report.grad_norm,
-                "samples_per_second": round(rate, 3),
+                **{name: round(rate, 3) for name, rate in rates.items()},
+                "tokens": report.tokens,
+                "computed_tokens": report.computed_tokens,
+                "seconds": rounded(report.parts),
             }
         )
-        self._figures = {
-            "epoch": report.epoch,
-            "loss": report.loss,
-            "samples_per_second": rate,
-            "tokens_per_second": report.tokens / report.seconds,
-        }
+        self._figures = {"epoch": report.epoch, "loss": report.loss, **rates}
         self.progress.update(report.step, self.total_steps, **self._figures, **self.validation)
         now = time.monotonic()
         if now - self._logged_at >= _LOG_INTERVAL_SECONDS or report.step == self.total_steps:
             self._logged_at = now
+            rate = rates["samples_per_second"]
             log.info("step %d/%d  loss %.4f  %.1f samples/s", report.step, self.total_steps, report.loss, rate)
 
     def on_validation_batch(self, step: int, done: int) -> None:
@@ -82,3 +86,7 @@ class RunObserver:
         self.validation = {f"eval_{name}": value for name, value in metrics.items()}
         self.history.add({"step": step, **self.validation})
         log.info("step %d  %s", step, "  ".join(f"{name} {value:.4f}" for name, value in self.validation.items()))
+
+    def on_pause(self, step: int, parts: Mapping[TimePart, float]) -> None:
+        """A history line."""
+        self.history.add({"step": step, "seconds": rounded(parts)})

@@ -81,6 +81,7 @@ def run(
         restart=restart,
         measure=measure,
         verbose=verbose,
+        command=_command(names, workspace, name, "--restart"),
     )
     try:
         if dry_run:
@@ -114,7 +115,7 @@ def run(
 
         print_failure(err(), result.failure, str(request.paths.logs / f"{result.failure.stage}.log"))
     elif result.interrupted is not None:
-        note(f"stopped in {result.interrupted}. Go on with: {_resume_command(names, workspace, entry, name)}")
+        note(f"stopped in {result.interrupted}. Go on with: {_command(names, workspace, name, '--resume')}")
     raise typer.Exit(result.exit_code)
 
 
@@ -144,7 +145,7 @@ def _show_dry_run(planned: JobPlan, stages: dict[Stage, str], output: Output) ->
             out().print(f"Would {does}: {named}", soft_wrap=True)
 
 
-def _resume_command(names: Sequence[str], workspace: Path, entry: JobEntry, name: str | None) -> str:
+def _command(names: Sequence[str], workspace: Path, name: str | None, how: str) -> str:
     words = [*program_name().split(), "run", *names, "--workspace", str(workspace)]
-    words += ["--name", entry.job.name] if name is not None else []
-    return shlex.join([*words, "--resume"])
+    words += ["--name", name] if name is not None else []
+    return shlex.join([*words, how])

@@ -1,0 +1,47 @@
+"""What plans are made from in tests: the facts of an encoder, and a job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from finetune_contract.facts import ModelFacts
+from finetune_operator.api.types import FineTuneJob
+from finetune_operator.planning.architectures import model_facts
+
+
+def encoder(h: int, layers: int, vocabulary: int = 30522) -> ModelFacts:
+    """A BERT whose hidden states are `h` wide, for text classification."""
+    config = {
+        "model_type": "bert",
+        "hidden_size": h,
+        "num_hidden_layers": layers,
+        "num_attention_heads": h // 64 or 1,
+        "intermediate_size": 4 * h,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 512,
+    }
+    return model_facts(config, "text-classification")
+
+
+BERT = encoder(768, 12)
+"""The base size."""
+
+
+def job(spec: Mapping[str, Any] | None = None, name: str = "job") -> FineTuneJob:
+    """Text classification with nothing set; `spec`: its fields, where None takes one away."""
+    whole = {
+        "task": "text-classification",
+        "model": {"uri": "hf://org/model"},
+        "dataset": {"uri": "hf://org/reviews"},
+        "training": {},
+        **(spec or {}),
+    }
+    document = {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {"name": name},
+        "spec": {key: value for key, value in whole.items() if value is not None},
+    }
+    return FineTuneJob.model_validate_json(json.dumps(document))

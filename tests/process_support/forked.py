@@ -1,0 +1,80 @@
+"""Runs stages in several processes that are forked from one that has imported everything: start-up is the dear part.
+
+    python -m process_support.forked
+
+reads cases from standard input, a JSON object a line: {"processes": N, "arguments": [what follows finetune_trainer],
+"environment": {...}, "log": FILE}, or with "call": "module:function" and further arguments of it in place of
+"arguments". Runs one after the other, and answers each with a line: the exit codes of its processes, a list.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+
+def preload() -> None:
+    """What a train stage imports."""
+    import accelerate
+    import deepspeed
+    import torch.distributed.pipelining
+    import torch.distributed.tensor
+    import transformers.distributed.tensor_parallel
+    from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+    import finetune_trainer.training.run
+
+    del accelerate, deepspeed, torch, transformers, finetune_trainer
+    del AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+
+def child(case: dict[str, Any], rank: int, port: int) -> int:
+    """One process of a case."""
+    log = os.open(case["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    size = case["processes"]
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1")
+    os.environ.update(case["environment"])
+    try:
+        if "call" in case:
+            module, _, function = case["call"].partition(":")
+            getattr(importlib.import_module(module), function)(**case["arguments"])
+            return 0
+        from finetune_trainer.__main__ import run
+
+        return run(case["arguments"])
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
+def run(case: dict[str, Any]) -> list[int]:
+    """Exit codes of the processes of a case."""
+    from finetune_trainer.distributed import free_port
+
+    port, started = free_port(), []
+    for rank in range(case["processes"]):
+        process = os.fork()
+        if process == 0:
+            code = child(case, rank, port)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        started.append(process)
+    return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in started]
+
+
+if __name__ == "__main__":
+    # What imports print is no answer.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    preload()
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), file=answers, flush=True)

@@ -1,0 +1,103 @@
+"""Trains a tiny language model whose input and output embeddings are one weight, alone or in stages: what
+`tests/trainer/test_model_parallel.py` compares. No task is needed for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+STEPS = 4
+ADAM: dict[str, float] = {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-6}
+"""With the default eps of 1e-8 it makes a whole step of gradients that are rounding and nothing else."""
+MICRO_BATCHES = 4
+
+
+def model_of(family: str) -> Any:
+    """4 layers, tied embeddings, no dropout, and a weight that nothing uses."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(5)
+    # An odd vocabulary, as GPT-2 has one: two processes have unequal parts of it.
+    shape = {"vocab_size": 41, "hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 4}
+    shape |= {"intermediate_size": 32, "max_position_embeddings": 16, "bos_token_id": 1, "eos_token_id": 2}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if family == "gpt2" else {}
+    config = AutoConfig.for_model(family, tie_word_embeddings=True, **shape, **drops)
+    model = AutoModelForCausalLM.from_config(config)
+    model.spare = torch.nn.Linear(3, 3)
+    return model
+
+
+def batches() -> list[list[dict[str, Any]]]:
+    """The micro-batches of each step; their length differs from step to step."""
+    import torch
+
+    random = torch.Generator().manual_seed(1)
+    made = []
+    for step in range(STEPS):
+        rows = [torch.randint(3, 41, (2, 6 + step), generator=random) for _ in range(MICRO_BATCHES)]
+        made.append([{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids} for ids in rows])
+    return made
+
+
+def share(model: Any, batch: dict[str, Any]) -> Any:
+    """A micro-batch's part of the loss of a step."""
+    return model(**batch).loss / MICRO_BATCHES
+
+
+def alone(family: str, clip: float) -> tuple[dict[str, Any], list[float], list[float]]:
+    """Weights, losses and gradient norms of one process."""
+    import torch
+
+    model = model_of(family)
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    losses, norms = [], []
+    for step in batches():
+        total = 0.0
+        for batch in step:
+            loss = share(model, batch)
+            loss.backward()
+            total += loss.item()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return model.state_dict(), losses, norms
+
+
+def in_stages(family: str, training: dict[str, Any], clip: float, out: str) -> None:
+    """The same in this process and its neighbours, as `training` says; rank 0 writes it to `out`."""
+    import torch
+
+    from finetune_contract.job import Training
+    from finetune_trainer.strategies.base import Placed
+    from finetune_trainer.strategies.model_parallel import ModelParallel
+
+    torch.distributed.init_process_group("gloo")
+    strategy = ModelParallel(Training.model_validate(training))
+    model = strategy.prepare_model(model_of(family))
+    optimizer = torch.optim.AdamW(model.parameters(), **ADAM)
+    placed = Placed(model, model, optimizer, torch.distributed.get_world_size(), torch.device("cpu"))
+    strategy.assert_in_effect(placed)
+    losses, norms = [], []
+    for step in batches():
+        if strategy.pipeline is not None:
+            losses.append(strategy.pipeline.step(step, share).item())
+        else:
+            parts = [share(model, batch) for batch in step]
+            for part in parts:
+                part.backward()
+            losses.append(sum(part.item() for part in parts))
+        strategy.average_gradients(model)
+        norms.append(strategy.clip_gradients(model, clip).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = strategy.model_state(placed)
+    folder = Path(out) / "checkpoint"
+    folder.mkdir(exist_ok=True)
+    strategy.save(placed, folder)
+    if torch.distributed.get_rank() == 0:
+        torch.save((state, losses, norms), Path(out) / "result.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()

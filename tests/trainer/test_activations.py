@@ -1,0 +1,132 @@
+"""What is kept for the backward pass: recomputed in part, or moved without the weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+
+
+def tiny(folder: Path) -> Any:
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(3)  # the head is drawn
+    return AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager").train()
+
+
+def loss_of(model: Any) -> Any:
+    import torch
+
+    ids = torch.randint(5, 20, (4, 16), generator=torch.Generator().manual_seed(1))
+    return model(input_ids=ids, labels=torch.tensor([0, 1, 0, 1])).loss
+
+
+def recomputing(model: Any, mode: Any) -> Any:
+    from finetune_trainer.training.activations import checkpointing_arguments
+
+    how = checkpointing_arguments(mode)
+    if how["activation_checkpointing"]:
+        model.activation_checkpointing_enable(how["activation_checkpointing_kwargs"])
+    return model
+
+
+def operations(model: Any) -> Counter[str]:
+    """Of a backward pass, with what it computes again."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counting(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: Counter[str] = Counter()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen[func.overloadpacket.__name__] += 1
+            return func(*args, **(kwargs or {}))
+
+    loss, counting = loss_of(model), Counting()
+    with counting:
+        loss.backward()
+    return counting.seen
+
+
+def test_selective_checkpointing_repeats_all_but_products_with_weights(tiny_model: Path):
+    none, full, selective = (operations(recomputing(tiny(tiny_model), mode)) for mode in ("none", "full", "selective"))
+    assert none["addmm"] == selective["addmm"] == 0
+    assert full["addmm"] > 0
+    for name in ("gelu", "native_layer_norm", "_softmax"):
+        assert (none[name], selective[name] > 0, full[name] > 0) == (0, True, True), name
+
+
+def test_gradients_are_the_same_whatever_is_recomputed(tiny_model: Path):
+    import torch
+
+    found = []
+    for mode in ("none", "full", "selective"):
+        model = recomputing(tiny(tiny_model), mode)
+        loss_of(model).backward()
+        found.append({name: each.grad for name, each in model.named_parameters() if each.grad is not None})
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        assert all(torch.allclose(other[name], found[0][name], atol=1e-7) for name in other)
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"), [("selective", "full"), ("full", "selective"), ("none", "full"), ("selective", "none")]
+)
+def test_another_recomputation_than_was_asked_for_is_an_error(tiny_model: Path, asked, found):
+    from finetune_trainer.training.activations import assert_checkpointing_in_effect
+
+    model = recomputing(tiny(tiny_model), found)
+    assert_checkpointing_in_effect(found, model, "ddp")
+    with pytest.raises(StageError) as caught:
+        assert_checkpointing_in_effect(asked, model, "ddp")
+    assert (caught.value.failure_class, caught.value.reason) == (
+        FailureClass.STRATEGY_NOT_IN_EFFECT,
+        "WrongActivationCheckpointing",
+    )
+
+
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_weights_that_autograd_saves_are_not_taken_for_activations(tiny_model: Path, monkeypatch, mode):
+    import torch
+
+    from finetune_trainer.training import activations
+
+    monkeypatch.setattr(activations, "_LEAST_BYTES", 0)
+    model = recomputing(tiny(tiny_model), mode)
+    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    moving = activations.InHostMemory()
+    moving.watch(model)
+    seen: list[tuple[bool, bool]] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append((tensor.untyped_storage().data_ptr() in weights, moving.is_activation(tensor)))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = loss_of(model)
+    assert {weight for weight, _ in seen} == {True, False}
+    assert all(weight != activation for weight, activation in seen)
+    loss.backward()
+    assert not +moving._weights
+
+
+def test_activations_that_nobody_was_asked_to_keep_are_an_error(tiny_model: Path):
+    from finetune_trainer.training.activations import InHostMemory
+
+    model, moving = tiny(tiny_model), InHostMemory()
+    moving.watch(model)
+    with pytest.raises(StageError) as caught:
+        moving.assert_in_effect("ddp")
+    assert caught.value.reason == "ActivationsNotOffloaded"
+    with moving.forward():
+        loss_of(model).backward()
+    moving.assert_in_effect("ddp")
+    # The device is the host.
+    assert moving.moved_bytes == 0

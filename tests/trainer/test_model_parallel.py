@@ -1,0 +1,338 @@
+"""A model that is spread over several processes by tensor and pipeline parallelism trains as in one process, is refused
+by name where it cannot, and leaves an ordinary Hub folder.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_support.forking import ForkServer
+
+from finetune_contract.job import CheckpointSchedule, EarlyStopping, Strategy
+from process_support import tied_stages
+
+WEIGHTS_TOLERANCE = 1e-5
+STEPS = 14
+"""An epoch of the tiny data and a little more: two evaluations."""
+
+
+def pipeline(schedule: str, micro_batches: int, degree: int = 2) -> dict[str, Any]:
+    return {"pipeline": {"degree": degree, "micro_batches": micro_batches, "schedule": schedule}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model spread in one way over `replicas` x (tensor x pipeline) processes."""
+
+    family: str
+    settings: Mapping[str, Any]
+    label: str
+    micro: int = 4
+    replicas: int = 1
+    training: Mapping[str, Any] = field(default_factory=dict)
+    config: tuple[tuple[str, Any], ...] = ()
+    """Of the model, beside the family's."""
+
+    @property
+    def strategy(self) -> Strategy:
+        return Strategy.model_validate({"name": "ddp", **self.settings})
+
+    @property
+    def processes(self) -> int:
+        return self.replicas * self.strategy.model_ranks
+
+    @property
+    def alone(self) -> tuple[Any, ...]:
+        """What the run in one process depends on."""
+        return (self.family, self.config, json.dumps(dict(self.training), default=str))
+
+
+CASES = {
+    "llama, tensor": Case("llama", {"tensor": 2}, "ddp+tensor2", micro=16),
+    # Of its norms of queries and keys each process sees its own heads: gradients are summed, once a step.
+    "qwen3, tensor with accumulation": Case("qwen3", {"tensor": 2}, "ddp+tensor2"),
+    "llama, tensor with recomputed activations": Case(
+        "llama",
+        {"tensor": 2, "activation_checkpointing": "full"},
+        "ddp+tensor2+activation-checkpointing",
+        micro=8,
+    ),
+    # One process and both draw the same masks: attention, of which each process has its own heads, drops nothing out.
+    "gpt2, tensor with dropout and recomputed activations": Case(
+        "gpt2",
+        {"tensor": 2, "activation_checkpointing": "full"},
+        "ddp+tensor2+activation-checkpointing",
+        micro=16,
+        config=(("resid_pdrop", 0.1), ("embd_pdrop", 0.1)),
+    ),
+    "gpt2, tensor x pipeline x data with recomputed activations, as of 30 billion parameters": Case(
+        "gpt2",
+        {"tensor": 2, **pipeline("1f1b", 4), "activation_checkpointing": "full"},
+        "ddp+tensor2+pipeline2-1f1b+activation-checkpointing",
+        micro=2,
+        replicas=2,
+    ),
+    "llama, GPipe": Case("llama", pipeline("gpipe", 4), "ddp+pipeline2-gpipe"),
+    "bert, 1F1B": Case("bert", pipeline("1f1b", 4), "ddp+pipeline2-1f1b"),
+    "roberta, 1F1B in two passes": Case("roberta", pipeline("1f1b", 2), "ddp+pipeline2-1f1b"),
+    "gpt2, interleaved": Case("gpt2", pipeline("interleaved", 8), "ddp+pipeline2-interleaved", micro=2),
+    "gpt2, 1F1B with recomputed activations": Case(
+        "gpt2",
+        {**pipeline("1f1b", 4), "activation_checkpointing": "full"},
+        "ddp+pipeline2-1f1b+activation-checkpointing",
+    ),
+    "bert with 5 layers in 3 stages, without clipping and with smoothed labels": Case(
+        "bert",
+        pipeline("1f1b", 4, degree=3),
+        "ddp+pipeline3-1f1b",
+        training={"max_grad_norm": 0.0, "label_smoothing": 0.1},
+        config=(("num_hidden_layers", 5),),
+    ),
+    "llama, tensor x data": Case("llama", {"tensor": 2}, "ddp+tensor2", replicas=2),
+    "bert, pipeline x data, the replicas neighbours": Case(
+        "bert", {**pipeline("gpipe", 2), "rank_order": "PTD"}, "ddp+pipeline2-gpipe", replicas=2
+    ),
+    "llama, tensor x pipeline": Case("llama", {"tensor": 2, **pipeline("1f1b", 4)}, "ddp+tensor2+pipeline2-1f1b"),
+    "llama, tensor x pipeline in another order": Case(
+        "llama",
+        {"tensor": 2, **pipeline("interleaved", 4), "rank_order": "TDP"},
+        "ddp+tensor2+pipeline2-interleaved",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Forked:
+    """Trains benches in processes that are forked from one that has imported everything."""
+
+    folder: Path
+    server: ForkServer
+
+    def run(self, runs: Mapping[str, tuple[Any, int]]) -> dict[str, tuple[list[int], str]]:
+        """Name -> bench and processes; answers name -> exit codes and output."""
+        return self.start({name: bench.case(processes=processes) for name, (bench, processes) in runs.items()})
+
+    def start(self, cases: Mapping[str, dict[str, Any]]) -> dict[str, tuple[list[int], str]]:
+        """Name -> a case of `process_support.forked`; answers name -> exit codes and output."""
+        return {name: self.server.run(case) for name, case in cases.items()}
+
+
+@pytest.fixture
+def forked(tmp_path: Path, fork_server: ForkServer) -> Forked:
+    return Forked(tmp_path, fork_server)
+
+
+@pytest.fixture(scope="session")
+def family_bench(
+    tmp_path_factory: pytest.TempPathFactory, tiny_family: Callable[..., Path], bench_of: Any, tiny_data: Path
+):
+    """Family and config -> a bench with its tiny model, prepared once."""
+    made: dict[Any, Any] = {}
+
+    def of(family: str, config: tuple[tuple[str, Any], ...] = ()) -> Any:
+        if (family, config) not in made:
+            folder = tmp_path_factory.mktemp(family)
+            model = tiny_family(folder / "model", family, **dict(config))
+            made[family, config] = bench_of(folder / "bench", model, tiny_data)
+        return made[family, config]
+
+    return of
+
+
+def spread(bench: Any, case: Case) -> Any:
+    """The bench's training as the case has it."""
+    training = bench.job.training
+    batch = training.batch
+    return bench.with_training(
+        **case.training,
+        strategy=case.strategy,
+        world=training.world.model_copy(update={"processes_per_node": case.processes}),
+        batch=batch.model_copy(
+            update={
+                "micro_batch_size": case.micro,
+                "gradient_accumulation": batch.global_batch_size // (case.micro * case.replicas),
+                "data_parallel": case.replicas,
+            }
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer, family_bench) -> Callable[[Case], Any]:
+    """A case -> the run in one process, made once for all that it is compared with, and the run of the case: bench,
+    exit codes and output.
+    """
+    folder = tmp_path_factory.mktemp("model-parallel")
+    alone: dict[Any, Any] = {}
+
+    def run(case: Case) -> tuple[Any, Any, list[int], str]:
+        bench = family_bench(case.family, case.config)
+        if case.alone not in alone:
+            one = bench.at(folder / f"alone-{len(alone)}").with_training(max_steps=STEPS, **case.training)
+            codes, output = fork_server.run(one.case(processes=1))
+            assert codes == [0], output
+            alone[case.alone] = one
+        whole = spread(bench.at(tmp_path_factory.mktemp("case") / "w"), case).with_training(max_steps=STEPS)
+        return alone[case.alone], whole, *fork_server.run(whole.case(processes=case.processes))
+
+    return run
+
+
+def steps(run: Any) -> list[dict[str, float]]:
+    return [line for line in map(json.loads, run.paths.history.read_text().splitlines()) if "loss" in line]
+
+
+def evaluations(run: Any) -> list[dict[str, float]]:
+    return [line for line in map(json.loads, run.paths.history.read_text().splitlines()) if "eval_loss" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_losses_gradients_and_weights_are_those_of_one_process(name: str, run_of):
+    case = CASES[name]
+    alone, run, codes, output = run_of(case)
+    assert codes == [0] * case.processes, output
+    expected, found = steps(alone), steps(run)
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    for figure in ("loss", "grad_norm", "learning_rate"):
+        # The norm too: Adam hides a gradient that is wrong by a factor.
+        assert [line[figure] for line in found] == pytest.approx([line[figure] for line in expected], rel=1e-4), figure
+    for figure in ("eval_loss", "eval_accuracy"):
+        assert [line[figure] for line in evaluations(run)] == pytest.approx(
+            [line[figure] for line in evaluations(alone)], rel=1e-4
+        )
+    theirs, mine = alone.weights(), run.weights()
+    assert mine.keys() == theirs.keys()
+    assert max((mine[each] - theirs[each]).abs().max().item() for each in theirs) <= WEIGHTS_TOLERANCE
+
+    # An ordinary Hub folder, and the report says what ran.
+    from transformers import AutoModelForSequenceClassification
+
+    loaded, info = AutoModelForSequenceClassification.from_pretrained(run.paths.model, output_loading_info=True)
+    assert loaded.config.model_type == case.family
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    train = json.loads(run.paths.metrics.read_text())["train"]
+    assert (train["strategy"], train["world_size"], train["steps"]) == (case.label, case.processes, STEPS)
+
+
+TIED = {
+    "llama, pipeline": ("llama", pipeline("1f1b", 4), 1),
+    "gpt2, interleaved": ("gpt2", pipeline("interleaved", 4), 1),
+    "llama, tensor": ("llama", {"tensor": 2}, 1),
+    "gpt2, tensor": ("gpt2", {"tensor": 2}, 1),
+    "llama, pipeline x data": ("llama", pipeline("1f1b", 4), 2),
+    "gpt2, tensor x pipeline x data": ("gpt2", {"tensor": 2, **pipeline("1f1b", 4)}, 2),
+    "llama, tensor x pipeline": ("llama", {"tensor": 2, **pipeline("gpipe", 4)}, 1),
+}
+
+
+@pytest.mark.slow
+def test_a_weight_that_two_stages_share_stays_one_and_an_unused_one_stays_as_it_was(forked: Forked, bench):
+    cases = {}
+    for index, (name, (family, settings, replicas)) in enumerate(TIED.items()):
+        case = Case(family, settings, "", replicas=replicas)
+        folder = forked.folder / str(index)
+        folder.mkdir()
+        training = spread(bench, case).job.training.model_dump(mode="json", by_alias=True)
+        arguments = {"family": family, "training": training, "clip": 0.5, "out": str(folder)}
+        cases[name] = {
+            "processes": case.processes,
+            "call": "process_support.tied_stages:in_stages",
+            "arguments": arguments,
+            "environment": {},
+            "log": str(folder / "log"),
+        }
+    ended = forked.start(cases)
+    for name, case in cases.items():
+        codes, output = ended[name]
+        assert codes == [0] * case["processes"], f"{name}: {output}"
+        weights, losses, norms = tied_stages.alone(case["arguments"]["family"], 0.5)
+        theirs, mine_losses, mine_norms = torch_load(Path(case["arguments"]["out"]) / "result.pt")
+        assert mine_losses == pytest.approx(losses, rel=1e-5), name
+        assert mine_norms == pytest.approx(norms, rel=1e-4), name
+        assert theirs.keys() == weights.keys()
+        assert max((theirs[each] - weights[each]).abs().max().item() for each in weights) <= WEIGHTS_TOLERANCE, name
+        shared = [each for each in weights if "lm_head" in each or "wte" in each or "embed_tokens" in each]
+        assert len(shared) == 2
+        assert theirs[shared[0]].data_ptr() == theirs[shared[1]].data_ptr(), name
+        optimizer = torch_load(Path(case["arguments"]["out"]) / "checkpoint" / "optimizer.pt")
+        named = [each for group in optimizer["param_groups"] for each in group["params"]]
+        assert sorted(named) == sorted(set(weights) - {"lm_head.weight"})
+        assert sorted(optimizer["state"]) == sorted(name for name in named if not name.startswith("spare."))
+
+
+def torch_load(path: Path) -> Any:
+    import torch
+
+    return torch.load(path, weights_only=True)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_a_checkpoint_however_the_model_is_spread(forked: Forked, family_bench):
+    schedule = {"checkpoints": CheckpointSchedule(every_steps=6, keep=9)}
+    bench = family_bench("llama")
+    alone = bench.at(forked.folder / "alone").with_training(**schedule)
+    run = bench.at(forked.folder / "run")
+    ways = [
+        Case("llama", {"tensor": 2}, "", training=schedule),
+        Case("llama", pipeline("1f1b", 4), "", training=schedule),
+        Case("llama", {}, "", training={**schedule, "strategy": Strategy(name="single")}),
+    ]
+    left = []
+    for index, way in enumerate(ways):
+        spread_run = spread(run, way) if way.settings else run.with_training(**way.training)
+        both = {"alone": (alone, 1)} if index == 0 else {}
+        ended = forked.run({**both, "run": (spread_run, way.processes)})
+        assert ended["run"][0] == [0] * way.processes, ended["run"][1]
+        left.append(spread_run.weights())
+        # The next way finds the run as it was after 6 steps of this one.
+        newest = 6 * (index + 1)
+        for folder in run.paths.checkpoints.glob("step-*"):
+            if int(folder.name.removeprefix("step-")) > newest:
+                shutil.rmtree(folder)
+        assert "Resuming from" in ended["run"][1] or index == 0
+    expected = alone.weights()
+    for weights in left:
+        assert max((weights[each] - expected[each]).abs().max().item() for each in expected) <= WEIGHTS_TOLERANCE
+    assert [line["loss"] for line in steps(run)] == pytest.approx([line["loss"] for line in steps(alone)], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_bf16_follows_fp32_and_leaves_fp32_weights(forked: Forked, family_bench):
+    import torch
+
+    bench = family_bench("llama")
+    alone = bench.at(forked.folder / "alone")
+    ways = {
+        "tensor": Case("llama", {"tensor": 2}, "", training={"precision": "bf16"}),
+        "pipeline": Case("llama", pipeline("1f1b", 4), "", training={"precision": "bf16"}),
+    }
+    found = {name: spread(bench.at(forked.folder / name), case) for name, case in ways.items()}
+    ended = forked.run({"alone": (alone, 1), **{name: (run, 2) for name, run in found.items()}})
+    for name, run in found.items():
+        assert ended[name][0] == [0, 0], ended[name][1]
+        # bf16 has 8 bits of precision: close, and not the same, for then it would not be in effect.
+        assert run.losses() == pytest.approx(alone.losses(), rel=5e-2)
+        assert run.losses() != pytest.approx(alone.losses(), rel=1e-5)
+        assert {tensor.dtype for tensor in run.weights().values()} == {torch.float32}
+
+
+@pytest.mark.slow
+def test_the_best_weights_of_an_early_stop_are_those_of_all_stages(forked: Forked, family_bench):
+    # So low a rate that nothing improves after the first evaluation.
+    stopping = {"early_stopping": EarlyStopping(metric="accuracy", patience=1), "learning_rate": 1e-9, "max_steps": 60}
+    bench = family_bench("bert")
+    alone = bench.at(forked.folder / "alone").with_training(**stopping)
+    run = spread(bench.at(forked.folder / "run"), Case("bert", pipeline("1f1b", 4), "", training=stopping))
+    ended = forked.run({"alone": (alone, 1), "run": (run, 2)})
+    assert ended["run"][0] == [0, 0], ended["run"][1]
+    assert len(steps(run)) == len(steps(alone)) == 24
+    theirs, mine = alone.weights(), run.weights()
+    assert max((mine[each] - theirs[each]).abs().max().item() for each in theirs) <= WEIGHTS_TOLERANCE

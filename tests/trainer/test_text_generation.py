@@ -1,0 +1,438 @@
+"""The task text-generation: what is learnt, packs whose rows do not see each other, and what is written."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_support.tasks import (
+    DATA,
+    SPECIAL,
+    TEMPLATE,
+    WITHOUT_DATA,
+    WORDS,
+    common_words,
+    losses,
+    predictions,
+    real_rows,
+    task_job,
+    trained,
+    training_of,
+    word_tokenizer,
+    write_decoder,
+    write_lines,
+)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from finetune_contract.choices import Stage
+from finetune_trainer.data.packing import best_fit
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.failures import StageError
+from finetune_trainer.inference.evaluate import evaluate
+from finetune_trainer.inference.predict import predict
+from finetune_trainer.inference.runner import answers_of
+from finetune_trainer.progress import NoProgress
+from finetune_trainer.tasks.base import Coding
+from finetune_trainer.tasks.text_generation import TextGeneration
+
+NOT_LEARNT = -100
+
+
+def texts(count: int, seed: int, most: int = 20) -> list[dict[str, Any]]:
+    """Sentences in which a noun always follows an article."""
+    draw, rows = random.Random(seed), []
+    for _ in range(count):
+        words: list[str] = []
+        while len(words) < draw.randint(2, most):
+            words += ["the", draw.choice(["cat", "dog", "bird"]), draw.choice(["sees", "hears", "finds"])]
+        rows.append({"text": " ".join(words)})
+    return rows
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_decoder(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    for seed, (split, count) in enumerate({"train": 160, "validation": 12, "test": 14}.items()):
+        write_lines(tmp_path / "data" / f"{split}.jsonl", texts(count, seed))
+    return tmp_path / "data"
+
+
+def coding(max_length: int = 16, stride: int = 4, tokenizer: Any = None) -> Coding:
+    return Coding(tokenizer or word_tokenizer(), max_length, stride, "llama")
+
+
+def ids_of(text: str) -> list[int]:
+    return [[*SPECIAL, *WORDS].index(word) for word in text.split()]
+
+
+def learnt(labels: list[int]) -> str:
+    return " ".join("." if each == NOT_LEARNT else [*SPECIAL, *WORDS][each] for each in labels)
+
+
+def encoded(rows: dict[str, list[Any]], targets: list[Any] | None, **settings: Any) -> Any:
+    wanted = None if targets is None else np.array(targets, object)
+    return TextGeneration().encode(rows, wanted, coding(**settings))
+
+
+# ------------------------------------------------------------------------------------------------------ what is learnt
+
+
+def test_a_text_is_learnt_whole_but_its_first_token_and_ends() -> None:
+    found = encoded({"text": ["the cat sees", "dog"]}, [True, True])
+    assert found.features["input_ids"] == [ids_of("the cat sees </s>"), ids_of("dog </s>")]
+    assert [learnt(each) for each in found.features["labels"]] == [". cat sees </s>", ". </s>"]
+    assert found.features["prompt"] == [3, 1]
+
+
+def test_each_token_of_a_long_text_is_learnt_once_in_windows_that_share_tokens() -> None:
+    words = [WORDS[i % len(WORDS)] for i in range(37)]
+    found = encoded({"text": [" ".join(words)]}, [True])
+    windows, labels = found.features["input_ids"], found.features["labels"]
+    assert [len(each) for each in windows] == [16, 16, 14]
+    assert found.rows == [0, 0, 0]
+    assert found.truncated == 0
+    assert windows[0][-4:] == windows[1][:4]
+    counted = [token for each in labels for token in each if token != NOT_LEARNT]
+    assert counted == ids_of(" ".join([*words[1:], "</s>"]))
+    assert labels[1][:4] == [NOT_LEARNT] * 4
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "ids", "wanted", "cut"),
+    [
+        ("the cat", "sees a dog", "the cat sees a dog </s>", ". . sees a dog </s>", 0),
+        ("the the cat", "a fish", "the the cat a <unk> </s>", ". . . a <unk> </s>", 0),
+        ("the " * 20 + "cat", "sees a dog", "the " * 11 + "cat sees a dog </s>", ". " * 12 + "sees a dog </s>", 1),
+        ("the " * 20 + "cat", "dog " * 20, "the " * 7 + "cat " + "dog " * 8, ". " * 8 + "dog " * 8, 1),
+        ("cat", "dog " * 20, "cat " + "dog " * 15, ". " + "dog " * 15, 1),
+    ],
+)
+def test_of_a_prompt_what_follows_is_learnt_and_the_prompt_loses_its_beginning(source, target, ids, wanted, cut):
+    found = encoded({"source": [source]}, [target])
+    assert found.features["input_ids"] == [ids_of(ids)]
+    assert [learnt(each) for each in found.features["labels"]] == [wanted.strip()]
+    assert found.truncated == cut
+
+
+CHAT = [
+    {"role": "system", "content": "the house", "name": None},
+    {"role": "user", "content": "a cat", "name": None},
+    {"role": "assistant", "content": "sees a dog", "name": None},
+    {"role": "user", "content": "then", "name": None},
+    {"role": "assistant", "content": "sleeps", "name": None},
+]
+
+
+def test_of_a_conversation_the_replies_are_learnt_with_their_ends() -> None:
+    found = encoded({"messages": [CHAT]}, [True], max_length=40)
+    whole = "<|system|> the house </s> <|user|> a cat </s> <|assistant|> sees a dog </s> "
+    whole += "<|user|> then </s> <|assistant|> sleeps </s>"
+    assert found.features["input_ids"] == [ids_of(whole)]
+    expected = ". . . . . . . . . sees a dog </s> . . . . sleeps </s>"
+    assert [learnt(each) for each in found.features["labels"]] == [expected]
+    assert found.features["prompt"] == [ids_of(whole).index(ids_of("sleeps")[0])]
+
+
+def test_to_write_the_last_reply_is_left_out() -> None:
+    found = encoded({"messages": [CHAT]}, None, max_length=40)
+    asked = (
+        "<|system|> the house </s> <|user|> a cat </s> <|assistant|> sees a dog </s> <|user|> then </s> <|assistant|>"
+    )
+    assert found.features["input_ids"] == [ids_of(asked)]
+    assert "labels" not in found.features
+
+
+def test_a_template_that_writes_earlier_turns_anew_is_refused() -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = TEMPLATE.replace(
+        "{{ message['content'] }}", "{{ message['content'] if loop.last else 'the' }}"
+    )
+    with pytest.raises(StageError, match="writes message 3 in another way"):
+        encoded({"messages": [CHAT]}, [True], tokenizer=tokenizer)
+
+
+def test_without_a_chat_template_conversations_are_refused() -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(StageError, match="no chat template"):
+        encoded({"messages": [CHAT]}, [True], tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "reason"),
+    [
+        ([{"text": None}, {"text": "a cat"}], ["text"], "NullText"),
+        ([{"text": 3}], ["text"], "NotText"),
+        ([{"source": "a", "target": None}, {"source": "a", "target": "b"}], ["source", "target"], "NullText"),
+        ([{"messages": "a cat"}], ["messages"], "NotMessages"),
+        ([{"messages": []}, {"messages": CHAT}], ["messages"], "NoMessages"),
+        ([{"messages": [{"role": None, "content": "a"}, *CHAT]}], ["messages"], "NoRole"),
+        ([{"messages": CHAT}, {"messages": CHAT[:2]}], ["messages"], "NoReply"),
+        ([{"text": "a", "source": "b"}], ["text", "source"], "ColumnsDisagree"),
+        ([{"source": "b"}], ["source"], "ColumnsDisagree"),
+    ],
+)
+def test_rows_that_cannot_be_learnt_are_refused(llama, tmp_path, paths, rows, columns, reason):
+    write_lines(tmp_path / "bad" / "train.jsonl", rows)
+    job = task_job("text-generation", llama, tmp_path / "bad", columns, training=training_of(steps=1), predict=None)
+    with pytest.raises(StageError) as caught:
+        prepare(job, paths, NoProgress())
+    assert caught.value.reason == reason
+
+
+# --------------------------------------------------------------------------------------------------------------- packs
+
+
+@given(st.lists(st.integers(1, 50), max_size=60))
+def test_packs_hold_each_feature_once_and_no_more_than_fits(lengths: list[int]) -> None:
+    packs = best_fit(np.array(lengths, np.int64), 50)
+    assert sorted(at for pack in packs for at in pack) == list(range(len(lengths)))
+    assert all(sum(lengths[at] for at in pack) <= 50 for pack in packs)
+    assert len(packs) <= 11 / 9 * math.ceil(sum(lengths) / 50) + max(4, sum(2 * each > 50 for each in lengths))
+
+
+def test_packs_are_filled_as_well_as_they_can_be() -> None:
+    draw = np.random.default_rng(3)
+    lengths = draw.integers(20, 200, 5000)
+    packs = best_fit(lengths, 512)
+    assert lengths.sum() / (len(packs) * 512) > 0.99
+
+
+def alone(model: Any, text: str) -> list[float]:
+    """Of each token but the first its cross-entropy, in a pass over nothing else."""
+    ids = torch.tensor([[*ids_of(text), 3]])
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits[0, :-1].float()
+    return torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none").tolist()
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3"])
+def test_the_loss_of_a_row_does_not_depend_on_its_neighbours_in_a_pack(tmp_path, data, paths, family):
+    folder = write_decoder(tmp_path / "model", family)
+    job = task_job(
+        "text-generation",
+        folder,
+        data,
+        ["text"],
+        training=training_of(steps=1),
+        preparation={"max_length": 64, "packing": True},
+    )
+    facts = prepare(job, paths, NoProgress())
+    prepared, task = PreparedData.open(paths), TextGeneration()
+    train = facts.splits["train"]
+    assert train.packs_of == 160
+    assert train.rows == len(prepared.lengths("train")) < 60
+    assert facts.splits["test"].packs_of is None
+    model = task.build_model(job, facts).eval()
+    batch = task.collate(prepared.features("train", range(train.rows)), pad_token_id=prepared.pad_token_id)
+    with torch.no_grad():
+        answers = task.answer(model, batch, [])
+        together = float(model(**batch, use_cache=False).loss)
+    expected = [lost for row in texts(160, 0) for lost in alone(model, row["text"])]
+    found = np.concatenate([answer["surprise"] for answer in answers])
+    np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=1e-4, atol=1e-5)
+    assert together == pytest.approx(np.mean(expected), rel=1e-5)
+    assert task.items(batch) == len(expected)
+
+
+def test_a_model_that_would_mix_the_rows_of_a_pack_is_refused(tmp_path, data, paths):
+    folder = tmp_path / "bloom"
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("bloom", vocab_size=40, hidden_size=32, n_layer=2, n_head=4, eos_token_id=3)
+    ).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    job = task_job(
+        "text-generation", folder, data, ["text"], training=training_of(steps=1), preparation={"packing": True}
+    )
+    with pytest.raises(StageError, match="models of type bloom do not keep the rows of a pack apart"):
+        prepare(job, paths, NoProgress())
+
+
+def test_packs_of_a_model_that_is_to_keep_its_cache_are_refused(llama, data, paths):
+    training = {**training_of(steps=1), "arguments": {"use_cache": True}}
+    job = task_job("text-generation", llama, data, ["text"], training=training, preparation={"packing": True})
+    with pytest.raises(StageError, match=r"with training\.arguments\.use_cache"):
+        prepare(job, paths, NoProgress())
+
+
+def test_a_model_that_mixes_rows_all_the_same_is_refused(llama, data, paths, monkeypatch):
+    """As one whose masks no longer look at positions would be."""
+    import transformers.masking_utils
+
+    job = task_job(
+        "text-generation", llama, data, ["text"], training=training_of(steps=1), preparation={"packing": True}
+    )
+    facts = prepare(job, paths, NoProgress())
+    TextGeneration().build_model(job, facts)
+    monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda positions: None)
+    with pytest.raises(StageError) as caught:
+        TextGeneration().build_model(job, facts)
+    assert caught.value.reason == "PackingNotInEffect"
+
+
+def test_rows_of_a_task_that_cannot_share_sequences_are_not_packed(tmp_path, paths, llama):
+    job = task_job(
+        "text-classification",
+        llama,
+        tmp_path,
+        ["text", "label"],
+        training=training_of(steps=1),
+        preparation={"packing": True},
+    )
+    with pytest.raises(StageError, match="cannot share a sequence"):
+        prepare(job, paths, NoProgress())
+
+
+# ------------------------------------------------------------------------------------------------- training, evaluation
+
+
+@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packs"])
+def test_it_learns_and_is_judged_as_a_plain_loop_would(llama, data, paths, packing):
+    """The first loss is that of the untrained model; afterwards perplexity is that of a pass over each row alone."""
+    job = task_job(
+        "text-generation",
+        llama,
+        data,
+        ["text"],
+        training=training_of(steps=60, batch=8, micro=4, learning_rate=1e-2),
+        preparation={"max_length": 32, "packing": packing},
+    )
+    trained(job, paths)
+    told = losses(paths)
+    assert told[0] == pytest.approx(math.log(len(SPECIAL) + len(WORDS)), abs=0.3)
+    measured = evaluate(job, paths, NoProgress())["evaluate"]
+    model = AutoModelForCausalLM.from_pretrained(paths.model).eval()
+    expected = [lost for row in texts(14, 2) for lost in alone(model, row["text"])]
+    assert measured["loss"] == pytest.approx(np.mean(expected), rel=1e-5)
+    assert measured["perplexity"] == pytest.approx(math.exp(np.mean(expected)), rel=1e-5)
+    assert measured["perplexity"] < 2.6  # a noun of three follows an article, a verb of three follows a noun
+    assert (measured["rows"], measured["split"]) == (14, "test")
+
+
+def test_it_writes_what_the_model_alone_would_write(llama, data, paths):
+    job = task_job(
+        "text-generation",
+        llama,
+        data,
+        ["text"],
+        training=training_of(steps=2),
+        preparation={"max_length": 32},
+        generation={"max_new_tokens": 12},
+        predict={"device": "cpu", "batch_tokens": 256, "columns": ["text"]},
+    )
+    trained(job, paths)
+    predict(job, paths, NoProgress())
+    model = AutoModelForCausalLM.from_pretrained(paths.model).eval()
+    tokenizer = AutoTokenizer.from_pretrained(paths.model)
+    rows = texts(14, 2)
+    for row, said in zip(rows, predictions(paths), strict=True):
+        given = tokenizer(row["text"], return_tensors="pt")
+        out = model.generate(**given, max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert said["text"] == row["text"]
+        assert said["generated_text"] == tokenizer.decode(
+            out[0, given["input_ids"].shape[1] :], skip_special_tokens=True
+        )
+
+
+def test_beams_and_draws_are_those_asked_for_and_draws_come_again(llama, data, paths):
+    job = task_job("text-generation", llama, data, ["text"], training=training_of(steps=1))
+    trained(job, paths)
+    split = PreparedData.open(paths).of("test")
+    model = TextGeneration().load_model(job, str(paths.model), {})
+
+    def said(**generation: Any) -> list[str]:
+        asked = task_job("text-generation", llama, data, ["text"], training=training_of(steps=1), generation=generation)
+        found = answers_of(Stage.PREDICT, asked, model, split, device="cpu", batch_tokens=4096, progress=NoProgress())
+        return [str(answer["generated_text"]) for answer in found]
+
+    greedy, drawn = said(max_new_tokens=9), said(max_new_tokens=9, temperature=1.0, top_p=0.9)
+    assert drawn == said(max_new_tokens=9, temperature=1.0, top_p=0.9)
+    assert drawn != greedy
+    assert said(max_new_tokens=9, num_beams=4) != greedy
+
+
+def test_answers_that_leave_a_prompt_no_room_are_refused(llama, data, paths):
+    job = task_job(
+        "text-generation", llama, data, ["text"], training=training_of(steps=1), generation={"max_new_tokens": 128}
+    )
+    trained(job, paths)
+    with pytest.raises(StageError, match="the model holds 128 tokens"):
+        predict(job, paths, NoProgress())
+
+
+def test_conversations_are_learnt_judged_and_answered(llama, tmp_path, paths):
+    """A question for an animal gets its verb."""
+    verbs = {"cat": "sees", "dog": "hears", "bird": "finds"}
+    draw = random.Random(1)
+    for split, count in {"train": 96, "validation": 8, "test": 12}.items():
+        rows = []
+        for _ in range(count):
+            first, second = draw.choices(list(verbs), k=2)
+            rows.append(
+                {
+                    "messages": [
+                        {"role": "user", "content": f"the {first}"},
+                        {"role": "assistant", "content": f"{verbs[first]} ."},
+                        {"role": "user", "content": f"a {second}"},
+                        {"role": "assistant", "content": f"{verbs[second]} ."},
+                    ]
+                }
+            )
+        write_lines(tmp_path / "chat" / f"{split}.jsonl", rows)
+    job = task_job(
+        "text-generation",
+        llama,
+        tmp_path / "chat",
+        ["messages"],
+        training=training_of(steps=60, learning_rate=1e-2),
+        predict={"device": "cpu", "batch_tokens": 512, "columns": ["messages"]},
+        generation={"max_new_tokens": 8},
+    )
+    trained(job, paths)
+    assert evaluate(job, paths, NoProgress())["evaluate"]["accuracy"] == 1.0
+    predict(job, paths, NoProgress())
+    for said in predictions(paths):
+        assert said["generated_text"] == said["messages"][-1]["content"]
+    card = (paths.model / "README.md").read_text(encoding="utf-8")
+    assert '"role": "user"' in card
+    assert "| perplexity |" in card
+    assert json.loads(paths.metrics.read_text())["evaluate"]["perplexity"] < 1.05
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=WITHOUT_DATA)
+@pytest.mark.parametrize("packing", [False, True], ids=["rows", "packs"])
+def test_real_instructions_are_learnt(tmp_path, paths, packing):
+    """A random model of two layers gets from guessing among all words to well below in a few steps."""
+    asked = [
+        {"source": f"{row['instruction']} {row['input']} =>", "target": row["output"]}
+        for row in real_rows("instruct/train.jsonl", 420)
+    ]
+    known = common_words(f"{row['source']} {row['target']}" for row in asked)
+    folder = write_decoder(tmp_path / "model", words=known)
+    write_lines(tmp_path / "rows" / "train.jsonl", asked[:400])
+    write_lines(tmp_path / "rows" / "test.jsonl", asked[400:])
+    job = task_job(
+        "text-generation",
+        folder,
+        tmp_path / "rows",
+        ["source", "target"],
+        training=training_of(steps=24, batch=8, learning_rate=1e-2),
+        preparation={"max_length": 128, "packing": packing},
+        predict=None,
+    )
+    trained(job, paths)
+    assert losses(paths)[0] == pytest.approx(math.log(len(known)), abs=0.5)
+    assert evaluate(job, paths, NoProgress())["evaluate"]["perplexity"] < 0.3 * len(known)

@@ -1,0 +1,183 @@
+"""TensorBoard and MLflow, asked what they were told: the curves of the history, also of a run that was resumed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_contract.job import CheckpointSchedule
+from finetune_contract.layout import FailureClass
+from finetune_trainer.checkpoints import identity
+from finetune_trainer.failures import StageError
+from finetune_trainer.training.arguments import refuse_bad_arguments
+from finetune_trainer.training.tracking import Tracked, refuse_missing_trackers, tracking
+
+FIGURES = {"loss", "learning_rate", "grad_norm", "samples_per_second", "tokens_per_second", "epoch"}
+STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def no_own_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TENSORBOARD_LOGGING_DIR", "MLFLOW_TRACKING_URI", "MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_NAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def history(run: Any) -> Iterator[dict[str, Any]]:
+    return map(json.loads, run.paths.history.read_text(encoding="utf-8").splitlines())
+
+
+def curve(run: Any, name: str) -> dict[int, float]:
+    return {line["step"]: line[name] for line in history(run) if name in line}
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Tag -> step and value, as TensorBoard shows them."""
+    pytest.importorskip("tensorboard", reason="the extra tracking is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(each.step, each.value) for each in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def short(run: Any, report_to: object, steps: int = STEPS, **changes: Any) -> Any:
+    """The tiny job over a few steps."""
+    return run.with_training(arguments={"report_to": report_to}, max_steps=steps, steps_per_epoch=12, **changes)
+
+
+def failing_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends the training in the middle, as anything may."""
+    from finetune_trainer.training.telling import RunObserver
+
+    told = RunObserver.on_step
+
+    def on_step(self: RunObserver, report: Any) -> None:
+        if report.step == step:
+            raise RuntimeError("enough")
+        told(self, report)
+
+    monkeypatch.setattr(RunObserver, "on_step", on_step)
+
+
+def test_tensorboard_shows_the_curves_of_the_history_also_of_a_resumed_run(bench, tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard", reason="the extra tracking is not installed")
+    run = short(bench.at(tmp_path / "w"), ["tensorboard"], checkpoints=CheckpointSchedule(every_steps=3, keep=1))
+    with monkeypatch.context() as broken:
+        failing_at(5, broken)
+        with pytest.raises(RuntimeError, match="enough"):
+            run.train_here()
+    run.train_here()
+
+    shown = scalars(run.paths.tracking / "tensorboard")
+    assert {f"train/{name}" for name in FIGURES} <= shown.keys()
+    assert [step for step, _ in shown["train/loss"]] == list(range(1, STEPS + 1))
+    for name in ("loss", "learning_rate", "grad_norm"):
+        assert dict(shown[f"train/{name}"]) == pytest.approx(curve(run, name)), name
+    for name in ("loss", "accuracy"):
+        assert dict(shown[f"eval/{name}"]) == pytest.approx(curve(run, f"eval_{name}")), name
+
+
+def test_mlflow_has_one_run_with_the_figures_of_the_history_also_when_it_was_resumed(bench, tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="the extra tracking is not installed")
+    pytest.importorskip("sqlalchemy", reason="the extra tracking is not installed")
+    run = short(bench.at(tmp_path / "w"), "mlflow", checkpoints=CheckpointSchedule(every_steps=3, keep=1))
+    store = f"sqlite:///{run.paths.tracking / 'mlflow' / 'mlflow.db'}"
+    with monkeypatch.context() as broken:
+        failing_at(5, broken)
+        with pytest.raises(RuntimeError, match="enough"):
+            run.train_here()
+    client = mlflow.MlflowClient(store)
+    experiment = client.get_experiment_by_name("tiny")
+    assert experiment.artifact_location.endswith("/tracking/mlflow/artifacts")
+    (failed,) = client.search_runs([experiment.experiment_id])
+    assert failed.info.status == "FAILED"
+
+    run.train_here()
+    (found,) = client.search_runs([experiment.experiment_id])
+    assert (found.info.run_id, found.info.status, found.info.run_name) == (failed.info.run_id, "FINISHED", "tiny")
+    assert found.data.params["seed"] == "11"
+    assert found.data.metrics.keys() >= FIGURES | {"eval_loss", "eval_accuracy"}
+    for name in ("loss", "learning_rate", "eval_loss"):
+        told = client.get_metric_history(found.info.run_id, name)
+        # A point cannot be taken back: of a step that was done twice both are there, the later one last.
+        latest = {each.step: each.value for each in sorted(told, key=lambda each: each.timestamp)}
+        assert latest == pytest.approx(curve(run, name)), name
+    assert not mlflow.is_tracking_uri_set()
+    assert not Path("mlruns").exists()
+
+
+def test_a_new_run_in_the_same_folder_begins_anew(tmp_path):
+    folder = tmp_path / "tracking"
+    (folder / "runs.json").parent.mkdir()
+    (folder / "runs.json").write_text('{"mlflow": "of-another-run"}')
+    from finetune_trainer.training.tracking import _run_id
+
+    assert _run_id(Tracked("job", folder, 0, {}), "mlflow") is None
+    assert _run_id(Tracked("job", folder, 3, {}), "mlflow") == "of-another-run"
+    assert _run_id(Tracked("job", folder, 3, {}), "wandb") is None
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        pytest.param("tensorbord", "Did you mean tensorboard?", id="a misspelt name"),
+        pytest.param(["mlflow", "comet_ml"], "Name some of them, as a list.", id="one that is not told"),
+        pytest.param("all", "Name some of them, as a list.", id="whatever is installed"),
+        pytest.param([3], "Name some of them, as a list.", id="no name"),
+    ],
+)
+def test_a_tracker_that_is_not_known_is_refused_with_those_that_are(value, hint, bench):
+    with pytest.raises(StageError) as caught:
+        refuse_bad_arguments(short(bench, value).job.training)
+    assert (caught.value.failure_class, caught.value.reason) == (FailureClass.CONFIG, "UnknownTracker")
+    assert "the trainer tells tensorboard, mlflow, wandb." in caught.value.message
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize("value", [None, "none", [], "mlflow", ["tensorboard", "mlflow", "wandb"]], ids=str)
+def test_known_trackers_and_none_are_taken(value, bench):
+    refuse_bad_arguments(short(bench, value).job.training)
+
+
+@pytest.mark.parametrize(
+    ("tracker", "environment", "lacking"),
+    [
+        ("tensorboard", {}, {"tensorboard": "tensorboard, .*finetune-trainer.tracking"}),
+        ("mlflow", {}, {"mlflow": "mlflow, ", "sqlalchemy": "sqlalchemy, ", "alembic": "alembic, "}),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "https://mlflow.example.com"}, {"mlflow": "mlflow, "}),
+        ("wandb", {}, {"wandb": "wandb, "}),
+    ],
+)
+def test_a_tracker_without_its_library_is_refused(tracker, environment, lacking, monkeypatch):
+    from finetune_trainer.training import tracking as module
+
+    monkeypatch.setattr(module, "find_spec", lambda name: None if name in lacking else name)
+    with pytest.raises(StageError) as caught:
+        refuse_missing_trackers({"report_to": [tracker]}, environment)
+    assert (caught.value.failure_class, caught.value.reason) == (FailureClass.CONFIG, "TrackerMissing")
+    assert caught.value.message.endswith(f"this image lacks {', '.join(lacking)}.")
+    assert f"finetune-trainer[{'wandb' if tracker == 'wandb' else 'tracking'}]" in caught.value.hint
+
+
+def test_only_what_is_named_is_opened(tmp_path):
+    with tracking({"report_to": "none"}, Tracked("job", tmp_path / "tracking", 0, {})) as callbacks:
+        assert callbacks == ()
+    assert not (tmp_path / "tracking").exists()
+
+
+def test_a_tracker_that_cannot_be_opened_ends_the_stage(tmp_path):
+    pytest.importorskip("tensorboard", reason="the extra tracking is not installed")
+    (tmp_path / "file").write_text("")
+    environment = {"TENSORBOARD_LOGGING_DIR": str(tmp_path / "file" / "below")}
+    tracked = Tracked("job", tmp_path, 0, environment)
+    with pytest.raises(StageError) as caught, tracking({"report_to": "tensorboard"}, tracked):
+        pass
+    assert caught.value.reason == "TrackerUnavailable"
+
+
+def test_who_is_told_decides_nothing_of_the_training(bench):
+    assert identity(short(bench, "tensorboard").job, "f") == identity(short(bench, "mlflow").job, "f")

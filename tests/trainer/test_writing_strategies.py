@@ -1,0 +1,93 @@
+"""A model that learns to write is spread like any other: rows that share sequences, a loss over tokens, and embeddings
+that are its head, too. Losses and weights are those of one process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_support.tasks import WORDS, task_job, training_of, write_decoder, write_lines
+from transformers import AutoModelForCausalLM
+
+from finetune_contract.choices import Stage
+from finetune_contract.job import Strategy
+
+SPREAD: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("llama", {"name": "ddp"}),
+    "fsdp, tied": ("qwen3", {"name": "fsdp"}),
+    # Few steps, so that what ZeRO-3 has asked for in advance is on its way when the weights are gathered.
+    "deepspeed-zero3": ("llama", {"name": "deepspeed", "zero_stage": 3}),
+    "tensor, tied": ("qwen3", {"name": "ddp", "tensor": 2}),
+    "tensor x pipeline, tied": (
+        "gpt2",
+        {"name": "ddp", "tensor": 2, "pipeline": {"degree": 2, "micro_batches": 4, "schedule": "1f1b"}},
+    ),
+    "pipeline, tied": ("gpt2", {"name": "ddp", "pipeline": {"degree": 2, "micro_batches": 4, "schedule": "1f1b"}}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """family -> its run in one process."""
+    made: dict[str, Any] = {}
+    data = tmp_path_factory.mktemp("rows")
+    for split, count in {"train": 96, "validation": 8}.items():
+        rows = [
+            {"text": " ".join(WORDS[(at * 7 + each) % len(WORDS)] for each in range(3 + at % 17))}
+            for at in range(count)
+        ]
+        write_lines(data / f"{split}.jsonl", rows)
+
+    def run(family: str, bench: Any) -> Any:
+        if family not in made:
+            job = task_job(
+                "text-generation",
+                write_decoder(tmp_path_factory.mktemp("model") / family, family),
+                data,
+                ["text"],
+                # Adam divides by the size of a gradient: one that is nothing but rounding would count as any other.
+                training={**training_of(steps=5, batch=8, micro=8), "arguments": {"adam_epsilon": 1e-5}},
+                preparation={"max_length": 64, "packing": True},
+                evaluation=None,
+                predict=None,
+            )
+            here = type(bench)(tmp_path_factory.mktemp("alone"), job)
+            assert here.run(Stage.PREPARE).exit_code == 0
+            made[family] = here
+            here.train_here()
+        return made[family]
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", SPREAD)
+def test_losses_and_weights_are_those_of_one_process(case: str, alone: Any, bench: Any, tmp_path: Path):
+    family, settings = SPREAD[case]
+    one = alone(family, bench)
+    strategy = Strategy.model_validate(settings)
+    here = one.at(tmp_path / "spread")
+    processes, micro = max(2, strategy.model_ranks), 2
+    replicas = processes // strategy.model_ranks
+    batch = {
+        "global_batch_size": 8,
+        "micro_batch_size": micro,
+        "gradient_accumulation": 8 // (micro * replicas),
+        "data_parallel": replicas,
+    }
+    world = one.job.training.world.model_copy(update={"processes_per_node": processes, "threads_per_process": 1})
+    here = here.with_training(strategy=strategy, batch=type(one.job.training.batch)(**batch), world=world)
+    config = here.deepspeed_config() if strategy.name == "deepspeed" else None
+    ended = here.run(processes=processes, deepspeed=config)
+    assert ended.exit_code == 0, ended.output
+    assert ended.reports[0].metrics["train"]["strategy"] == strategy.label
+    assert here.losses() == pytest.approx(one.losses(), rel=1e-4)
+    assert len(here.losses()) == 5
+    found, expected = here.weights(), one.weights()
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5, msg=name)
+    AutoModelForCausalLM.from_pretrained(here.paths.model)

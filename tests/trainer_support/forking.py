@@ -1,0 +1,68 @@
+"""Processes of a stage without their start-up: see `process_support.forked`."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).parents[1]
+
+
+class ForkServer:
+    """Runs cases one after the other; started with the first of them."""
+
+    def __init__(self, log: Path) -> None:
+        self._log = log
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, case: Mapping[str, Any], seconds: float = 240) -> tuple[list[int], str]:
+        """The exit codes of its processes, and what they printed. TimeoutError after `seconds`."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(json.dumps(case) + "\n")
+        process.stdin.flush()
+        ready, _, _ = select.select([process.stdout], [], [], seconds)
+        log = Path(case["log"])
+        printed = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
+        if not ready:
+            self.stop()
+            raise TimeoutError(f"{case} did not end in {seconds} s:\n{printed}")
+        answer = process.stdout.readline()
+        assert answer, self._log.read_text(encoding="utf-8", errors="replace")
+        return json.loads(answer), log.read_text(encoding="utf-8", errors="replace")
+
+    def stop(self) -> None:
+        """With all that it has started."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.communicate()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[str]:
+        paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        free = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "process_support.forked"],
+                env={
+                    **free,
+                    "PYTHONPATH": paths,
+                    "HF_HUB_OFFLINE": "1",
+                    "OMP_NUM_THREADS": "1",
+                    "DS_ACCELERATOR": "cpu",
+                },
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+            )
+        return self._process

@@ -1,0 +1,247 @@
+"""Jobs of any task on a tiny model, and their stages in this process."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune_contract.job import TrainerJob
+from finetune_contract.layout import JobPaths
+
+INFERENCE: dict[str, Any] = {"device": "cpu", "batch_tokens": 512}
+
+
+def training_of(
+    *, steps: int, batch: int = 16, micro: int = 8, learning_rate: float = 3e-3, threads: int = 2, **changes: Any
+) -> dict[str, Any]:
+    """One process, no dropout of the optimizer's own: what a plain loop can repeat. `batch`: rows of a step, `micro` at
+    a time; `changes`: fields of the section, in place of those here.
+    """
+    return {
+        "max_steps": steps,
+        "steps_per_epoch": 10,
+        "learning_rate": learning_rate,
+        "scheduler": "linear",
+        "warmup_steps": 0,
+        "weight_decay": 0.0,
+        "max_grad_norm": 1.0,
+        "optimizer": "adamw",
+        "seed": 11,
+        "label_smoothing": 0.0,
+        "precision": "fp32",
+        "strategy": {"name": "single"},
+        "batch": {
+            "global_batch_size": batch,
+            "micro_batch_size": micro,
+            "gradient_accumulation": batch // micro,
+            "data_parallel": 1,
+        },
+        "world": {"nodes": 1, "processes_per_node": 1, "device": "cpu", "threads_per_process": threads},
+        "checkpoints": {"every_steps": 1000, "keep": 2},
+        **changes,
+    }
+
+
+def task_job(
+    task: str,
+    model: Path | str,
+    data: Path,
+    columns: Iterable[str] | dict[str, str],
+    *,
+    training: dict[str, Any] | None = None,
+    **changes: Any,
+) -> TrainerJob:
+    """`model`: a folder or a URI; `columns`: their names by role, or roles that are called as themselves; `changes`:
+    further sections.
+    """
+    named = columns if isinstance(columns, dict) else {role: role for role in columns}
+    body: dict[str, Any] = {
+        "name": "job",
+        "task": task,
+        "model": {"uri": model if isinstance(model, str) else f"file://{model}"},
+        "dataset": {"uri": f"file://{data}", "columns": named},
+        "training": training,
+        "evaluation": INFERENCE,
+        "predict": INFERENCE,
+        "seed": 11,
+    }
+    return TrainerJob.model_validate({**body, **changes})
+
+
+def train_here(job: TrainerJob, paths: JobPaths) -> None:
+    """Trains in this process: strategy single alone, and without what `__main__` adds. Start-up is the dear part of a
+    stage.
+    """
+    from finetune_trainer.distributed import ProcessWorld
+    from finetune_trainer.progress import NoProgress
+    from finetune_trainer.training.interruption import Interruption
+    from finetune_trainer.training.run import train
+
+    train(job, paths, NoProgress(), world=ProcessWorld(), deepspeed=None, interruption=Interruption())
+
+
+def trained(job: TrainerJob, paths: JobPaths) -> TrainerJob:
+    """After its stages prepare and train."""
+    from finetune_trainer.data.prepare import prepare
+    from finetune_trainer.progress import NoProgress
+
+    prepare(job, paths, NoProgress())
+    train_here(job, paths)
+    paths.state.mkdir(exist_ok=True)
+    (paths.state / "train.json").write_text("{}")
+    return job
+
+
+def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """One JSON object a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """What `write_lines` has written."""
+    with path.open(encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def predictions(paths: JobPaths) -> list[dict[str, Any]]:
+    """What the stage predict has written."""
+    return read_lines(paths.predictions_jsonl)
+
+
+def losses(paths: JobPaths) -> list[float]:
+    """Of each training step."""
+    return [line["loss"] for line in read_lines(paths.history) if "loss" in line]
+
+
+def run_card(job: TrainerJob, paths: JobPaths) -> str:
+    """Runs the Python lines of the model card; returns the card."""
+    card = (paths.model / "README.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
+    assert code is not None
+    exec(code[1].replace(repr(f"{job.name}/model"), repr(str(paths.model))), {})
+    return card
+
+
+WORDS = [
+    "the",
+    "cat",
+    "dog",
+    "bird",
+    "sees",
+    "hears",
+    "finds",
+    "a",
+    "house",
+    "tree",
+    "river",
+    "and",
+    "then",
+    "sleeps",
+    ".",
+]
+SPECIAL = ["<pad>", "<unk>", "<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|> {% endif %}"
+)
+
+
+DATA = Path(__file__).parents[3] / "shared" / "data"
+"""Real rows, where they are beside the project."""
+WITHOUT_DATA = "the sample data are not beside the project: ../shared/data"
+
+
+def real_rows(name: str, most: int) -> list[dict[str, Any]]:
+    """The first rows of a file below `DATA`."""
+    with (DATA / name).open(encoding="utf-8") as file:
+        return [json.loads(line) for line, _ in zip(file, range(most), strict=False)]
+
+
+def common_words(texts: Iterable[str], most: int = 2000) -> list[str]:
+    """The most frequent words, between blanks, but those that every tokenizer here has."""
+    counts = Counter(word for text in texts for word in text.split())
+    return [word for word, _ in counts.most_common(most) if word not in SPECIAL]
+
+
+def word_tokenizer(words: Sequence[str] = WORDS, *, ends: bool = False) -> Any:
+    """A fast tokenizer whose tokens are words, with a chat template; `ends`: puts the end token behind each text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {word: at for at, word in enumerate([*SPECIAL, *words])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if ends:
+        tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 3)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="</s>",
+        additional_special_tokens=SPECIAL[4:],
+    )
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def write_decoder(folder: Path, family: str = "llama", positions: int = 128, words: Sequence[str] = WORDS) -> Path:
+    """A random decoder of 2 layers that knows `words`; families llama, gpt2, qwen3."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tokenizer = word_tokenizer(words)
+    torch.manual_seed(5)
+    sizes: dict[str, Any] = {
+        "llama": {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    }
+    sizes["qwen3"] = {**sizes["llama"], "num_key_value_heads": 2, "tie_word_embeddings": True}
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=positions,
+        bos_token_id=2,
+        eos_token_id=3,
+        pad_token_id=0,
+        **sizes[family],
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_encoder_decoder(folder: Path, family: str = "t5", words: Sequence[str] = WORDS) -> Path:
+    """A random encoder and decoder of 2 layers each that know `words`; families t5, bart."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    tokenizer = word_tokenizer(words, ends=True)
+    torch.manual_seed(5)
+    sizes: dict[str, Any] = {
+        "t5": {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0},
+        "bart": {
+            **{f"{half}_{what}": size for half in ("encoder", "decoder") for what, size in BART_SIZES.items()},
+            **{"d_model": 48, "max_position_embeddings": 64, "dropout": 0.0},
+            **{"bos_token_id": 2, "forced_eos_token_id": None},
+        },
+    }
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=len(tokenizer),
+        pad_token_id=0,
+        eos_token_id=3,
+        decoder_start_token_id=0,
+        **sizes[family],
+    )
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+BART_SIZES = {"layers": 2, "attention_heads": 4, "ffn_dim": 96}

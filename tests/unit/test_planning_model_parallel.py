@@ -1,0 +1,239 @@
+"""Plans with tensor and pipeline parallelism: the arithmetic, what is decided, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from planning_support.cases import BERT, job
+
+from finetune_contract.facts import DataFacts, HardwareFacts, SplitFacts
+from finetune_contract.job import Pipeline, Strategy
+from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.cli.jobview import plan_lines
+from finetune_operator.planning.architectures import model_facts
+from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.planning.memory import CPU_PROCESS_BYTES
+from finetune_operator.planning.model_parallel import (
+    bubble,
+    in_flight,
+    layers_of_a_process,
+    parameters_of_a_process,
+    rank_order,
+)
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
+from finetune_operator.reconcile.planned import plan_status
+
+LLAMA = model_facts(
+    {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+    },
+    "text-classification",
+)
+"""The shape of Llama 3.2 1B."""
+EIGHT = parse_hardware("gpu=H100,gpus=8,cpu=64,hostMemory=1Ti")
+LAPTOP = HardwareFacts(cpu_cores=2, memory_bytes=64 << 30)
+ROWS = DataFacts(
+    fingerprint="f", splits={"train": SplitFacts(rows=100_000, tokens=10_000_000, longest=256)}, max_length=256
+)
+
+
+def planned(spec: Mapping[str, Any], hardware: HardwareFacts = EIGHT, model: Any = LLAMA) -> JobPlan:
+    whole = {"training": {"globalBatchSize": 64}, "resources": {"gpusPerNode": hardware.gpus_per_node}, **spec}
+    return plan(job(whole), Facts(model=model, hardware=hardware, data=ROWS), CLUSTER_SETTINGS)
+
+
+def strategy(result: JobPlan) -> Strategy:
+    assert result.trainer.training is not None
+    return result.trainer.training.strategy
+
+
+def sizes(result: JobPlan) -> tuple[int, int, int]:
+    assert result.trainer.training is not None
+    batch = result.trainer.training.batch
+    return batch.micro_batch_size, batch.gradient_accumulation, batch.data_parallel
+
+
+def pipeline(schedule: str, degree: int, micro_batches: int) -> Pipeline:
+    return Pipeline.model_validate({"schedule": schedule, "degree": degree, "micro_batches": micro_batches})
+
+
+# --------------------------------------------------------------------------------------------------------- arithmetic
+
+
+@pytest.mark.parametrize(
+    ("schedule", "degree", "micro_batches", "idle", "kept"),
+    [
+        ("gpipe", 4, 8, 3 / 11, 8),
+        ("1f1b", 4, 8, 3 / 11, 4),
+        ("1f1b", 4, 2, 3 / 5, 2),
+        # Two stages a process: half the bubble, and torch's warm-up lets in 2 (p - 1) + p + 1 half-micro-batches.
+        ("interleaved", 4, 8, 3 / 19, 5.5),
+        ("interleaved", 2, 4, 1 / 9, 2.5),
+    ],
+)
+def test_a_schedule_is_idle_and_keeps_activations_by_its_formula(schedule, degree, micro_batches, idle, kept):
+    made = pipeline(schedule, degree, micro_batches)
+    assert bubble(made) == pytest.approx(idle)
+    assert in_flight(made) == pytest.approx(kept)
+
+
+@pytest.mark.parametrize(
+    ("placement", "order"),
+    [("cluster", "DPT"), ("spread", "PTD"), ("TDP", "TDP"), ("T", "DPT"), ("P", "DTP"), ("PT", "DPT"), ("TD", "PTD")],
+)
+def test_placement_is_an_order_of_all_dimensions(placement: str, order: str):
+    assert rank_order(placement) == order
+
+
+def test_a_process_holds_its_part_of_the_model():
+    whole = LLAMA.parameters
+    assert parameters_of_a_process(LLAMA, Strategy(name="ddp", tensor=4)) == whole // 4
+    halves = Strategy(name="ddp", pipeline=pipeline("1f1b", 2, 8))
+    assert layers_of_a_process(LLAMA, halves.pipeline) == 8
+    embeddings = LLAMA.embedding_parameters
+    assert parameters_of_a_process(LLAMA, halves) == 8 * LLAMA.block_parameters + embeddings
+    # 16 layers in 3 x 2 stages: of 3 layers at most, two of which a process has.
+    assert layers_of_a_process(LLAMA, pipeline("interleaved", 3, 6)) == 6
+
+
+@pytest.mark.parametrize(
+    ("width", "tensor", "needs"),
+    [
+        # A checkpoint: weights and AdamW's moments of the whole model, on rank 0.
+        pytest.param(4, 1, 12, id="weights in fp32 stay in their files"),
+        # 4 once in the files, 4 / 4 in each of 8 processes.
+        pytest.param(4, 4, 12, id="tensor ranks copy their shards"),
+        pytest.param(2, 1, 32, id="others are converted by each process"),
+        pytest.param(2, 2, 48, id="and then split"),
+    ],
+)
+def test_host_memory_holds_what_is_read_and_what_is_saved(width: int, tensor: int, needs: int):
+    model = LLAMA.model_copy(update={"parameter_bytes": width * LLAMA.parameters})
+    asked = {"tensor": tensor, "pipeline": {"degree": 2}}
+    result = planned({"parallelism": asked}, model=model)
+    assert result.memory is not None
+    assert result.memory.host_bytes - 8 * CPU_PROCESS_BYTES == needs * LLAMA.parameters
+
+
+# ---------------------------------------------------------------------------------------------------------- decisions
+
+
+def test_tensor_parallelism_leaves_fewer_replicas_and_less_on_each_gpu():
+    spread, plain = planned({"parallelism": {"tensor": 4}}), planned({"parallelism": {"strategy": "ddp"}})
+    assert spread.strategy == "ddp+tensor4"
+    assert sizes(spread)[2] == 2
+    assert spread.memory is not None
+    assert plain.memory is not None
+    theirs = {term.name: term.bytes for term in plain.memory.terms}
+    mine = {term.name: term.bytes for term in spread.memory.terms}
+    for name in ("parameters", "gradients", "optimizer state"):
+        assert mine[name] == pytest.approx(theirs[name] / 4, rel=1e-6)
+    assert any("2 replicas of the model, each over 4 processes on one node" in reason for reason in spread.reasons)
+
+
+def test_a_pipeline_gets_enough_micro_batches_to_be_idle_a_fifth_of_the_time_at_most():
+    result = planned({"parallelism": {"pipeline": {"degree": 4}}})
+    made = strategy(result).pipeline
+    assert made == pipeline("1f1b", 4, 16)
+    assert sizes(result) == (2, 16, 2)
+    assert bubble(made) < 0.2
+    assert any("16 micro-batches a pass leave 16% of it idle, 3 / (16 + 3)" in reason for reason in result.reasons)
+    plain = planned({"parallelism": {"strategy": "ddp"}})
+    assert result.estimate.seconds == pytest.approx((plain.estimate.seconds or 0) * 19 / 16)
+
+
+def test_micro_batches_that_are_asked_for_are_those_of_a_pass():
+    result = planned({"parallelism": {"pipeline": {"degree": 2, "microBatches": 4, "schedule": "gpipe"}}})
+    assert strategy(result).pipeline == pipeline("gpipe", 2, 4)
+    micro, accumulation, replicas = sizes(result)
+    assert (micro * accumulation * replicas, accumulation % 4) == (64, 0)
+
+
+def test_on_a_cpu_there_are_as_many_processes_as_one_replica_takes():
+    result = planned({"parallelism": {"tensor": 2, "pipeline": {"degree": 2}}}, LAPTOP)
+    assert result.trainer.world is not None
+    assert result.trainer.world.size == 4
+    assert sizes(result)[2] == 1
+
+
+def test_the_order_of_the_ranks_says_whether_a_replica_stays_on_its_node():
+    asked = {"tensor": 2, "pipeline": {"degree": 2}}
+    here = planned({"parallelism": asked, "resources": {"gpusPerNode": 8, "nodes": 2}})
+    there = planned({"parallelism": {**asked, "placement": "spread"}, "resources": {"gpusPerNode": 8, "nodes": 2}})
+    assert strategy(here).rank_order == "DPT"
+    assert any("processes on one node" in reason and "ranks ordered DPT" in reason for reason in here.reasons)
+    assert strategy(there).rank_order == "PTD"
+    assert any("over several nodes" in reason and "ranks ordered PTD" in reason for reason in there.reasons)
+
+
+def test_the_status_counts_the_rows_of_replicas_and_not_of_processes():
+    spread = plan_status(planned({"parallelism": {"tensor": 4}}))
+    assert (spread.world_size, spread.data_parallel) == (8, 2)
+    assert plan_lines(spread)[0] == "ddp+tensor4 by job, 8 processes, batch 64 = 32 x 1 x 2"
+    plain = plan_status(planned({"parallelism": {"strategy": "ddp"}}))
+    assert (plain.world_size, plain.data_parallel) == (8, None)
+
+
+# ------------------------------------------------------------------------------------------------------------ refusals
+
+REFUSED: dict[str, tuple[dict[str, Any], Any, str, str]] = {
+    "a model without a plan": (
+        {"parallelism": {"tensor": 2}}, BERT, "spec.parallelism.tensor",
+        "there is no tensor-parallel plan for models of type bert; there is one for afmoe, ",
+    ),
+    "heads that the degree does not divide": (
+        {"parallelism": {"tensor": 3}, "resources": {"gpusPerNode": 6}, "training": {"globalBatchSize": 64}}, LLAMA,
+        "spec.parallelism.tensor", "it has to divide the model's 32 attention heads",
+    ),
+    "more stages than layers": (
+        {"parallelism": {"pipeline": {"degree": 8, "schedule": "interleaved"}}}, BERT,
+        "spec.parallelism.pipeline.degree", "the model has 12 layers for 16 stages, two for each process",
+    ),
+    "micro-batches that make no whole passes": (
+        {"parallelism": {"pipeline": {"degree": 2, "microBatches": 3}}}, LLAMA,
+        "spec.parallelism.pipeline.microBatches", "a replica's 16 rows of a step are no whole number of passes",
+    ),
+    "a world that the degrees do not divide": (
+        {"parallelism": {"tensor": 2, "pipeline": {"degree": 3}}}, LLAMA,
+        "spec.resources.processesPerNode", "have to be a multiple of parallelism.tensor x pipeline.degree = 6",
+    ),
+    "a compiled model": (
+        {"parallelism": {"tensor": 2}, "training": {"arguments": {"torch_compile": True}}}, LLAMA,
+        "spec.training.arguments.torch_compile", "is not compiled",
+    ),
+    "activations recomputed in part": (
+        {"parallelism": {"tensor": 2, "activationCheckpointing": "selective"}}, LLAMA,
+        "spec.parallelism.activationCheckpointing", "takes auto or none or full",
+    ),
+    "activations in host memory": (
+        {"parallelism": {"pipeline": {"degree": 2}, "offload": {"activations": "cpu"}}}, LLAMA,
+        "spec.parallelism.offload.activations", "takes none",
+    ),
+    "fp16": (
+        {"parallelism": {"tensor": 2}, "training": {"precision": "fp16"}}, LLAMA,
+        "spec.training.precision", "is computed in fp32 or bf16",
+    ),
+    "an optimizer that looks at whole matrices": (
+        {"parallelism": {"tensor": 2}, "training": {"optimizer": "adafactor"}}, LLAMA,
+        "spec.training.optimizer", "only adamw and sgd",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_spread_is_refused(case: str):
+    spec, model, path, rule = REFUSED[case]
+    with pytest.raises(PlanRefused) as caught:
+        planned(spec, model=model)
+    (problem,) = caught.value.problems
+    assert problem.path == path
+    assert rule in problem.rule

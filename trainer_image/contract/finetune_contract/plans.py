@@ -1,0 +1,21 @@
+"""What planner and trainer agree on without asking each other: a number of the trainer that the planner counts with,
+and which models can be split, found by looking at the installed transformers and our own plans (`make generate`).
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from importlib import resources
+
+AVERAGED_ELEMENTS = 25_000_000
+"""Gradients that replicas of a spread model average in one message: few messages, and 100 MB of fp32 beside the
+gradients.
+"""
+
+
+@cache
+def tensor_families() -> tuple[str, ...]:
+    """Values of a config's `model_type` whose models have a tensor-parallel plan and a class for one of the tasks."""
+    text = (resources.files("finetune_contract") / "tensor_families.json").read_text(encoding="utf-8")
+    return tuple(json.loads(text))

@@ -1,0 +1,268 @@
+"""Rows become features: each shard, some consecutive rows of a role, becomes one file.
+
+What is in a file depends on its rows alone and not on who writes it; so processes share the work without a word, and
+whatever runs them leaves the same bytes. A file is written a chunk of rows at a time: memory does not grow with the
+data.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from itertools import chain
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from finetune_contract.facts import SplitFacts
+from finetune_contract.job import TrainerJob
+from finetune_trainer.data.packing import packed
+from finetune_trainer.data.prepared import POSITION, ROW, shard_name
+from finetune_trainer.data.spool import write_tables
+from finetune_trainer.models import load_tokenizer
+from finetune_trainer.tasks.base import Coding, Encoded, TaskModule, task_module
+
+SHARD_ROWS = 50_000
+"""Rows of one file: some seconds of work for one process, which tokenises 10,000 to 20,000 short rows a second. With
+fewer, the start of a worker would cost more than it saves.
+"""
+CHUNK_ROWS = 10_000
+"""Rows tokenised at a time at most; paces progress."""
+CHUNK_BYTES = 4 << 20
+"""Bytes of text tokenised at a time: bounds memory, for a token of some 4 bytes takes about 100 while it is encoded."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Raw rows with a role."""
+
+    raw: datasets.Dataset
+    """The whole raw split."""
+    index: NDArray[np.int64]
+    """Of each row, where it is in the raw split; ascending."""
+    targets: NDArray[Any] | None
+    """One for each row, as `encode` takes them."""
+
+    def table(self, start: int, stop: int, columns: Sequence[str]) -> pa.Table:
+        """Some columns of some rows."""
+        index = self.index[start:stop]
+        first, end = int(index[0]), int(index[-1]) + 1
+        span = self.raw.select_columns(list(columns)).with_format("arrow")[first:end]
+        if end - first == len(index):
+            return span
+        chosen = np.zeros(end - first, bool)
+        chosen[index - first] = True
+        return span.filter(pa.array(chosen))
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Some of the rows."""
+        return Rows(self.raw, self.index[start:stop], None if self.targets is None else self.targets[start:stop])
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What one file is made of."""
+
+    role: str
+    number: int
+    of: int
+    """Shards of this role."""
+    first: int
+    """Position of its first row among those of its role."""
+    rows: Rows
+    inputs: Mapping[str, str]
+    """Role of a column to encode -> its name."""
+    chunk_rows: int
+
+
+@dataclass
+class ShardFacts:
+    """What was found in one shard, or in several."""
+
+    rows: int = 0
+    features: int = 0
+    truncated: int = 0
+    lengths: Counter[int] = field(default_factory=Counter)
+    """Tokens of a feature, or of a pack of them -> how many there are."""
+
+    def add(self, other: ShardFacts) -> None:
+        """Both together."""
+        self.rows += other.rows
+        self.features += other.features
+        self.truncated += other.truncated
+        self.lengths.update(other.lengths)
+
+    def of_split(self) -> SplitFacts:
+        """As the facts of a whole split."""
+        made = self.lengths.total()
+        histogram: Counter[int] = Counter()
+        for length, count in sorted(self.lengths.items()):
+            histogram[_bucket_edge(length)] += count
+        return SplitFacts(
+            rows=made,
+            windows_of=None if self.features == self.rows else self.rows,
+            packs_of=None if self.features == made else self.features,
+            tokens=sum(length * count for length, count in self.lengths.items()),
+            truncated_rows=self.truncated,
+            length_histogram=dict(histogram),
+            longest=max(self.lengths),
+        )
+
+
+def _bucket_edge(length: int) -> int:
+    """The next multiple of 8 up to 128 tokens, then of an eighth of the power of two below: fine enough to plan
+    memory.
+    """
+    width = max(8, (1 << max(length - 1, 1).bit_length() - 1) // 8)
+    return -(-max(length, 1) // width) * width
+
+
+def cut(
+    role: str, rows: Rows, inputs: Mapping[str, str], *, shard_rows: int = SHARD_ROWS, chunk_rows: int = CHUNK_ROWS
+) -> list[Shard]:
+    """All shards of one role."""
+    starts = range(0, len(rows.index), shard_rows)
+    return [
+        Shard(role, number, len(starts), start, rows.part(start, start + shard_rows), inputs, chunk_rows)
+        for number, start in enumerate(starts)
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------- one shard
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """What turns rows into features, the same in each process."""
+
+    task: TaskModule
+    coding: Coding
+    packing: bool
+
+    def write(self, folder: Path, shard: Shard, progressed: Callable[[int], None]) -> ShardFacts:
+        """Writes the shard's file. `progressed` is told of rows done since it was last told."""
+        facts, name = ShardFacts(), shard_name(shard.role, shard.number, shard.of)
+        # A shard may be given to a second process while the first one is only slow.
+        partial = folder / f".{name}.{uuid.uuid4().hex}"
+        try:
+            write_tables(partial, self._tables(shard, facts, progressed))
+            partial.replace(folder / name)
+        finally:
+            partial.unlink(missing_ok=True)
+        return facts
+
+    def _tables(self, shard: Shard, facts: ShardFacts, progressed: Callable[[int], None]) -> Iterator[pa.Table]:
+        """The chunks in the order of the rows; adds to `facts`."""
+        for start, chunk in _chunks(shard):
+            stop = start + len(chunk)
+            given = {role: chunk[name].to_pylist() for role, name in shard.inputs.items()}
+            targets = shard.rows.targets
+            encoded = self.task.encode(given, None if targets is None else targets[start:stop], self.coding)
+            table = _table(encoded, shard.rows.index[start:stop], shard.first + start)
+            features = len(table)
+            if self.packing and shard.role == "train":
+                table = packed(table, self.task.packed, self.coding.max_length)
+            lengths = np.diff(table["input_ids"].chunk(0).offsets.to_numpy())
+            facts.add(ShardFacts(len(chunk), features, encoded.truncated, Counter(lengths.tolist())))
+            yield table
+            progressed(len(chunk))
+
+
+def _chunks(shard: Shard) -> Iterator[tuple[int, pa.Table]]:
+    """The inputs of its rows in pieces, each with the number of rows before it."""
+    columns = list(dict.fromkeys(shard.inputs.values()))
+    for start in range(0, len(shard.rows.index), shard.chunk_rows):
+        table = shard.rows.table(start, min(start + shard.chunk_rows, len(shard.rows.index)), columns)
+        yield from _bounded(start, table)
+
+
+def _bounded(start: int, table: pa.Table) -> Iterator[tuple[int, pa.Table]]:
+    if table.nbytes <= CHUNK_BYTES or len(table) == 1:
+        yield start, table
+        return
+    half = len(table) // 2
+    yield from _bounded(start, table.slice(0, half))
+    yield from _bounded(start + half, table.slice(half))
+
+
+def _table(encoded: Encoded, index: NDArray[np.int64], before: int) -> pa.Table:
+    """Features of rows that are at `index` in the raw split, which `before` others of their role came before."""
+    columns = {name: _array(values) for name, values in encoded.features.items()}
+    of = np.arange(len(index)) if encoded.rows is None else np.asarray(encoded.rows, np.int64)
+    return pa.table({**columns, POSITION: pa.array(of + before), ROW: pa.array(index[of])})
+
+
+def _array(values: Sequence[Any]) -> pa.Array:
+    if isinstance(values[0], Sequence):
+        return _list_array(values)
+    return pa.array(values, pa.float64() if isinstance(values[0], float) else pa.int64())
+
+
+def _list_array(values: Sequence[Sequence[int]]) -> pa.Array:
+    """Rows of token ids as one list<int32>; ten times faster than letting Arrow look at every Python int."""
+    offsets = np.cumsum([0, *(len(each) for each in values)], dtype=np.int64)
+    flat = np.fromiter(chain.from_iterable(values), np.int32, count=int(offsets[-1]))
+    return pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(flat))
+
+
+# -------------------------------------------------------------------------------------------------------- all shards
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """By which another process makes the same Encoder."""
+
+    job: TrainerJob
+    max_length: int
+    stride: int
+    model_type: str
+
+    def encoder(self) -> Encoder:
+        """With a tokenizer of its own."""
+        coding = Coding(load_tokenizer(self.job), self.max_length, self.stride, self.model_type)
+        return Encoder(task_module(self.job.task), coding, self.job.preparation.packing)
+
+
+def write_here(
+    folder: Path, shards: Sequence[Shard], encoder: Encoder, progressed: Callable[[int], None]
+) -> Iterator[ShardFacts]:
+    """Writes all shards in this process, whose tokenizer takes the cores that there are."""
+    for shard in shards:
+        yield encoder.write(folder, shard, progressed)
+
+
+def write_in_processes(
+    folder: Path, shards: Sequence[Shard], recipe: Recipe, workers: int, progressed: Callable[[int], None]
+) -> Iterator[ShardFacts]:
+    """Writes them in processes on this machine, one shard each at a time; tells of them in their order."""
+    # Forked from a process that has imported what takes seconds, and has no threads yet, as this one has.
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["transformers.models.auto.tokenization_auto", __name__])
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(folder, recipe)) as pool:
+        for shard, facts in zip(shards, pool.map(_write_in_worker, shards), strict=True):
+            progressed(len(shard.rows.index))
+            yield facts
+
+
+_worker: tuple[Path, Encoder] | None = None
+
+
+def _start_worker(folder: Path, recipe: Recipe) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _worker = (folder, recipe.encoder())
+
+
+def _write_in_worker(shard: Shard) -> ShardFacts:
+    assert _worker is not None
+    folder, encoder = _worker
+    return encoder.write(folder, shard, lambda _rows: None)

@@ -1,0 +1,121 @@
+"""Shards written by Spark, for data that one machine would tokenise too slowly.
+
+The driver reads, checks and cuts as the built-in engine does; the executors take shards, map the rows that the driver
+has left in the job's folder, and write what any other process would write there. So they have to see that folder under
+the same path. Where there is no Spark cluster, the same runs on this machine in processes of Spark's own.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from finetune_contract.layout import FailureClass
+from finetune_trainer.data.shards import Encoder, Recipe, Shard, ShardFacts
+from finetune_trainer.failures import StageError
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_COLUMNS = "number long, value binary"
+
+
+def write_by_spark(
+    folder: Path, shards: Sequence[Shard], recipe: Recipe, partitions: int, progressed: Callable[[int], None]
+) -> Iterator[ShardFacts]:
+    """Writes the shards in so many partitions; tells of them when all are done.
+
+    StageError CONFIG `SparkMissing` without pyspark or Java; those of the task as they are.
+    """
+    session = _session(partitions)
+    try:
+        orders = [(number, pickle.dumps(shard)) for number, shard in enumerate(shards)]
+        cut = [orders[start::partitions] for start in range(partitions)]
+        rows = session.sparkContext.parallelize(cut, partitions).flatMap(lambda part: part)
+        written = session.createDataFrame(rows, _COLUMNS).mapInArrow(_Writer(folder, recipe), _COLUMNS)
+        found = {row["number"]: pickle.loads(row["value"]) for row in written.collect()}
+    finally:
+        session.stop()
+    for number, shard in enumerate(shards):
+        result = found[number]
+        if isinstance(result, StageError):
+            raise result
+        progressed(len(shard.rows.index))
+        yield result
+
+
+class _Writer:
+    """What a partition runs: shards in, facts or the stage's own error out. A StageError that were raised here would
+    come to the driver as text.
+    """
+
+    def __init__(self, folder: Path, recipe: Recipe) -> None:
+        self._folder = folder
+        self._recipe = recipe
+
+    def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            for order in batch.to_pylist():
+                value = pickle.dumps(self._write(pickle.loads(order["value"])))
+                yield pa.RecordBatch.from_pylist([{"number": order["number"], "value": value}])
+
+    def _write(self, shard: Shard) -> ShardFacts | StageError:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the partitions are the parallelism
+        try:
+            return _encoder(pickle.dumps(self._recipe)).write(self._folder, shard, lambda _rows: None)
+        except StageError as error:
+            return error
+
+
+@lru_cache(maxsize=1)
+def _encoder(recipe: bytes) -> Encoder:
+    """Spark keeps its Python processes from task to task."""
+    made: Recipe = pickle.loads(recipe)
+    return made.encoder()
+
+
+def _session(partitions: int) -> SparkSession:
+    try:
+        from pyspark import SparkConf
+        from pyspark.errors import PySparkRuntimeError
+        from pyspark.sql import SparkSession
+    except ImportError as error:
+        raise _missing("pyspark is not installed") from error
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
+    try:
+        settings = SparkConf()
+        for name, value in _settings(settings, partitions).items():
+            settings = settings.set(name, value)
+        return SparkSession.builder.config(conf=settings).getOrCreate()
+    except PySparkRuntimeError as error:
+        raise _missing(f"Spark does not start ({error}); it needs Java 17 or newer") from error
+
+
+def _settings(given: Any, partitions: int) -> dict[str, str]:
+    """Ours, beside those of spark-submit: with a master of its own Spark runs where it was submitted."""
+    ours = {"spark.app.name": "finetune-prepare", "spark.sql.execution.arrow.maxRecordsPerBatch": "1"}
+    if given.contains("spark.master"):
+        return ours
+    here = {
+        "spark.master": f"local[{partitions}]",
+        "spark.driver.host": "127.0.0.1",
+        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.ui.enabled": "false",
+    }
+    return {**ours, **here}
+
+
+def _missing(what: str) -> StageError:
+    return StageError(
+        FailureClass.CONFIG,
+        "SparkMissing",
+        f"preparation.engine is 'spark', and {what}.",
+        "Install finetune-trainer[spark] and Java where the stage runs, or set preparation.engine to auto.",
+    )

@@ -1,0 +1,64 @@
+"""Where a process stands among the data, pipeline and tensor ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from finetune_contract.choices import RankOrder
+from finetune_contract.job import Strategy
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DATA, PIPELINE, TENSOR = "data", "pipeline", "tensor"
+_NAMES = {"D": DATA, "P": PIPELINE, "T": TENSOR}
+
+
+@dataclass(frozen=True)
+class MeshShape:
+    """Processes in each dimension; with none but `data`, every process has the whole model (or its shard of it)."""
+
+    data: int
+    pipeline: int = 1
+    tensor: int = 1
+    order: RankOrder = "DPT"
+    """The last dimension is that in which neighbouring ranks differ."""
+
+    @staticmethod
+    def of(strategy: Strategy, data_parallel: int) -> MeshShape:
+        """The mesh of `strategy` with that many replicas of the model."""
+        degree = 1 if strategy.pipeline is None else strategy.pipeline.degree
+        return MeshShape(data_parallel, degree, strategy.tensor, strategy.rank_order)
+
+    @property
+    def size(self) -> int:
+        """Processes in all."""
+        return self.data * self.pipeline * self.tensor
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the dimensions, in their order."""
+        return tuple(_NAMES[letter] for letter in self.order)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the dimensions, in their order."""
+        return tuple(getattr(self, name) for name in self.names)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Name of each dimension -> where the process `rank` stands in it."""
+        found: dict[str, int] = {}
+        for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
+            rank, found[name] = divmod(rank, size)
+        return found
+
+    def data_rank(self, rank: int) -> int:
+        """Which part of the data the process `rank` reads: the processes of one replica read the same rows."""
+        return self.coordinates(rank)[DATA]
+
+    def build(self, device: str) -> DeviceMesh:
+        """The mesh of process groups; every process must call it."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        return init_device_mesh(device, self.sizes, mesh_dim_names=self.names)

@@ -1,0 +1,507 @@
+"""Tensor and pipeline parallelism, and replicas of the model beside them: one mesh of processes.
+
+Within a replica the processes read the same rows; between replicas gradients are averaged once a step, after the last
+micro-batch. Checkpoints have the form of `full_state.py`, whole and by parameter name, so that a run goes on from them
+however it is spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from finetune_contract.choices import Precision, StrategyName
+from finetune_contract.job import Training
+from finetune_contract.layout import FailureClass
+from finetune_contract.plans import AVERAGED_ELEMENTS
+from finetune_contract.report import TimePart
+from finetune_trainer.failures import StageError
+from finetune_trainer.strategies.base import Placed, expect, tied_names, type_name
+from finetune_trainer.strategies.full_state import OPTIMIZER, WEIGHTS, FullState
+from finetune_trainer.strategies.mesh import DATA, PIPELINE, TENSOR, MeshShape
+from finetune_trainer.strategies.pipeline import Pipeline
+from finetune_trainer.strategies.tensor import split_layers, split_weights, summed_weights, tensor_plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+_PROBE_TOKENS = 4
+_PROBE_TOLERANCE = 1e-3
+"""Relative and absolute: sums over processes are rounded in another order; a part that is missing shows far above."""
+
+
+class ModelParallel(FullState):
+    """A mesh of data, pipeline and tensor ranks."""
+
+    name: StrategyName = "ddp"
+
+    def __init__(self, training: Training) -> None:
+        self._settings = training.strategy
+        self._precision: Precision = training.precision
+        self._device = training.world.device
+        self.shape = MeshShape.of(training.strategy, training.batch.data_parallel)
+        self.pipeline: Pipeline | None = None
+        self._mesh: DeviceMesh | None = None
+        self._plan: dict[str, str] = {}
+        self._parameters = 0
+        self._tied: dict[str, str] = {}
+        self._tied_groups: dict[str, Any] = {}
+        """Second name of a weight that is on two stages -> the processes that have it."""
+
+    @property
+    def _label(self) -> str:
+        return self._settings.label
+
+    @property
+    def passed(self) -> int:
+        """Micro-batches that one batch of the loop is: those of a pass through the pipeline."""
+        return 1 if self._settings.pipeline is None else self._settings.pipeline.micro_batches
+
+    @property
+    def communicates_in(self) -> tuple[TimePart, ...]:
+        """Layers that are split, and stages, exchange hidden states; the norm of gradients is one over a replica."""
+        if self.pipeline is not None:
+            return ("forward_backward", "optimizer")
+        return ("forward", "backward", "optimizer") if self.shape.tensor > 1 else ()
+
+    def arguments(self) -> Mapping[str, object]:
+        """Autocast when the precision is bf16; a pipeline's stages do it themselves."""
+        return {"bf16": self._precision == "bf16" and self._settings.pipeline is None}
+
+    # ---------------------------------------------------------------------------------------------------------- set-up
+
+    def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Splits the layers, then takes out those of other stages; what the model answers must stay the same."""
+        self._mesh = self.shape.build(self._device)
+        self._parameters = sum(parameter.numel() for parameter in model.parameters())
+        self._tied = tied_names(model)
+        expected = _probe(model)
+        if self.shape.tensor > 1:
+            self._plan = tensor_plan(model, self.shape.tensor)
+            split_layers(model, self._mesh[TENSOR], self._plan)
+        if self._settings.pipeline is not None:
+            self.pipeline = Pipeline(model, self._settings.pipeline, self._mesh[PIPELINE])
+            self._tied_groups = self._make_tied_groups()
+            model.forward = self.pipeline.evaluate
+        model.to(self._device)  # type: ignore[arg-type]
+        self._expect_same_answers(model, expected)
+        if self.pipeline is not None:
+            self.pipeline.compute_in(self._precision)
+        # The Trainer's word for "spread already": it then neither moves nor wraps the model.
+        model._is_distributed_loading_by_transformers = True
+        return model
+
+    def _make_tied_groups(self) -> dict[str, Any]:
+        """Groups of the processes that share a weight, over all pipelines: every process takes part in making all."""
+        assert self.pipeline is not None
+        found = {}
+        for name, other in self._tied.items():
+            mine = sorted({self.pipeline.process_of(name), self.pipeline.process_of(other)})
+            everyone: list[Any] = [None] * self.shape.size
+            distributed.all_gather_object(everyone, mine)
+            for ranks in sorted({tuple(each) for each in everyone}):
+                group = distributed.new_group(list(ranks)) if len(ranks) > 1 else None
+                if distributed.get_rank() in ranks and group is not None:
+                    found[name] = group
+        return found
+
+    def _expect_same_answers(self, model: PreTrainedModel, expected: dict[str, torch.Tensor]) -> None:
+        """A model whose code does more than its plan or its layout tells would train something else."""
+        found = _probe(model)
+        for name, value in expected.items():
+            same = name in found and torch.allclose(
+                found[name].cpu().float(), value.cpu().float(), rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE
+            )
+            what = f"the {type(model).__name__} answers other {name} spread than whole"
+            expect(same, self._label, "OtherAnswers", what)
+
+    def assert_in_effect(self, placed: Placed) -> None:
+        """Nothing is around the model, planned weights are in shards, and each process has the weights of its stages
+        alone.
+        """
+        from torch.distributed.tensor import DTensor
+
+        expect(
+            placed.wrapped is placed.model,
+            self._label,
+            "ModelIsWrapped",
+            f"the model is wrapped in {type_name(placed.wrapped)}",
+        )
+        size = 1 if self._mesh is None else self._mesh.size()
+        found = f"the mesh has {size} of {placed.world_size} processes"
+        expect(size == placed.world_size, self._label, "WrongMesh", found)
+        held = dict(placed.model.named_parameters())
+        planned = [name for name in split_weights(self._plan) if name in held]
+        whole = [name for name in planned if not _is_sharded(held[name])]
+        expect(
+            not whole and (bool(planned) or self.shape.tensor == 1),
+            self._label,
+            "ParameterNotSharded",
+            f"{len(whole)} of {len(planned)} planned weights are whole, e.g. {whole[:1]}",
+        )
+        for name in planned:
+            parameter = held[name]
+            assert isinstance(parameter, DTensor)
+            shards = parameter.device_mesh.size()
+            wrong = f"{name} is in {shards} shards, planned are {self.shape.tensor}"
+            expect(shards == self.shape.tensor, self._label, "WrongMesh", wrong)
+        if self.pipeline is not None:
+            self._assert_in_stages(held)
+        stepped = {id(each) for group in placed.optimizer.param_groups for each in group["params"]}
+        lost = [name for name, each in held.items() if each.requires_grad and id(each) not in stepped]
+        expect(not lost, self._label, "NotOptimized", f"the optimizer lacks {lost[:1]}")
+
+    def _assert_in_stages(self, held: Mapping[str, torch.Tensor]) -> None:
+        assert self._mesh is not None
+        mine = sum(value.numel() for name, value in held.items() if name not in self._tied_groups)
+        told = torch.tensor([mine], dtype=torch.int64, device=self._device)
+        distributed.all_reduce(told, group=self._mesh[PIPELINE].get_group())
+        total = int(told)
+        expect(
+            total == self._parameters,
+            self._label,
+            "NotInStages",
+            f"the stages together have {total:,} parameters, the model {self._parameters:,}",
+        )
+        expect(mine < self._parameters, self._label, "NotInStages", "this process has all of the model")
+
+    # ------------------------------------------------------------------------------------------------------------ step
+
+    def average_gradients(self, model: PreTrainedModel) -> None:
+        """Sums those that several processes of a replica have a part of, and averages all over the replicas. Once a
+        step.
+        """
+        assert self._mesh is not None
+        held = dict(model.named_parameters())
+        self._sum_tied(held)
+        for name in summed_weights(self._plan):
+            if name in held:
+                distributed.all_reduce(_local_gradient(held[name]), group=self._mesh[TENSOR].get_group())
+        if self.shape.data == 1:
+            return
+        group = self._mesh[DATA].get_group()
+        parameters = [parameter for parameter in held.values() if parameter.requires_grad]
+        # A weight that no row of any replica has used is left alone, as in one process: a gradient of 0 would have it
+        # decay.
+        used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.int32)
+        used = used.to(self._device)
+        distributed.all_reduce(used, op=distributed.ReduceOp.MAX, group=group)
+        wanted = [parameter for parameter, is_used in zip(parameters, used.tolist(), strict=True) if is_used]
+        for bucket in _buckets([_local_gradient(parameter) for parameter in wanted]):
+            flat = torch.cat([gradient.flatten() for gradient in bucket])
+            distributed.all_reduce(flat, group=group)
+            flat /= self.shape.data
+            parts = torch.split(flat, [gradient.numel() for gradient in bucket])
+            for gradient, part in zip(bucket, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+
+    def _sum_tied(self, held: Mapping[str, torch.Tensor]) -> None:
+        for name, group in self._tied_groups.items():
+            mine = name if name in held else self._tied[name]
+            distributed.all_reduce(_local_gradient(held[mine]), group=group)
+
+    def clip_gradients(self, model: PreTrainedModel, most: float) -> torch.Tensor:
+        """Scales gradients so that their norm over the whole model is `most` at most; the norm before."""
+        assert self._mesh is not None
+        squares = torch.zeros((), dtype=torch.float64, device=self._device)
+        gradients = []
+        for name, parameter in model.named_parameters():
+            if parameter.grad is None:
+                continue
+            local = _local_gradient(parameter)
+            gradients.append(local)
+            if name in self._tied_groups:
+                continue  # counted where it has its first name
+            own = torch.linalg.vector_norm(local).double().square()
+            # What is whole on every tensor rank counts once.
+            squares += own if _is_sharded(parameter) else own / self.shape.tensor
+        for dimension in (TENSOR, PIPELINE):
+            if getattr(self.shape, dimension) > 1:
+                distributed.all_reduce(squares, group=self._mesh[dimension].get_group())
+        norm = squares.sqrt().float()
+        # As torch.nn.utils.clip_grad_norm_ has it.
+        factor = torch.clamp(most / (norm + 1e-6), max=1.0)
+        for gradient in gradients:
+            gradient.mul_(factor)
+        return norm
+
+    # ----------------------------------------------------------------------------------------------------------- state
+
+    def model_state(self, placed: Placed) -> dict[str, Any]:
+        """All weights on rank 0, empty elsewhere."""
+        state = self._gathered((name, value) for name, value in placed.model.state_dict().items())
+        for name, other in self._tied.items():
+            if other in state:
+                state[name] = state[other]
+        return state
+
+    def _gathered(self, mine: Iterator[tuple[Any, torch.Tensor]]) -> dict[Any, Any]:
+        """The tensors of all stages, whole, on the CPU of rank 0. Every rank must call it."""
+        whole = {name: _whole(value) for name, value in mine}
+        if not self._sends_state:
+            whole = {}
+        if self.pipeline is None:
+            return whole if distributed.get_rank() == 0 else {}
+        shapes: list[Any] = [None] * self.shape.size
+        distributed.all_gather_object(shapes, {name: (tuple(v.shape), v.dtype) for name, v in whole.items()})
+        if distributed.get_rank() != 0:
+            for value in whole.values():
+                distributed.send(value, dst=0)
+            return {}
+        for rank, told in enumerate(shapes):
+            for name, (shape, dtype) in told.items():
+                if rank != 0:
+                    value = torch.empty(shape, dtype=dtype)
+                    distributed.recv(value, src=rank)
+                    whole.setdefault(name, value)
+        return whole
+
+    @property
+    def _sends_state(self) -> bool:
+        """Whether this process is of the first replica, and the first of its stage."""
+        here = self.shape.coordinates(distributed.get_rank())
+        return here[DATA] == 0 and here[TENSOR] == 0
+
+    def save(self, placed: Placed, folder: Path) -> None:
+        """Gathers everything on rank 0, which writes it as the other strategies do."""
+        weights = self.model_state(placed)
+        names = {id(parameter): name for name, parameter in placed.model.named_parameters()}
+        optimizer = placed.optimizer
+        values = {
+            (names[id(parameter)], word): value
+            for parameter, words in optimizer.state.items()
+            for word, value in words.items()
+        }
+        tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+        gathered = self._gathered(iter(tensors.items()))
+        groups = [
+            {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        everyone: list[Any] = [None] * self.shape.size
+        distributed.all_gather_object(
+            everyone, (groups, {key: value for key, value in values.items() if key not in tensors})
+        )
+        if distributed.get_rank() != 0:
+            return
+        for _, numbers in everyone:
+            gathered.update(numbers)
+        state: dict[str, dict[str, Any]] = {}
+        for (name, word), value in gathered.items():
+            if name not in self._tied:
+                state.setdefault(name, {})[word] = value
+        merged = merged_groups([each for each, _ in everyone], self._tied)
+        torch.save(weights, folder / WEIGHTS)
+        torch.save({"state": state, "param_groups": merged}, folder / OPTIMIZER)
+
+    def load(self, placed: Placed, folder: Path) -> None:
+        """Rank 0 reads; the others get their share from it."""
+        weights: dict[str, Any] = {}
+        optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
+        if distributed.get_rank() == 0:
+            weights = torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True)
+            optimizer = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+        held = placed.model.state_dict()
+        with torch.no_grad():
+            for name, value in self._spread(weights):
+                if name in held:
+                    held[name].copy_(_like(value, held[name]))
+        values = {(name, word): value for name, words in optimizer["state"].items() for word, value in words.items()}
+        tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
+        rest: list[Any] = [
+            optimizer["param_groups"],
+            {key: value for key, value in values.items() if key not in tensors},
+        ]
+        distributed.broadcast_object_list(rest, src=0)
+        groups, numbers = rest
+        parameters = {self._tied.get(name, name): value for name, value in placed.model.named_parameters()}
+        state: dict[str, dict[str, Any]] = {name: {} for name in parameters}
+        for (name, word), value in numbers.items():
+            if name in state:
+                state[name][word] = value
+        for (name, word), value in self._spread(tensors):
+            if name in state:
+                whole = value.shape == parameters[name].shape
+                state[name][word] = _like(value, parameters[name]) if whole else value
+        names = {id(value): name for name, value in parameters.items()}
+        _load_optimizer(placed.optimizer, names, state, groups)
+
+    def _spread(self, tensors: Mapping[Any, torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
+        """The tensors of rank 0, one after the other, on every rank's CPU."""
+        told: list[Any] = [{name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}]
+        distributed.broadcast_object_list(told, src=0)
+        for name, (shape, dtype) in told[0].items():
+            value = tensors[name].contiguous() if name in tensors else torch.empty(shape, dtype=dtype)
+            distributed.broadcast(value, src=0)
+            yield name, value
+
+
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    state: Mapping[str, Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    """Gives `optimizer` the state of its parameters and the settings of their groups, which may be divided otherwise.
+
+    `names`: id of a parameter -> its name in `state` and `groups`.
+    """
+    settings = {name: group for group in groups for name in group["params"]}
+    packed: dict[str, Any] = {"state": {}, "param_groups": []}
+    number = 0
+    for group in optimizer.param_groups:
+        own = [names[id(parameter)] for parameter in group["params"]]
+        theirs = settings[own[0]] if own else group
+        numbers = list(range(number, number + len(own)))
+        packed["param_groups"].append({**group, **theirs, "params": numbers})
+        packed["state"] |= {at: dict(state[name]) for at, name in zip(numbers, own, strict=True) if state[name]}
+        number += len(own)
+    optimizer.load_state_dict(packed)
+
+
+def merged_groups(everyone: Sequence[Sequence[Mapping[str, Any]]], tied: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Parameter groups of all processes as one list: those with equal settings are one group, each name is there once.
+
+    `tied`: names that are second ones.
+    """
+    merged: list[dict[str, Any]] = []
+    seen: set[str] = set()
+    for group in (group for groups in everyone for group in groups):
+        names = [name for name in group["params"] if name not in tied and name not in seen]
+        seen.update(names)
+        settings = {key: value for key, value in group.items() if key != "params"}
+        for other in merged:
+            if all(other.get(key) == value for key, value in settings.items()):
+                other["params"] += names
+                break
+        else:
+            merged.append({**settings, "params": names})
+    return [group for group in merged if group["params"]]
+
+
+def refuse_combinations(training: Training) -> None:
+    """StageError CONFIG for what does not go together with tensor and pipeline parallelism."""
+    settings = training.strategy
+    pipeline = settings.pipeline
+
+    def refused(field: str, value: object, why: str, hint: str) -> StageError:
+        return StageError(FailureClass.CONFIG, "NotCombined", f"{field} is {value}, and {why}.", hint)
+
+    spread = settings.label
+    if settings.name != "ddp":
+        raise refused(
+            "parallelism.strategy",
+            settings.name,
+            f"tensor and pipeline parallelism ({spread}) have replicas of strategy ddp beside them",
+            "Set parallelism.strategy to ddp or auto, or parallelism.tensor and pipeline.degree to 1.",
+        )
+    if training.adapter is not None:
+        raise refused(
+            "model.adapter.method",
+            training.adapter.method,
+            f"adapters are not trained with {spread}",
+            "Leave model.adapter out, or spread the model by strategy fsdp or deepspeed.",
+        )
+    if settings.activation_checkpointing == "selective" or settings.offload_activations != "none":
+        raise refused(
+            "parallelism.activationCheckpointing",
+            settings.activation_checkpointing,
+            f"with {spread} activations are kept or computed again whole, and not moved",
+            "Set parallelism.activationCheckpointing to full or none, and parallelism.offload.activations to none.",
+        )
+    if training.arguments.get("torch_compile"):
+        raise refused("training.arguments.torch_compile", True, f"{spread} is not compiled", "Leave torch_compile out.")
+    if settings.tensor > 1 and training.optimizer not in ("adamw", "sgd"):
+        raise refused(
+            "training.optimizer",
+            training.optimizer,
+            "only adamw and sgd, which look at each element by itself, go together with tensor parallelism",
+            "Set training.optimizer to adamw.",
+        )
+    if training.precision not in ("fp32", "bf16"):
+        raise refused(
+            "training.precision",
+            training.precision,
+            f"{spread} computes in fp32 or bf16",
+            "Set training.precision to bf16.",
+        )
+    if pipeline is not None and training.batch.gradient_accumulation % pipeline.micro_batches:
+        raise refused(
+            "parallelism.pipeline.microBatches",
+            pipeline.micro_batches,
+            f"a step has {training.batch.gradient_accumulation} micro-batches, which is no multiple of it",
+            "Plan again.",
+        )
+
+
+# -------------------------------------------------------------------------------------------------------------- tensors
+
+
+def _probe(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What `model` answers to a row of a few tokens."""
+    training, device = model.training, model.device
+    vocabulary: int = model.config.get_text_config().vocab_size
+    ids = torch.arange(1, _PROBE_TOKENS + 1, device=device).remainder(vocabulary).unsqueeze(0)
+    model.train(False)
+    # With gradients, for layers that are split compute another way without.
+    said = model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    model.train(training)
+    return {name: value.detach() for name, value in said.items() if isinstance(value, torch.Tensor)}
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    # Packed matrices are split by a placement of their own, which does not call itself a shard.
+    return isinstance(tensor, DTensor) and not all(each.is_replicate() for each in tensor.placements)
+
+
+def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """This process's part of the gradient, zeros where there is none; changing it changes the gradient."""
+    from torch.distributed.tensor import DTensor
+
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    gradient = parameter.grad
+    if isinstance(parameter, DTensor):
+        assert isinstance(gradient, DTensor)
+        if gradient.placements != parameter.placements:
+            gradient = parameter.grad = gradient.redistribute(placements=parameter.placements)
+        return gradient.to_local()
+    return gradient
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    """All of it, on the CPU. Every process that has a part must call it."""
+    from torch.distributed.tensor import DTensor
+
+    full = value.full_tensor() if isinstance(value, DTensor) else value
+    return full.detach().to("cpu", copy=True).contiguous()
+
+
+def _like(value: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """`value`, which every process has whole, spread as `model` is."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if not isinstance(model, DTensor):
+        return value
+    return distribute_tensor(value, model.device_mesh, model.placements, src_data_rank=None)
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Gradients in their order, so many at a time that they are not more than a message's elements, or one alone."""
+    bucket: list[torch.Tensor] = []
+    elements = 0
+    for gradient in gradients:
+        if bucket and elements + gradient.numel() > AVERAGED_ELEMENTS:
+            yield bucket
+            bucket, elements = [], 0
+        bucket.append(gradient)
+        elements += gradient.numel()
+    if bucket:
+        yield bucket

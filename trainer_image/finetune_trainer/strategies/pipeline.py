@@ -1,0 +1,227 @@
+"""Pipeline parallelism: the layers in stages on several processes, micro-batches passing through them one after the
+other, in the order that a schedule of torch.distributed.pipelining gives.
+
+A stage is the model itself with its other parts taken out (`layout.py`), so that masks, positions and heads are made by
+the model's own code; nothing is traced. Every process reads the whole micro-batches and only hidden states travel. The
+loss is computed inside of the last stage. A schedule wants one shape for all micro-batches of a pass: they are padded
+to the same length, and each shape has a schedule of its own, made when it first comes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import distributed, nn
+
+from finetune_contract.choices import PipelineSchedule, Precision
+from finetune_contract.job import Pipeline as PipelineSettings
+from finetune_trainer.strategies.layout import Layout, Shell, cuts_of, keep_stages, layout_of, shell_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+Batch: TypeAlias = Mapping[str, torch.Tensor]
+LossOf: TypeAlias = Callable[[nn.Module, dict[str, torch.Tensor]], torch.Tensor]
+"""The share of a micro-batch in the loss of the step, of a model that takes it."""
+
+
+class _Stage(nn.Module):
+    """One stage as torch's schedules call it: hidden states in (none in the first), hidden states or the loss out."""
+
+    def __init__(self, shell: Shell, *, first: bool, last: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.shell = shell
+        self.first = first
+        self.last = last
+        self._dtype = dtype
+        self.precision: Precision = "fp32"
+        self._accepts = frozenset(inspect.signature(shell.body.forward).parameters)
+        # Not modules of this one: they are those of the model that the Trainer has.
+        self.model = [shell.model]
+        self.batches: Sequence[Batch] = ()
+        self.loss_of: LossOf | None = None
+
+    def forward(self, *hidden: torch.Tensor, micro: int) -> torch.Tensor:
+        """`micro`: which of `batches`."""
+        batch = self._take(self.batches[micro], *hidden)
+        with self._autocast(batch):
+            if not self.last:
+                return self._hidden(batch)
+            assert self.loss_of is not None
+            return self.loss_of(self.model[0], batch)
+
+    def evaluate(self, batch: Batch, *hidden: torch.Tensor) -> Any:
+        """Hidden states, or what the whole model answers."""
+        taken = self._take(batch, *hidden)
+        with self._autocast(taken):
+            return self.model[0](**taken) if self.last else self._hidden(taken)
+
+    def _take(self, batch: Batch, *hidden: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.shell.received is not None:
+            (self.shell.received.hidden,) = hidden
+        return {name: value for name, value in batch.items() if name not in self.shell.skips}
+
+    def _hidden(self, batch: Batch) -> torch.Tensor:
+        said = self.shell.body(**{name: value for name, value in batch.items() if name in self._accepts})
+        states: torch.Tensor = said.last_hidden_state
+        return states.to(self._dtype)
+
+    def _autocast(self, batch: Batch) -> AbstractContextManager[Any]:
+        if self.precision != "bf16":
+            return nullcontext()
+        return torch.autocast(batch["input_ids"].device.type, dtype=torch.bfloat16)
+
+
+class Pipeline:
+    """The stages of this process, and what passes through them."""
+
+    def __init__(self, model: PreTrainedModel, settings: PipelineSettings, mesh: DeviceMesh) -> None:
+        self._settings = settings
+        self._group = mesh.get_group()
+        self._rank: int = mesh.get_local_rank()
+        self._ranks = [distributed.get_global_rank(self._group, each) for each in range(settings.degree)]
+        self.layout: Layout = layout_of(model)
+        self.cuts = cuts_of(model, self.layout, settings.stages)
+        self.own = tuple(range(self._rank, settings.stages, settings.degree))
+        self.width: int = model.config.get_text_config().hidden_size
+        self.dtype = model.dtype
+        self._schedules: dict[tuple[int, int], Any] = {}
+        self._stages = {
+            stage: _Stage(
+                shell_of(model, self.layout, self.cuts[stage], self.cuts[stage + 1]),
+                first=stage == 0,
+                last=stage == settings.stages - 1,
+                dtype=self.dtype,
+            )
+            for stage in self.own
+        }
+        keep_stages(model, self.layout, self.cuts, self.own)
+
+    def compute_in(self, precision: Precision) -> None:
+        """From now on by autocast when it is bf16; until then everything is computed in fp32."""
+        for stage in self._stages.values():
+            stage.precision = precision
+
+    @property
+    def _last_rank(self) -> int:
+        """Global rank of the process that has the last stage."""
+        return self._ranks[-1]
+
+    def process_of(self, name: str) -> int:
+        """Global rank of the process of this pipeline that has the weight or buffer `name` of the model."""
+        stage = self.layout.stage_of(name, self.cuts)
+        return self._ranks[stage % self._settings.degree]
+
+    # ---------------------------------------------------------------------------------------------------------- train
+
+    def step(self, batches: Sequence[Batch], loss_of: LossOf) -> torch.Tensor:
+        """Forward and backward of all micro-batches, which have one shape; the sum of their losses on every process."""
+        for stage in self._stages.values():
+            stage.shell.follow()
+            stage.batches, stage.loss_of = batches, loss_of
+        device = batches[0]["input_ids"].device
+        losses: list[torch.Tensor] = []
+        numbers = [{"micro": index} for index in range(len(batches))]
+        schedule = self._schedule(batches[0]["input_ids"])
+        schedule.step(
+            arg_mbs=[()] * len(batches),
+            kwarg_mbs=numbers,
+            target_mbs=[None] * len(batches),
+            losses=losses,
+            return_outputs=False,
+        )
+        for stage in self._stages.values():
+            stage.batches, stage.loss_of = (), None
+            if stage.shell.received is not None:
+                stage.shell.received.hidden = None
+        total = torch.stack(losses).sum().float() if losses else torch.zeros((), device=device)
+        distributed.broadcast(total, src=self._last_rank, group=self._group)
+        return total
+
+    def _schedule(self, ids: torch.Tensor) -> Any:
+        """The schedule for micro-batches of this shape."""
+        rows, length = ids.shape
+        if (rows, length) not in self._schedules:
+            stages = [self._torch_stage(index, rows, length, ids.device) for index in self.own]
+            self._schedules[rows, length] = make_schedule(self._settings.schedule, stages, self._settings.micro_batches)
+        return self._schedules[rows, length]
+
+    def _torch_stage(self, index: int, rows: int, length: int, device: torch.device) -> Any:
+        from torch.distributed.pipelining import PipelineStage
+
+        shape = (rows, length, self.width)
+        hidden = torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+        stage = self._stages[index]
+        return PipelineStage(
+            stage,
+            index,
+            self._settings.stages,
+            device,
+            input_args=() if stage.first else (hidden,),
+            output_args=torch.empty((), device="meta", requires_grad=True) if stage.last else hidden,
+            group=self._group,
+        )
+
+    # ------------------------------------------------------------------------------------------------------- evaluate
+
+    def evaluate(self, **batch: torch.Tensor) -> Any:
+        """What the whole model answers to `batch`, without gradients, on every process of the pipeline."""
+        from transformers.utils.generic import ModelOutput
+
+        hidden: list[torch.Tensor] = []
+        answer: Any = None
+        for index in range(self._settings.stages):
+            process = index % self._settings.degree
+            if process == self._rank:
+                self._stages[index].shell.follow()
+                if index and not hidden:
+                    hidden = [self._empty(batch["input_ids"])]
+                    distributed.recv(hidden[0], src=self._ranks[process - 1], group=self._group)
+                said = self._stages[index].evaluate(batch, *hidden)
+                hidden = []
+                if index == self._settings.stages - 1:
+                    answer = said
+                else:
+                    after = (index + 1) % self._settings.degree
+                    distributed.send(said.detach().contiguous(), dst=self._ranks[after], group=self._group)
+        told: list[Any] = [None]
+        if answer is not None:
+            kept = {name: value for name, value in answer.items() if isinstance(value, torch.Tensor)}
+            told = [{name: (tuple(value.shape), value.dtype) for name, value in kept.items()}]
+        distributed.broadcast_object_list(told, src=self._last_rank, group=self._group)
+        made = ModelOutput()  # type: ignore[no-untyped-call]
+        for name, (shape, dtype) in told[0].items():
+            value = (
+                torch.empty(shape, dtype=dtype, device=batch["input_ids"].device)
+                if answer is None
+                else answer[name].detach().contiguous()
+            )
+            distributed.broadcast(value, src=self._last_rank, group=self._group)
+            made[name] = value
+        return made
+
+    def _empty(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.empty((*ids.shape, self.width), dtype=self.dtype, device=ids.device)
+
+
+def make_schedule(name: PipelineSchedule, stages: Sequence[Any], micro_batches: int) -> Any:
+    """torch's schedule of that name over the `stages` of this process; the last stage answers with the loss itself."""
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+    def loss(output: torch.Tensor, target: None) -> torch.Tensor:
+        return output
+
+    # Losses come as shares of the whole step, so that gradients are not to be divided again.
+    how: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": loss, "scale_grads": False}
+    match name:
+        case "gpipe":
+            return ScheduleGPipe(stages[0], **how)
+        case "1f1b":
+            return Schedule1F1B(stages[0], **how)
+        case "interleaved":
+            return ScheduleInterleaved1F1B(list(stages), **how)

@@ -1,0 +1,110 @@
+"""Tensor parallelism: each layer split over processes, by the plan that the model brings along in transformers, or by
+ours for GPT-2 (`conv1d.py`).
+
+Models without a plan are refused with the list of those that have one, and numbers of attention heads that the degree
+does not divide too. What the plan does not name (norms, the task's head) is whole on every process.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from finetune_contract.layout import FailureClass
+from finetune_contract.plans import tensor_families
+from finetune_trainer.failures import StageError
+from finetune_trainer.strategies.base import tied_names
+from finetune_trainer.strategies.conv1d import FAMILIES, conv1d_plan
+from finetune_trainer.strategies.conv1d import widths as conv1d_widths
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers import PreTrainedModel
+
+
+_SUMMED = "replicated_with_grad_allreduce"
+"""transformers' style for a weight that is whole everywhere and sees a part of the heads. Its hook sums what has been
+accumulated so far after every micro-batch, which is too much with several: we sum once a step.
+"""
+_SPLIT = ("colwise", "rowwise", "embedding", "packed")
+"""How the names of the styles begin whose weights are split."""
+
+
+def tensor_plan(model: PreTrainedModel, degree: int) -> dict[str, str]:
+    """Module or parameter of `model` -> how transformers splits it.
+
+    StageError CONFIG `NoTensorPlan` for a model that has no plan, `UnevenHeads` when its heads cannot be dealt out.
+    """
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    own = conv1d_plan(model)
+    if not model.tp_plan and not own:
+        raise StageError(
+            FailureClass.CONFIG,
+            "NoTensorPlan",
+            f"parallelism.tensor is {degree}, and there is no tensor-parallel plan for models of type "
+            f"{model.config.model_type}. There is one for {', '.join(tensor_families())}.",
+            "Set parallelism.tensor to 1, and parallelism.pipeline.degree or strategy fsdp to spread the model.",
+        )
+    _refuse_uneven_heads(model, degree)
+    plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=degree, tp_plan=own or None))
+    return dict(plan)
+
+
+def _refuse_uneven_heads(model: PreTrainedModel, degree: int) -> None:
+    heads = {name: getattr(model.config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    for name, count in (heads | conv1d_widths(model)).items():
+        if isinstance(count, int) and count % degree:
+            raise StageError(
+                FailureClass.CONFIG,
+                "UnevenHeads",
+                f"parallelism.tensor is {degree}, which does not divide the {count} {name} of the model.",
+                f"Set parallelism.tensor to a divisor of {count}.",
+            )
+
+
+def split_weights(plan: dict[str, str]) -> list[str]:
+    """Names of the weights that `plan` splits."""
+    return [name for name, style in plan.items() if name.endswith(".weight") and style.startswith(_SPLIT)]
+
+
+def summed_weights(plan: dict[str, str]) -> list[str]:
+    """Names of the weights that `plan` leaves whole, and of whose gradients each process has a part."""
+    return [name for name, style in plan.items() if style == _SUMMED and name.endswith(".weight")]
+
+
+def split_layers(model: PreTrainedModel, mesh: DeviceMesh, plan: dict[str, str]) -> None:
+    """Replaces the weights that `plan` splits by this process's shards of them (DTensors over `mesh`, which has one
+    dimension), each taken from the whole weight that every process has read. Summing the gradients of `summed_weights`
+    is left to the caller.
+    """
+    import torch
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    # A plan names modules, and a weight that two modules share is split as each of them says: apart, then as one again.
+    tied = {name: other for name, other in tied_names(model).items() if name in plan or other in plan}
+    for name in tied:
+        _set_parameter(model, name, torch.nn.Parameter(model.get_parameter(name).data))
+    apply_tensor_parallelism(model, mesh, {name: style for name, style in plan.items() if style != _SUMMED})
+    for name, other in tied.items():
+        _set_parameter(model, name, model.get_parameter(other))
+
+
+def _set_parameter(model: PreTrainedModel, name: str, parameter: torch.nn.Parameter) -> None:
+    owner, _, attribute = name.rpartition(".")
+    setattr(model.get_submodule(owner), attribute, parameter)
+
+
+def tensor_families_json() -> str:
+    """The content of `finetune_contract/tensor_families.json`, from the installed transformers and our own
+    plans.
+    """
+    import json
+
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto import modeling_auto
+
+    tasks = ("SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", "QUESTION_ANSWERING", "CAUSAL_LM", "MASKED_LM")
+    names = {name for task in tasks for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")}
+    planned = {name for name in names if getattr(CONFIG_MAPPING[name], "base_model_tp_plan", None)}
+    return json.dumps(sorted({*planned, *FAMILIES}), indent=2) + "\n"

@@ -1,0 +1,39 @@
+"""Texts as token ids, by the shortest way that the tokenizer has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from finetune_trainer.tasks.base import Coding
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+
+
+def encodings(texts: Sequence[str], pairs: Sequence[str] | None, coding: Coding) -> list[Encoding] | None:
+    """What calling the tokenizer with `truncation=True` gives, but for the place of tokens in the text, which takes a
+    sixth of the time to find. None for a tokenizer that goes another way than transformers' own fast ones.
+    """
+    from transformers import PreTrainedTokenizerFast
+    from transformers.tokenization_utils_base import TruncationStrategy
+    from transformers.utils.generic import PaddingStrategy
+
+    tokenizer = coding.tokenizer
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return None
+    if type(tokenizer)._encode_plus is not PreTrainedTokenizerFast._encode_plus:
+        return None
+    tokenizer.set_truncation_and_padding(
+        padding_strategy=PaddingStrategy.DO_NOT_PAD,
+        truncation_strategy=TruncationStrategy.LONGEST_FIRST,
+        max_length=coding.max_length,
+        stride=0,
+        pad_to_multiple_of=None,
+        padding_side=None,
+    )
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = tokenizer.split_special_tokens
+    given = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
+    made: list[Encoding] = backend.encode_batch_fast(given)
+    return made

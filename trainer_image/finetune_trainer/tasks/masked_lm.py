@@ -1,0 +1,224 @@
+"""Masked language modelling: an encoder learns to fill in words that are hidden from it.
+
+As BERT was trained (Devlin et al. 2018, section 3.1): 15 % of the tokens are asked for, of which 80 % are hidden, 10 %
+replaced by others and 10 % left. Training draws anew in each epoch, from the job's seed and the tokens themselves, so
+that all strategies draw alike; evaluation always asks for the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import pyarrow as pa
+
+from finetune_contract.choices import LabelForm, Stage
+from finetune_contract.facts import DataFacts
+from finetune_contract.job import Columns, Generation, TrainerJob
+from finetune_contract.layout import FailureClass
+from finetune_trainer.data.prepared import arrow_table
+from finetune_trainer.data.sources import ColumnNeed, RawSplit
+from finetune_trainer.failures import StageError
+from finetune_trainer.models import load_config
+from finetune_trainer.tasks.base import DRAW, Answer, Card, Coding, Encoded, Feature, Labels, Targets
+from finetune_trainer.tasks.language import LanguageTask
+from finetune_trainer.tasks.padding import padded
+from finetune_trainer.tasks.rows import not_set, refuse_not_text, refuse_other_columns
+from finetune_trainer.tasks.windows import made_ready
+from finetune_trainer.tasks.writing import NOT_LEARNT, padding_token, surprises, token_figures
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from finetune_trainer.data.prepared import PreparedSplit
+    from finetune_trainer.tasks.writing import Writer
+
+ASKED_FOR = 0.15
+_HIDDEN, _REPLACED = 0.8, 0.1
+_CANDIDATES = 5
+_CANDIDATE = pa.struct([pa.field("token", pa.string()), pa.field("score", pa.float64())])
+
+
+class Fills:
+    """What fits where a text has mask tokens."""
+
+    stages = frozenset({Stage.PREDICT})
+
+    def chosen(self, split: PreparedSplit) -> NDArray[np.int64]:
+        """All windows."""
+        return np.arange(len(split.position))
+
+    def write(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        features: Sequence[Feature],
+        generation: Generation,
+    ) -> list[Answer]:
+        """For each mask that this window owns the best `tokens`, as words, and their `scores`."""
+        import torch
+
+        batch = padded(features, {"input_ids": padding_token(tokenizer)})
+        logits = cast(torch.nn.Module, model)(**{name: each.to(model.device) for name, each in batch.items()}).logits
+        answers: list[Answer] = []
+        for row, feature in enumerate(features):
+            ids = np.asarray(feature["input_ids"])
+            places = np.flatnonzero((ids == tokenizer.mask_token_id) & (np.asarray(feature["fresh"]) == 1))
+            shares, best = logits[row, places].float().softmax(-1).topk(_CANDIDATES)
+            words = [[str(tokenizer.decode([token])).strip() for token in each] for each in best.tolist()]
+            answers.append(
+                {"tokens": np.array(words, object).reshape(-1, _CANDIDATES), "scores": shares.double().cpu().numpy()}
+            )
+        return answers
+
+
+class MaskedLm(LanguageTask):
+    """The TaskModule of `masked-lm`.
+
+    A feature has `input_ids`, `fresh` (1 for tokens that may be asked for: no special ones, and none that the window
+    before has, too) and, where it is learnt, `mask` and `vocabulary`, what is drawn from. An answer has `surprise` and
+    `hit`, one for each token that was asked for, or `tokens` and `scores` of masks.
+    """
+
+    auto: str = "AutoModelForMaskedLM"
+    of_checkpoints: str = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
+    metrics: Mapping[LabelForm | None, tuple[str, ...]] = {None: ("perplexity", "accuracy")}
+    smooths_labels: frozenset[LabelForm | None] = frozenset({None})
+    answer_columns: frozenset[str] = frozenset({"masks"})
+    writer: Writer | None = Fills()
+
+    # --------------------------------------------------------------------------------------------------------- data
+
+    def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
+        """The text."""
+        if columns.text is None:
+            raise not_set(f"{setting}.columns.text", "the column that holds the text")
+        refuse_other_columns(columns, setting, ("text",), "masked-lm reads text")
+        return (ColumnNeed(f"{setting}.columns.text", columns.text),)
+
+    def inputs(self, columns: Columns) -> dict[str, str]:
+        """`text`."""
+        assert columns.text is not None
+        return {"text": columns.text}
+
+    def judged(self, columns: Columns) -> dict[str, str]:
+        """Nothing: the tokens are in the features."""
+        return {}
+
+    def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
+        """Every text is there and is text."""
+        name = self.inputs(columns)["text"]
+        refuse_not_text(split, f"{setting}.columns.text", name, arrow_table(split.rows)[name])
+
+    def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
+        """All texts are learnt, but those to predict."""
+        return Targets(of={role: np.ones(len(split.rows), bool) for role, split in raw.items()})
+
+    def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
+        """Windows of each text. None is truncated."""
+        made_ready(coding, pair=False)
+        tokenizer = coding.tokenizer
+        if tokenizer.mask_token_id is None:
+            raise StageError(
+                FailureClass.MODEL,
+                "NoMaskToken",
+                f"The tokenizer {type(tokenizer).__name__} has no mask token: its model does not fill in words.",
+                "Use an encoder such as BERT or RoBERTa, or set task to text-generation.",
+            )
+        encoded = tokenizer(
+            list(rows["text"]),
+            truncation=True,
+            max_length=coding.max_length,
+            stride=coding.stride,
+            return_overflowing_tokens=True,
+            return_special_tokens_mask=True,
+            padding=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        of_row = [int(row) for row in encoded["overflow_to_sample_mapping"]]
+        fresh = []
+        for at, special in enumerate(encoded["special_tokens_mask"]):
+            shared = coding.stride if at and of_row[at - 1] == of_row[at] else 0
+            mask_is_special = zip(encoded["input_ids"][at], special, strict=True)
+            own = [int(not each or token == tokenizer.mask_token_id) for token, each in mask_is_special]
+            counts = np.cumsum(own)
+            fresh.append([int(is_own and count > shared) for is_own, count in zip(own, counts.tolist(), strict=True)])
+        features: dict[str, Sequence[Any]] = {"input_ids": encoded["input_ids"], "fresh": fresh}
+        if targets is not None:
+            features["mask"] = [tokenizer.mask_token_id] * len(of_row)
+            features["vocabulary"] = [len(tokenizer)] * len(of_row)
+        return Encoded(features, rows=of_row)
+
+    def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
+        """Hides tokens, and pads on the right."""
+        asked = [_asked(feature) for feature in features] if "mask" in features[0] else features
+        return padded(asked, {"input_ids": pad_token_id, "labels": NOT_LEARNT})
+
+    # ------------------------------------------------------------------------------------------------------- models
+
+    def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """A head that the checkpoint lacks is drawn."""
+        return self.built(job, load_config(job), dtype)
+
+    # ------------------------------------------------------------------------------------------------------ results
+
+    def answer(
+        self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
+    ) -> list[Answer]:
+        """How likely each token was that was asked for."""
+        said = model(**{name: value for name, value in batch.items() if name != "labels"})
+        return surprises(said.logits, batch["labels"])
+
+    def labelled(self, split: PreparedSplit) -> bool:
+        """Whether tokens are asked for."""
+        return "mask" in split.columns
+
+    def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
+        """See `token_figures`."""
+        return token_figures(answers)
+
+    def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
+        """`masks`: for each mask of the text, in order, the tokens that fit best with their probabilities."""
+        found = []
+        for windows in split.features_by_row[rows]:
+            said = [answers[at] for at in windows]
+            found.append(
+                [
+                    [{"token": token, "score": score} for token, score in zip(tokens, scores, strict=True)]
+                    for each in said
+                    for tokens, scores in zip(each["tokens"].tolist(), each["scores"].tolist(), strict=True)
+                ]
+            )
+        return pa.table({"masks": pa.array(found, pa.list_(pa.list_(_CANDIDATE)))})
+
+    def card(self, job: TrainerJob, facts: DataFacts) -> Card:
+        """By the pipeline."""
+        return Card(
+            use='print(model(f"This is {model.tokenizer.mask_token}.")[0]["token_str"])',
+            long_rows=f"Longer texts were cut into windows of {facts.max_length} tokens that overlap.",
+            counted="rows",
+            baseline="nothing",
+        )
+
+    def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
+        """None: single tokens tell little."""
+        return []
+
+
+def _asked(feature: Feature) -> Feature:
+    """With some tokens hidden, and labels for them."""
+    ids, fresh = np.array(feature["input_ids"], np.int64), np.asarray(feature["fresh"]) == 1
+    draw = np.random.default_rng([*feature.get(DRAW, ()), *ids.tolist()])
+    asked = fresh & (draw.random(len(ids)) < ASKED_FOR)
+    fate = draw.random(len(ids))
+    others = draw.integers(0, int(feature["vocabulary"]), len(ids))
+    labels = np.where(asked, ids, NOT_LEARNT)
+    ids[asked & (fate < _HIDDEN)] = int(feature["mask"])
+    replaced = asked & (fate >= _HIDDEN) & (fate < _HIDDEN + _REPLACED)
+    ids[replaced] = others[replaced]
+    return {"input_ids": ids, "labels": labels}

@@ -1,0 +1,414 @@
+"""Text generation: a decoder learns to write on. Rows are plain text, a prompt (`source`) with what is to follow it
+(`target`), or a conversation (`messages`); of the latter two only the target and the replies are learnt.
+
+Each token is learnt once: a long text becomes windows that overlap, and what windows share counts in the first alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import jinja2
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from finetune_contract.choices import LabelForm
+from finetune_contract.facts import DataFacts
+from finetune_contract.job import Columns, TrainerJob
+from finetune_contract.layout import FailureClass
+from finetune_trainer.data.packing import SIZES
+from finetune_trainer.data.prepared import arrow_table
+from finetune_trainer.data.sources import ColumnNeed, RawSplit
+from finetune_trainer.failures import StageError
+from finetune_trainer.models import load_config
+from finetune_trainer.tasks import heads
+from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
+from finetune_trainer.tasks.conversations import ASSISTANT, asking, require_template, with_replies
+from finetune_trainer.tasks.language import LanguageTask
+from finetune_trainer.tasks.padding import padded
+from finetune_trainer.tasks.rows import (
+    is_list,
+    not_set,
+    refuse_not_text,
+    refuse_other_columns,
+    row_error,
+    wanted_texts,
+)
+from finetune_trainer.tasks.writing import (
+    NOT_LEARNT,
+    WRITTEN,
+    Continues,
+    surprises,
+    text_table,
+    token_figures,
+    written,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from finetune_trainer.data.prepared import PreparedSplit
+    from finetune_trainer.tasks.writing import Writer
+
+_COLUMNS = ("text", "source", "target", "messages")
+_READS = "text-generation reads text, or source and target, or messages"
+_PROBE_TOKENS = 6
+_APART = 1e-3
+"""Largest difference of logits, relative to the largest logit, that rounding explains when a row is computed alone and
+behind another one.
+"""
+
+
+class TextGeneration(LanguageTask):
+    """The TaskModule of `text-generation`.
+
+    A feature has `input_ids`, `labels` (the token itself where it is learnt, else -100; never the first token, which
+    follows nothing) and `prompt`, how many tokens are given when the rest is to be written. An answer has `surprise`
+    and `hit`, one for each label, or `generated_text`.
+    """
+
+    auto: str = "AutoModelForCausalLM"
+    of_checkpoints: str = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+    metrics: Mapping[LabelForm | None, tuple[str, ...]] = {None: ("perplexity", "accuracy")}
+    # transformers knows by the name of a model's class that its labels are of the next token; FSDP changes that name.
+    smooths_labels: frozenset[LabelForm | None] = frozenset()
+    answer_columns: frozenset[str] = frozenset({WRITTEN})
+    packed: tuple[str, ...] = ("input_ids", "labels")
+    writer: Writer | None = Continues()
+
+    # --------------------------------------------------------------------------------------------------------- data
+
+    def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
+        """Those of the form that is named; the target is not read where it is to be written."""
+        refuse_other_columns(columns, setting, _COLUMNS, _READS)
+        named = {name: getattr(columns, name) for name in _COLUMNS if getattr(columns, name) is not None}
+        forms = ({"text"}, {"messages"}, {"source"}, {"source", "target"})
+        if set(named) not in forms or (labelled and set(named) == {"source"}):
+            if not named:
+                raise not_set(f"{setting}.columns.text", "the column that holds the text")
+            raise StageError(
+                FailureClass.CONFIG,
+                "ColumnsDisagree",
+                f"{setting}.columns names {', '.join(named)}; {_READS}.",
+                "Name the columns of one form.",
+            )
+        return tuple(
+            ColumnNeed(f"{setting}.columns.{name}", column, required=labelled or name != "target")
+            for name, column in named.items()
+        )
+
+    def inputs(self, columns: Columns) -> dict[str, str]:
+        """`text`, `source` or `messages`."""
+        named = {"text": columns.text, "source": columns.source, "messages": columns.messages}
+        return {role: name for role, name in named.items() if name is not None}
+
+    def judged(self, columns: Columns) -> dict[str, str]:
+        """Nothing: what is to be written is in the features."""
+        return {}
+
+    def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
+        """Texts are text, messages have a role and a content each, and none is missing."""
+        table = arrow_table(split.rows)
+        for role, name in self.inputs(columns).items():
+            if role == "messages":
+                _check_messages(split, f"{setting}.columns.messages", name, table[name])
+            else:
+                refuse_not_text(split, f"{setting}.columns.{role}", name, table[name])
+
+    def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
+        """Of prompts their continuation; of texts and conversations that they are learnt at all."""
+        found: dict[str, NDArray[Any]] = {}
+        for role, split in raw.items():
+            count = len(split.rows)
+            if columns.text is not None:
+                found[role] = np.ones(count, bool)
+            elif columns.messages is not None:
+                replied = [_replied(each) for each in arrow_table(split.rows)[columns.messages].to_pylist()]
+                if all(replied):
+                    found[role] = np.ones(count, bool)
+                elif role != "test":
+                    row = replied.index(False)
+                    path, value = "dataset.columns.messages", split.rows[row][columns.messages]
+                    rule = "a conversation to learn from ends with a message of the role assistant"
+                    raise row_error("NoReply", split, row, path, columns.messages, value, rule)
+            elif columns.target in split.rows.column_names:
+                assert columns.target is not None
+                found[role] = wanted_texts(split, columns.target)
+        return Targets(of=found)
+
+    def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
+        """Texts as windows; of a prompt and of a conversation the beginning is cut off where both do not fit, down to
+        half of a feature, then the end.
+        """
+        features: dict[str, list[Any]] = {"input_ids": [], "prompt": []}
+        if targets is not None:
+            features["labels"] = []
+        of_row: list[int] = []
+        truncated = 0
+        for row, each in enumerate(_tokens(rows, targets, coding)):
+            truncated += each.cut
+            for start, end, fresh in each.windows:
+                ids = each.ids[start:end]
+                features["input_ids"].append(ids)
+                features["prompt"].append(min(each.prompt - start, len(ids)))
+                if targets is not None:
+                    learnt = each.learnt[start:end]
+                    features["labels"].append(
+                        [
+                            token if is_learnt and at and at >= fresh else NOT_LEARNT
+                            for at, (token, is_learnt) in enumerate(zip(ids, learnt, strict=True))
+                        ]
+                    )
+                of_row.append(row)
+        return Encoded(features, rows=of_row, truncated=truncated)
+
+    def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
+        """Pads on the right. The features of a pack are told apart by positions that begin anew."""
+        batch = padded(features, {"input_ids": pad_token_id, "labels": NOT_LEARNT})
+        if SIZES in features[0]:
+            del batch["attention_mask"]
+            batch["position_ids"] = _positions([feature[SIZES] for feature in features], batch["input_ids"].shape[1])
+        return batch
+
+    # ------------------------------------------------------------------------------------------------------- models
+
+    def refuse_packing(self, job: TrainerJob, config: PretrainedConfig) -> None:
+        """Rows of a pack are told apart by positions, as the masks of transformers do by themselves where a model takes
+        positions and has its mask made there.
+        """
+        from transformers import AutoModelForCausalLM
+
+        mapping: Any = AutoModelForCausalLM._model_mapping
+        model = mapping.get(type(config), None)
+        takes = model is not None and "position_ids" in inspect.signature(model.forward).parameters
+        if not takes or not hasattr(sys.modules[model.__module__], "create_causal_mask"):
+            raise heads.packing_error(f"models of type {config.model_type} do not keep the rows of a pack apart")
+        if job.training and job.training.arguments.get("use_cache"):
+            raise heads.packing_error(
+                "with training.arguments.use_cache models do not keep the rows of a pack apart",
+                "Leave training.arguments.use_cache out, or set preparation.packing to never.",
+            )
+
+    def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """StageError STRATEGY_NOT_IN_EFFECT for a model that mixes the rows of a pack in spite of `refuse_packing`."""
+        model = self.built(job, load_config(job), dtype)
+        heads.adopt_padding(job, model)
+        if job.preparation.packing:
+            _refuse_mixing(job, model)
+        return model
+
+    # ------------------------------------------------------------------------------------------------------ results
+
+    def answer(
+        self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
+    ) -> list[Answer]:
+        """How likely each token was that follows."""
+        given = {name: value for name, value in batch.items() if name != "labels"}
+        said = model(**given, use_cache=False)
+        return surprises(said.logits[:, :-1], batch["labels"][:, 1:])
+
+    def labelled(self, split: PreparedSplit) -> bool:
+        """Whether there is something to learn."""
+        return "labels" in split.columns
+
+    def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
+        """See `token_figures`; of completions and replies alone where rows have prompts."""
+        return token_figures(answers)
+
+    def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
+        """`generated_text`: what follows the text, the prompt or the conversation without its last reply."""
+        return text_table(written(answers, split.features_by_row[rows]))
+
+    def card(self, job: TrainerJob, facts: DataFacts) -> Card:
+        """By the pipeline, with a conversation where it learnt from such."""
+        chat = job.dataset is not None and job.dataset.columns.messages is not None
+        asked = '[{"role": "user", "content": "Tell me more."}]' if chat else '"Tell me more."'
+        kept = (
+            f"Longer texts were cut into windows of {facts.max_length} tokens that overlap."
+            if job.dataset is not None and job.dataset.columns.text is not None
+            else f"Of rows of more than {facts.max_length} tokens the beginning of the prompt was cut off."
+        )
+        return Card(
+            use=f'print(model({asked}, max_new_tokens=64)[0]["generated_text"])',
+            long_rows=kept,
+            counted="rows",
+            baseline="nothing",
+        )
+
+    def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
+        """None: evaluation measures how likely the given text is, and writes none."""
+        return []
+
+
+# ------------------------------------------------------------------------------------------------------------- encoding
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """A row as tokens."""
+
+    ids: Sequence[int]
+    learnt: Sequence[bool]
+    prompt: int
+    windows: Sequence[tuple[int, int, int]]
+    """First and last token (exclusive) of each feature, and how many of its first tokens the one before has learnt."""
+    cut: bool = False
+
+
+def _tokens(rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Iterator[_Tokens]:
+    if "text" in rows:
+        return _texts(list(rows["text"]), coding)
+    if "source" in rows:
+        return _completions(list(rows["source"]), targets, coding)
+    return _conversations(rows["messages"], coding, learnt=targets is not None)
+
+
+def _texts(texts: list[str], coding: Coding) -> Iterator[_Tokens]:
+    """Whole texts with the end token, in windows. To write on, the end token is not given."""
+    end = coding.tokenizer.eos_token_id
+    for ids in _ids(coding, texts, special=True):
+        known = ids[:-1] if ids and ids[-1] == end else ids
+        whole = [*known, end] if end is not None else known or [coding.tokenizer.pad_token_id]
+        yield _Tokens(whole, [True] * len(whole), max(1, len(known)), list(_windows(len(whole), coding)))
+
+
+def _windows(length: int, coding: Coding) -> Iterator[tuple[int, int, int]]:
+    start, learnt = 0, 0
+    while True:
+        end = min(length, start + coding.max_length)
+        yield start, end, learnt - start
+        if end == length:
+            return
+        start, learnt = end - coding.stride, end
+
+
+def _completions(sources: list[str], targets: NDArray[Any] | None, coding: Coding) -> Iterator[_Tokens]:
+    """A prompt, and where it is known what follows, with the end token."""
+    end = coding.tokenizer.eos_token_id
+    prompts = _ids(coding, sources, special=True)
+    wanted = None if targets is None else _ids(coding, targets.tolist(), special=False)
+    for row, prompt in enumerate(prompts):
+        # Some tokenizers end every text with the end token; a prompt has not ended.
+        given = prompt[:-1] if len(prompt) > 1 and prompt[-1] == end else prompt
+        follows = [] if wanted is None else [*wanted[row], *([] if end is None else [end])]
+        yield _fitted([*given, *follows], [False] * len(given) + [True] * len(follows), len(given), coding)
+
+
+def _conversations(rows: Sequence[Any], coding: Coding, *, learnt: bool) -> Iterator[_Tokens]:
+    """By the chat template, whose special tokens are all there are."""
+    require_template(coding.tokenizer)
+    for messages in rows:
+        try:
+            turns = (with_replies if learnt else asking)(coding.tokenizer, messages)
+        except (ValueError, TypeError, jinja2.TemplateError) as error:
+            raise StageError(
+                FailureClass.DATA,
+                "ConversationRefused",
+                f"A conversation that begins with {str(messages[0])[:80]!r} does not fit the model's chat template: "
+                f"{error}.",
+                "Correct its messages (roles, their order), or use a model with another template.",
+            ) from error
+        encoded = coding.tokenizer(
+            turns.text,
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            return_attention_mask=False,
+            verbose=False,
+        )
+        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        inside = [any(first <= start < last for first, last in turns.replies) for start, _ in offsets]
+        prompt = len(ids)
+        if turns.replies:
+            prompt = next((at for at, (start, _) in enumerate(offsets) if start >= turns.replies[-1][0]), len(ids))
+        yield _fitted(ids, inside, prompt, coding)
+
+
+def _fitted(ids: list[int], learnt: list[bool], prompt: int, coding: Coding) -> _Tokens:
+    """One feature of at most `max_length` tokens; the prompt keeps its end, and at least half of it."""
+    room = coding.max_length
+    if not ids:
+        ids, learnt = [coding.tokenizer.pad_token_id], [False]
+    over = max(0, len(ids) - room)
+    drop = min(over, max(0, prompt - room // 2))
+    kept = ids[drop : drop + room]
+    return _Tokens(kept, learnt[drop : drop + room], prompt - drop, [(0, len(kept), 0)], cut=over > 0)
+
+
+def _ids(coding: Coding, texts: list[str], *, special: bool) -> list[list[int]]:
+    encoded = coding.tokenizer(
+        texts, add_special_tokens=special, padding=False, return_attention_mask=False, verbose=False
+    )
+    found: list[list[int]] = encoded["input_ids"]
+    return found
+
+
+def _positions(sizes: Sequence[Sequence[int]], width: int) -> torch.Tensor:
+    """Shape (packs, width): counts from 0 for each feature of a pack, and for what is filled up behind them."""
+    import torch
+
+    rows = []
+    for pack in sizes:
+        parts = [*pack, width - int(np.sum(pack))]
+        rows.append(np.concatenate([np.arange(part) for part in parts]))
+    return torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+
+def _check_messages(split: RawSplit, path: str, column: str, values: pa.ChunkedArray) -> None:
+    """A list of {role, content} in each row."""
+    kind = values.type
+    fields = {field.name for field in kind.value_type} if is_list(kind) and pa.types.is_struct(kind.value_type) else ()
+    if not {"role", "content"} <= set(fields):
+        rule = f"the column is of type {kind}, not a list of messages with role and content"
+        raise row_error("NotMessages", split, 0, path, column, values[0].as_py(), rule)
+    empty = pc.fill_null(pc.equal(pc.list_value_length(values), 0), True)
+    if pc.any(empty).as_py():
+        row = pc.index(empty, True).as_py()
+        raise row_error("NoMessages", split, row, path, column, values[row].as_py(), "a conversation needs messages")
+    roles = pc.struct_field(pc.list_flatten(values), "role")
+    if roles.null_count:
+        rows = values.to_pylist()
+        row = next(at for at, messages in enumerate(rows) if any(each["role"] is None for each in messages))
+        raise row_error("NoRole", split, row, path, column, rows[row], "each message needs its role")
+
+
+def _replied(messages: Sequence[Mapping[str, Any]]) -> bool:
+    return bool(messages[-1]["role"] == ASSISTANT)
+
+
+def _refuse_mixing(job: TrainerJob, model: PreTrainedModel) -> None:
+    """Has the model read a row alone and behind another one: when that changes what it says, it mixes rows."""
+    import torch
+
+    ids = torch.arange(2 * _PROBE_TOKENS, device=model.device)[None] % model.config.get_text_config().vocab_size
+    positions = torch.arange(_PROBE_TOKENS, device=model.device).repeat(2)[None]
+    was_training = model.training
+    cast(torch.nn.Module, model).eval()
+    try:
+        with torch.no_grad():
+            read = partial(model, use_cache=False)
+            alone = read(input_ids=ids[:, _PROBE_TOKENS:], position_ids=positions[:, _PROBE_TOKENS:]).logits
+            behind = read(input_ids=ids, position_ids=positions).logits[:, _PROBE_TOKENS:]
+        mixed = float((alone - behind).abs().max()) > _APART * float(alone.abs().max())
+    except TypeError:  # It does not know positions.
+        mixed = True
+    finally:
+        model.train(was_training)
+    if mixed:
+        raise StageError(
+            FailureClass.STRATEGY_NOT_IN_EFFECT,
+            "PackingNotInEffect",
+            f"preparation.packing is on, and {type(model).__name__} of {job.model.uri} does not keep the rows of a "
+            "pack apart.",
+            "Set preparation.packing to never.",
+        )

@@ -1,0 +1,184 @@
+"""Models that write: what the tasks have in common whose answers are text of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+import pyarrow as pa
+
+from finetune_contract.choices import Stage
+from finetune_contract.job import Generation
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+from finetune_trainer.models import position_limit
+from finetune_trainer.tasks.base import Answer, Feature
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from finetune_trainer.data.prepared import PreparedSplit
+
+WRITTEN = "generated_text"
+"""The column of predictions, as pipelines of transformers call it; and what an answer calls it."""
+NOT_LEARNT = -100
+"""Of labels: what the losses of transformers leave out."""
+
+
+class Writer(Protocol):
+    """How the model of a task writes."""
+
+    stages: frozenset[Stage]
+    """Where answers have what it writes; in other stages they are those of a forward pass."""
+
+    def chosen(self, split: PreparedSplit) -> NDArray[np.int64]:
+        """Indices of the features that it writes to."""
+
+    def write(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        features: Sequence[Feature],
+        generation: Generation,
+    ) -> list[Answer]:
+        """What the model writes to each of `features`, as `generated_text`."""
+
+
+def search(generation: Generation) -> dict[str, Any]:
+    """The settings as arguments of `generate`."""
+    chosen: dict[str, Any] = {
+        "max_new_tokens": generation.max_new_tokens,
+        "num_beams": generation.num_beams,
+        "do_sample": generation.temperature > 0,
+    }
+    if generation.temperature > 0:
+        chosen |= {"temperature": generation.temperature, "top_p": generation.top_p}
+    return chosen
+
+
+def ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Tokens that end what is written: the model's own, and the tokenizer's, with which training rows end."""
+    own = getattr(model.generation_config, "eos_token_id", None)
+    found = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
+    return sorted(token for token in found if isinstance(token, int))
+
+
+class Continues:
+    """A decoder writes on behind the prompt of a feature, its first `prompt` tokens."""
+
+    stages = frozenset({Stage.PREDICT})
+
+    def chosen(self, split: PreparedSplit) -> NDArray[np.int64]:
+        """Of each row the last: there the text ends."""
+        return np.array([each[-1] for each in split.features_by_row])
+
+    def write(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        features: Sequence[Feature],
+        generation: Generation,
+    ) -> list[Answer]:
+        """Prompts are filled up on the left, so that all of them end where writing begins; one that leaves too few of
+        the model's positions loses its beginning.
+        """
+        import torch
+
+        most = _prompt_limit(model, generation)
+        prompts = [np.asarray(feature["input_ids"][: int(feature["prompt"])])[-most:] for feature in features]
+        longest = max(1, *(len(prompt) for prompt in prompts))
+        ids = np.full((len(prompts), longest), padding_token(tokenizer), np.int64)
+        mask = np.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = prompt
+            mask[row, longest - len(prompt) :] = 1
+        batch = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+        return texts(tokenizer, generated(model, tokenizer, batch, generation)[:, longest:])
+
+
+def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Its number, which every tokenizer of ours has."""
+    pad = tokenizer.pad_token_id
+    assert isinstance(pad, int)
+    return pad
+
+
+def generated(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch: Mapping[str, torch.Tensor],
+    generation: Generation,
+) -> torch.Tensor:
+    """The tokens that the model writes, shape (rows, tokens), behind those of `batch` when it is a decoder alone."""
+    tokens: torch.Tensor = cast(Any, model).generate(
+        **{name: tensor.to(model.device) for name, tensor in batch.items()},
+        pad_token_id=padding_token(tokenizer),
+        eos_token_id=ends(model, tokenizer) or None,
+        **search(generation),
+    )
+    return tokens
+
+
+def texts(tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor) -> list[Answer]:
+    """Each row of tokens as an answer."""
+    return [{WRITTEN: np.array(text)} for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+
+
+def written(answers: Sequence[Answer], features: Sequence[range]) -> list[str]:
+    """The text for each row, which its last feature has. `features`: those of each row."""
+    return [str(answers[each[-1]][WRITTEN]) for each in features]
+
+
+def text_table(said: Sequence[str]) -> pa.Table:
+    """The task's columns of the predictions."""
+    return pa.table({WRITTEN: pa.array(said, pa.string())})
+
+
+def surprises(logits: torch.Tensor, labels: torch.Tensor) -> list[Answer]:
+    """Of each row the cross-entropy of its labels in nats (`surprise`), and whether they were the likeliest token
+    (`hit`). `logits`: shape (rows, tokens, vocabulary), of the labels at the same place, (rows, tokens).
+    """
+    import torch
+
+    answers: list[Answer] = []
+    # Row by row: the logits are by far the largest thing here, and in float32 they would be there twice.
+    for said, wanted in zip(logits, labels, strict=True):
+        counted = wanted != NOT_LEARNT
+        chosen, right = said[counted].float(), wanted[counted]
+        lost = torch.nn.functional.cross_entropy(chosen, right, reduction="none")
+        answers.append({"surprise": lost.cpu().numpy(), "hit": (chosen.argmax(-1) == right).cpu().numpy()})
+    return answers
+
+
+def token_figures(answers: Sequence[Answer]) -> dict[str, float]:
+    """Mean cross-entropy of a token in nats, its exponential, and the share of tokens that were the likeliest one."""
+    surprise: NDArray[np.float64] = np.concatenate([answer["surprise"] for answer in answers]).astype(np.float64)
+    if not len(surprise):
+        raise StageError(
+            FailureClass.DATA,
+            "NothingToMeasure",
+            "No row of the split has a token that follows another one.",
+            "Give the split longer rows.",
+        )
+    loss = float(surprise.mean())
+    hits = np.concatenate([answer["hit"] for answer in answers])
+    return {"loss": loss, "perplexity": float(np.exp(loss)), "accuracy": float(hits.mean())}
+
+
+def _prompt_limit(model: PreTrainedModel, generation: Generation) -> int:
+    """Tokens that a prompt may have; StageError CONFIG when answers would take all of the model's positions."""
+    positions = position_limit(model.config)
+    if positions is None:
+        return 1 << 30
+    if positions <= generation.max_new_tokens:
+        raise StageError(
+            FailureClass.CONFIG,
+            "AnswersTooLong",
+            f"generation.maxNewTokens is {generation.max_new_tokens}, and the model holds {positions} tokens, the "
+            "prompt among them.",
+            f"Set generation.maxNewTokens to less than {positions}.",
+        )
+    return positions - generation.max_new_tokens

@@ -1,0 +1,167 @@
+"""What is kept of a forward pass for the backward pass, and where: recomputed in whole or in part, or moved to host
+memory.
+
+Selective checkpointing keeps what is dear to compute and small, the results of matrix products with weights and of
+fused attention, and computes the rest again: norms, activation functions, dropout, unfused attention scores
+(Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022, section 5, goes by the same
+ratio; torch calls the means selective activation checkpointing).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from finetune_contract.choices import CheckpointingMode, StrategyName
+from finetune_trainer.strategies.base import expect
+
+_LEAST_BYTES = 1 << 16
+"""A copy of less costs more time than its room is worth."""
+_FUSED_ATTENTION = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+)
+
+
+# -------------------------------------------------------------------------------------------------------- recomputation
+
+
+def checkpointing_arguments(mode: CheckpointingMode) -> Mapping[str, object]:
+    """Fields of TrainingArguments for activation checkpointing."""
+    if mode == "none":
+        return {"activation_checkpointing": False}
+    # The reentrant form fails under FSDP and DDP when inputs need no gradient, as token ids do not.
+    how: dict[str, object] = {"use_reentrant": False}
+    if mode == "selective":
+        how["context_fn"] = selective_contexts
+    return {"activation_checkpointing": True, "activation_checkpointing_kwargs": how}
+
+
+def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """For the forward pass and for its repetition, as torch's checkpoint asks for them."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    fused = [getattr(aten, name).default for name in _FUSED_ATTENTION if hasattr(aten, name)]
+    kept = [aten.mm.default, aten.addmm.default, aten.linear.default, *fused]
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(kept)  # type: ignore[no-untyped-call]
+    return contexts
+
+
+def assert_checkpointing_in_effect(mode: CheckpointingMode, model: nn.Module, strategy: StrategyName) -> None:
+    """StageError STRATEGY_NOT_IN_EFFECT unless the blocks of `model` recompute what was asked for."""
+    found = "off" if not getattr(model, "is_activation_checkpointing", False) else "full"
+    blocks = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    kinds = {getattr(block._gradient_checkpointing_func, "keywords", {}).get("context_fn") for block in blocks}
+    if found == "full" and kinds == {selective_contexts}:
+        found = "selective"
+    words = f"activation checkpointing is {found} in the model, asked for was {mode}"
+    expect(found == ("off" if mode == "none" else mode), strategy, "WrongActivationCheckpointing", words)
+
+
+# -------------------------------------------------------------------------------------------------------------- offload
+
+
+class Activations(Protocol):
+    """Where saved activations lie."""
+
+    def watch(self, model: nn.Module) -> None:
+        """Gets to know the model as it is spread, before the first step."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around the forward pass of a micro-batch."""
+
+    def assert_in_effect(self, strategy: StrategyName) -> None:
+        """StageError STRATEGY_NOT_IN_EFFECT when the first forward pass kept nothing where it should have."""
+
+
+class OnDevice:
+    """Where autograd leaves them."""
+
+    def watch(self, model: nn.Module) -> None:
+        """Nothing to know."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Nothing to do."""
+        return nullcontext()
+
+    def assert_in_effect(self, strategy: StrategyName) -> None:
+        """It always is."""
+
+
+class InHostMemory:
+    """Copied to page-locked host memory after their layer, and back before its backward pass.
+
+    Weights, which autograd saves as well, stay where they are. They are told by their storage while their module
+    computes: ZeRO-3 and FSDP give a weight another storage each time it is gathered. On a CPU nothing is copied, as
+    the device is the host.
+    """
+
+    def __init__(self) -> None:
+        self._weights: Counter[int] = Counter()
+        """Storage -> modules that compute with it now."""
+        self._running: list[list[int]] = []
+        """Storages of the modules that compute now, the innermost last."""
+        self.moved_bytes = 0
+        """Of the forward passes so far."""
+        self._seen = False
+
+    def watch(self, model: nn.Module) -> None:
+        """Follows every module that has weights of its own; its hooks come after those of the strategies."""
+        for module in model.modules():
+            if next(module.parameters(recurse=False), None) is not None:
+                module.register_forward_pre_hook(self._begin)
+                module.register_forward_hook(self._end, always_call=True)
+
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
+        self._running.append([each.untyped_storage().data_ptr() for each in _local(module)])
+        self._weights.update(self._running[-1])
+
+    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._weights -= Counter(self._running.pop())
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """What autograd saves within it is moved."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+            yield
+
+    def is_activation(self, tensor: torch.Tensor) -> bool:
+        """Whether a saved tensor is neither a weight nor too small to move."""
+        small = tensor.numel() * tensor.element_size() < _LEAST_BYTES
+        return not small and not self._weights[tensor.untyped_storage().data_ptr()]
+
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.device | None, torch.Tensor]:
+        self._seen = True
+        if tensor.device.type == "cpu" or not self.is_activation(tensor):
+            return None, tensor
+        self.moved_bytes += tensor.numel() * tensor.element_size()
+        host = torch.empty(tensor.size(), dtype=tensor.dtype, layout=tensor.layout, pin_memory=True)
+        # In the order of the device's stream, so that the room is not used again before it has been copied.
+        host.copy_(tensor, non_blocking=True)
+        return tensor.device, host
+
+    def assert_in_effect(self, strategy: StrategyName) -> None:
+        """After the first forward pass: autograd has asked where to keep what it saves."""
+        found = "the model saved no activations through the hooks that move them"
+        expect(self._seen, strategy, "ActivationsNotOffloaded", found)
+
+
+def _unpack(packed: tuple[torch.device | None, torch.Tensor]) -> torch.Tensor:
+    device, tensor = packed
+    return tensor if device is None else tensor.to(device, non_blocking=True)
+
+
+def _local(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Weights of the module itself, as this process holds them now."""
+    from torch.distributed.tensor import DTensor
+
+    for parameter in module.parameters(recurse=False):
+        yield parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,0 +1,115 @@
+"""Where the wall-clock time of a training goes: at each moment one part is under way, so they add up to the whole.
+
+On a GPU the host runs ahead of the device. There a part ends with a CUDA event, which has its time when the device
+comes by; events are read once a step, right after the loop has waited for the step's loss in any case, so that
+measuring adds no wait. A few events a micro-batch cost microseconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+
+from finetune_contract.choices import Device
+from finetune_contract.report import TimePart, TimeSplit
+
+if TYPE_CHECKING:
+    from finetune_trainer.strategies.base import Strategy
+
+
+class Moments(Protocol):
+    """Marks moments, and tells how far apart they are."""
+
+    name: Literal["host", "cuda-events"]
+
+    def now(self) -> Any:
+        """A mark."""
+
+    def seconds(self, earlier: Any, later: Any) -> float:
+        """Between two marks. Waits for the later one."""
+
+
+class HostMoments:
+    """By the host's clock: nothing on a CPU runs ahead."""
+
+    name: Literal["host", "cuda-events"] = "host"
+
+    def now(self) -> float:
+        """Seconds since some time."""
+        return time.perf_counter()
+
+    def seconds(self, earlier: float, later: float) -> float:
+        """The difference."""
+        return later - earlier
+
+
+class CudaMoments:
+    """By events on the current stream: the later of when the host came by and when the device did."""
+
+    name: Literal["host", "cuda-events"] = "cuda-events"
+
+    def now(self) -> Any:
+        """An event that the device will pass."""
+        import torch
+
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def seconds(self, earlier: Any, later: Any) -> float:
+        """To half a microsecond (CUDA runtime API, `cudaEventElapsedTime`)."""
+        later.synchronize()
+        return float(earlier.elapsed_time(later)) / 1000
+
+
+def moments_of(device: Device) -> Moments:
+    """What marks moments where the work is done by `device`."""
+    return CudaMoments() if device == "cuda" else HostMoments()
+
+
+@dataclass
+class PartClock:
+    """Divides time into parts. A lap is the time since the one before."""
+
+    moments: Moments = field(default_factory=HostMoments)
+    part: TimePart = "start"
+    """What is under way."""
+
+    def __post_init__(self) -> None:
+        self._marks: list[tuple[TimePart, Any]] = [(self.part, self.moments.now())]
+        self._lap_began = time.perf_counter()
+
+    def enter(self, part: TimePart) -> None:
+        """Ends the part under way and begins `part`."""
+        if part != self.part:
+            self._marks.append((part, self.moments.now()))
+            self.part = part
+
+    def lap(self) -> dict[TimePart, float]:
+        """Seconds of each part since the last lap; they add up to the host's time, to which the part `rest` is
+        fitted.
+        """
+        end = self.moments.now()
+        parts: dict[TimePart, float] = {}
+        for (part, began), (_, ended) in pairwise([*self._marks, (self.part, end)]):
+            parts[part] = parts.get(part, 0.0) + self.moments.seconds(began, ended)
+        now = time.perf_counter()
+        parts["rest"] = max(0.0, parts.get("rest", 0.0) + now - self._lap_began - sum(parts.values()))
+        self._marks, self._lap_began = [(self.part, end)], now
+        return parts
+
+
+def time_split(parts: Mapping[TimePart, float], strategy: Strategy, clock: PartClock) -> TimeSplit:
+    """The parts of a training in the order of `TimePart`, to a millisecond; the total is their sum."""
+    known = {part: round(parts[part], 3) for part in get_args(TimePart) if part in parts}
+    mixed = tuple(part for part in strategy.communicates_in if part in known)
+    total = round(sum(known.values()), 3)
+    return TimeSplit(total_seconds=total, parts=known, with_communication=mixed, clock=clock.moments.name)
+
+
+def rounded(parts: Mapping[TimePart, float]) -> dict[TimePart, float]:
+    """For a file: to a microsecond, without what took none."""
+    return {part: round(seconds, 6) for part, seconds in parts.items() if round(seconds, 6)}
