@@ -116,7 +116,6 @@ def _while_a_stage_runs(world: World) -> None:
 
 
 def _after_its_end(world: World) -> None:
-    world.kubelet.playbook.clear()
     world.wait_running("gone", "train")
     world.kubelet.tell("gone", "train", SUCCEEDS)
     world.wait_phase("gone", "Succeeded")
