@@ -39,7 +39,7 @@ import os
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -289,6 +289,19 @@ class Outage:
 
     down: bool = False
     on_end: Callable[[], None] | None = None
+    _waiting: set[asyncio.Timeout] = field(default_factory=set)
+
+    @asynccontextmanager
+    async def until_end(self) -> AsyncIterator[None]:
+        """TimeoutError when an outage ends meanwhile: what was open then may hang on a server that is gone, which a
+        connection does not tell by itself.
+        """
+        async with asyncio.timeout(None) as limit:
+            self._waiting.add(limit)
+            try:
+                yield
+            finally:
+                self._waiting.discard(limit)
 
     def failed(self) -> None:
         """A request had no answer."""
@@ -301,6 +314,9 @@ class Outage:
         if self.down:
             self.down = False
             log.info("the API server answers again")
+            for limit in self._waiting:
+                if not limit.expired():
+                    limit.reschedule(asyncio.get_running_loop().time())
             if self.on_end is not None:
                 self.on_end()
 
@@ -383,7 +399,7 @@ class Kube:
 
     async def watch(
         self, resource: Resource, version: int, namespace: str | None = None, labels: str | None = None
-    ) -> AsyncIterator[WatchEvent]:
+    ) -> AsyncGenerator[WatchEvent, None]:
         """What happens to objects after `version`, until the server ends the watch, as it does every few minutes.
 
         GoneError when it has forgotten that version; UnavailableError when the connection breaks or is silent for
