@@ -158,6 +158,12 @@ def test_micro_batches_that_are_asked_for_are_those_of_a_pass():
     assert (micro * accumulation * replicas, accumulation % 4) == (64, 0)
 
 
+def test_on_a_cpu_a_pipeline_gets_passes_of_more_rows_than_a_cpu_gains_from_when_it_takes_no_others():
+    asked = {"degree": 3, "schedule": "interleaved"}
+    result = planned({"parallelism": {"pipeline": asked}, "training": {"globalBatchSize": 23}}, LAPTOP, BERT)
+    assert sizes(result) == (23, 1, 1)
+
+
 def test_on_a_cpu_there_are_as_many_processes_as_one_replica_takes():
     result = planned({"parallelism": {"tensor": 2, "pipeline": {"degree": 2}}}, LAPTOP)
     assert result.trainer.world is not None
