@@ -9,12 +9,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune_contract.job import WHOLE_CHECKPOINTS
 from finetune_trainer.strategies.base import Placed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-STRATEGIES = ("single", "ddp", "fsdp")
 WEIGHTS = "weights.pt"
 OPTIMIZER = "optimizer.pt"
 
@@ -71,6 +71,6 @@ class FullState:
 
     def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:
         """Any number of processes and any of the three strategies."""
-        if manifest_strategy in STRATEGIES:
+        if manifest_strategy in WHOLE_CHECKPOINTS:
             return None
         return f"it was written by strategy {manifest_strategy}, which keeps its state in shards of its own"
