@@ -172,6 +172,18 @@ def test_the_plan_of_a_running_job_outlives_a_change_of_what_the_cluster_serves(
     assert world.children["reviews-train-2"]["kind"] == "PyTorchJob"
 
 
+def test_a_job_that_has_failed_has_no_time_left():
+    world = training()
+    told = ProgressStatus(step=5, total_steps=20, percent=25, loss=0.7, remaining_seconds=30)
+    world.progress = told
+    world.settle()
+    assert world.job().status.progress == told
+    world.fail(FailureClass.DATA)
+    world.settle()
+    assert world.phase == "Failed"
+    assert world.job().status.progress == told.model_copy(update={"remaining_seconds": None})
+
+
 def test_progress_is_shown_while_a_stage_runs_and_whole_at_its_end():
     world = training()
     world.progress = ProgressStatus(step=5, total_steps=20, percent=25, loss=0.7, remaining_seconds=30)
