@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_contract.job import WHOLE_CHECKPOINTS
+from finetune_trainer.distributed import barrier
 from finetune_trainer.strategies.base import Placed
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ class FullState:
         if _is_main():
             weights = torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True)
             optimizer = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+        barrier()
         set_model_state_dict(placed.wrapped, weights, options=_options(placed, loading=True))
         set_optimizer_state_dict(placed.wrapped, placed.optimizer, optimizer, options=_options(placed, loading=True))
 
