@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from planning_support.cases import encoder, job
 
 from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
 from finetune_contract.job import Strategy
@@ -22,6 +21,7 @@ from finetune_operator.planning.degrees import degrees
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Adaptation, Facts, JobPlan, PlanRefused
+from planning_support.cases import encoder, job
 
 ROWS = DataFacts(
     fingerprint="f", splits={"train": SplitFacts(rows=100_000, tokens=25_000_000, longest=512)}, max_length=512

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from planning_support.cases import BERT, job
 
 from finetune_contract.facts import DataFacts, HardwareFacts, SplitFacts
 from finetune_contract.job import Pipeline, Strategy
@@ -25,6 +24,7 @@ from finetune_operator.planning.model_parallel import (
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
 from finetune_operator.reconcile.planned import plan_status
+from planning_support.cases import BERT, job
 
 LLAMA = model_facts(
     {

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from planning_support.cases import BERT, encoder, job
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
@@ -24,6 +23,7 @@ from finetune_operator.planning.plan import plan
 from finetune_operator.planning.strategy import HPZ
 from finetune_operator.planning.summary import Row, summarise
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
+from planning_support.cases import BERT, encoder, job
 
 GIB = 1 << 30
 TWO_CORES = HardwareFacts(cpu_cores=2, memory_bytes=16 * GIB)
