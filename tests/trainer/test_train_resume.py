@@ -211,10 +211,18 @@ def test_what_rank_0_does_alone_may_take_longer_than_a_collective_operation_wait
     assert all(f"rank 0 alone: {what}" in again for what in ("newest", "load", "commit"))
 
 
+def handles(process: int, number: signal.Signals) -> bool:
+    """Whether the process has said what it does at this signal."""
+    status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 def test_a_signal_before_the_first_step_ends_the_stage_as_preempted(bench, tmp_path: Path):
     run = bench.at(tmp_path / "w")
     process = run.start(Stage.TRAIN)
-    time.sleep(1.5)
+    while not handles(process.pid, signal.SIGTERM):
+        time.sleep(0.05)
     os.kill(process.pid, signal.SIGTERM)
     ended = run.end(process)
     assert ended.exit_code == 143

@@ -220,6 +220,12 @@ class UnavailableError(ApiError):
     """5xx or no answer, after all retries."""
 
 
+class WebhookError(UnavailableError):
+    """500 because an admission webhook that must be asked does not answer: the API server is well, the webhook's
+    program (a training operator, a policy engine) is not.
+    """
+
+
 _ERRORS: Mapping[int, type[ApiError]] = {
     400: InvalidError,
     401: UnauthorizedError,
@@ -247,6 +253,8 @@ def error_of(what: str, code: int, body: bytes, retry_after: str | None = None) 
         kind = AlreadyExistsError
     if code == 403 and _is_caused_by(status, "NamespaceTerminating"):
         kind = NamespaceTerminatingError
+    if code == 500 and "failed calling webhook" in message:
+        kind = WebhookError
     return kind(what, code, reason, message or body[:200].decode("utf-8", "replace"), _seconds(retry_after))
 
 
