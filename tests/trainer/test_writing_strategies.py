@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_support.tasks import WORDS, task_job, training_of, write_decoder, write_lines
 from transformers import AutoModelForCausalLM
 
 from finetune_contract.choices import Stage
 from finetune_contract.job import Strategy
+from trainer_support.tasks import WORDS, task_job, training_of, write_decoder, write_lines
 
 SPREAD: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("llama", {"name": "ddp"}),
