@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from finetune_trainer.strategies.pipeline import Pipeline
+
 
 @dataclass(frozen=True)
 class Placed:
@@ -38,6 +40,28 @@ class Placed:
     """Whether most weights are frozen; then only those that are trained are saved, as the others are in model.uri."""
 
 
+class ReplicaStep(Protocol):
+    """The parts of a step that differ where one replica of the model is on several processes: the Trainer takes all
+    processes for replicas of each other.
+    """
+
+    @property
+    def passed(self) -> int:
+        """Micro-batches that one batch of the loader is: those of a pass through the pipeline, or 1."""
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """What goes forward and backward in place of the model; None: the model itself."""
+
+    def average_gradients(self, model: PreTrainedModel) -> None:
+        """Makes them those of the whole global batch, once a step. Every rank must call it."""
+
+    def clip_gradients(self, model: PreTrainedModel, most: float) -> torch.Tensor:
+        """Scales gradients so that their norm over the whole model is `most` at most; the norm before. Every rank must
+        call it.
+        """
+
+
 class Strategy(Protocol):
     """One way to spread a model."""
 
@@ -48,6 +72,10 @@ class Strategy(Protocol):
         """Parts of a step in which processes exchange data while they compute; communication apart is not among
         them.
         """
+
+    @property
+    def replica_step(self) -> ReplicaStep | None:
+        """What it does itself in a step; None where the Trainer's own step does."""
 
     def arguments(self) -> Mapping[str, object]:
         """Fields of TrainingArguments that this strategy sets."""

@@ -30,6 +30,7 @@ class DeepSpeed:
     """The engine's own checkpoints: shards that belong to the stage and the number of processes that wrote them."""
 
     name: StrategyName = "deepspeed"
+    replica_step = None
 
     def __init__(
         self,

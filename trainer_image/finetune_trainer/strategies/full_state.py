@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune_contract.job import WHOLE_CHECKPOINTS
 from finetune_trainer.distributed import barrier
-from finetune_trainer.strategies.base import Placed
+from finetune_trainer.strategies.base import Placed, ReplicaStep
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -38,6 +38,11 @@ def _is_main() -> bool:
 
 class FullState:
     """`model_state`, `save` and `load` of a strategy, by torch's state-dict functions."""
+
+    @property
+    def replica_step(self) -> ReplicaStep | None:
+        """The Trainer's own step."""
+        return None
 
     def model_state(self, placed: Placed) -> dict[str, Any]:
         """All weights, or those that are trained, on rank 0, empty elsewhere."""

@@ -21,7 +21,7 @@ from finetune_contract.plans import AVERAGED_ELEMENTS
 from finetune_contract.report import TimePart
 from finetune_trainer.distributed import barrier
 from finetune_trainer.failures import StageError
-from finetune_trainer.strategies.base import Placed, expect, tied_names, type_name
+from finetune_trainer.strategies.base import Placed, ReplicaStep, expect, tied_names, type_name
 from finetune_trainer.strategies.full_state import OPTIMIZER, WEIGHTS, FullState
 from finetune_trainer.strategies.mesh import DATA, PIPELINE, TENSOR, MeshShape
 from finetune_trainer.strategies.pipeline import Pipeline
@@ -57,6 +57,11 @@ class ModelParallel(FullState):
     @property
     def _label(self) -> str:
         return self._settings.label
+
+    @property
+    def replica_step(self) -> ReplicaStep:
+        """Its own."""
+        return self
 
     @property
     def passed(self) -> int:

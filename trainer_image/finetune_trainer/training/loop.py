@@ -30,8 +30,7 @@ from finetune_contract.report import TimePart
 from finetune_trainer.adapters import Adapted
 from finetune_trainer.allocator import give_back_freed_memory
 from finetune_trainer.failures import StageError
-from finetune_trainer.strategies.base import Placed, Strategy, expect
-from finetune_trainer.strategies.model_parallel import ModelParallel
+from finetune_trainer.strategies.base import Placed, ReplicaStep, Strategy, expect
 from finetune_trainer.training.activations import Activations, OnDevice, assert_checkpointing_in_effect
 from finetune_trainer.training.arguments import is_optimizer
 from finetune_trainer.training.interruption import Interruption, preempted
@@ -286,46 +285,45 @@ class TrainingLoop(Trainer):
         return told[0]
 
     @property
-    def _spread(self) -> ModelParallel | None:
-        """The strategy when one replica of the model is on several processes."""
-        strategy = self.parts.strategy
-        return strategy if isinstance(strategy, ModelParallel) else None
+    def _replica_step(self) -> ReplicaStep | None:
+        """What the strategy does itself in a step."""
+        return self.parts.strategy.replica_step
 
     def _micro_batches(self, batch: Any) -> list[dict[str, torch.Tensor]]:
         """Of one batch of the loader: those of one pass through a pipeline, else itself."""
-        if self._spread is None or self._spread.passed == 1:
+        if self._replica_step is None or self._replica_step.passed == 1:
             return [batch]
-        parts = {name: value.chunk(self._spread.passed) for name, value in batch.items()}
-        return [{name: part[index] for name, part in parts.items()} for index in range(self._spread.passed)]
+        parts = {name: value.chunk(self._replica_step.passed) for name, value in batch.items()}
+        return [{name: part[index] for name, part in parts.items()} for index in range(self._replica_step.passed)]
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward; after the last of a step the gradients are those of the whole global batch."""
-        spread, clock = self._spread, self.parts.clock
+        own, clock = self._replica_step, self.parts.clock
         clock.enter("data")  # on its way to the device
-        if spread is not None and spread.pipeline is not None:
+        if own is not None and own.pipeline is not None:
             model.train()
             batches = self._micro_batches(self._prepare_inputs(inputs))
             clock.enter("forward_backward")
-            loss = spread.pipeline.step(batches, partial(self._share, num_items_in_batch=num_items_in_batch))
+            loss = own.pipeline.step(batches, partial(self._share, num_items_in_batch=num_items_in_batch))
         else:
             loss = super().training_step(model, inputs, num_items_in_batch)
         if not self.accelerator.sync_gradients:
             clock.enter("rest")
             return loss
-        if spread is not None:
+        if own is not None:
             clock.enter("communication")
-            spread.average_gradients(model)
+            own.average_gradients(model)
         clock.enter("optimizer")
         return loss
 
     def _clip_grad_norm(self, model: Any) -> Any:
-        if self._spread is None:
+        if self._replica_step is None:
             return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
-        return self._spread.clip_gradients(model, self.args.max_grad_norm)
+        return self._replica_step.clip_gradients(model, self.args.max_grad_norm)
 
     def _sync_replicated_trainable_parameters(self, model: Any) -> None:
         """The Trainer's own takes all processes for replicas of each other."""
-        if self._spread is None:
+        if self._replica_step is None:
             super()._sync_replicated_trainable_parameters(model)
 
     def compute_loss(
@@ -377,8 +375,8 @@ class TrainingLoop(Trainer):
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """As a plain number; under FSDP the norm comes as a DTensor whose local part is only this rank's."""
-        if self._spread is not None and grad_norm is None:
-            grad_norm = self._spread.clip_gradients(model, math.inf)
+        if self._replica_step is not None and grad_norm is None:
+            grad_norm = self._replica_step.clip_gradients(model, math.inf)
         norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
