@@ -19,6 +19,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.strategies.base import Placed, expect, not_in_effect, tied_names, type_name
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel
 
 _HPZ = "zero_hpz_partition_size"
@@ -67,7 +68,7 @@ class DeepSpeed:
         }
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
-        """The engine partitions it later."""
+        """Stage 3 divides it here; what the others divide, the engine does later."""
         _leave_out_shared_memory_op()
         if self._settings.uses_nvme:
             asked = "parallelism.offload with nvme"
@@ -78,7 +79,33 @@ class DeepSpeed:
                 _refuse_missing(
                     "QuantizerBuilder", asked, "Use GPUs and an image with CUDA's compiler, or leave it out."
                 )
+        if self._settings.zero_stage == 3:
+            self._divide(model)
         return model
+
+    def _divide(self, model: PreTrainedModel) -> None:
+        """Converts, moves and divides one parameter after the other, so that a device has one of them whole at a time.
+
+        The engine would put the whole model on each device before it divides it (DeepSpeed 0.19,
+        `DeepSpeedEngine._configure_distributed_model`); what it finds divided it leaves where it is, and so the
+        buffers, which nobody divides. All ranks go on with the weights of rank 0.
+        """
+        import deepspeed
+        import torch
+        from deepspeed.accelerator import get_accelerator
+
+        # As `deepspeed.initialize` would later: on top of the process group that there is.
+        deepspeed.init_distributed(get_accelerator().communication_backend_name(), auto_mpi_discovery=False)
+        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self._precision)
+        first, *others = model.parameters()
+        _convert(first, dtype)
+        deepspeed.zero.Init(module=torch.nn.ParameterList([first]), config_dict_or_path=self._config)
+        for parameter in others:
+            _convert(parameter, dtype)
+            first.convert_to_zero_parameters([parameter])  # type: ignore[attr-defined]  # it has that from Init
+        device = get_accelerator().current_device_name()
+        for buffer in model.buffers():
+            buffer.data = buffer.data.to(device)
 
     def assert_in_effect(self, placed: Placed) -> None:
         """A DeepSpeed engine of the stage, the offload, the precision and the world that the job says."""
@@ -234,6 +261,12 @@ def _leave_out_shared_memory_op() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _convert(parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> None:
+    """In place, what is a fraction; None leaves it as it is."""
+    if dtype is not None and parameter.is_floating_point():
+        parameter.data = parameter.data.to(dtype)
 
 
 def _device_of(settings: Any) -> str:

@@ -1,0 +1,87 @@
+"""Divides a model among processes by ZeRO-3 and tells how much of it each process has had at once: what
+`tests/trainer/test_divided.py` compares with the model's size. No task is needed for it.
+"""
+
+from __future__ import annotations
+
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the tensors of one dtype that have been made under it and are still there."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._seen: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self.bytes = 0
+        self.peak = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Takes notice of what `function` makes."""
+        made = function(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if isinstance(each, torch.Tensor) and each.dtype == self._dtype:
+                self._count(each.untyped_storage())
+        return made
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        size = storage.nbytes()
+        weakref.finalize(storage, self._forget, size)
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+
+    def _forget(self, size: int) -> None:
+        self.bytes -= size
+
+
+def divide(model: str, settings: dict[str, Any], config: dict[str, Any], out: str) -> None:
+    """In bf16, of which the model has nothing before: so what is counted is what is, or goes, on a device. Ranks other
+    than 0 begin with other weights.
+    """
+    import deepspeed
+    from transformers import AutoModelForCausalLM
+
+    from finetune_contract.job import Strategy
+    from finetune_trainer.strategies.base import Placed
+    from finetune_trainer.strategies.deepspeed import DeepSpeed
+
+    torch.distributed.init_process_group("gloo")
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    whole = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    counts = [parameter.numel() for parameter in whole.parameters()]
+    with torch.no_grad():
+        for parameter in whole.parameters():
+            parameter.mul_(float(rank == 0))
+    asked = Strategy(name="deepspeed", zero_stage=3, **settings)
+    strategy = DeepSpeed(asked, "bf16", size, config, Path(out))
+    with Alive(torch.bfloat16) as alive:
+        strategy.prepare_model(whole)
+        dividing = alive.peak
+        optimizer = torch.optim.AdamW(whole.parameters())
+        engine, *_ = deepspeed.initialize(model=whole, config=config, optimizer=optimizer)
+    placed = Placed(whole, engine, engine.optimizer, size, torch.device("cpu"))
+    strategy.assert_in_effect(placed)
+    state = strategy.model_state(placed)
+    if rank == 0:
+        torch.save(state, Path(out) / "state.pt")
+    told = {
+        "whole": 2 * sum(counts),
+        "largest": 2 * max(counts),
+        "share": sum(2 * -(-count // size) for count in counts),
+        "dividing": dividing,
+        "starting": alive.peak,
+    }
+    (Path(out) / f"bytes-{rank}.json").write_text(json.dumps(told), encoding="utf-8")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
