@@ -163,3 +163,35 @@ def test_a_history_goes_on_from_the_resumed_step_without_a_cut_off_line(tmp_path
     assert [line["step"] for line in history.read()] == [1, 2, 3, 4, 5, 6]
     assert json.loads((tmp_path / "history.jsonl").read_text().splitlines()[-1]) == {"step": 6, "loss": 1.0}
     assert first_and_last([4.0, *([2.0] * 38), 1.0]) == (3.0, 1.5)
+
+
+def test_figures_of_a_run_that_an_older_image_began_cover_the_later_steps_and_say_so(caplog):
+    from finetune_trainer.training.history import RunFigures
+
+    # As the first release wrote it, as the one after it did, and as it is now.
+    first = {"step": 1, "loss": 4.0}
+    second = {"step": 2, "loss": 3.0, "samples_per_second": 2.0}
+    now = {
+        "step": 3,
+        "loss": 2.0,
+        "samples_per_second": 6.0,
+        "tokens_per_second": 30.0,
+        "tokens": 60,
+        "computed_tokens": 80,
+        "seconds": {"forward": 1.5},
+    }
+    evaluated = {"step": 3, "eval_loss": 1.0}
+    figures = RunFigures([first, second, now, evaluated])
+    assert figures.losses() == [4.0, 3.0, 2.0]
+    assert figures.rates() == pytest.approx(
+        {"samples_per_second": 3.0, "tokens": 60, "tokens_per_second": 30.0, "padding_share": 0.25}
+    )
+    assert figures.seconds() == {"forward": 1.5}
+    assert figures.last_validation() == {"eval_loss": 1.0}
+    told = [record.getMessage() for record in caplog.records]
+    assert ["lacks samples_per_second of 1 steps" in told[0], "of 2 steps" in told[1]] == [True, True]
+
+    caplog.clear()
+    assert RunFigures([now]).rates()["tokens"] == 60
+    assert not caplog.records
+    assert RunFigures([first]).rates() == {}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from finetune_contract.report import TimePart
 from finetune_trainer.files import write_atomically
+
+log = logging.getLogger(__name__)
 
 
 class History:
@@ -39,38 +42,62 @@ class History:
                 break  # The process ended while it wrote this one; nothing can follow.
         return lines
 
+
+class RunFigures:
+    """What the lines of a history come to.
+
+    Lines that an older image wrote, in an attempt before this one, may lack fields. A figure covers the steps whose
+    lines have what it is made of, which is said when it is not all of them, and is left out when there are none.
+    """
+
+    def __init__(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        self._lines = lines
+        self._steps = [line for line in lines if "loss" in line]
+
     def losses(self) -> list[float]:
         """The training loss of every step, in order."""
-        return [line["loss"] for line in self.read() if "loss" in line]
+        return [line["loss"] for line in self._steps]
 
-    def samples_per_second(self) -> float:
-        """Over all steps of the run; the steps have equally many samples, so it is the harmonic mean of their rates."""
-        rates = [float(line["samples_per_second"]) for line in self.read() if "loss" in line]
-        return len(rates) / sum(1 / rate for rate in rates)
-
-    def token_figures(self) -> dict[str, float]:
-        """`tokens` of all steps and `tokens_per_second` without padding, and `padding_share`: the part of what was
+    def rates(self) -> dict[str, float]:
+        """`samples_per_second` over all steps: these have equally many samples, so it is the harmonic mean of their
+        rates. `tokens` of all steps and `tokens_per_second` without padding, and `padding_share`: the part of what was
         computed that was padding.
         """
-        lines = [line for line in self.read() if "loss" in line]
-        tokens = sum(line["tokens"] for line in lines)
-        return {
-            "tokens": tokens,
-            "tokens_per_second": tokens / sum(line["tokens"] / line["tokens_per_second"] for line in lines),
-            "padding_share": 1 - tokens / sum(line["computed_tokens"] for line in lines),
-        }
+        rates: dict[str, float] = {}
+        if counted := self._steps_with("samples_per_second"):
+            seconds = sum(1 / line["samples_per_second"] for line in counted)
+            rates["samples_per_second"] = len(counted) / seconds
+        if counted := self._steps_with("tokens", "tokens_per_second", "computed_tokens"):
+            tokens = sum(line["tokens"] for line in counted)
+            rates["tokens"] = tokens
+            rates["tokens_per_second"] = tokens / sum(line["tokens"] / line["tokens_per_second"] for line in counted)
+            rates["padding_share"] = 1 - tokens / sum(line["computed_tokens"] for line in counted)
+        return rates
+
+    def _steps_with(self, *fields: str) -> list[Mapping[str, Any]]:
+        """Those whose lines have all of the fields."""
+        having = [line for line in self._steps if all(field in line for field in fields)]
+        if len(having) < len(self._steps):
+            log.warning(
+                "The history lacks %s of %d steps, which an older image has written; figures made of them cover the "
+                "other %d steps alone.",
+                ", ".join(fields),
+                len(self._steps) - len(having),
+                len(having),
+            )
+        return having
 
     def seconds(self) -> dict[TimePart, float]:
         """Of each part, over all steps and what was between them."""
         parts: dict[TimePart, float] = {}
-        for line in self.read():
+        for line in self._lines:
             for part, seconds in line.get("seconds", {}).items():
                 parts[part] = parts.get(part, 0.0) + seconds
         return parts
 
     def last_validation(self) -> dict[str, float]:
         """The last evaluation in mid-training, with the names of the history (`eval_loss`); empty without one."""
-        evaluations = [line for line in self.read() if "eval_loss" in line]
+        evaluations = [line for line in self._lines if "eval_loss" in line]
         return {name: value for name, value in evaluations[-1].items() if name != "step"} if evaluations else {}
 
 

@@ -39,7 +39,7 @@ from finetune_trainer.strategies.select import strategy_for
 from finetune_trainer.tasks.base import TaskModule, task_module
 from finetune_trainer.training.activations import InHostMemory, OnDevice
 from finetune_trainer.training.arguments import refused_arguments, training_arguments
-from finetune_trainer.training.history import History, first_and_last
+from finetune_trainer.training.history import History, RunFigures, first_and_last
 from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.loop import LoopParts, TrainingLoop
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
@@ -169,22 +169,22 @@ def train(
         for folder in (model_folder, adapter_folder):
             share(folder)
     observer.on_pause(steps, clock.lap())
-    first, last = first_and_last(history.losses())
+    course = RunFigures(history.read())
+    first, last = first_and_last(course.losses())
     figures = {
         "loss_first": first,
         "loss_last": last,
-        "samples_per_second": history.samples_per_second(),
-        **history.token_figures(),
+        **course.rates(),
         "peak_memory_bytes": max(peaks),
         "strategy": training.strategy.label,
         "world_size": world.size,
         "seconds": time.monotonic() - started,
         "steps": steps,
-        **history.last_validation(),
+        **course.last_validation(),
     }
     details = {
         "peak_memory_bytes_by_rank": peaks,
-        "time": time_split(history.seconds(), strategy, clock).model_dump(mode="json"),
+        "time": time_split(course.seconds(), strategy, clock).model_dump(mode="json"),
     }
     write_environment(paths, training_environment(training.world))
     # What an earlier model was worth is not said of this one.
