@@ -52,24 +52,21 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Any, tiny_family
     }
 
 
-def fit_degrees(spec: dict[str, Any], name: str) -> None:
-    """Degrees for a model of few layers and heads, and micro-batches for a small batch."""
-    parallelism = spec.get("parallelism", {})
+def fitted(name: str) -> dict[str, Any]:
+    """The example's parallelism, with degrees for a model of few layers and heads."""
+    parallelism: dict[str, Any] = example_document(name)["spec"].get("parallelism", {})
     if "tensor" in parallelism:
         parallelism["tensor"] = 2
     if "pipeline" in parallelism:
         degree = min(parallelism["pipeline"]["degree"], LAYERS[name])
         parallelism["pipeline"] = {**parallelism["pipeline"], "degree": degree, "microBatches": "auto"}
-        spec["training"].pop("microBatchSize", None)
+    return parallelism
 
 
-def processes(name: str) -> int:
+def processes(parallelism: dict[str, Any]) -> int:
     """That one machine runs it with."""
-    parallelism = example_document(name)["spec"].get("parallelism", {})
-    if name in LAYERS:
-        stages = min(parallelism["pipeline"]["degree"], LAYERS[name])
-        return stages * min(parallelism.get("tensor", 1), 2)
-    return 2 if parallelism.get("strategy") in ("ddp", "deepspeed") else 1
+    spread = parallelism.get("tensor", 1) * parallelism.get("pipeline", {}).get("degree", 1)
+    return spread if spread > 1 else 2 if parallelism.get("strategy") in ("ddp", "deepspeed") else 1
 
 
 def ran(name: str, model: Path, folder: Path) -> JobPaths:
@@ -86,7 +83,9 @@ def ran(name: str, model: Path, folder: Path) -> JobPaths:
     spec["preparation"] |= {"maxLength": 32} | ({"stride": 8} if "stride" in spec["preparation"] else {})
     spec["training"] = {**spec["training"], "maxSteps": 2, "globalBatchSize": 4}
     spec["training"].pop("epochs", None)
-    fit_degrees(spec, name)
+    spec["parallelism"] = fitted(name)
+    if "pipeline" in spec["parallelism"]:
+        spec["training"].pop("microBatchSize", None)  # of a large batch
     spec["resources"] = {}
     if "generation" in spec:
         spec["generation"]["maxNewTokens"] = 6
@@ -115,7 +114,7 @@ def test_an_example_runs_to_its_end_and_is_measured_and_predicts_as_it_says(name
         "tensor" in spec.get("parallelism", {}),
         name in LAYERS,
     ]
-    assert metrics["train"]["world_size"] == processes(name)
+    assert metrics["train"]["world_size"] == processes(fitted(name))
     if "predict" in spec:
         said = predictions(paths)
         assert len(said) == 24
