@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from finetune_contract.facts import ModelFacts
-from finetune_contract.job import Strategy, World
+from finetune_contract.facts import LinearWidths, ModelFacts
+from finetune_contract.job import Adapter, Strategy, World
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.memory import (
     CPU_PROCESS_BYTES,
@@ -103,21 +103,25 @@ def test_zero_3_needs_what_deepspeed_estimates_and_the_part_that_it_leaves_out(p
     difference = 2 * shard - 4 * max(0.0, shard - SUB_GROUP_ELEMENTS)
     assert close(on_device(deepspeed_states(parameters, 3, False, gpus, nodes)), int(device - layer + difference))
 
-    host, device, layer = zero3.estimate_zero3_model_states_mem_needs(
-        parameters, largest, gpus, nodes, True, False, True, 1.0
-    )
-    ours = deepspeed_states(parameters, 3, True, gpus, nodes)
-    assert close(on_device(ours), device - layer)
-    assert close(ours.host, host)
+    # What DeepSpeed calls zero_init is for us that the weights stay in their files, which those in fp32 do.
+    for in_files in (True, False):
+        host, device, layer = zero3.estimate_zero3_model_states_mem_needs(
+            parameters, largest, gpus, nodes, True, False, in_files, 1.0
+        )
+        model = model_of(parameters).model_copy(update={"parameter_bytes": (4 if in_files else 2) * parameters})
+        world = World(nodes=nodes, processes_per_node=gpus, device="cuda", threads_per_process=1)
+        optimizer = Strategy(name="deepspeed", zero_stage=3, offload_optimizer="cpu")
+        ours = model_states(work(model, optimizer, world=world))
+        assert close(on_device(ours), device - layer)
+        assert close(ours.host, host)
 
-    host, device, layer = zero3.estimate_zero3_model_states_mem_needs(
-        parameters, largest, gpus, nodes, True, True, True, 1.0
-    )
-    world = World(nodes=nodes, processes_per_node=gpus, device="cuda", threads_per_process=1)
-    both = Strategy(name="deepspeed", zero_stage=3, offload_optimizer="cpu", offload_parameters="cpu")
-    ours = model_states(work(model_of(parameters), both, world=world))
-    assert (on_device(ours), device) == (0, layer)
-    assert close(ours.host, host)
+        host, device, layer = zero3.estimate_zero3_model_states_mem_needs(
+            parameters, largest, gpus, nodes, True, True, in_files, 1.0
+        )
+        both = optimizer.model_copy(update={"offload_parameters": "cpu"})
+        ours = model_states(work(model, both, world=world))
+        assert (on_device(ours), device) == (0, layer)
+        assert close(ours.host, host)
 
 
 @pytest.mark.parametrize(
@@ -189,6 +193,48 @@ def test_grad_op_sharding_keeps_all_blocks_gathered():
     # 48 blocks in place of the 2 that are there at a time.
     by_name = [{term.name: term.bytes for term in each.terms} for each in (full, grad_op)]
     assert by_name[1]["gathered blocks"] - by_name[0]["gathered blocks"] == 46 * 4 * 20_000
+
+
+ZERO3: dict[str, Any] = {"name": "deepspeed", "zero_stage": 3}
+LORA = Adapter(method="lora", rank=8, alpha=16, dropout=0.0, target_modules=None)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "width", "adapter", "per_parameter"),
+    [
+        # On 4 processes of a node: what each has while it reads 16-bit weights, or AdamW's state and weights on rank 0.
+        pytest.param({"name": "ddp"}, 4, None, 4 * 4, id="ddp reads"),
+        pytest.param({"name": "fsdp"}, 2, None, 4 * 4, id="fsdp reads"),
+        pytest.param(ZERO3, 2, None, 4 * 4, id="ZeRO-3 reads 16-bit weights"),
+        pytest.param(ZERO3, 4, None, 2, id="ZeRO-3 leaves fp32 weights in their files and gathers them in bf16"),
+        pytest.param({**ZERO3, "offload_optimizer": "cpu"}, 4, None, 16 + 2, id="gathered beside what is offloaded"),
+        pytest.param(
+            {"name": "fsdp", "offload_optimizer": "cpu", "offload_parameters": "cpu"},
+            4,
+            None,
+            16 + 12,
+            id="a checkpoint gathered beside what is offloaded",
+        ),
+        pytest.param(ZERO3, 4, LORA, 4, id="an adapter is merged in fp32"),
+    ],
+)
+def test_host_memory_holds_what_is_read_and_what_rank_0_gathers(
+    strategy: dict[str, Any], width: int, adapter: Adapter | None, per_parameter: float
+):
+    count = 1_000_000_000
+    one = {"attn.c_proj": LinearWidths(inputs=1024, outputs=1024)}
+    model = model_of(count).model_copy(update={"parameter_bytes": width * count, "linear_layers": one})
+    world = World(nodes=1, processes_per_node=4, device="cuda", threads_per_process=1)
+    made = estimate(work(model, Strategy.model_validate(strategy), world=world, adapter=adapter), 80 * GIB)
+    assert (made.host_bytes - 4 * CPU_PROCESS_BYTES) / count == pytest.approx(per_parameter, rel=1e-3)
+
+
+def test_a_single_process_gathers_its_whole_state_in_host_memory_for_a_checkpoint():
+    model = model_of(1_000_000_000)
+    made = estimate(work(model, Strategy(name="single")), 80 * GIB)
+    assert made.host_bytes - CPU_PROCESS_BYTES == 12 * model.parameters
+    smaller = estimate(work(model, Strategy(name="single"), optimizer="sgd"), 80 * GIB)
+    assert smaller.host_bytes - CPU_PROCESS_BYTES == 4 * model.parameters
 
 
 def test_state_in_files_leaves_its_buffers_in_host_memory():

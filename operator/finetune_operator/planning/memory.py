@@ -122,9 +122,7 @@ class ModelStates:
     disk: int
     """In files."""
     host: int
-    """Offloaded state of all processes of one node, or what loading the weights takes there, or, of a model that is
-    spread by tensor or pipeline parallelism, a checkpoint on rank 0; whichever is most.
-    """
+    """Offloaded state of all processes of one node, or what reading the weights takes there; whichever is most."""
     parameters_formula: str
     gradients_formula: str
     optimizer_formula: str
@@ -176,7 +174,7 @@ def model_states(work: Workload) -> ModelStates:
             *sizes,
             offloaded=0,
             disk=0,
-            host=loading if work.strategy.model_ranks == 1 else _spread_host_bytes(work, state),
+            host=loading if work.strategy.model_ranks == 1 else _spreading_bytes(work),
             parameters_formula=_formula("4", held, divided) + part,
             gradients_formula=_formula("4", count, divided) + part,
             optimizer_formula=_formula(f"{state:.3g}", count, divided) + part,
@@ -217,8 +215,7 @@ def model_states(work: Workload) -> ModelStates:
         optimizer=optimizer,
         offloaded=offloaded,
         disk=disk,
-        # Stage 3 reads the weights shard by shard, and the processes of a node share the pages of the file.
-        host=max(offloaded * processes, _merging_bytes(work) if stage == 3 else loading),
+        host=max(offloaded * processes, _dividing_bytes(work) if stage == 3 else loading),
         parameters_formula=parameters_formula,
         gradients_formula=gradients_formula,
         optimizer_formula=optimizer_formula,
@@ -233,23 +230,46 @@ def nvme_buffer_elements(model: ModelFacts, ranks: int) -> int:
     return -(-largest_layer(model) // ranks)
 
 
-def _spread_host_bytes(work: Workload, state: float) -> int:
-    """Host memory of a node while a model that is spread by tensor or pipeline parallelism is read or saved.
+def _stay_in_files(model: ModelFacts) -> bool:
+    """Whether weights are left in their files until they are used: those in fp32, as safetensors maps them. The pages
+    are shared by the processes of a node and give way. Others each process converts to fp32 when it reads them; with
+    transformers 5.23 and safetensors 0.8 the memory of its own grew by 4 bytes a parameter of a bf16 file and by
+    none of an fp32 one.
+    """
+    return model.parameter_bytes > 3 * model.parameters
 
-    Weights in fp32 stay in their files, whose pages the node's processes share; of others each process makes fp32
-    copies. Tensor ranks copy their shards of all layers before the stages are cut. For a checkpoint rank 0 gathers the
-    weights and the optimizer's state.
+
+def _spreading_bytes(work: Workload) -> int:
+    """Host memory of a node while a model that is spread by tensor or pipeline parallelism is read: tensor ranks copy
+    their shards of all layers before the stages are cut.
     """
     whole, processes, tensor = 4 * work.model.parameters, work.world.processes_per_node, work.strategy.tensor
-    in_files = work.model.parameter_bytes > 3 * work.model.parameters
     shards = whole * processes // tensor if tensor > 1 else 0
-    reading = (whole if in_files else whole * processes) + shards
-    return max(reading, whole + int(state * work.model.parameters))
+    return (whole if _stay_in_files(work.model) else whole * processes) + shards
 
 
-def _merging_bytes(work: Workload) -> int:
-    """The model in fp32 that rank 0 loads at the end to merge the adapter into."""
-    return 0 if work.adapter is None else 4 * work.model.parameters
+def _dividing_bytes(work: Workload) -> int:
+    """Host memory of a node while ZeRO-3 divides a model: each process converts one weight at a time and gives it away
+    (`finetune_trainer.strategies.deepspeed`). Whole models are there before, unless they stay in their files: what
+    `estimate_zero3_model_states_mem_needs` has without `zero_init`.
+    """
+    processes = work.world.processes_per_node
+    if not _stay_in_files(work.model):
+        return 4 * work.model.parameters * processes
+    return work.weight_bytes * largest_layer(work.model) * processes if work.weight_bytes < 4 else 0
+
+
+def _saving_bytes(work: Workload) -> int:
+    """Host memory that a checkpoint, or the trained model, takes on rank 0 beside what is offloaded there.
+
+    All strategies but deepspeed gather weights and optimizer state of what is trained, whole
+    (`finetune_trainer.strategies.full_state`). DeepSpeed's processes write their own shards; at the end the weights are
+    gathered, as wide as on the device. An adapter is merged into the model in fp32, which is loaded again for that.
+    """
+    trained = trained_parameters(work.model, work.adapter).trained
+    state = 0.0 if work.deepspeed else optimizer_state_bytes(work.optimizer, work.model.hidden_size)
+    merged = 0 if work.adapter is None else 4 * work.model.parameters
+    return max(int((work.weight_bytes + state) * trained), work.weight_bytes * trained + merged)
 
 
 def _formula(per_parameter: str, count: int, ranks: int) -> str:
@@ -483,8 +503,10 @@ def estimate(work: Workload, capacity_bytes: int) -> MemoryEstimate:
     words = "interpreter and libraries, measured" if on_cpu else "CUDA context, cuBLAS and NCCL"
     terms.append(MemoryTerm(name="process", bytes=fixed, formula=words))
     total = sum(term.bytes for term in terms)
-    # The weights have been loaded by the time that activations come.
-    offloaded = max(states.host, (states.offloaded + moved) * processes)
+    # One after the other: reading the weights, activations, a checkpoint between steps.
+    offloaded = max(
+        states.host, (states.offloaded + moved) * processes, states.offloaded * processes + _saving_bytes(work)
+    )
     host = total * processes if on_cpu else CPU_PROCESS_BYTES * processes + offloaded
     return MemoryEstimate(
         terms=tuple(terms),
