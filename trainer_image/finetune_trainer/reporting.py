@@ -145,7 +145,7 @@ def _cuda_version() -> str | None:
 
 def write_model_card(paths: JobPaths, job: TrainerJob, facts: DataFacts, metrics: Mapping[str, Any]) -> None:
     """Writes `model/README.md` with the front matter that the Hub reads. `metrics` is the content of metrics.json."""
-    from finetune_trainer.tasks.base import task_module
+    from finetune_trainer.tasks.base import task_of
 
     evaluated = metrics.get("evaluate", {})
     scores = {name: value for name, value in evaluated.items() if isinstance(value, float) and name != "loss"}
@@ -163,7 +163,7 @@ def write_model_card(paths: JobPaths, job: TrainerJob, facts: DataFacts, metrics
             model=public_uri(job.model.uri),
             data=public_uri(job.dataset.uri) if job.dataset else None,
             folder=repr(f"{job.name}/{paths.model.name}"),
-            card=task_module(job.task).card(job, facts),
+            card=task_of(job).card(job, facts),
             settings=_training_settings(job),
         )
     )
