@@ -267,6 +267,7 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
         world=decided(draft.world),
         micro_batch=micro,
         length=draft.lengths.longest,
+        sequences=draft.lengths.sequences,
         adapter=draft.adapter,
         secondary_shards=secondary_shards(draft.spec.parallelism),
     )

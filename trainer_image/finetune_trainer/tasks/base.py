@@ -95,6 +95,8 @@ class Card:
     """What `count_labels` counts."""
     baseline: str
     """Whose metrics `baseline` has, as the end of a sentence."""
+    tag: str | None = None
+    """What transformers and the Hub call the task; None: as we do."""
     auto: str | None = None
     """Class that loads the model, which `use` has a `tokenizer` for; None: `model` is a pipeline of transformers, which
     has none for every task.

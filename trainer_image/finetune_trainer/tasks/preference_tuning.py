@@ -143,7 +143,8 @@ class PreferenceTuning(DecoderTask):
         if not self.labelled(split):
             return lengths
         chosen: NDArray[np.int64] = split.numbers("chosen")
-        return 2 * np.maximum(chosen, lengths - chosen)
+        longer: NDArray[np.int64] = np.maximum(chosen, lengths - chosen)
+        return 2 * longer
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
         """All chosen sequences, then all rejected ones; and what the reference says, where it is known."""
@@ -213,6 +214,7 @@ class PreferenceTuning(DecoderTask):
             "prompt was cut off.",
             counted="rows",
             baseline="nothing",
+            tag="text-generation",
         )
 
 
