@@ -157,9 +157,10 @@ def _with_lengths(draft: Draft) -> Draft:
     # A row with two answers is two sequences, each with the prompt.
     sequences = 2 if draft.compares else 1
     if split is not None and split.rows and split.longest:
-        # How long the longer of two is was not measured; no sequence has more than the limit.
+        # Measured are rows; of two sequences none is known to be shorter than the limit.
+        longest = split.longest if sequences == 1 else min(split.longest, limit)
         typical = max(1.0, split.tokens / split.rows / sequences)
-        return replace(draft, lengths=Lengths(min(split.longest, limit), typical, sequences))
+        return replace(draft, lengths=Lengths(longest, typical, sequences))
     draft = replace(draft, lengths=Lengths(limit, float(limit), sequences))
     if not draft.loops or split is not None:
         return draft
