@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 import torch
 from trainer_support.tasks import (
+    DATA,
     SPECIAL,
+    WITHOUT_DATA,
     WORDS,
+    common_words,
     losses,
     predictions,
     read_lines,
+    real_rows,
     run_card,
     task_job,
     train_here,
@@ -264,6 +268,29 @@ def test_losses_weights_and_rewards_are_those_of_trl(family, talk, beta, tmp_pat
         assert measured[name] == pytest.approx(expected[f"eval_{name}"], rel=1e-3, abs=1e-5), name
     told = [line for line in read_lines(paths.history) if "eval_loss" in line][-1]
     assert told["eval_rewards/margins"] == pytest.approx(measured["rewards/margins"], rel=1e-4)
+
+
+@pytest.mark.skipif(not DATA.is_dir(), reason=WITHOUT_DATA)
+def test_real_answers_are_preferred_to_their_own_words_in_another_order(tmp_path, paths):
+    """Which a model cannot tell from how often words are; and as trl learns it."""
+    draw, rows = random.Random(3), []
+    for row in real_rows("instruct/train.jsonl", 900):
+        said = row["output"].split()
+        if 5 <= len(said) <= 40:
+            prompt = f"{row['instruction']} {row['input']} => "
+            rows.append(
+                {"prompt": prompt, "chosen": " ".join(said), "rejected": " ".join(draw.sample(said, len(said)))}
+            )
+    assert len(rows) > 500
+    write_lines(tmp_path / "data" / "train.jsonl", rows[:-60])
+    write_lines(tmp_path / "data" / "validation.jsonl", rows[-60:])
+    known = common_words(f"{row['prompt']} {row['chosen']}" for row in rows)
+    model = write_decoder(tmp_path / "model", words=known)
+    job = job_on(model, tmp_path / "data", steps=24, predict=None, training={"learning_rate": 1e-2})
+    trained(job, paths)
+    theirs, _ = by_trl(job, paths, tmp_path / "trl", AutoModelForCausalLM.from_pretrained(model))
+    assert losses(paths) == pytest.approx(theirs, rel=1e-3)
+    assert evaluate(job, paths, NoProgress())["evaluate"]["rewards/accuracies"] > 0.75
 
 
 def test_lora_is_compared_with_the_model_without_it_as_trl_does(llama, data, tmp_path, paths):
