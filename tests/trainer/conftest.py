@@ -7,13 +7,13 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_support.forking import ForkServer
+from trainer_support.forking import fork_server
 from trainer_support.tasks import losses, task_job, train_here, training_of
 
 from finetune_contract.choices import Stage
@@ -207,13 +207,18 @@ class Bench:
         }
 
     def case(
-        self, stage: Stage = Stage.TRAIN, *, processes: int, deepspeed: Mapping[str, Any] | None = None
+        self,
+        stage: Stage = Stage.TRAIN,
+        *,
+        processes: int,
+        deepspeed: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
         """A stage for a ForkServer."""
         return {
             "processes": processes,
             "arguments": self.command(stage, deepspeed)[2:],
-            "environment": self.told(),
+            "environment": {**self.told(), **(environment or {})},
             "log": str(self.workspace / "log"),
         }
 
@@ -243,9 +248,18 @@ class Bench:
         """Trains in this process, with strategy single alone."""
         train_here(self.job, self.paths)
 
-    def run(self, stage: Stage = Stage.TRAIN, **how: Any) -> Ended:
-        """Starts a stage and waits for it."""
-        return self.end(self.start(stage, **how))
+    def run(
+        self,
+        stage: Stage = Stage.TRAIN,
+        *,
+        processes: int = 1,
+        deepspeed: Mapping[str, Any] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Ended:
+        """Runs a stage to its end, in processes that are spared their start-up."""
+        case = self.case(stage, processes=processes, deepspeed=deepspeed, environment=environment)
+        codes, output = fork_server().run(case, TIMEOUT_SECONDS)
+        return self.ended(max(codes, key=abs), output)
 
     def with_training(self, name: str | None = None, **changes: Any) -> Bench:
         """Another job in the same workspace (so with the same prepared data when the name stays); `changes` are
@@ -418,17 +432,7 @@ class Spread:
 
 
 @pytest.fixture(scope="session")
-def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """Runs the processes of stages without their start-up, for tests that are not about it."""
-    server = ForkServer(tmp_path_factory.mktemp("forks") / "log")
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="session")
-def whole_run(
-    bench: Bench, fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Spread], tuple[Bench, Ended]]:
+def whole_run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spread], tuple[Bench, Ended]]:
     """A run of the tiny job from the first step to the last, made once for each way to spread it."""
     made: dict[Spread, tuple[Bench, Ended]] = {}
 
@@ -437,8 +441,7 @@ def whole_run(
             copy = bench.at(tmp_path_factory.mktemp("whole") / "w")
             job = copy.spread(spread.strategy, spread.processes, micro=spread.micro, **dict(spread.settings))
             config = job.deepspeed_config(**dict(spread.zero)) if spread.strategy == "deepspeed" else None
-            codes, output = fork_server.run(job.case(processes=spread.processes, deepspeed=config), TIMEOUT_SECONDS)
-            made[spread] = job, job.ended(max(codes, key=abs), output)
+            made[spread] = job, job.run(processes=spread.processes, deepspeed=config)
         return made[spread]
 
     return run

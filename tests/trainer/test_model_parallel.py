@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_support.forking import ForkServer
+from trainer_support.forking import fork_server
 
 from finetune_contract.job import CheckpointSchedule, EarlyStopping, Strategy
 from process_support import tied_stages
@@ -107,27 +107,6 @@ CASES = {
 }
 
 
-@dataclass(frozen=True)
-class Forked:
-    """Trains benches in processes that are forked from one that has imported everything."""
-
-    folder: Path
-    server: ForkServer
-
-    def run(self, runs: Mapping[str, tuple[Any, int]]) -> dict[str, tuple[list[int], str]]:
-        """Name -> bench and processes; answers name -> exit codes and output."""
-        return self.start({name: bench.case(processes=processes) for name, (bench, processes) in runs.items()})
-
-    def start(self, cases: Mapping[str, dict[str, Any]]) -> dict[str, tuple[list[int], str]]:
-        """Name -> a case of `process_support.forked`; answers name -> exit codes and output."""
-        return {name: self.server.run(case) for name, case in cases.items()}
-
-
-@pytest.fixture
-def forked(tmp_path: Path, fork_server: ForkServer) -> Forked:
-    return Forked(tmp_path, fork_server)
-
-
 @pytest.fixture(scope="session")
 def family_bench(
     tmp_path_factory: pytest.TempPathFactory, tiny_family: Callable[..., Path], bench_of: Any, tiny_data: Path
@@ -164,22 +143,22 @@ def spread(bench: Any, case: Case) -> Any:
 
 
 @pytest.fixture(scope="module")
-def run_of(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer, family_bench) -> Callable[[Case], Any]:
-    """A case -> the run in one process, made once for all that it is compared with, and the run of the case: bench,
-    exit codes and output.
+def run_of(tmp_path_factory: pytest.TempPathFactory, family_bench) -> Callable[[Case], Any]:
+    """A case -> the run in one process, made once for all that it is compared with, and the run of the case with its
+    end.
     """
     folder = tmp_path_factory.mktemp("model-parallel")
     alone: dict[Any, Any] = {}
 
-    def run(case: Case) -> tuple[Any, Any, list[int], str]:
+    def run(case: Case) -> tuple[Any, Any, Any]:
         bench = family_bench(case.family, case.config)
         if case.alone not in alone:
             one = bench.at(folder / f"alone-{len(alone)}").with_training(max_steps=STEPS, **case.training)
-            codes, output = fork_server.run(one.case(processes=1))
-            assert codes == [0], output
+            ended = one.run()
+            assert ended.exit_code == 0, ended.output
             alone[case.alone] = one
         whole = spread(bench.at(tmp_path_factory.mktemp("case") / "w"), case).with_training(max_steps=STEPS)
-        return alone[case.alone], whole, *fork_server.run(whole.case(processes=case.processes))
+        return alone[case.alone], whole, whole.run(processes=case.processes)
 
     return run
 
@@ -196,8 +175,8 @@ def evaluations(run: Any) -> list[dict[str, float]]:
 @pytest.mark.parametrize("name", CASES)
 def test_losses_gradients_and_weights_are_those_of_one_process(name: str, run_of):
     case = CASES[name]
-    alone, run, codes, output = run_of(case)
-    assert codes == [0] * case.processes, output
+    alone, run, ended = run_of(case)
+    assert ended.exit_code == 0, ended.output
     expected, found = steps(alone), steps(run)
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
     for figure in ("loss", "grad_norm", "learning_rate"):
@@ -234,11 +213,11 @@ TIED = {
 
 
 @pytest.mark.slow
-def test_a_weight_that_two_stages_share_stays_one_and_an_unused_one_stays_as_it_was(forked: Forked, bench):
+def test_a_weight_that_two_stages_share_stays_one_and_an_unused_one_stays_as_it_was(bench, tmp_path: Path):
     cases = {}
     for index, (name, (family, settings, replicas)) in enumerate(TIED.items()):
         case = Case(family, settings, "", replicas=replicas)
-        folder = forked.folder / str(index)
+        folder = tmp_path / str(index)
         folder.mkdir()
         training = spread(bench, case).job.training.model_dump(mode="json", by_alias=True)
         arguments = {"family": family, "training": training, "clip": 0.5, "out": str(folder)}
@@ -249,9 +228,8 @@ def test_a_weight_that_two_stages_share_stays_one_and_an_unused_one_stays_as_it_
             "environment": {},
             "log": str(folder / "log"),
         }
-    ended = forked.start(cases)
     for name, case in cases.items():
-        codes, output = ended[name]
+        codes, output = fork_server().run(case)
         assert codes == [0] * case["processes"], f"{name}: {output}"
         weights, losses, norms = tied_stages.alone(case["arguments"]["family"], 0.5)
         theirs, mine_losses, mine_norms = torch_load(Path(case["arguments"]["out"]) / "result.pt")
@@ -275,11 +253,11 @@ def torch_load(path: Path) -> Any:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_a_checkpoint_however_the_model_is_spread(forked: Forked, family_bench):
+def test_a_run_goes_on_from_a_checkpoint_however_the_model_is_spread(family_bench, tmp_path: Path):
     schedule = {"checkpoints": CheckpointSchedule(every_steps=6, keep=9)}
     bench = family_bench("llama")
-    alone = bench.at(forked.folder / "alone").with_training(**schedule)
-    run = bench.at(forked.folder / "run")
+    alone = bench.at(tmp_path / "alone").with_training(**schedule)
+    run = bench.at(tmp_path / "run")
     ways = [
         Case("llama", {"tensor": 2}, "", training=schedule),
         Case("llama", pipeline("1f1b", 4), "", training=schedule),
@@ -288,16 +266,16 @@ def test_a_run_goes_on_from_a_checkpoint_however_the_model_is_spread(forked: For
     left = []
     for index, way in enumerate(ways):
         spread_run = spread(run, way) if way.settings else run.with_training(**way.training)
-        both = {"alone": (alone, 1)} if index == 0 else {}
-        ended = forked.run({**both, "run": (spread_run, way.processes)})
-        assert ended["run"][0] == [0] * way.processes, ended["run"][1]
+        ended = spread_run.run(processes=way.processes)
+        assert ended.exit_code == 0, ended.output
         left.append(spread_run.weights())
         # The next way finds the run as it was after 6 steps of this one.
         newest = 6 * (index + 1)
         for folder in run.paths.checkpoints.glob("step-*"):
             if int(folder.name.removeprefix("step-")) > newest:
                 shutil.rmtree(folder)
-        assert "Resuming from" in ended["run"][1] or index == 0
+        assert "Resuming from" in ended.output or index == 0
+    assert alone.run().exit_code == 0
     expected = alone.weights()
     for weights in left:
         assert max((weights[each] - expected[each]).abs().max().item() for each in expected) <= WEIGHTS_TOLERANCE
@@ -305,19 +283,20 @@ def test_a_run_goes_on_from_a_checkpoint_however_the_model_is_spread(forked: For
 
 
 @pytest.mark.slow
-def test_bf16_follows_fp32_and_leaves_fp32_weights(forked: Forked, family_bench):
+def test_bf16_follows_fp32_and_leaves_fp32_weights(family_bench, tmp_path: Path):
     import torch
 
     bench = family_bench("llama")
-    alone = bench.at(forked.folder / "alone")
+    alone = bench.at(tmp_path / "alone")
     ways = {
         "tensor": Case("llama", {"tensor": 2}, "", training={"precision": "bf16"}),
         "pipeline": Case("llama", pipeline("1f1b", 4), "", training={"precision": "bf16"}),
     }
-    found = {name: spread(bench.at(forked.folder / name), case) for name, case in ways.items()}
-    ended = forked.run({"alone": (alone, 1), **{name: (run, 2) for name, run in found.items()}})
-    for name, run in found.items():
-        assert ended[name][0] == [0, 0], ended[name][1]
+    assert alone.run().exit_code == 0
+    for name, case in ways.items():
+        run = spread(bench.at(tmp_path / name), case)
+        ended = run.run(processes=2)
+        assert ended.exit_code == 0, ended.output
         # bf16 has 8 bits of precision: close, and not the same, for then it would not be in effect.
         assert run.losses() == pytest.approx(alone.losses(), rel=5e-2)
         assert run.losses() != pytest.approx(alone.losses(), rel=1e-5)
@@ -325,14 +304,15 @@ def test_bf16_follows_fp32_and_leaves_fp32_weights(forked: Forked, family_bench)
 
 
 @pytest.mark.slow
-def test_the_best_weights_of_an_early_stop_are_those_of_all_stages(forked: Forked, family_bench):
+def test_the_best_weights_of_an_early_stop_are_those_of_all_stages(family_bench, tmp_path: Path):
     # So low a rate that nothing improves after the first evaluation.
     stopping = {"early_stopping": EarlyStopping(metric="accuracy", patience=1), "learning_rate": 1e-9, "max_steps": 60}
     bench = family_bench("bert")
-    alone = bench.at(forked.folder / "alone").with_training(**stopping)
-    run = spread(bench.at(forked.folder / "run"), Case("bert", pipeline("1f1b", 4), "", training=stopping))
-    ended = forked.run({"alone": (alone, 1), "run": (run, 2)})
-    assert ended["run"][0] == [0, 0], ended["run"][1]
+    alone = bench.at(tmp_path / "alone").with_training(**stopping)
+    run = spread(bench.at(tmp_path / "run"), Case("bert", pipeline("1f1b", 4), "", training=stopping))
+    assert alone.run().exit_code == 0
+    ended = run.run(processes=2)
+    assert ended.exit_code == 0, ended.output
     assert len(steps(run)) == len(steps(alone)) == 24
     theirs, mine = alone.weights(), run.weights()
     assert max((mine[each] - theirs[each]).abs().max().item() for each in theirs) <= WEIGHTS_TOLERANCE

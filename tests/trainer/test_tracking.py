@@ -1,8 +1,9 @@
-"""TensorBoard and MLflow, asked what they were told: the curves of the history, also of a run that was resumed."""
+"""TensorBoard, MLflow and W&B, asked what they were told: the curves of the history, also of a run that was resumed."""
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,53 @@ def test_mlflow_has_one_run_with_the_figures_of_the_history_also_when_it_was_res
         assert latest == pytest.approx(curve(run, name)), name
     assert not mlflow.is_tracking_uri_set()
     assert not Path("mlruns").exists()
+
+
+def offline_records(folder: Path) -> Iterator[Any]:
+    """What the offline runs below hold for `wandb sync`, oldest first: a file is a log as LevelDB writes it, blocks of
+    32 KiB with pieces of (checksum, length, kind) and data, behind a header of 7 bytes.
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    whole, first, last = 1, 2, 4
+    for file in sorted(folder.rglob("*.wandb")):
+        content, at, parts = file.read_bytes(), 7, b""
+        while at + 7 <= len(content):
+            if 32768 - at % 32768 < 7:
+                at += 32768 - at % 32768
+                continue
+            _, length, kind = struct.unpack_from("<IHB", content, at)
+            data = content[at + 7 : at + 7 + length]
+            at += 7 + length
+            parts = data if kind in (whole, first) else parts + data
+            if kind in (whole, last):
+                yield Record.FromString(parts)
+
+
+def test_wandb_keeps_one_run_offline_with_the_figures_of_the_history(bench, tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="the extra wandb is not installed")
+    for name in ("WANDB_MODE", "WANDB_PROJECT", "WANDB_RUN_ID", "WANDB_NAME", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    run = short(bench.at(tmp_path / "w"), "wandb", checkpoints=CheckpointSchedule(every_steps=3, keep=1))
+    with monkeypatch.context() as broken:
+        failing_at(5, broken)
+        with pytest.raises(RuntimeError, match="enough"):
+            run.train_here()
+    run.train_here()
+
+    records = list(offline_records(run.paths.tracking / "wandb"))
+    runs = [record.run for record in records if record.HasField("run")]
+    assert {(each.project, each.display_name) for each in runs} == {("finetune", "tiny")}
+    assert len({each.run_id for each in runs}) == 1
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [1, 0]
+    points = [
+        {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    for name in ("train/loss", "train/learning_rate", "eval/loss"):
+        shown = {int(point["train/global_step"]): point[name] for point in points if name in point}
+        assert shown == pytest.approx(curve(run, name.removeprefix("train/").replace("/", "_"))), name
 
 
 def test_a_new_run_in_the_same_folder_begins_anew(tmp_path):

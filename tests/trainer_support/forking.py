@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
 
 
+@cache
+def fork_server() -> ForkServer:
+    """The one of this process, which ends with it."""
+    server = ForkServer()
+    atexit.register(server.stop)
+    return server
+
+
 class ForkServer:
     """Runs cases one after the other; started with the first of them."""
 
-    def __init__(self, log: Path) -> None:
-        self._log = log
+    def __init__(self) -> None:
+        self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (as long as it)
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, case: Mapping[str, Any], seconds: float = 240) -> tuple[list[int], str]:
@@ -36,7 +47,9 @@ class ForkServer:
             self.stop()
             raise TimeoutError(f"{case} did not end in {seconds} s:\n{printed}")
         answer = process.stdout.readline()
-        assert answer, self._log.read_text(encoding="utf-8", errors="replace")
+        if not answer:
+            self._log.seek(0)
+            raise AssertionError(f"the server has ended:\n{self._log.read()}")
         return json.loads(answer), log.read_text(encoding="utf-8", errors="replace")
 
     def stop(self) -> None:
@@ -49,20 +62,19 @@ class ForkServer:
     def _start(self) -> subprocess.Popen[str]:
         paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
         free = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "process_support.forked"],
-                env={
-                    **free,
-                    "PYTHONPATH": paths,
-                    "HF_HUB_OFFLINE": "1",
-                    "OMP_NUM_THREADS": "1",
-                    "DS_ACCELERATOR": "cpu",
-                },
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "process_support.forked"],
+            env={
+                **free,
+                "PYTHONPATH": paths,
+                "HF_HUB_OFFLINE": "1",
+                "OMP_NUM_THREADS": "1",
+                "DS_ACCELERATOR": "cpu",
+            },
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
+        )
         return self._process
