@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_support.forking import ForkServer
 from trainer_support.tasks import WORDS, task_job, training_of, write_decoder, write_lines
 from transformers import AutoModelForCausalLM
 
@@ -89,18 +88,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return run
 
 
-def ran(here: Any, processes: int, config: dict[str, Any] | None, fork_server: ForkServer) -> Any:
-    codes, output = fork_server.run(here.case(processes=processes, deepspeed=config))
-    ended = here.ended(max(codes, key=abs), output)
-    assert ended.exit_code == 0, ended.output
-    return ended
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SPREAD)
-def test_losses_and_weights_are_those_of_one_process(
-    case: str, alone: Any, bench: Any, fork_server: ForkServer, tmp_path: Path
-):
+def test_losses_and_weights_are_those_of_one_process(case: str, alone: Any, bench: Any, tmp_path: Path):
     task, family, settings = SPREAD[case]
     one = alone(task, family, bench)
     strategy = Strategy.model_validate(settings)
@@ -116,7 +106,8 @@ def test_losses_and_weights_are_those_of_one_process(
     world = one.job.training.world.model_copy(update={"processes_per_node": processes, "threads_per_process": 1})
     here = here.with_training(strategy=strategy, batch=type(one.job.training.batch)(**batch), world=world)
     config = here.deepspeed_config() if strategy.name == "deepspeed" else None
-    ended = ran(here, processes, config, fork_server)
+    ended = here.run(processes=processes, deepspeed=config)
+    assert ended.exit_code == 0, ended.output
     assert ended.reports[0].metrics["train"]["strategy"] == strategy.label
     assert here.losses() == pytest.approx(one.losses(), rel=1e-4)
     assert len(here.losses()) == 5
@@ -128,15 +119,35 @@ def test_losses_and_weights_are_those_of_one_process(
 
 
 @pytest.mark.slow
-def test_what_the_reference_says_is_not_rounded_to_the_precision_of_the_model(
-    alone: Any, bench: Any, fork_server: ForkServer, tmp_path: Path
+def test_a_run_goes_on_under_another_strategy_with_the_reference_that_it_began_with(
+    alone: Any, bench: Any, tmp_path: Path
 ):
+    one = alone(PREFERRING, "llama", bench)
+    begun = one.at(tmp_path / "spread").spread("ddp", 2, micro=2)
+    begun = begun.with_training(checkpoints=one.job.training.checkpoints.model_copy(update={"every_steps": 3}))
+    ended = begun.run(processes=2)
+    assert ended.exit_code == 0, ended.output
+    (reference,) = begun.paths.checkpoints.glob("reference-*.npz")
+    written = reference.stat().st_mtime_ns
+    begun.paths.history.unlink()
+    went_on = begun.spread("fsdp", 2, micro=2)
+    ended = went_on.run(processes=2)
+    assert ended.exit_code == 0, ended.output
+    assert went_on.losses() == pytest.approx(one.losses()[3:], rel=1e-4)
+    assert reference.stat().st_mtime_ns == written
+    for name, weight in one.weights().items():
+        torch.testing.assert_close(went_on.weights()[name], weight, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.slow
+def test_what_the_reference_says_is_not_rounded_to_the_precision_of_the_model(alone: Any, bench: Any, tmp_path: Path):
     """Log-likelihoods of whole answers have a step of a quarter and more in bf16; the untrained model is the reference
     to the rounding of its own forward pass.
     """
     one = alone(PREFERRING, "llama", bench).at(tmp_path / "spread")
     here = one.spread("deepspeed", 2, micro=2, zero_stage=1).with_training(precision="bf16", max_steps=2)
     here = type(one)(here.workspace, here.job.model_copy(update={"preference": Preference(beta=1.0)}))
-    ran(here, 2, here.deepspeed_config(), fork_server)
+    ended = here.run(processes=2, deepspeed=here.deepspeed_config())
+    assert ended.exit_code == 0, ended.output
     assert here.losses()[0] == pytest.approx(math.log(2), rel=2e-3)
     assert here.losses()[1] != pytest.approx(math.log(2), rel=2e-3)
