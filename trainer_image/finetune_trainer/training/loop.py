@@ -229,6 +229,8 @@ class TrainingLoop(Trainer):
 
     def _ask_reference(self) -> None:
         """Before the first step and before anything is read from a checkpoint the model is what it began with."""
+        if self.parts.objective is None:
+            return
         clock = self.parts.clock
         clock.enter("evaluation")
         self.parts.reference.measure(self.model_wrapped, self.args.device)

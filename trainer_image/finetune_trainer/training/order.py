@@ -20,7 +20,7 @@ from finetune_trainer.data.batches import training_order
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.failures import StageError
 from finetune_trainer.tasks.base import DRAW
-from finetune_trainer.training.reference import NoReference, Reference
+from finetune_trainer.training.reference import Said
 
 if TYPE_CHECKING:
     import torch
@@ -129,9 +129,9 @@ def _check(batch: Batch) -> None:
 class TrainRows(Dataset[Any]):
     """Prepared rows of the train split, fetched a micro-batch at a time."""
 
-    def __init__(self, prepared: PreparedData, reference: Reference | None = None) -> None:
+    def __init__(self, prepared: PreparedData, reference: Said | None = None) -> None:
         self._prepared = prepared
-        self._reference = reference or NoReference()
+        self._reference = reference or Said()
         self._rows = len(prepared.lengths("train"))
 
     def __len__(self) -> int:

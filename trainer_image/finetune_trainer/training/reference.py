@@ -30,33 +30,47 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
+@dataclass
+class Said:
+    """What the reference has said; apart from who asks it, for it goes to the processes that read rows."""
+
+    names: Sequence[str] = ()
+    """What is compared; nothing for most tasks."""
+    values: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """By role, shape (features, names); NaN for features that nobody has asked about."""
+
+    def of(self, role: str, feature: int) -> Answer:
+        """Of one feature, under `REFERENCE` names."""
+        if not self.names:
+            return {}
+        said = zip(self.names, self.values[role][feature], strict=True)
+        return {f"{REFERENCE}{name}": np.asarray(value) for name, value in said}
+
+
 class Reference(Protocol):
-    """What the reference says."""
+    """Whom the model is compared with."""
+
+    said: Said
 
     def measure(self, model: torch.nn.Module, device: torch.device) -> None:
         """Asks `model`, which is the reference still, where nothing is known yet. Every rank calls it."""
 
-    def of(self, role: str, feature: int) -> Answer:
-        """Of one feature of a split, under `REFERENCE` names."""
 
-
+@dataclass
 class NoReference:
     """Of tasks that compare the model with nothing."""
+
+    said: Said = field(default_factory=Said)
 
     def measure(self, model: torch.nn.Module, device: torch.device) -> None:
         """Nothing."""
 
-    def of(self, role: str, feature: int) -> Answer:
-        """Nothing."""
-        return {}
-
 
 @dataclass
 class KeptReference:
-    """Of some splits, kept in a file."""
+    """Asked about some splits, its answers kept in a file."""
 
-    names: Sequence[str]
-    """What is compared."""
+    said: Said
     splits: Mapping[str, DealtSplit]
     """By role, dealt out to the ranks."""
     folder: Path
@@ -65,8 +79,6 @@ class KeptReference:
     world: ProcessWorld
     told: Callable[[int], None]
     """Hears of each batch by its number."""
-    _values: dict[str, NDArray[np.float32]] = field(default_factory=dict)
-    """By role, shape (features, names); NaN for features that nobody has asked for."""
 
     @property
     def path(self) -> Path:
@@ -80,34 +92,29 @@ class KeptReference:
         if torch.distributed.is_initialized():
             torch.distributed.broadcast_object_list(kept, src=0)
         if kept[0] is not None:
-            self._values = kept[0]
+            self.said.values = kept[0]
             return
-        done = 0
+        names, done = self.said.names, 0
         for role, split in self.splits.items():
             mine = []
             for wanted, said in split.answers(model, device):
-                mine.append((wanted, np.array([[answer[name] for name in self.names] for answer in said], np.float32)))
+                mine.append((wanted, np.array([[answer[name] for name in names] for answer in said], np.float32)))
                 done += 1
                 self.told(done)
-            values = np.full((split.features, len(self.names)), np.nan, np.float32)
+            values = np.full((split.features, len(names)), np.nan, np.float32)
             for wanted, found in (each for rank in gathered(mine) for each in rank):
                 values[wanted] = found
-            self._values[role] = values
+            self.said.values[role] = values
         if self.world.is_main:
             self._write()
         log.info("The reference has been asked about %d batches of features.", done)
-
-    def of(self, role: str, feature: int) -> Answer:
-        """NaN for one that no step reads."""
-        said = zip(self.names, self._values[role][feature], strict=True)
-        return {f"{REFERENCE}{name}": np.asarray(value) for name, value in said}
 
     def _read(self) -> dict[str, NDArray[np.float32]] | None:
         if not self.path.is_file():
             return None
         with np.load(self.path, allow_pickle=False) as file:
             values = dict(file.items())
-        shapes = {role: (split.features, len(self.names)) for role, split in self.splits.items()}
+        shapes = {role: (split.features, len(self.said.names)) for role, split in self.splits.items()}
         if {role: each.shape for role, each in values.items()} != shapes:
             return None
         known = (np.isfinite(values[role][split.wanted]).all() for role, split in self.splits.items())
@@ -117,4 +124,4 @@ class KeptReference:
         for former in self.folder.glob("reference-*.npz"):
             former.unlink()
         with replaced(self.path) as partial, partial.open("wb") as file:
-            np.savez(file, allow_pickle=False, **self._values)
+            np.savez(file, allow_pickle=False, **self.said.values)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from finetune_contract.choices import Precision, Stage
+from finetune_contract.choices import Stage
 from finetune_contract.job import TrainerJob, Training
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.adapters import Adapted, adapt, write_adapter_and_merge
@@ -45,7 +45,7 @@ from finetune_trainer.training.history import History, first_and_last
 from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.loop import LoopParts, TrainingLoop
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
-from finetune_trainer.training.reference import KeptReference, NoReference, Reference
+from finetune_trainer.training.reference import KeptReference, NoReference, Reference, Said
 from finetune_trainer.training.saving import RunSaver
 from finetune_trainer.training.stopping import EarlyStopper, NeverStop
 from finetune_trainer.training.telling import RunObserver, SilentObserver
@@ -53,10 +53,6 @@ from finetune_trainer.training.timing import PartClock, moments_of, time_split
 from finetune_trainer.training.tracking import Tracked, tracking
 from finetune_trainer.training.validation import ROLE as VALIDATION
 from finetune_trainer.training.validation import Validation
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 
@@ -130,24 +126,16 @@ def train(
     heard_by = observer if world.is_main else SilentObserver(progress, training.max_steps)
     tokens = _VALIDATION_TOKENS_PER_MICRO_BATCH * training.batch.micro_batch_size * prepared.facts.max_length
     deal = Deal(prepared, task, tokens, data_rank, training.batch.data_parallel)
-    reference = _reference(
-        task,
-        deal,
-        order.rows_of(training.max_steps),
-        weights,
-        training.precision,
-        paths.checkpoints,
-        world,
-        told=partial(heard_by.on_validation_batch, saver.first_step),
-    )
+    told_of = partial(heard_by.on_validation_batch, saver.first_step)
+    reference = _reference(task, training, deal, order, weights, paths.checkpoints, world, told_of)
     told = Tracked(job.name, paths.tracking, saver.first_step, os.environ)
     parts = LoopParts(
         strategy=strategy,
         adapted=adapted,
         order=order,
-        rows=TrainRows(prepared, reference),
+        rows=TrainRows(prepared, reference.said),
         collate=Collate(task, prepared.pad_token_id),
-        validation=Validation(deal, reference) if VALIDATION in prepared.facts.splits else None,
+        validation=Validation(deal, reference.said) if VALIDATION in prepared.facts.splits else None,
         objective=task.objective,
         reference=reference,
         observer=heard_by,
@@ -354,22 +342,22 @@ def _saver(
 
 def _reference(
     task: TaskModule,
+    training: Training,
     deal: Deal,
-    rows: NDArray[np.int64],
+    order: EpochOrder,
     weights: str | None,
-    precision: Precision,
     folder: Path,
     world: ProcessWorld,
     told: Callable[[int], None],
 ) -> Reference:
-    """`rows`: those of train that some step reads; `weights`: digest of those that the model has before training."""
+    """`weights`: digest of those that the model has before training."""
     if task.objective is None or weights is None:
         return NoReference()
-    splits = {"train": deal.split("train", rows)}
+    splits = {"train": deal.split("train", order.rows_of(training.max_steps))}
     if VALIDATION in deal.prepared.facts.splits:
         splits[VALIDATION] = deal.split(VALIDATION)
-    basis = {"weights": weights, "data": deal.prepared.facts.fingerprint, "precision": precision}
-    return KeptReference(task.objective.compares, splits, folder, basis, world, told)
+    basis = {"weights": weights, "data": deal.prepared.facts.fingerprint, "precision": training.precision}
+    return KeptReference(Said(task.objective.compares), splits, folder, basis, world, told)
 
 
 def _warn_of_other_epoch(order: EpochOrder, training: Training) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from finetune_trainer.distributed import gathered
 from finetune_trainer.tasks.base import Answer
 from finetune_trainer.training.dealing import Deal
-from finetune_trainer.training.reference import Reference
+from finetune_trainer.training.reference import Said
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +19,7 @@ ROLE = "validation"
 class Validation:
     """The validation split, dealt out to the ranks."""
 
-    def __init__(self, deal: Deal, reference: Reference) -> None:
+    def __init__(self, deal: Deal, reference: Said) -> None:
         self._deal = deal
         self._dealt = deal.split(ROLE)
         self._reference = reference
