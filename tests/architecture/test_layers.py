@@ -36,6 +36,20 @@ def test_imports_point_down_only() -> None:
     assert int(kept.group(1)) == len(contracts) >= 5
 
 
+def test_imports_of_the_tests_own_modules_are_sorted_with_those_of_the_project() -> None:
+    """Those beside the tests' folders and those in packages without tests: ruff takes what it is not told of for a
+    library of others.
+    """
+    sorted_as_ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["isort"]
+    tests = ROOT / "tests"
+    modules = {path.stem for path in tests.glob("*.py")} - {"conftest"}
+    packages = {path.parent.name for path in tests.glob("*/*.py")} - {
+        path.parent.name for path in (*tests.glob("*/test_*.py"), *tests.glob("*/conftest.py"))
+    }
+    assert len(packages) > 5
+    assert {*modules, *packages} - set(sorted_as_ours["known-first-party"]) == {"benchmarks"}  # nobody imports these
+
+
 def test_the_finetune_command_starts_without_a_deep_learning_library() -> None:
     program = (
         "import sys, finetune_operator.cli.main; "

@@ -339,6 +339,21 @@ def caught_up(team: Team) -> None:
     )
     wait_until(lambda: _bound(team, path), "a new claim is bound", 150)
     team.box.api.delete(path)
+    _ready_again(team.box)
+
+
+def _ready_again(box: Box) -> None:
+    """The node controller calls pods unready whose node was not heard of for long, as when the API server was away.
+    A kubelet takes that back; that of the box tells only what is news to itself, so Services would lose them for ever.
+    """
+    if box.folder is None:
+        return
+    for pod in box.api.items("/api/v1/pods"):
+        said = {one["type"]: one["status"] for one in pod["status"].get("conditions", [])}
+        if said.get("ContainersReady") == "True" and said.get("Ready") == "False":
+            name, namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
+            ready = json.dumps({"status": {"conditions": [{"type": "Ready", "status": "True"}]}})
+            box.kubectl("patch", "pod", name, "-n", namespace, "--subresource=status", "-p", ready)
 
 
 def _bound(team: Team, claim: str) -> bool:

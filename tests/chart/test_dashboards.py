@@ -140,6 +140,32 @@ def test_no_panel_is_empty(dashboard: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_amounts_in_another_currency_are_shown_where_there_are_any(tmp_path: Path) -> None:
+    """Of each metric of money there is a series for a currency that was set before, which is 0 as a rule."""
+    asked = [expression for _, expression in expressions("fleet") if "by (currency)" in expression]
+    metrics = {name for expression in asked for name in names(expression)}
+    assert metrics == {"finetune_cost_total", "finetune_cost_saved_total", "finetune_estimated_cost"}
+    documents = [
+        {
+            "interval": "1m",
+            "input_series": [
+                {"series": f'{metric}{{namespace="ops",currency="{currency}"}}', "values": values}
+                for metric in metrics
+                for currency, values in (("EUR", own), ("other", other))
+            ],
+            "promql_expr_test": [
+                {"expr": f"count({one})", "eval_time": "3h", "exp_samples": [{"labels": "{}", "value": shown}]}
+                for one in asked
+            ],
+        }
+        for own, other, shown in (("0x240", "0x240", 1), ("0+1x240", "0x240", 1), ("0+1x240", "0+2x240", 2))
+    ]
+    file = tmp_path / "money.yaml"
+    file.write_text(yaml.safe_dump({"evaluation_interval": "1m", "tests": documents}))
+    done = promtool("test", "rules", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # -------------------------------------------------------------------------------------------------- kube-state-metrics
 
 

@@ -6,7 +6,6 @@ import json
 import re
 from typing import Any
 
-from generated_specs import specs
 from hypothesis import HealthCheck, given, seed, settings
 
 from cluster_support.control_plane import Cluster
@@ -18,6 +17,7 @@ from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, PlanRefused
 from finetune_operator.rendering.manifests import render
 from finetune_operator.rendering.types import RenderContext
+from generated_specs import specs
 
 EXAMPLES = 1500
 RENDERED = 60

@@ -131,6 +131,23 @@ def test_nothing_is_lost_and_nothing_done_twice_whatever_breaks(chaotic: World, 
     assert [name for name, times in made.items() if times != 1] == []
 
 
+def test_watches_that_hang_on_a_server_that_is_gone_are_begun_again_when_another_answers(
+    chaotic: World, proxy: FaultProxy
+) -> None:
+    world = chaotic
+    world.kubelet.playbook.set("hangs", "train", RUNS)
+    world.apply("hangs", {"predict": None})
+    world.wait_running("hangs", "train")
+    assert proxy.mute_watches() >= 3
+    proxy.faults = Faults(lost_answers=1.0)  # also of the lease, which is renewed all the time
+    wait_until(lambda: "the API server does not answer" in world.operator.logs(), "the outage is seen")
+    proxy.faults = NONE
+    wait_until(lambda: "the API server answers again" in world.operator.logs(), "and its end")
+    time.sleep(3)  # What is listed anew then is not what the watches have to tell later.
+    world.kubelet.tell("hangs", "train", SUCCEEDS)
+    assert states(world.wait_phase("hangs", "Succeeded"))["train"] == ("Succeeded", 1)
+
+
 # What clients are told while an API server starts and does not know its accounts and roles yet, or is overloaded.
 REFUSALS = {"unauthorized": 401, "forbidden": 403, "an internal error": 500, "unavailable": 503}
 

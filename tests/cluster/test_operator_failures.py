@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cluster_support.access import Object, wait_until
+from cluster_support.access import Object, path_of, wait_until
 from cluster_support.plays import KILLED_FOR_MEMORY, OUT_OF_MEMORY, PREEMPTED, RUNS, WRONG_COLUMN, Play, fails
-from cluster_support.world import CHILD_KINDS, World, conditions, stage_of, states
+from cluster_support.world import CHILD_KINDS, World, condition, conditions, stage_of, states
 from finetune_contract.layout import FailureClass
 
 HUB_AWAY = fails(FailureClass.HUB_UNAVAILABLE, "HubTimeout", "huggingface.co did not answer within 60 s")
@@ -55,6 +55,35 @@ def test_a_stage_that_fails_ends_the_job_with_the_whole_story(world: World) -> N
     warnings = [message for kind, _, message in world.events("wrong") if kind == "Warning"]
     assert any("is not a column" in message for message in warnings), warnings
     assert world.children("wrong") == ["wrong-prepare-1", "wrong-train-1"]
+
+
+def test_a_webhook_that_does_not_answer_is_told_and_the_job_goes_on_when_it_is_gone(world: World) -> None:
+    """Admission of Jobs asks a program that is not there, as when a training operator is down."""
+    name = f"away-{world.namespace}"
+    hooks = path_of("admissionregistration.k8s.io/v1", "validatingwebhookconfigurations")
+    rule = {"apiGroups": ["batch"], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["jobs"]}
+    here = {"matchLabels": {"kubernetes.io/metadata.name": world.namespace}}
+    hook = {
+        "name": "away.example.com", "rules": [rule], "namespaceSelector": here, "failurePolicy": "Fail",
+        "clientConfig": {"url": "https://127.0.0.1:1/validate"}, "sideEffects": "None",
+        "admissionReviewVersions": ["v1"], "timeoutSeconds": 1,
+    }  # fmt: skip
+    kind = {"apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingWebhookConfiguration"}
+    world.api.create(hooks, {**kind, "metadata": {"name": name}, "webhooks": [hook]})
+    try:
+        short(world, "held")
+        told = world.wait(
+            "held",
+            "stalled",
+            lambda status: "failed calling webhook" in condition(status, "Stalled").get("message", ""),
+        )
+        assert condition(told, "Stalled")["reason"] == "Refused"
+        assert (told["phase"], told["restarts"]) == ("Pending", 0)
+        warnings = [message for kind, _, message in world.events("held") if kind == "Warning"]
+        assert any('"away.example.com"' in message for message in warnings), warnings
+    finally:
+        world.api.delete(f"{hooks}/{name}")
+    world.wait_phase("held", "Succeeded", 60)
 
 
 def test_the_first_cause_is_told_and_not_its_echo(world: World) -> None:

@@ -51,6 +51,7 @@ class FaultProxy:
         self._random = random.Random(seed)
         self._certificate = for_loopback(folder, "fault-proxy")
         self._watches: set[asyncio.Task[object]] = set()
+        self._muted: set[asyncio.Task[object]] = set()
         self._runner: web.AppRunner | None = None
         self._port = free_port()
 
@@ -78,6 +79,17 @@ class FaultProxy:
             return len(open_now)
 
         return self._background.run(cut())
+
+    def mute_watches(self) -> int:
+        """Nothing more comes from any watch that is open, and its connection stays, as when its server lost its power;
+        gives their number.
+        """
+
+        async def mute() -> int:
+            self._muted |= self._watches
+            return len(self._watches)
+
+        return self._background.run(mute())
 
     async def _up(self) -> None:
         connector = aiohttp.TCPConnector(ssl=self._access.ssl_context(), limit=0)
@@ -130,6 +142,7 @@ class FaultProxy:
             return web.Response(status=502)
         finally:
             self._watches.discard(task)
+            self._muted.discard(task)
 
     async def _forward(self, request: web.Request, lose: bool) -> web.StreamResponse:
         headers = {name: value for name, value in request.headers.items() if name.lower() not in _HOP_BY_HOP}
@@ -146,7 +159,8 @@ class FaultProxy:
             response = web.StreamResponse(status=answer.status, headers=passed)
             await response.prepare(request)
             async for chunk in answer.content.iter_any():
-                await response.write(chunk)
+                if asyncio.current_task() not in self._muted:
+                    await response.write(chunk)
             await response.write_eof()
             return response
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from golden_cases import CASES, FOLDER, LAUNCHERS, golden_context, read_case
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.types import LauncherName
@@ -15,6 +14,7 @@ from finetune_operator.cli.console import emit
 from finetune_operator.planning.plan import plan
 from finetune_operator.rendering.manifests import render, stage
 from finetune_operator.rendering.types import Attempt
+from golden_cases import CASES, FOLDER, LAUNCHERS, golden_context, read_case
 
 
 def rendered_cases() -> list[tuple[str, LauncherName]]:

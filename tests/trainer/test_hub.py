@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hub_stand_in.server import Hub, Repository
 
 from finetune_contract.layout import FailureClass
+from hub_stand_in.server import Hub, Repository
 
 TOKEN, WRONG = "hf_right", "hf_of_somebody_else"
 NAME = "acme/private"

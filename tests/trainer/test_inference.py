@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from trainer_support.tasks import predictions, training_of, write_lines
 from transformers import AutoModelForSequenceClassification
 
 from finetune_contract.choices import Stage
@@ -28,6 +27,7 @@ from finetune_trainer.models import load_tokenizer
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.reporting import SAMPLES_FILE, merge_metrics
 from finetune_trainer.tasks.base import task_module
+from trainer_support.tasks import predictions, training_of, write_lines
 
 SMALL: dict[str, Any] = {"device": "cpu", "batch_tokens": 64}
 LABELS = ("bad", "so-so", "good")

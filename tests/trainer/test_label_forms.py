@@ -10,16 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainer_support.tasks import (
-    INFERENCE,
-    predictions,
-    read_lines,
-    run_card,
-    task_job,
-    trained,
-    training_of,
-    write_lines,
-)
 
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
@@ -30,6 +20,16 @@ from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.tasks.base import task_module
+from trainer_support.tasks import (
+    INFERENCE,
+    predictions,
+    read_lines,
+    run_card,
+    task_job,
+    trained,
+    training_of,
+    write_lines,
+)
 
 TOPICS = {"sport": ["ball", "goal"], "food": ["soup", "bread"], "home": ["lamp", "chair"]}
 OTHERS = ["the", "a", "was", "and", "we"]

@@ -10,17 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trainer_support.tasks import (
-    DATA,
-    WITHOUT_DATA,
-    predictions,
-    run_card,
-    task_job,
-    trained,
-    training_of,
-    word_tokenizer,
-    write_lines,
-)
 from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 from finetune_trainer.data.prepare import prepare
@@ -32,6 +21,17 @@ from finetune_trainer.progress import NoProgress
 from finetune_trainer.tasks.base import DRAW, Coding
 from finetune_trainer.tasks.masked_lm import MaskedLm
 from finetune_trainer.training.order import EpochOrder, TrainRows
+from trainer_support.tasks import (
+    DATA,
+    WITHOUT_DATA,
+    predictions,
+    run_card,
+    task_job,
+    trained,
+    training_of,
+    word_tokenizer,
+    write_lines,
+)
 
 WORDS = ["the", "cat", "dog", "bird", "sees", "hears", "finds", "a", "house"]
 TASK = MaskedLm()

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_support.forking import fork_server
 
 from finetune_contract.job import CheckpointSchedule, EarlyStopping, Strategy
 from process_support import tied_stages
+from trainer_support.forking import fork_server
 
 WEIGHTS_TOLERANCE = 1e-5
 STEPS = 14

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from finetune_contract.job import Adapter, Pipeline, Strategy
 from finetune_contract.layout import FailureClass
-from finetune_contract.plans import tensor_families
+from finetune_contract.plans import PIPELINE_FAMILIES, tensor_families
 from finetune_trainer.failures import StageError
 from finetune_trainer.strategies.base import tied_names
 from finetune_trainer.strategies.layout import balance, cost_of, cuts_of, keep_stages, layout_of, shell_of
@@ -160,6 +160,24 @@ def test_the_stages_one_after_the_other_answer_what_the_whole_model_answers(name
     model = tiny(family, auto, **({"num_key_value_heads": 2} if family in ("gemma", "mistral", "qwen2") else {}))
     with torch.no_grad():
         assert torch.equal(getattr(chained(model, stages), said), getattr(model(**ROWS), said))
+
+
+@pytest.mark.parametrize("family", PIPELINE_FAMILIES)
+def test_a_family_that_auto_cuts_is_laid_out_in_a_known_way_with_the_head_of_every_task(family: str):
+    from transformers.models.auto import modeling_auto
+
+    heads = {
+        "AutoModelForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "AutoModelForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+        "AutoModelForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+        "AutoModelForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    }
+    autos = [auto for auto, families in heads.items() if family in families]
+    assert len(autos) >= 3
+    for auto in autos:
+        model = tiny(family, auto)
+        assert len(cuts_of(model, layout_of(model), 2)) == 3, auto
 
 
 @pytest.mark.parametrize(("family", "stages"), [("bert", 2), ("gpt2", 4), ("llama", 3)])

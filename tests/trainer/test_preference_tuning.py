@@ -11,6 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from finetune_contract.job import Preference, TrainerJob
+from finetune_contract.layout import JobPaths
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.failures import StageError
+from finetune_trainer.inference.evaluate import evaluate
+from finetune_trainer.inference.predict import predict
+from finetune_trainer.progress import NoProgress
+from finetune_trainer.tasks.base import Coding, task_of
+from finetune_trainer.tasks.preference_tuning import PreferenceTuning
+from finetune_trainer.training.order import EpochOrder
 from trainer_support.tasks import (
     DATA,
     SPECIAL,
@@ -30,19 +43,6 @@ from trainer_support.tasks import (
     write_decoder,
     write_lines,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-
-from finetune_contract.job import Preference, TrainerJob
-from finetune_contract.layout import JobPaths
-from finetune_trainer.data.prepare import prepare
-from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.progress import NoProgress
-from finetune_trainer.tasks.base import Coding, task_of
-from finetune_trainer.tasks.preference_tuning import PreferenceTuning
-from finetune_trainer.training.order import EpochOrder
 
 COLUMNS = ("prompt", "chosen", "rejected")
 NOT_LEARNT = -100

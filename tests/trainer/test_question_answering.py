@@ -13,6 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+from finetune_contract.job import TrainerJob
+from finetune_contract.layout import FailureClass, JobPaths
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.failures import StageError
+from finetune_trainer.inference.evaluate import evaluate
+from finetune_trainer.inference.predict import predict
+from finetune_trainer.models import load_tokenizer
+from finetune_trainer.progress import NoProgress
+from finetune_trainer.tasks.question_answering import LONGEST_ANSWER, NO_ANSWER, QuestionAnswering, measured
 from trainer_support.tasks import (
     DATA,
     INFERENCE,
@@ -25,17 +36,6 @@ from trainer_support.tasks import (
     training_of,
     write_lines,
 )
-
-from finetune_contract.job import TrainerJob
-from finetune_contract.layout import FailureClass, JobPaths
-from finetune_trainer.data.prepare import prepare
-from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.models import load_tokenizer
-from finetune_trainer.progress import NoProgress
-from finetune_trainer.tasks.question_answering import LONGEST_ANSWER, NO_ANSWER, QuestionAnswering, measured
 
 SQUAD = DATA / "squad"
 THINGS = ["lamp", "soup", "chair", "table", "phone", "shirt", "coat", "door"]

@@ -13,6 +13,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from finetune_contract.choices import Stage
+from finetune_trainer.data.packing import best_fit
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.failures import StageError
+from finetune_trainer.inference.evaluate import evaluate
+from finetune_trainer.inference.predict import predict
+from finetune_trainer.inference.runner import answers_of
+from finetune_trainer.progress import NoProgress
+from finetune_trainer.tasks.base import Coding
+from finetune_trainer.tasks.text_generation import TextGeneration
 from trainer_support.tasks import (
     DATA,
     SPECIAL,
@@ -30,19 +43,6 @@ from trainer_support.tasks import (
     write_decoder,
     write_lines,
 )
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-from finetune_contract.choices import Stage
-from finetune_trainer.data.packing import best_fit
-from finetune_trainer.data.prepare import prepare
-from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.inference.runner import answers_of
-from finetune_trainer.progress import NoProgress
-from finetune_trainer.tasks.base import Coding
-from finetune_trainer.tasks.text_generation import TextGeneration
 
 NOT_LEARNT = -100
 

@@ -9,6 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.failures import StageError
+from finetune_trainer.inference.evaluate import evaluate
+from finetune_trainer.inference.predict import predict
+from finetune_trainer.progress import NoProgress
+from finetune_trainer.tasks.base import Coding
+from finetune_trainer.tasks.text_to_text import bleu, rouge, summarization
 from trainer_support.tasks import (
     DATA,
     WITHOUT_DATA,
@@ -24,15 +33,6 @@ from trainer_support.tasks import (
     write_encoder_decoder,
     write_lines,
 )
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
-
-from finetune_trainer.data.prepare import prepare
-from finetune_trainer.failures import StageError
-from finetune_trainer.inference.evaluate import evaluate
-from finetune_trainer.inference.predict import predict
-from finetune_trainer.progress import NoProgress
-from finetune_trainer.tasks.base import Coding
-from finetune_trainer.tasks.text_to_text import bleu, rouge, summarization
 
 ANIMALS, VERBS = ["cat", "dog", "bird"], ["sees", "hears", "finds"]
 

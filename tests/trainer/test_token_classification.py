@@ -12,16 +12,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_support.tasks import (
-    INFERENCE,
-    predictions,
-    read_lines,
-    task_job,
-    train_here,
-    trained,
-    training_of,
-    write_lines,
-)
 
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
@@ -33,6 +23,16 @@ from finetune_trainer.inference.predict import predict
 from finetune_trainer.models import load_tokenizer
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.tasks.token_classification import TokenClassification, _owned
+from trainer_support.tasks import (
+    INFERENCE,
+    predictions,
+    read_lines,
+    task_job,
+    train_here,
+    trained,
+    training_of,
+    write_lines,
+)
 
 NAMES = ("O", "B-place", "I-place", "B-person")
 PLACES = [["Paris"], ["New", "York"], ["Sao", "Tome", "Principe"]]

@@ -17,6 +17,7 @@ import pytest
 from finetune_contract.choices import Stage
 from finetune_contract.job import CheckpointSchedule, Strategy
 from finetune_contract.layout import FailureClass
+from trainer_support.forking import fork_server
 
 STEPS = 20
 SCHEDULE = CheckpointSchedule(every_steps=5, keep=2)
@@ -191,10 +192,38 @@ def test_state_in_files_and_state_in_memory_do_not_go_on_from_each_other():
     assert "reads its own shards only" in (strategy.why_not_from(here.checkpoint_form, 2, 2) or "")
 
 
+def test_what_rank_0_does_alone_may_take_longer_than_a_collective_operation_waits(bench, tmp_path: Path):
+    saving = CheckpointSchedule(every_steps=2, keep=2)
+    run = bench.at(tmp_path / "w").with_training(max_steps=4, checkpoints=saving).spread("ddp", 2)
+    call = {"call": "process_support.slow_rank:train"}
+
+    def attempt() -> str:
+        case = run.case(processes=2)
+        codes, output = fork_server().run({**case, **call, "arguments": {"arguments": case["arguments"]}})
+        assert codes == [0, 0], output
+        return output
+
+    assert "rank 0 alone: commit" in attempt()
+    shutil.rmtree(run.paths.checkpoints / "step-4")
+    (run.paths.checkpoints / "latest").write_text("step-2\n", encoding="utf-8")
+    (run.paths.state / "train.json").unlink()
+    again = attempt()
+    assert "Resuming from" in again
+    assert all(f"rank 0 alone: {what}" in again for what in ("newest", "load", "commit"))
+
+
+def handles(process: int, number: signal.Signals) -> bool:
+    """Whether the process has said what it does at this signal."""
+    status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
 def test_a_signal_before_the_first_step_ends_the_stage_as_preempted(bench, tmp_path: Path):
     run = bench.at(tmp_path / "w")
     process = run.start(Stage.TRAIN)
-    time.sleep(1.5)
+    while not handles(process.pid, signal.SIGTERM):
+        time.sleep(0.05)
     os.kill(process.pid, signal.SIGTERM)
     ended = run.end(process)
     assert ended.exit_code == 143

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_support.tasks import WORDS, task_job, training_of, write_decoder, write_lines
 from transformers import AutoModelForCausalLM
 
 from finetune_contract.choices import Stage, Task
 from finetune_contract.job import Preference, Strategy
+from trainer_support.tasks import WORDS, task_job, training_of, write_decoder, write_lines
 
 WRITING, PREFERRING = "text-generation", "preference-tuning"
 SPREAD: dict[str, tuple[Task, str, dict[str, Any]]] = {

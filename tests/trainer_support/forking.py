@@ -33,7 +33,7 @@ class ForkServer:
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (as long as it)
         self._process: subprocess.Popen[str] | None = None
 
-    def run(self, case: Mapping[str, Any], seconds: float = 240) -> tuple[list[int], str]:
+    def run(self, case: Mapping[str, Any], seconds: float = 540) -> tuple[list[int], str]:
         """The exit codes of its processes, and what they printed. TimeoutError after `seconds`."""
         process = self._process or self._start()
         assert process.stdin is not None

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from examples import EXAMPLES, FOLDER, IN_CLUSTER, LOCAL, example_document, example_job
 
+from examples import EXAMPLES, FOLDER, IN_CLUSTER, LOCAL, example_document, example_job
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
 from finetune_operator.cli.inputs import read_inputs

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import yaml
-from generated_specs import NASTY, specs
 from hypothesis import HealthCheck, given, seed, settings
 
 from finetune_operator.api.settings import CLUSTER_SETTINGS
@@ -19,6 +18,7 @@ from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, PlanRefused
 from finetune_operator.rendering.manifests import render
 from finetune_operator.rendering.types import HASH_ANNOTATION, Manifest, Owner, ProgressEndpoint, RenderContext
+from generated_specs import NASTY, specs
 
 EXAMPLES = int(os.environ.get("FINETUNE_FUZZ_EXAMPLES", "5000"))
 LAUNCHERS = ("pytorchjob", "mpijob", "job")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from planning_support.cases import BERT, job
 
 from finetune_contract.facts import DataFacts, HardwareFacts, SplitFacts
 from finetune_operator.api.problems import Problem
@@ -14,6 +13,7 @@ from finetune_operator.planning.adapt import next_adaptation
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Adaptation, Facts, JobPlan, PlanRefused
+from planning_support.cases import BERT, job
 
 DATA = DataFacts(fingerprint="f", splits={"train": SplitFacts(rows=6400, tokens=640_000, longest=128)}, max_length=128)
 TWO_GPUS = parse_hardware("gpu=A100,memory=40Gi,gpus=2,cpu=32,hostMemory=256Gi")

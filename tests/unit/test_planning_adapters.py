@@ -90,6 +90,8 @@ def test_layers_head_and_trained_parameters_are_those_that_peft_makes(model_type
     model, facts = built(model_type)
     assert facts.linear_layers == facts_module._linear_layers(model)
     assert facts.head_parameters == adapters.head_parameters(model)
+    shared = getattr(model.config, "num_key_value_heads", facts.attention_heads)
+    assert (facts.key_value_heads or facts.attention_heads) == shared
 
     model, facts = built(model_type, meta=False)
     adapter = adapter_of(method)

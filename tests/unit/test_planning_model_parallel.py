@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from planning_support.cases import BERT, job
 
 from finetune_contract.facts import DataFacts, HardwareFacts, SplitFacts
 from finetune_contract.job import Pipeline, Strategy
@@ -25,6 +24,7 @@ from finetune_operator.planning.model_parallel import (
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
 from finetune_operator.reconcile.planned import plan_status
+from planning_support.cases import BERT, job
 
 LLAMA = model_facts(
     {
@@ -156,6 +156,12 @@ def test_micro_batches_that_are_asked_for_are_those_of_a_pass():
     assert strategy(result).pipeline == pipeline("gpipe", 2, 4)
     micro, accumulation, replicas = sizes(result)
     assert (micro * accumulation * replicas, accumulation % 4) == (64, 0)
+
+
+def test_on_a_cpu_a_pipeline_gets_passes_of_more_rows_than_a_cpu_gains_from_when_it_takes_no_others():
+    asked = {"degree": 3, "schedule": "interleaved"}
+    result = planned({"parallelism": {"pipeline": asked}, "training": {"globalBatchSize": 23}}, LAPTOP, BERT)
+    assert sizes(result) == (23, 1, 1)
 
 
 def test_on_a_cpu_there_are_as_many_processes_as_one_replica_takes():

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from planning_support.cases import BERT, encoder, job
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
@@ -24,6 +23,7 @@ from finetune_operator.planning.plan import plan
 from finetune_operator.planning.strategy import HPZ
 from finetune_operator.planning.summary import Row, summarise
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
+from planning_support.cases import BERT, encoder, job
 
 GIB = 1 << 30
 TWO_CORES = HardwareFacts(cpu_cores=2, memory_bytes=16 * GIB)
@@ -636,7 +636,14 @@ def test_a_model_that_fits_nowhere_is_refused_with_its_arithmetic_and_what_would
             '"8 x 40.0 GiB"',
             "deepspeed-zero3+activation-checkpointing with micro-batch 1 needs 372.5 GiB a GPU (optimizer state "
             "243.9 GiB + "
-            "gradients 44.4 GiB + parameters 40.7 GiB + allocator 33.8 GiB + the rest), and there are 40.0 GiB",
+            "gradients 44.4 GiB + parameters 40.7 GiB + allocator 33.8 GiB + the rest), and there are 40.0 GiB; "
+            "ddp+tensor8+activation-checkpointing with micro-batch 1 needs 406.4 GiB a GPU, and there are 40.0 GiB; "
+            "ddp+tensor4+pipeline2-1f1b+activation-checkpointing with micro-batch 1 needs 407.9 GiB a GPU, and there "
+            "are 40.0 GiB",
+            "set parallelism.strategy to deepspeed and parallelism.offload.optimizer to nvme and "
+            "parallelism.offload.parameters to nvme (24.0 GiB of 40.0 GiB a GPU, and 2.9 TiB of disk a node); or set "
+            "model.adapter.method to lora, which trains a small part of the weights (deepspeed-zero3+"
+            "activation-checkpointing+optimizer-offload+parameter-offload, 25.1 GiB of 40.0 GiB a GPU); or "
             "use 4 nodes (32 GPUs in all), or devices of at least 372.5 GiB, or a smaller "
             "preparation.maxLength or model",
         )
@@ -648,7 +655,9 @@ def test_a_model_that_fits_nowhere_is_refused_with_its_arithmetic_and_what_would
     [
         pytest.param(
             {"training": {"globalBatchSize": 256, "microBatchSize": 256}},
-            "set training.microBatchSize to 32 or to auto; the global batch stays",
+            "set training.microBatchSize to 32 or to auto (13.2 GiB of 15.0 GiB a GPU; the global batch stays); or set "
+            "parallelism.strategy to auto and leave parallelism.activationCheckpointing out, and the plan takes "
+            "deepspeed-zero2+activation-checkpointing+optimizer-offload (14.9 GiB of 15.0 GiB a GPU)",
             id="a smaller micro-batch would fit",
         ),
         pytest.param(
@@ -656,12 +665,13 @@ def test_a_model_that_fits_nowhere_is_refused_with_its_arithmetic_and_what_would
                 "training": {"globalBatchSize": 64, "microBatchSize": 64},
                 "parallelism": {"strategy": "single", "activationCheckpointing": "none"},
             },
-            "set training.microBatchSize to 32 or to auto; the global batch stays",
-            id="as the user wants no checkpointing, so does the way out",
+            "set training.microBatchSize to 32 or to auto (13.2 GiB of 15.0 GiB a GPU; the global batch stays); or set "
+            "parallelism.activationCheckpointing to full or auto (6.0 GiB of 15.0 GiB a GPU)",
+            id="each change that fits, the smallest first",
         ),
     ],
 )
-def test_an_explicit_choice_that_does_not_fit_is_refused_with_the_smallest_change(spec, way_out):
+def test_an_explicit_choice_that_does_not_fit_is_refused_with_each_change_that_fits(spec, way_out):
     whole = spec | {
         "resources": {"gpusPerNode": 1},
         "parallelism": {"strategy": "single", "activationCheckpointing": "none"},
@@ -691,7 +701,7 @@ def test_a_free_choice_is_advised_together_with_what_would_forbid_it():
     facts = {"model": ROBERTA_LARGE, "data": rows(8530), "hardware": parse_hardware("gpu=T4,memory=5Gi")}
     assert [problem[3] for problem in refused(spec, **facts)] == [
         "set parallelism.strategy to auto and leave parallelism.zeroStage and parallelism.deepspeedConfig out, and "
-        "the plan takes deepspeed-zero2+optimizer-offload"
+        "the plan takes deepspeed-zero2+optimizer-offload (4.6 GiB of 5.0 GiB a GPU)"
     ]
 
 

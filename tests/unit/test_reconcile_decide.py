@@ -172,6 +172,18 @@ def test_the_plan_of_a_running_job_outlives_a_change_of_what_the_cluster_serves(
     assert world.children["reviews-train-2"]["kind"] == "PyTorchJob"
 
 
+def test_a_job_that_has_failed_has_no_time_left():
+    world = training()
+    told = ProgressStatus(step=5, total_steps=20, percent=25, loss=0.7, remaining_seconds=30)
+    world.progress = told
+    world.settle()
+    assert world.job().status.progress == told
+    world.fail(FailureClass.DATA)
+    world.settle()
+    assert world.phase == "Failed"
+    assert world.job().status.progress == told.model_copy(update={"remaining_seconds": None})
+
+
 def test_progress_is_shown_while_a_stage_runs_and_whole_at_its_end():
     world = training()
     world.progress = ProgressStatus(step=5, total_steps=20, percent=25, loss=0.7, remaining_seconds=30)
@@ -679,6 +691,42 @@ def test_memory_that_runs_out_on_every_rung_fails_the_job_and_says_that_nothing_
     assert (world.phase, status.failure.failure_class, status.counted_restarts) == ("Failed", "OutOfMemory", 0)
     assert "No plan that needs less memory is left" in (status.failure.hint or "")
     assert len(status.adaptation.reasons) == status.restarts == 5  # 16, 8, 4, 2, 1
+
+
+@pytest.mark.parametrize(
+    ("checkpoints", "step", "minutes", "following", "form"),
+    [
+        pytest.param({"every": {"steps": 8}}, None, 30, "deepspeed-zero1", None, id="before the first step"),
+        pytest.param({"every": {"steps": 8}}, 7, 30, "deepspeed-zero1", None, id="before the first checkpoint"),
+        pytest.param({"every": {"steps": 8}}, 8, 1, "ddp+activation-checkpointing", "ddp", id="with a checkpoint"),
+        pytest.param({"every": {"minutes": 5}}, 8, 4, "deepspeed-zero1", None, id="before its minutes are over"),
+        pytest.param({"every": {"minutes": 5}}, 8, 5, "ddp+activation-checkpointing", "ddp", id="by the clock"),
+        pytest.param(
+            {"every": {"steps": 8}, "resume": "never"}, 8, 1, "deepspeed-zero1", None, id="that nothing goes on from"
+        ),
+    ],
+)
+def test_memory_that_runs_out_changes_to_what_goes_on_from_the_checkpoints(checkpoints, step, minutes, following, form):
+    spec = {**SPEC, "training": {"globalBatchSize": 32, "microBatchSize": 1}, "resources": {"nodes": 2}}
+    world = training(spec={**spec, "checkpoints": checkpoints})
+    world.progress = None if step is None else ProgressStatus(step=step, total_steps=20)
+    world.wait(60 * minutes)
+    world.fail(FailureClass.OUT_OF_MEMORY)
+    world.settle()
+    status = world.job().status
+    assert status.adaptation is not None
+    assert status.plan is not None
+    assert (status.plan.strategy, status.adaptation.checkpoint_form) == (following, form)
+    # What is known of checkpoints stays so, though the next attempt has told nothing.
+    world.wait(300)
+    world.start()
+    world.fail(FailureClass.OUT_OF_MEMORY)
+    world.settle()
+    status = world.job().status
+    assert status.adaptation is not None
+    assert status.plan is not None
+    assert (status.adaptation.checkpoint_form, len(status.adaptation.skipped_strategies)) == (form, 2)
+    assert status.plan.strategy.startswith("ddp+pipeline2" if form else "deepspeed-zero2")
 
 
 def test_memory_that_runs_out_fails_a_job_that_wants_no_adaptation():

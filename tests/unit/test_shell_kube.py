@@ -30,6 +30,7 @@ from finetune_operator.shell.kube import (
     TooManyRequestsError,
     UnauthorizedError,
     UnavailableError,
+    WebhookError,
     as_yaml,
     error_of,
     resource_of,
@@ -143,6 +144,19 @@ def test_a_namespace_that_is_being_deleted_is_no_matter_of_rights():
     refused = {**status(403, "Forbidden"), "details": {"causes": [{"reason": "NamespaceTerminating"}]}}
     error = error_of("create /x", 403, json.dumps(refused).encode())
     assert (type(error), isinstance(error, ForbiddenError)) == (NamespaceTerminatingError, False)
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "kind"),
+    [
+        (500, 'failed calling webhook "validator.pytorchjob": no endpoints available', WebhookError),
+        (500, "etcdserver: request timed out", UnavailableError),
+        (503, "the server is starting", UnavailableError),
+    ],
+)
+def test_a_webhook_that_does_not_answer_is_told_from_an_api_server_that_is_ill(code, message, kind):
+    told = {**status(code, "InternalError"), "message": f"Internal error occurred: {message}"}
+    assert type(error_of("create /x", code, json.dumps(told).encode())) is kind
 
 
 def test_an_answer_of_a_proxy_is_an_error_too():

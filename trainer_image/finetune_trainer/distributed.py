@@ -15,7 +15,7 @@ from collections.abc import Mapping, MutableMapping
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from finetune_contract.choices import Device, StrategyName
 from finetune_contract.job import World
@@ -23,12 +23,18 @@ from finetune_contract.layout import FailureClass
 from finetune_trainer.allocator import keep_freed_memory
 from finetune_trainer.failures import StageError
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 T = TypeVar("T")
 Launcher: TypeAlias = Literal["torchrun", "mpi", "environment", "none"]
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""How long a process waits for the others: longer than rank 0 needs to hash and sync a large checkpoint, far shorter
-than for ever.
+"""How long a collective operation of the training waits for a lost process."""
+PATIENCE = timedelta(days=1)
+"""How long processes wait at a barrier for what one does alone: rank 0 writes, hashes and reads checkpoints, 12 bytes a
+parameter, which takes more than half an hour for tens of billions of them. A process that ends closes its connections,
+which ends the wait at once, and one that hangs is the operator's to find (`runPolicy.progressDeadlineSeconds`).
 """
 
 LOOPBACK = "127.0.0.1"
@@ -182,6 +188,15 @@ def connect(world: ProcessWorld, device: Device, threads: int, strategy: Strateg
     if strategy != "single":
         backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
         torch.distributed.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        group = torch.distributed.new_group(backend="gloo", timeout=PATIENCE)
+        assert not isinstance(group, int), "a group of all processes has this one"
+        _Barrier.group = group
+
+
+class _Barrier:
+    """What `connect` has made for `barrier`, which is called where nobody could hand it on."""
+
+    group: ClassVar[ProcessGroup | None] = None
 
 
 def refuse_missing_gpu(rank: int = 0, local_rank: int = 0) -> None:
@@ -201,11 +216,11 @@ def refuse_missing_gpu(rank: int = 0, local_rank: int = 0) -> None:
 
 
 def barrier() -> None:
-    """Waits for all processes; returns at once without a process group."""
+    """Waits for all processes, with `PATIENCE`; returns at once without a process group."""
     import torch
 
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()
+        torch.distributed.barrier(group=_Barrier.group)
 
 
 def gathered(mine: T) -> list[T]:
@@ -224,7 +239,8 @@ def disconnect() -> None:
     import torch
 
     if torch.distributed.is_initialized():
-        torch.distributed.barrier()
+        barrier()
+        _Barrier.group = None
         torch.distributed.destroy_process_group()
 
 

@@ -55,6 +55,8 @@ def model_facts(job: TrainerJob) -> ModelFacts:
     element_bytes = dtype.itemsize if isinstance(dtype, torch.dtype) else torch.float32.itemsize
     text = config.get_text_config()
     hidden = _size(text, job, "hidden_size", "d_model", "dim")
+    heads = _size(text, job, "num_attention_heads", "num_heads", "n_heads")
+    shared = getattr(text, "num_key_value_heads", None)
     return ModelFacts(
         model_type=config.model_type,
         parameters=parameters,
@@ -65,7 +67,8 @@ def model_facts(job: TrainerJob) -> ModelFacts:
         intermediate_size=_size(
             text, job, "intermediate_size", "d_ff", "hidden_dim", "ffn_dim", "n_inner", default=4 * hidden
         ),
-        attention_heads=_size(text, job, "num_attention_heads", "num_heads", "n_heads"),
+        attention_heads=heads,
+        key_value_heads=shared if isinstance(shared, int) and 0 < shared < heads else None,
         vocabulary_size=_size(text, job, "vocab_size"),
         max_positions=position_limit(config),
         tied_embeddings=cast(Any, model).get_output_embeddings() is not None and bool(config.tie_word_embeddings),

@@ -439,7 +439,8 @@ class PipelineSpec(SpecModel):
     """
 
     degree: Annotated[int, Field(ge=1, le=4096)] = Field(
-        default=1, description="Processes that the layers are spread over, a count. Default 1: none."
+        default=1,
+        description="Processes that the layers are spread over, a count. Default 1: none, unless auto has to.",
     )
     micro_batches: Auto | Count = Field(
         default="auto",
@@ -458,7 +459,9 @@ class ParallelismSpec(SpecModel):
     """How the model is spread over devices. What is asked for is in effect or an error, never replaced in silence."""
 
     strategy: StrategyChoice = Field(
-        default="auto", description="single, ddp, fsdp or deepspeed. Default auto: the cheapest that fits the memory."
+        default="auto",
+        description="single, ddp, fsdp or deepspeed. Default auto: the cheapest that fits the memory; where none does, "
+        "ddp with the smallest tensor and pipeline degrees that fit.",
     )
     zero_stage: Auto | Annotated[int, Field(ge=0, le=3)] = Field(
         default="auto",
@@ -478,7 +481,7 @@ class ParallelismSpec(SpecModel):
     tensor: Annotated[int, Field(ge=1, le=4096)] = Field(
         default=1,
         description="Processes that each layer is split over, by the plan that transformers has for the model; a count "
-        "that divides its attention heads. Default 1: none.",
+        "that divides its attention and key-value heads and feed-forward width. Default 1: none, unless auto has to.",
     )
     pipeline: PipelineSpec = Field(default=PipelineSpec(), description="Left out: no pipeline.")
     sequence: Annotated[int, Field(ge=1, le=4096)] = Field(
@@ -987,7 +990,12 @@ class AdaptationStatus(StatusModel):
         default=None, ge=1, description="Largest micro-batch that is tried after memory ran out."
     )
     skipped_strategies: tuple[str, ...] = Field(
-        default=(), max_length=16, description="Strategies that ran out of memory at their smallest micro-batch."
+        default=(), max_length=128, description="Strategies that ran out of memory at their smallest micro-batch."
+    )
+    checkpoint_form: str | None = Field(
+        default=None,
+        description="What wrote the checkpoints when memory ran out, e.g. ddp or deepspeed-zero2: only strategies that "
+        "go on from them are tried. Left out: there was none yet.",
     )
     reasons: tuple[str, ...] = Field(default=(), max_length=32, description="One sentence for each change.")
 

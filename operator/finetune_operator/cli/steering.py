@@ -7,15 +7,15 @@ API server is asked whether it would take the change, and nothing is changed.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from finetune_operator.cli.awaiting import Goal, wait_for
 from finetune_operator.cli.cluster import Cluster, ClusterError, ClusterJob
 from finetune_operator.cli.jobview import phase_of
+from finetune_operator.cli.watching import JobDeletedError, versions
 
-LOOK_SECONDS = 0.5
 STOP_SECONDS = 600.0
 """How long an attempt may take to save its checkpoint and end; `template`'s grace period is far below that."""
 KEPT_ANNOTATION = "kubectl.kubernetes.io/last-applied-configuration"
@@ -144,29 +144,28 @@ def manifest_of(job: ClusterJob) -> dict[str, Any]:
 
 
 async def _gone(cluster: Cluster, job: ClusterJob) -> None:
-    async def look() -> bool:
-        return job.metadata.uid not in {one.metadata.uid for one in await cluster.jobs()}
-
-    await _until(look, f"it was still there after {STOP_SECONDS:.0f} s")
+    """Until the job is deleted, whether or not another one has its name by then."""
+    try:
+        async with asyncio.timeout(STOP_SECONDS):
+            async for found in versions(cluster, job.name):
+                if found.metadata.uid != job.metadata.uid:
+                    return
+    except JobDeletedError:
+        return
+    except TimeoutError as error:
+        raise ClusterError(f"it was still there after {STOP_SECONDS:.0f} s") from error
+    except ClusterError as error:
+        if error.code != 404:
+            raise
 
 
 async def _stopped(cluster: Cluster, name: str) -> None:
     """Until nothing of the job runs, or it has ended before."""
-
-    async def look() -> bool:
-        job = await cluster.job(name)
-        return job.status.phase == "Suspended" or job.outcome is not None
-
-    await _until(look, f"FineTuneJob {name} has not stopped within {STOP_SECONDS:.0f} s")
-
-
-async def _until(look: Callable[[], Awaitable[bool]], otherwise: str) -> None:
-    """Look until it is so; ClusterError with that text when it takes too long."""
-    end = time.monotonic() + STOP_SECONDS
-    while not await look():
-        if time.monotonic() > end:
-            raise ClusterError(otherwise)
-        await asyncio.sleep(LOOK_SECONDS)
+    (wait,) = await wait_for(cluster, [name], Goal.SUSPENDED, STOP_SECONDS, lambda wait: None)
+    if wait.timed_out:
+        raise ClusterError(f"FineTuneJob {name} has not stopped within {STOP_SECONDS:.0f} s")
+    if wait.job is None or (wait.job.outcome is None and not wait.reached):
+        raise ClusterError(f"FineTuneJob {name} {wait.text}")
 
 
 Steer = Callable[[Cluster, str, bool], Awaitable[Change]]

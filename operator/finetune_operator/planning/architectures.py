@@ -118,6 +118,8 @@ class _Counts:
     tied: bool
     linears: Mapping[str, LinearWidths]
     """Linear layers of the blocks, as in ModelFacts."""
+    key_value_heads: int | None = None
+    """As in ModelFacts."""
     smaller_blocks: int = 0
     """Parameters of the blocks that are not of the largest kind (T5's encoder), beside `layers`."""
     smaller_layers: int = 0
@@ -286,7 +288,8 @@ def _llama(config: _Config, task: Task, labels: int) -> _Counts:
     h, f = config.number("hidden_size"), config.number("intermediate_size")
     vocabulary, heads = config.number("vocab_size"), config.number("num_attention_heads")
     head_size = config.number("head_dim", default=h // heads)
-    key_value = config.number("num_key_value_heads", default=heads) * head_size
+    key_value_heads = config.number("num_key_value_heads", default=heads)
+    key_value = key_value_heads * head_size
     tied = config.flag("tie_word_embeddings", False)
     qwen = config.values.get("model_type") == "qwen2"
     attention_bias = qwen or config.flag("attention_bias", False)
@@ -314,6 +317,7 @@ def _llama(config: _Config, task: Task, labels: int) -> _Counts:
         positions=config.number("max_position_embeddings", default=2048),
         tied=tied,
         linears=_widths(layers, shapes),
+        key_value_heads=key_value_heads if key_value_heads < heads else None,
     )
 
 
@@ -404,6 +408,7 @@ def model_facts(config: Mapping[str, JsonValue], task: Task = "text-classificati
         hidden_size=counts.hidden,
         intermediate_size=counts.feed_forward,
         attention_heads=counts.heads,
+        key_value_heads=counts.key_value_heads,
         vocabulary_size=counts.vocabulary,
         max_positions=counts.positions,
         tied_embeddings=counts.tied,

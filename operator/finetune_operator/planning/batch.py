@@ -62,11 +62,11 @@ def micro_batches(draft: Draft) -> tuple[int, ...]:
     asked, world, most = draft.training.micro_batch_size, decided(draft.world), draft.adaptation.micro_batch_limit
     if asked != "auto" and (most is None or asked <= most):
         return (asked,)
-    sizes = divisors(_share(draft))
+    sizes = fills(draft.spec.parallelism.pipeline, divisors(_share(draft)), _share(draft))
     if asked == "auto" and world.device == "cpu":
         limit = cpu_row_limit(draft.lengths)
-        sizes = tuple(size for size in sizes if size <= limit)
-    sizes = fills(draft.spec.parallelism.pipeline, sizes, _share(draft))
+        # A pipeline may take no passes of so few rows.
+        sizes = tuple(size for size in sizes if size <= limit) or sizes[-1:]
     return sizes if most is None else tuple(size for size in sizes if size <= most) or sizes[-1:]
 
 

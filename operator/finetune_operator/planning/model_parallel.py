@@ -192,12 +192,11 @@ def _check_tensor(draft: Draft) -> Draft:
             "set it to 1, and spread the model by parallelism.pipeline or strategy fsdp or deepspeed",
             "NotSupported",
         )
-    if draft.model_known and model.attention_heads % degree:
+    uneven = [(count, what) for count, what in _dealt_out(model) if count % degree]
+    if draft.model_known and uneven:
+        count, what = uneven[0]
         return draft.refusing(
-            path,
-            degree,
-            f"it has to divide the model's {model.attention_heads} attention heads",
-            f"set it to a divisor of {model.attention_heads}",
+            path, degree, f"it has to divide the model's {count} {what}", f"set it to a divisor of {count}"
         )
     if draft.training.optimizer not in ("adamw", "sgd"):
         return draft.refusing(
@@ -208,6 +207,15 @@ def _check_tensor(draft: Draft) -> Draft:
             "NotSupported",
         )
     return draft
+
+
+def _dealt_out(model: ModelFacts) -> tuple[tuple[int, str], ...]:
+    """What tensor ranks get equal parts of."""
+    return (
+        (model.attention_heads, "attention heads"),
+        (model.key_value_heads or model.attention_heads, "key-value heads"),
+        (model.intermediate_size, "columns of feed-forward layers"),
+    )
 
 
 def _check_pipeline(draft: Draft) -> Draft:

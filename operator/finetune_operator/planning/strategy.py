@@ -1,13 +1,13 @@
 """How the model is spread: the first rung of a ladder, from the cheapest to the most frugal, on which a micro-batch
-fits.
+fits. Where none does, layers are split and the model is cut into stages, in the smallest degrees that fit.
 
 An explicit choice leaves one rung, or a few; it is met or refused, never replaced. What fits on no rung is refused with
-the arithmetic and the smallest change that would fit.
+the arithmetic and each change that would fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from finetune_contract.choices import CheckpointingMode, OffloadDevice, Stage
@@ -15,8 +15,10 @@ from finetune_contract.job import Strategy, World
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
 from finetune_operator.planning import memory
+from finetune_operator.planning.adapters import choose_adapter
 from finetune_operator.planning.batch import batch_arithmetic, batch_of, divisors, explain_batch, micro_batches
-from finetune_operator.planning.draft import Draft, Lengths, decided
+from finetune_operator.planning.degrees import obstacles, spreads, with_parallelism, with_spec
+from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.model_parallel import explain_pipeline, filled, spread
 from finetune_operator.planning.placement import asked_strategy
 from finetune_operator.planning.quantities import human_bytes
@@ -293,8 +295,13 @@ vector of all weights, and transformers' Adafactor has no form for torch's DTens
 
 
 def rungs(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
-    """The ladder of this draft, without what has run out of memory with one row at a time."""
-    return tuple(rung for rung in _open(draft, asked) if rung.label not in draft.adaptation.skipped_strategies)
+    """The ladder of this draft, without what has run out of memory with one row at a time, and without what could not
+    go on from the checkpoints that are there.
+    """
+    skipped, form = draft.adaptation.skipped_strategies, draft.adaptation.checkpoint_form
+    return tuple(
+        rung for rung in _open(draft, asked) if rung.label not in skipped and (form is None or rung.goes_on_from(form))
+    )
 
 
 def _filled(draft: Draft, rung: Strategy, micro: int) -> Strategy:
@@ -314,30 +321,52 @@ def first_fit(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) -> 
     return None
 
 
-def choose_strategy(draft: Draft) -> Draft:
-    """Strategy, checkpointing, offload and micro-batch together: each depends on the others through the memory."""
+def best_fit(draft: Draft) -> tuple[Draft, Fit] | None:
+    """The first rung that fits, and the draft of the job that it belongs to: this one, or where all is left open and no
+    rung fits, the one with the first degrees of tensor and pipeline parallelism on which one does.
+    """
     asked = draft.spec.parallelism
-    if not rungs(draft, asked):
-        return _refuse_more(draft)
     found = first_fit(draft, asked, micro_batches(draft))
-    if found is None and _may_fit(draft):
-        found = _most_frugal(draft)
-        batch = batch_of(draft, found.micro_batch)
-        draft = replace(draft, strategy=found.strategy, batch=batch, memory=found.memory)
-        draft = draft.because(
-            f"strategy {found.strategy.label}, provisionally: the most frugal one; {batch_arithmetic(batch)}"
-        )
-        return draft.assuming(
-            f"memory: as assumed here nothing fits ({human_bytes(found.memory.total_bytes)} of "
-            f"{human_bytes(found.memory.capacity_bytes)} with {found.strategy.label}); prepare measures first, and the "
-            "plan is made anew before the training starts"
-        )
-    if found is None:
+    if found is not None:
+        return draft, found
+    is_open = asked_strategy(asked) is None and asked.model_ranks == 1
+    return next(_fitting(spreads(draft)), None) if is_open else None
+
+
+def _fitting(drafts: Iterable[Draft]) -> Iterator[tuple[Draft, Fit]]:
+    """Of drafts without problems those that fit, each with its first rung."""
+    for draft in drafts:
+        found = None if draft.problems else first_fit(draft, draft.spec.parallelism, micro_batches(draft))
+        if found is not None:
+            yield draft, found
+
+
+def choose_strategy(draft: Draft) -> Draft:
+    """Strategy, degrees, checkpointing, offload and micro-batch together: each depends on the others through the
+    memory.
+    """
+    chosen = best_fit(draft)
+    if chosen is not None:
+        changed, found = chosen
+        batch = batch_of(changed, found.micro_batch)
+        sentence = _explain_strategy(draft, found)
+        draft = replace(changed, strategy=found.strategy, batch=batch, memory=found.memory).because(sentence)
+        return explain_pipeline(_explain_extras(draft.because(explain_batch(draft, batch)), found.strategy))
+    if not rungs(draft, draft.spec.parallelism):
+        return _refuse_more(draft)
+    if not _may_fit(draft):
         return _refuse(draft)
+    found = _most_frugal(draft)
     batch = batch_of(draft, found.micro_batch)
     draft = replace(draft, strategy=found.strategy, batch=batch, memory=found.memory)
-    draft = draft.because(_explain_strategy(draft, found)).because(explain_batch(draft, batch))
-    return explain_pipeline(_explain_extras(draft, found.strategy))
+    draft = draft.because(
+        f"strategy {found.strategy.label}, provisionally: the most frugal one; {batch_arithmetic(batch)}"
+    )
+    return draft.assuming(
+        f"memory: as assumed here nothing fits ({human_bytes(found.memory.total_bytes)} of "
+        f"{human_bytes(found.memory.capacity_bytes)} with {found.strategy.label}); prepare measures first, and the "
+        "plan is made anew before the training starts"
+    )
 
 
 def _may_fit(draft: Draft) -> bool:
@@ -348,16 +377,23 @@ def _may_fit(draft: Draft) -> bool:
         return False
     if not draft.model_known:
         return True
-    short = replace(draft, lengths=Lengths(longest=1, typical=1.0))
-    return first_fit(short, draft.spec.parallelism, micro_batches(short)) is not None
+    return best_fit(replace(draft, lengths=replace(draft.lengths, longest=1, typical=1.0))) is not None
 
 
 def _explain_strategy(draft: Draft, found: Fit) -> str:
+    """Why the fit, of a draft as it was before its degrees were chosen."""
     asked, world = draft.spec.parallelism, decided(draft.world)
     words = found.strategy.label
     need = f"{human_bytes(found.memory.total_bytes)} of {human_bytes(found.memory.capacity_bytes)}"
-    if left_out := [rung.label for rung in _open(draft, asked) if rung.label in draft.adaptation.skipped_strategies]:
-        return f"strategy {words}: {_ran_out_at_one(left_out)}; one process needs {need}"
+    if left_out := draft.adaptation.skipped_strategies:
+        form = draft.adaptation.checkpoint_form
+        kept = "" if form is None else f"; it goes on from the checkpoints of {form}"
+        return f"strategy {words}: {_ran_out_at_one(left_out)}; one process needs {need}{kept}"
+    if found.strategy.model_ranks > asked.model_ranks:
+        return (
+            f"strategy {words}: the smallest degrees that fit ({need}); with whole layers on each {_unit(draft)} "
+            f"nothing does: {_lacking(draft, _most_frugal(draft))}"
+        )
     if asked.zero_stage != "auto" or asked.strategy not in ("auto", "deepspeed"):
         alone = "; with one process nothing is divided" if world.size == 1 and asked.strategy != "single" else ""
         return f"strategy {words}: as asked; one process needs {need}{alone}"
@@ -403,38 +439,74 @@ def _ran_out_at_one(labels: Sequence[str]) -> str:
     return f"{' and '.join(labels)} ran out of memory with one row at a time"
 
 
+def _unit(draft: Draft) -> str:
+    """What one process computes on."""
+    return "GPU" if decided(draft.world).device == "cuda" else "process"
+
+
 def _refuse_more(draft: Draft) -> Draft:
-    """The problem of a job whose strategies have all been tried."""
-    asked = draft.spec.parallelism
-    tried = [rung.label for rung in _open(draft, asked)]
-    way_out = "use devices or nodes with more memory, or a smaller preparation.maxLength or model"
+    """The problem of a job whose strategies have all been tried, or all that could go on from its checkpoints."""
+    asked, tried = draft.spec.parallelism, draft.adaptation
+    rule = f"{_ran_out_at_one(tried.skipped_strategies)}, and none is left"
+    ways = ["use devices or nodes with more memory, or a smaller preparation.maxLength or model"]
     if free := _set_free(asked):
-        way_out = f"{free}; or {way_out}"
+        ways.insert(0, free)
+    if tried.checkpoint_form is not None:
+        rule += f" that goes on from the checkpoints of {tried.checkpoint_form}"
+        anew = best_fit(replace(draft, adaptation=replace(tried, checkpoint_form=None)))
+        if anew is not None:
+            label = anew[1].strategy.label
+            ways.insert(0, f"create a new job with checkpoints.resume never, and parallelism for {label}")
     shown = asked_strategy(asked) or "auto"
-    return draft.refusing(("parallelism", "strategy"), shown, f"{_ran_out_at_one(tried)}, and none is left", way_out)
+    return draft.refusing(("parallelism", "strategy"), shown, rule, "; or ".join(ways))
 
 
 def _refuse(draft: Draft) -> Draft:
-    """The problem of a job that fits on no rung: the arithmetic of its most frugal form, and what would help."""
+    """The problem of a job that fits on no rung: the arithmetic of its most frugal form, why its model is not split,
+    and what would help.
+    """
     best = _most_frugal(draft)
-    world, hardware = decided(draft.world), draft.hardware
-    big = sorted(best.memory.terms, key=lambda term: term.bytes, reverse=True)[:4]
-    arithmetic = " + ".join(f"{term.name} {human_bytes(term.bytes)}" for term in big)
-    unit = "GPU" if world.device == "cuda" else "process"
-    rule = (
-        f"{best.strategy.label} with micro-batch {best.micro_batch} needs "
-        f"{human_bytes(best.memory.total_bytes)} a {unit} ({arithmetic} + the rest), and there are "
-        f"{human_bytes(best.memory.capacity_bytes)}"
-    )
-    if best.memory.total_bytes <= best.memory.capacity_bytes:
-        rule = (
-            f"{best.strategy.label} needs {human_bytes(best.memory.host_bytes)} of host memory a node, "
-            f"and there are {human_bytes(hardware.memory_bytes)}"
-        )
-    asked = draft.spec.parallelism
+    asked, world = draft.spec.parallelism, decided(draft.world)
+    rule = _lacking(draft, best, with_terms=True)
     path = ("parallelism", "strategy") if asked_strategy(asked) else ("resources",)
+    if asked_strategy(asked) is None and asked.model_ranks == 1:
+        rule += "".join(f"; {why}" for why in _why_whole(draft))
     value = asked_strategy(asked) or f"{world.size} x {human_bytes(best.memory.capacity_bytes)}"
-    return draft.refusing(path, value, rule, _smallest_change(draft, best))
+    ways = tuple(_ways_out(draft)) or (*_greater_ways_out(draft), _more(draft, best))
+    return draft.refusing(path, value, rule, "; or ".join(ways))
+
+
+def _lacking(draft: Draft, fit: Fit, with_terms: bool = False) -> str:
+    """What a form that does not fit needs, and what there is; its largest terms where they are asked for."""
+    needed = fit.memory
+    if needed.total_bytes <= needed.capacity_bytes:
+        return (
+            f"{fit.strategy.label} needs {human_bytes(needed.host_bytes)} of host memory a node, "
+            f"and there are {human_bytes(draft.hardware.memory_bytes)}"
+        )
+    big = sorted(needed.terms, key=lambda term: term.bytes, reverse=True)[:4]
+    terms = f" ({' + '.join(f'{term.name} {human_bytes(term.bytes)}' for term in big)} + the rest)"
+    return (
+        f"{fit.strategy.label} with micro-batch {fit.micro_batch} needs {human_bytes(needed.total_bytes)} a "
+        f"{_unit(draft)}{terms if with_terms else ''}, and there are {human_bytes(needed.capacity_bytes)}"
+    )
+
+
+def _why_whole(draft: Draft) -> Iterator[str]:
+    """Why neither layers are split nor the model is cut: what forbids it, or what the most frugal degrees need."""
+    tried = tuple(spreads(draft))
+    for name, drafts in (
+        ("tensor", [each for each in tried if each.spec.parallelism.pipeline.degree == 1]),
+        ("pipeline", [each for each in tried if each.spec.parallelism.pipeline.degree > 1]),
+    ):
+        best = [_most_frugal(each) for each in drafts if not each.problems and rungs(each, each.spec.parallelism)]
+        if best:
+            yield _lacking(draft, min(best, key=lambda fit: fit.memory.total_bytes))
+        elif drafts:
+            whys = dict.fromkeys(why for each in drafts for why in obstacles(each.problems))
+            yield f"parallelism.{name} is not chosen: {', and '.join(whys)}"
+        elif tried:
+            yield f"parallelism.{name} is not chosen: layers are split inside of a node, which has one process"
 
 
 def _most_frugal(draft: Draft) -> Fit:
@@ -446,24 +518,74 @@ def _most_frugal(draft: Draft) -> Fit:
     return min(on_host or tried, key=lambda fit: fit.memory.total_bytes)
 
 
-def _smallest_change(draft: Draft, best: Fit) -> str:
-    asked, training, world = draft.spec.parallelism, draft.training, decided(draft.world)
+def _takes(draft: Draft, fit: Fit) -> str:
+    """`61.2 GiB of 79.6 GiB a GPU`."""
+    needed = fit.memory
+    return f"{human_bytes(needed.total_bytes)} of {human_bytes(needed.capacity_bytes)} a {_unit(draft)}"
+
+
+def _ways_out(draft: Draft) -> Iterator[str]:
+    """Changes of how the same training is done, each of which has been computed to fit, the smallest first."""
+    asked, training, seen = draft.spec.parallelism, draft.training, set[str]()
     if training.micro_batch_size != "auto":
-        smaller = tuple(
-            size
-            for size in divisors(training.global_batch_size // draft.data_ranks)
-            if size < training.micro_batch_size
-        )
-        found = first_fit(draft, asked, smaller)
+        share = training.global_batch_size // draft.data_ranks
+        found = first_fit(draft, asked, tuple(size for size in divisors(share) if size < training.micro_batch_size))
         if found is not None:
-            return f"set training.microBatchSize to {found.micro_batch} or to auto; the global batch stays"
+            takes = f"{_takes(draft, found)}; the global batch stays"
+            yield f"set training.microBatchSize to {found.micro_batch} or to auto ({takes})"
     relaxed = asked.model_copy(update={"activation_checkpointing": "auto"})
-    if first_fit(draft, relaxed, micro_batches(draft)) is not None:
-        return "set parallelism.activationCheckpointing to full or auto"
+    if (found := first_fit(draft, relaxed, micro_batches(draft))) is not None:
+        seen.add(found.strategy.label)
+        yield f"set parallelism.activationCheckpointing to full or auto ({_takes(draft, found)})"
     free = ParallelismSpec(tensor=asked.tensor, pipeline=asked.pipeline, placement=asked.placement)
-    found = first_fit(draft, free, micro_batches(draft))
+    if asked != free and (chosen := best_fit(with_parallelism(draft, free))) is not None:
+        label = chosen[1].strategy.label
+        if label not in seen:
+            yield f"{_set_free(asked)}, and the plan takes {label} ({_takes(draft, chosen[1])})"
+        seen.add(label)
+    if asked.model_ranks > 1 and (chosen := best_fit(with_parallelism(draft, ParallelismSpec()))) is not None:
+        label = chosen[1].strategy.label
+        yield f"leave parallelism out, and the plan takes {label} ({_takes(draft, chosen[1])})"
+    for changed, found in _fitting(spreads(draft)):
+        degrees = changed.spec.parallelism
+        if degrees.model_ranks > asked.model_ranks and found.strategy.label not in seen:
+            stages = f" and parallelism.pipeline.degree to {degrees.pipeline.degree}"
+            yield (
+                f"set parallelism.tensor to {degrees.tensor}{stages if degrees.pipeline.degree > 1 else ''} "
+                f"({_takes(draft, found)})"
+            )
+            break
+
+
+def _greater_ways_out(draft: Draft) -> Iterator[str]:
+    """Changes that ask for more of the nodes or train less of the model, each computed to fit."""
+    asked, adapter = draft.spec.parallelism, draft.spec.model.adapter
+    for devices in ({"optimizer": "nvme"}, {"optimizer": "nvme", "parameters": "nvme"}):
+        moved = ParallelismSpec.model_validate({"strategy": "deepspeed", "offload": devices})
+        changed = check_parallelism(with_parallelism(draft, moved))
+        if decided(draft.world).device == "cuda" and (chosen := next(_fitting((changed,)), None)) is not None:
+            disk = human_bytes(chosen[1].memory.disk_bytes)
+            what = " and ".join(f"parallelism.offload.{name} to nvme" for name in devices)
+            yield (
+                f"set parallelism.strategy to deepspeed and {what} ({_takes(draft, chosen[1])}, and {disk} of "
+                "disk a node)"
+            )
+            break
+    if adapter.method != "none" or not draft.model_known or not draft.model.linear_layers:
+        return
+    lora = draft.spec.model.model_copy(update={"adapter": adapter.model_copy(update={"method": "lora"})})
+    changed = choose_adapter(with_spec(draft, draft.spec.model_copy(update={"model": lora})))
+    found = None if changed.problems else first_fit(changed, asked, micro_batches(changed))
     if found is not None:
-        return f"{_set_free(asked)}, and the plan takes {found.strategy.label}"
+        yield (
+            f"set model.adapter.method to lora, which trains a small part of the weights "
+            f"({found.strategy.label}, {_takes(draft, found)})"
+        )
+
+
+def _more(draft: Draft, best: Fit) -> str:
+    """More or larger nodes, or less to train."""
+    world = decided(draft.world)
     bigger = f"devices of at least {human_bytes(best.memory.total_bytes)}"
     if best.memory.total_bytes <= best.memory.capacity_bytes:
         bigger = f"nodes with at least {human_bytes(best.memory.host_bytes)} of memory"

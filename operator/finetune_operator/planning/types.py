@@ -44,6 +44,10 @@ class Adaptation:
     """Largest micro-batch to try."""
     skipped_strategies: tuple[str, ...] = ()
     """Labels of strategies (`Strategy.label`) that ran out of memory with one row at a time."""
+    checkpoint_form: str | None = None
+    """What has written checkpoints (`Strategy.checkpoint_form`), so that only strategies are left that go on from them;
+    None: there are none yet.
+    """
 
 
 class MemoryTerm(Message):

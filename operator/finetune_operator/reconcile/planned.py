@@ -7,11 +7,13 @@ launcher stays what it was when the job started, whatever is installed later.
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import TypeVar
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from finetune_contract.facts import DataFacts, ModelFacts
+from finetune_contract.job import CheckpointSchedule
 from finetune_contract.report import MeasuredFacts
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.types import AdaptationStatus, EstimateStatus, LauncherName, MeasuredStatus, PlanStatus
@@ -21,6 +23,7 @@ from finetune_operator.planning.placement import LAUNCHER_ORDER
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Adaptation, Facts, JobPlan, PlanRefused
 from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.times import seconds_since
 from finetune_operator.rendering.contract import fingerprint, stage_files
 from finetune_operator.rendering.types import Attempt, Owner, RenderContext
 
@@ -73,7 +76,9 @@ def _read(model: type[Model], value: dict[str, JsonValue] | None) -> Model | Non
 
 def _adaptation(course: Course) -> Adaptation:
     told = course.status.adaptation
-    return Adaptation() if told is None else Adaptation(told.micro_batch_limit, told.skipped_strategies)
+    if told is None:
+        return Adaptation()
+    return Adaptation(told.micro_batch_limit, told.skipped_strategies, told.checkpoint_form)
 
 
 def measured_status(measured: MeasuredFacts) -> MeasuredStatus:
@@ -138,17 +143,27 @@ class NothingLeftToAdapt(Exception):  # noqa: N818 - an answer, not a defect
     """Why no plan needs less memory."""
 
 
+def _has_saved(course: Course, schedule: CheckpointSchedule) -> bool:
+    """Whether the attempt that ran last has come so far that there is a checkpoint to go on from."""
+    progress, stage = course.status.progress, course.current
+    if not schedule.resume or progress is None or not progress.step or stage is None:
+        return False
+    if schedule.every_minutes is None:
+        return progress.step >= schedule.every_steps
+    return seconds_since(stage.start_time, course.now) >= 60 * schedule.every_minutes
+
+
 def adapt(course: Course, attempt: int) -> tuple[Course, str]:
     """The course with a plan that needs less memory, and the sentence why; raises NothingLeftToAdapt."""
     before = plan_now(course)
     was = _adaptation(course)
     if before.trainer.training is None:
         raise NothingLeftToAdapt("nothing is trained, so there is no micro-batch to halve")
+    if was.checkpoint_form is None and _has_saved(course, before.trainer.training.checkpoints):
+        was = replace(was, checkpoint_form=before.trainer.training.strategy.checkpoint_form)
     step = next_adaptation(before, was)
     told = course.status.adaptation or AdaptationStatus()
-    changed = told.model_copy(
-        update={"micro_batch_limit": step.micro_batch_limit, "skipped_strategies": step.skipped_strategies}
-    )
+    changed = told.model_copy(update=asdict(step))
     tried = course.with_status(adaptation=changed)
     try:
         after = plan_now(tried)

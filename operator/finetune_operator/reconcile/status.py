@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from finetune_contract.choices import Stage
-from finetune_operator.api.types import Condition, ConditionType, FineTuneJobStatus, Phase, StageStatus
+from finetune_operator.api.types import (
+    Condition,
+    ConditionType,
+    FineTuneJobStatus,
+    Phase,
+    ProgressStatus,
+    StageStatus,
+)
 from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.planned import problems_text
 from finetune_operator.reconcile.spot import words
@@ -53,9 +60,18 @@ def complete(course: Course) -> FineTuneJobStatus:
             "observed_generation": course.job.generation,
             "phase": phase(course),
             "stage": _stage(course),
+            "progress": _known_progress(course),
             "conditions": conditions,
         }
     )
+
+
+def _known_progress(course: Course) -> ProgressStatus | None:
+    """What was told last; of a job that has failed no time is left to be told of."""
+    told = course.status.progress
+    if told is None or course.end != "Failed":
+        return told
+    return told.model_copy(update={"remaining_seconds": None})
 
 
 def _condition(course: Course, kind: ConditionType, word: Word, before: Condition | None) -> Condition:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from contextlib import aclosing
 
 from finetune_operator.rendering.types import JOB_LABEL
 from finetune_operator.shell.discovery import Discovery
@@ -62,10 +63,9 @@ class _Follower:
             try:
                 if self._version is None:
                     self._version = await read_all(self._state, self._resource, self._namespace)
-                async for event in self._state.kube.watch(
-                    self._resource, self._version, self._namespace, labels=JOB_LABEL
-                ):
-                    self._take(event)
+                await self._watch(self._version)
+            except TimeoutError:
+                log.debug("following %s is begun again: the API server was away", self._resource.plural)
             except GoneError:
                 # The server has forgotten what happened since: after a restart, or a long silence.
                 self._version = None
@@ -74,6 +74,13 @@ class _Follower:
             except ApiError as error:
                 log.debug("following %s is begun again: %s", self._resource.plural, error)
             await asyncio.sleep(AGAIN_SECONDS * (0.5 + random.random()))
+
+    async def _watch(self, version: int) -> None:
+        """Until the watch ends. TimeoutError after an outage of the API server."""
+        events = self._state.kube.watch(self._resource, version, self._namespace, labels=JOB_LABEL)
+        async with self._state.kube.outage.until_end(), aclosing(events):
+            async for event in events:
+                self._take(event)
 
     def _take(self, event: WatchEvent) -> None:
         self._version = event.version

@@ -39,7 +39,7 @@ import os
 import random
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -220,6 +220,12 @@ class UnavailableError(ApiError):
     """5xx or no answer, after all retries."""
 
 
+class WebhookError(UnavailableError):
+    """500 because an admission webhook that must be asked does not answer: the API server is well, the webhook's
+    program (a training operator, a policy engine) is not.
+    """
+
+
 _ERRORS: Mapping[int, type[ApiError]] = {
     400: InvalidError,
     401: UnauthorizedError,
@@ -247,6 +253,8 @@ def error_of(what: str, code: int, body: bytes, retry_after: str | None = None) 
         kind = AlreadyExistsError
     if code == 403 and _is_caused_by(status, "NamespaceTerminating"):
         kind = NamespaceTerminatingError
+    if code == 500 and "failed calling webhook" in message:
+        kind = WebhookError
     return kind(what, code, reason, message or body[:200].decode("utf-8", "replace"), _seconds(retry_after))
 
 
@@ -281,6 +289,19 @@ class Outage:
 
     down: bool = False
     on_end: Callable[[], None] | None = None
+    _waiting: set[asyncio.Timeout] = field(default_factory=set)
+
+    @asynccontextmanager
+    async def until_end(self) -> AsyncIterator[None]:
+        """TimeoutError when an outage ends meanwhile: what was open then may hang on a server that is gone, which a
+        connection does not tell by itself.
+        """
+        async with asyncio.timeout(None) as limit:
+            self._waiting.add(limit)
+            try:
+                yield
+            finally:
+                self._waiting.discard(limit)
 
     def failed(self) -> None:
         """A request had no answer."""
@@ -293,6 +314,9 @@ class Outage:
         if self.down:
             self.down = False
             log.info("the API server answers again")
+            for limit in self._waiting:
+                if not limit.expired():
+                    limit.reschedule(asyncio.get_running_loop().time())
             if self.on_end is not None:
                 self.on_end()
 
@@ -375,7 +399,7 @@ class Kube:
 
     async def watch(
         self, resource: Resource, version: int, namespace: str | None = None, labels: str | None = None
-    ) -> AsyncIterator[WatchEvent]:
+    ) -> AsyncGenerator[WatchEvent, None]:
         """What happens to objects after `version`, until the server ends the watch, as it does every few minutes.
 
         GoneError when it has forgotten that version; UnavailableError when the connection breaks or is silent for

@@ -41,6 +41,7 @@ from finetune_operator.shell.kube import (
     ForbiddenError,
     InvalidError,
     NotFoundError,
+    WebhookError,
     resource_of,
 )
 from finetune_operator.shell.queue import JobKey
@@ -279,7 +280,7 @@ class Reconciler:
                 raise ConflictError(
                     f"{ref.kind} {ref.name}", 409, "Conflict", "it was made of an earlier spec"
                 ) from error
-        except (InvalidError, ForbiddenError, NotFoundError) as error:
+        except (InvalidError, ForbiddenError, NotFoundError, WebhookError) as error:
             # Not when the namespace is being deleted: the job goes with it, and its status has nothing to tell.
             self._discovery.outdated()
             return Refusal(ref, error.code, error.message)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from examples import FITTED_LOCALLY, IN_CLUSTER, example_document
 
 from box_support.box import GIT_HOST, Box
 from box_support.git_pod import TEMPLATE as TRUSTING_THE_GIT_HOST
@@ -23,6 +22,7 @@ from box_support.git_pod import git_pod
 from box_support.hub import Hub
 from box_support.team import INPUTS, Team, stage_of
 from cluster_support.access import Object
+from examples import FITTED_LOCALLY, IN_CLUSTER, example_document
 from script_support.programs import documented
 
 AT_ONCE = 4

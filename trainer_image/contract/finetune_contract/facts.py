@@ -34,6 +34,8 @@ class ModelFacts(Message):
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
     attention_heads: int = Field(gt=0)
+    key_value_heads: int | None = Field(default=None, gt=0, exclude_if=lambda heads: heads is None)
+    """Heads of keys and values where several heads of queries share one; None: each has its own."""
     vocabulary_size: int = Field(gt=0)
     max_positions: int | None = None
     """Longest input in tokens; None when the model sets no limit."""

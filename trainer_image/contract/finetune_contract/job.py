@@ -29,6 +29,10 @@ from finetune_contract.choices import (
 )
 
 SCHEMA_VERSION: Literal[1] = 1
+WHOLE_CHECKPOINTS: tuple[StrategyName, ...] = ("single", "ddp", "fsdp")
+"""Strategies whose checkpoints hold the whole state by parameter name, tensor and pipeline parallelism among them: each
+goes on from those of the others. DeepSpeed reads its own shards only.
+"""
 
 
 class ModelSource(Order):
@@ -146,6 +150,10 @@ class Strategy(Order):
     def checkpoint_form(self) -> str:
         """What a checkpoint was written by; DeepSpeed reads state in files from its own files only."""
         return self.sharding + ("-nvme" if self.offload_optimizer == "nvme" else "")
+
+    def goes_on_from(self, form: str) -> bool:
+        """Whether it reads checkpoints of `checkpoint_form` `form` that as many processes have written."""
+        return form == self.checkpoint_form or {form, self.checkpoint_form} <= set(WHOLE_CHECKPOINTS)
 
     @property
     def label(self) -> str:

@@ -13,6 +13,11 @@ AVERAGED_ELEMENTS = 25_000_000
 gradients.
 """
 
+PIPELINE_FAMILIES = ("bert", "gemma", "gpt2", "llama", "mistral", "qwen2", "roberta", "xlm-roberta")
+"""Values of a config's `model_type` that are known to be cut into stages, whatever the task's head: `auto` takes a
+pipeline for these alone. Others are looked at when they are to be cut.
+"""
+
 
 @cache
 def tensor_families() -> tuple[str, ...]:

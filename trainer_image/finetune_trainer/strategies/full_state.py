@@ -9,12 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune_contract.job import WHOLE_CHECKPOINTS
+from finetune_trainer.distributed import barrier
 from finetune_trainer.strategies.base import Placed
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-STRATEGIES = ("single", "ddp", "fsdp")
 WEIGHTS = "weights.pt"
 OPTIMIZER = "optimizer.pt"
 
@@ -66,11 +67,12 @@ class FullState:
         if _is_main():
             weights = torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True)
             optimizer = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+        barrier()
         set_model_state_dict(placed.wrapped, weights, options=_options(placed, loading=True))
         set_optimizer_state_dict(placed.wrapped, placed.optimizer, optimizer, options=_options(placed, loading=True))
 
     def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:
         """Any number of processes and any of the three strategies."""
-        if manifest_strategy in STRATEGIES:
+        if manifest_strategy in WHOLE_CHECKPOINTS:
             return None
         return f"it was written by strategy {manifest_strategy}, which keeps its state in shards of its own"

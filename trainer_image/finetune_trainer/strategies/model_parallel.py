@@ -19,6 +19,7 @@ from finetune_contract.job import Training
 from finetune_contract.layout import FailureClass
 from finetune_contract.plans import AVERAGED_ELEMENTS
 from finetune_contract.report import TimePart
+from finetune_trainer.distributed import barrier
 from finetune_trainer.failures import StageError
 from finetune_trainer.strategies.base import Placed, expect, tied_names, type_name
 from finetune_trainer.strategies.full_state import OPTIMIZER, WEIGHTS, FullState
@@ -306,6 +307,7 @@ class ModelParallel(FullState):
         if distributed.get_rank() == 0:
             weights = torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True)
             optimizer = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+        barrier()
         held = placed.model.state_dict()
         with torch.no_grad():
             for name, value in self._spread(weights):

@@ -79,6 +79,7 @@ class RunSaver:
             except StageError as error:
                 found[1] = error.message, error.reason, error.hint
         if torch.distributed.is_initialized():
+            barrier()  # rank 0 hashes what it finds
             torch.distributed.broadcast_object_list(found, src=0)
         if found[1] is not None:
             message, reason, hint = found[1]

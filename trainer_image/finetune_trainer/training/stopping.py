@@ -13,7 +13,7 @@ import torch
 from finetune_contract.job import EarlyStopping
 from finetune_contract.layout import FailureClass
 from finetune_trainer.checkpoints import storage_errors_named
-from finetune_trainer.distributed import ProcessWorld
+from finetune_trainer.distributed import ProcessWorld, barrier
 from finetune_trainer.failures import StageError
 from finetune_trainer.tasks.base import LOWER_IS_BETTER
 
@@ -82,6 +82,7 @@ class EarlyStopper:
         state = loop.parts.strategy.model_state(loop.placed)
         if self._world.is_main:
             self._write(state)
+        barrier()
         return False
 
     @property

@@ -1,0 +1,71 @@
+"""Degrees of tensor and pipeline parallelism that a job leaves open: the same job with the degrees written out, kept to
+every rule that such a job has to keep. So what is chosen here is what its user could have written.
+
+No degree is tried that is not known to work: the model's family has to have a plan, and to be known to be cut. Which of
+the degrees fit the memory is for others to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from finetune_contract.plans import PIPELINE_FAMILIES
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.rules import RULES
+from finetune_operator.api.types import FineTuneJobSpec, ParallelismSpec
+from finetune_operator.planning.batch import check_batch, divisors
+from finetune_operator.planning.draft import Draft, decided
+from finetune_operator.planning.model_parallel import check_model_parallel
+
+
+def with_spec(draft: Draft, spec: FineTuneJobSpec) -> Draft:
+    """The draft of a job with another spec, and as problems the rules that the spec breaks and its own does not."""
+    changed = replace(draft, job=draft.job.model_copy(update={"spec": spec}))
+    for rule in RULES:
+        if rule.holds(draft.spec) and not rule.holds(spec):
+            changed = changed.refusing(tuple(rule.path.split(".")), None, rule.text, rule.way_out)
+    return changed
+
+
+def with_parallelism(draft: Draft, parallelism: ParallelismSpec) -> Draft:
+    """`with_spec` of a job that differs in this alone."""
+    return with_spec(draft, draft.spec.model_copy(update={"parallelism": parallelism}))
+
+
+def with_degrees(draft: Draft, tensor: int, pipeline: int) -> Draft:
+    """The draft of the same job with these degrees, and the problems that it then has."""
+    asked, model = draft.spec.parallelism, draft.model
+    stages = asked.pipeline.model_copy(update={"degree": pipeline})
+    changed = with_parallelism(draft, asked.model_copy(update={"tensor": tensor, "pipeline": stages}))
+    if not draft.model_known:
+        rule, way_out = "nobody has read the model yet, and not every family can be split", "set the degree yourself"
+        changed = changed.refusing(("parallelism",), None, rule, way_out)
+    elif pipeline > 1 and model.model_type not in PIPELINE_FAMILIES:
+        rule = f"models of type {model.model_type} are not known to be cut into stages"
+        way_out = "set the degree yourself, and the trainer looks at the model"
+        changed = changed.refusing(("parallelism", "pipeline", "degree"), pipeline, rule, way_out)
+    return check_batch(check_model_parallel(changed))
+
+
+def degrees(nodes: int, processes_per_node: int) -> Iterator[tuple[int, int]]:
+    """Tensor- and pipeline-parallel degrees that so many processes allow, the smallest first: layers split inside of a
+    node, then the model cut into stages as well. Of as many processes a replica those with fewer stages are first, as
+    they wait less.
+    """
+    inside = tuple(reversed(divisors(processes_per_node)))
+    yield from ((tensor, 1) for tensor in inside[1:])
+    cut = [(tensor, stages) for tensor in inside for stages in divisors(nodes * processes_per_node // tensor)[:-1]]
+    yield from sorted(cut, key=lambda each: (each[0] * each[1], each[1]))
+
+
+def spreads(draft: Draft) -> Iterator[Draft]:
+    """The drafts of all degrees that the processes allow, in their order."""
+    world = decided(draft.world)
+    for tensor, stages in degrees(world.nodes, world.processes_per_node):
+        yield with_degrees(draft, tensor, stages)
+
+
+def obstacles(problems: tuple[Problem, ...]) -> tuple[str, ...]:
+    """Why a job may not have its degrees: of each rule what it says first, without the lists that follow."""
+    return tuple(dict.fromkeys(problem.rule.partition(";")[0] for problem in problems))

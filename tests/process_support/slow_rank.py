@@ -1,0 +1,43 @@
+"""A train stage in which rank 0 takes longer over what it does alone than a collective operation waits."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+TIMEOUT_SECONDS = 3
+SLOW_SECONDS = 6
+
+
+def train(arguments: list[str]) -> None:
+    """Runs the stage; ends the process with its exit code."""
+    import torch
+
+    from finetune_trainer import distributed
+    from finetune_trainer.__main__ import run
+    from finetune_trainer.checkpoints import CheckpointStore
+
+    distributed.COLLECTIVE_TIMEOUT = timedelta(seconds=TIMEOUT_SECONDS)
+    if os.environ["RANK"] == "0":
+        for owner, name in ((CheckpointStore, "newest"), (CheckpointStore, "commit"), (torch, "load")):
+            setattr(owner, name, _slowly(name, getattr(owner, name)))
+    sys.stdout.flush()
+    os._exit(run(arguments))
+
+
+def _slowly(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    """`work`, which takes long the first time."""
+    calls = []
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        if not calls:
+            print(f"rank 0 alone: {name}", flush=True)
+            time.sleep(SLOW_SECONDS)
+        calls.append(name)
+        return work(*args, **kwargs)
+
+    return slow

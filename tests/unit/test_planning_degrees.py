@@ -1,0 +1,385 @@
+"""Degrees of tensor and pipeline parallelism that `auto` chooses, and those that a refusal names as a way out."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
+from finetune_contract.job import Strategy
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.validation import validate_job
+from finetune_operator.planning.architectures import model_facts
+from finetune_operator.planning.degrees import degrees
+from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.types import Adaptation, Facts, JobPlan, PlanRefused
+from planning_support.cases import encoder, job
+
+ROWS = DataFacts(
+    fingerprint="f", splits={"train": SplitFacts(rows=100_000, tokens=25_000_000, longest=512)}, max_length=512
+)
+EIGHT_V100 = "gpu=V100,memory=32Gi,gpus=8,cpu=64,hostMemory=192Gi"
+"""GPUs without bf16, and too little host memory for the optimizer's state of what they can train."""
+
+
+def gpt(h: int, layers: int, heads: int) -> ModelFacts:
+    return model_facts({"model_type": "gpt2", "n_embd": h, "n_layer": layers, "n_head": heads}, "text-generation")
+
+
+def llama(h: int, layers: int, heads: int, shared: int, inner: int = 0) -> ModelFacts:
+    shape = {"hidden_size": h, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": 32000}
+    shape |= {"num_key_value_heads": shared, "intermediate_size": inner or 4 * h}
+    return model_facts({"model_type": "llama", **shape}, "text-generation")
+
+
+THIRTEEN_BILLION = gpt(5120, 40, 40)
+FIFTY_BILLION = gpt(8192, 60, 64)
+
+
+def planned(
+    shape: ModelFacts | None,
+    hardware: str = EIGHT_V100,
+    adaptation: Adaptation = Adaptation(),  # noqa: B008 - frozen
+    **spec: Any,
+) -> JobPlan:
+    whole = {"task": "text-generation", "training": {"globalBatchSize": 64}, "resources": {"gpusPerNode": 8}, **spec}
+    facts = Facts(model=shape, hardware=parse_hardware(hardware), data=ROWS)
+    return plan(job(whole), facts, CLUSTER_SETTINGS, adaptation)
+
+
+def refusal(shape: ModelFacts | None, hardware: str = EIGHT_V100, **spec: Any) -> Problem:
+    with pytest.raises(PlanRefused) as caught:
+        planned(shape, hardware, **spec)
+    (problem,) = caught.value.problems
+    return problem
+
+
+def strategy(made: JobPlan) -> Strategy:
+    assert made.trainer.training is not None
+    return made.trainer.training.strategy
+
+
+def sentence(made: JobPlan) -> str:
+    return next(reason for reason in made.reasons if reason.startswith("strategy "))
+
+
+# ------------------------------------------------------------------------------------------------------------- chosen
+
+
+def test_layers_are_split_inside_a_node_where_nothing_else_fits():
+    made = planned(THIRTEEN_BILLION)
+    assert made.strategy == "ddp+tensor8"
+    assert sentence(made) == (
+        "strategy ddp+tensor8: the smallest degrees that fit (30.9 GiB of 32.0 GiB); with whole layers on each GPU "
+        "nothing does: deepspeed-zero3+activation-checkpointing with micro-batch 1 needs 42.3 GiB a GPU, and there are "
+        "32.0 GiB"
+    )
+    assert any("1 replica of the model, each over 8 processes on one node" in reason for reason in made.reasons)
+
+
+def test_a_model_that_no_node_holds_is_cut_into_stages_over_several():
+    spec = {"resources": {"gpusPerNode": 8, "nodes": 2}, "training": {"globalBatchSize": 64, "optimizer": "sgd"}}
+    made = planned(FIFTY_BILLION, EIGHT_V100.replace("192", "512"), **spec)
+    assert made.strategy == "ddp+tensor8+pipeline2-1f1b+activation-checkpointing"
+    assert any("1 replica of the model, each over 16 processes over several nodes" in each for each in made.reasons)
+    assert any(each.startswith("pipeline 1f1b: ") for each in made.reasons)
+
+
+def test_what_leaves_layers_whole_comes_first():
+    made = planned(THIRTEEN_BILLION, EIGHT_V100.replace("192", "256"))
+    assert made.strategy == "deepspeed-zero3+optimizer-offload"
+
+
+def test_the_smallest_degrees_are_tried_first_and_layers_stay_inside_of_a_node():
+    assert tuple(degrees(nodes=2, processes_per_node=4)) == (
+        *((2, 1), (4, 1)),
+        *((1, 2), (2, 2), (1, 4), (4, 2), (2, 4), (1, 8)),
+    )
+    assert tuple(degrees(nodes=1, processes_per_node=1)) == ()
+
+
+def test_the_degree_divides_the_heads_that_keys_and_values_have():
+    shared = llama(5120, 40, 40, 4)
+    made = planned(shared, EIGHT_V100.replace("32Gi", "48Gi"))
+    assert made.strategy == "ddp+tensor4+pipeline2-1f1b"
+    problem = refusal(shared, parallelism={"tensor": 8})
+    assert (problem.path, problem.rule) == (
+        "spec.parallelism.tensor",
+        "it has to divide the model's 4 key-value heads",
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ refused
+
+FAMILIES = "there is no tensor-parallel plan for models of type"
+REFUSED: dict[str, tuple[ModelFacts | None, dict[str, Any], tuple[str, ...]]] = {
+    "a family without a plan, which is cut but has too few GPUs": (
+        encoder(8192, 40),
+        {"task": "text-classification"},
+        (f"parallelism.tensor is not chosen: {FAMILIES} bert", "ddp+pipeline8-1f1b"),
+    ),
+    "a family that is neither split nor known to be cut": (
+        model_facts({"model_type": "deberta-v2", "hidden_size": 6144, "num_hidden_layers": 48, "vocab_size": 128100,
+                     "num_attention_heads": 96, "intermediate_size": 24576}),
+        {"task": "text-classification"},
+        (f"parallelism.tensor is not chosen: {FAMILIES} deberta-v2",
+         "parallelism.pipeline is not chosen: models of type deberta-v2 are not known to be cut into stages"),
+    ),
+    "adapters": (
+        gpt(12288, 96, 96),
+        {"model": {"uri": "hf://org/model", "adapter": {"method": "lora"}}},
+        ("parallelism.tensor is not chosen: does not go together with spec.parallelism.tensor or pipeline.degree",
+         "parallelism.pipeline is not chosen: does not go together with spec.parallelism.tensor or pipeline.degree"),
+    ),
+    "fp16": (
+        FIFTY_BILLION,
+        {"training": {"globalBatchSize": 64, "precision": "fp16"}},
+        ("parallelism.tensor is not chosen: a model that is spread by parallelism.tensor or pipeline is computed in",),
+    ),
+    "an optimizer of whole matrices": (
+        FIFTY_BILLION,
+        {"training": {"globalBatchSize": 64, "optimizer": "adafactor"}},
+        ("parallelism.tensor is not chosen: only adamw and sgd, which look at each element by itself",),
+    ),
+    "a compiled model": (
+        FIFTY_BILLION,
+        {"training": {"globalBatchSize": 64, "arguments": {"torch_compile": True}}},
+        ("parallelism.tensor is not chosen: a model that is spread by parallelism.tensor or pipeline is not compiled",),
+    ),
+    "activations recomputed in part": (
+        FIFTY_BILLION,
+        {"parallelism": {"activationCheckpointing": "selective"}},
+        ("parallelism.tensor is not chosen: a model that is spread by parallelism.tensor or pipeline takes auto or",),
+    ),
+    "a model that nobody has read": (
+        None,
+        {"model": {"uri": "hf://org/gpt-175b"}},
+        ("parallelism.tensor is not chosen: nobody has read the model yet",),
+    ),
+    "heads that no degree divides, and no room for stages": (
+        gpt(25 * 320, 50, 25),
+        {},
+        ("parallelism.tensor is not chosen: it has to divide the model's 25 attention heads", "ddp+pipeline8-1f1b"),
+    ),
+    "one process a node": (
+        gpt(12288, 96, 96),
+        {"resources": {"gpusPerNode": 1, "nodes": 2}},
+        ("parallelism.tensor is not chosen: layers are split inside of a node, which has one process",
+         "ddp+pipeline2-1f1b"),
+    ),
+    "degrees that do not fit": (
+        gpt(12288, 96, 96),
+        {},
+        ("ddp+tensor8+activation-checkpointing with micro-batch 1 needs ", "ddp+tensor4+pipeline2-1f1b"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_fits_in_no_way_is_refused_with_why_it_is_not_split(case: str):
+    model, spec, whys = REFUSED[case]
+    problem = refusal(model, **spec)
+    assert problem.path == "spec.resources"
+    for why in whys:
+        assert why in problem.rule, problem.rule
+
+
+def test_a_single_process_is_not_told_of_splitting():
+    rule = refusal(FIFTY_BILLION, resources={"gpusPerNode": 1}).rule
+    assert "tensor" not in rule
+    assert "pipeline" not in rule
+
+
+def test_a_strategy_that_does_not_fit_is_refused_with_every_way_out_that_does():
+    problem = refusal(THIRTEEN_BILLION, EIGHT_V100.replace("192", "256"), parallelism={"strategy": "ddp"})
+    assert problem.path == "spec.parallelism.strategy"
+    assert problem.way_out == (
+        "set parallelism.strategy to auto, and the plan takes "
+        "deepspeed-zero3+optimizer-offload (23.4 GiB of 32.0 GiB a GPU); or "
+        "set parallelism.tensor to 8 (30.9 GiB of 32.0 GiB a GPU)"
+    )
+
+
+def test_degrees_that_do_not_fit_are_refused_with_those_that_do():
+    problem = refusal(THIRTEEN_BILLION, parallelism={"tensor": 4})
+    assert problem.way_out == (
+        "leave parallelism out, and the plan takes ddp+tensor8 (30.9 GiB of 32.0 GiB a GPU); or "
+        "set parallelism.tensor to 8 (30.9 GiB of 32.0 GiB a GPU)"
+    )
+
+
+def test_what_needs_other_nodes_or_trains_less_is_named_when_nothing_smaller_fits():
+    way_out = refusal(gpt(5120, 48, 40)).way_out
+    assert way_out.startswith("set parallelism.strategy to deepspeed and parallelism.offload.optimizer to nvme (")
+    assert (
+        "; or set model.adapter.method to lora, which trains a small part of the weights (deepspeed-zero3, " in way_out
+    )
+    assert "; or use 2 nodes (16 GPUs in all), or devices of at least " in way_out
+
+
+WAY = re.compile(r"set parallelism\.(\w+) to (\w+)(?: and parallelism\.pipeline\.degree to (\d+))? \(([^)]*)\)")
+
+
+@pytest.mark.parametrize(
+    ("model", "spec"),
+    [
+        pytest.param(THIRTEEN_BILLION, {"parallelism": {"strategy": "ddp"}}, id="ddp"),
+        pytest.param(THIRTEEN_BILLION, {"parallelism": {"tensor": 2}}, id="a degree"),
+        pytest.param(
+            FIFTY_BILLION,
+            {
+                "parallelism": {"tensor": 8},
+                "resources": {"gpusPerNode": 8, "nodes": 4},
+                "training": {"globalBatchSize": 64, "optimizer": "sgd"},
+            },
+            id="stages beside a degree",
+        ),
+    ],
+)
+def test_a_degree_that_is_named_as_a_way_out_fits_as_told(model: ModelFacts, spec: dict[str, Any]):
+    hardware = EIGHT_V100.replace("192", "512") if "resources" in spec else EIGHT_V100
+    found = [each for each in WAY.finditer(refusal(model, hardware, **spec).way_out) if each[1] == "tensor"]
+    assert len(found) == 1
+    asked = {**spec["parallelism"], "tensor": int(found[0][2]), "pipeline": {"degree": int(found[0][3] or 1)}}
+    made = planned(model, hardware, **{**spec, "parallelism": asked})
+    assert made.memory is not None
+    assert found[0][4] == f"{made.memory.total_bytes / 2**30:.1f} GiB of 32.0 GiB a GPU"
+
+
+# ----------------------------------------------------------------------------------------------- after memory ran out
+
+
+def adapted(*skipped: str, form: str | None = None) -> str:
+    spec = {"resources": {"gpusPerNode": 8}}
+    adaptation = Adaptation(None, skipped, form)
+    return planned(gpt(768, 12, 12), "gpu=H100,gpus=8,cpu=64,hostMemory=1Ti", adaptation, **spec).strategy
+
+
+@pytest.mark.parametrize(
+    ("skipped", "form", "following"),
+    [
+        pytest.param(("ddp",), None, "deepspeed-zero1", id="without a checkpoint the next rung"),
+        pytest.param(("ddp",), "ddp", "ddp+activation-checkpointing", id="ddp does not go on as ZeRO"),
+        pytest.param(
+            ("ddp", "ddp+activation-checkpointing"), "ddp", "ddp+tensor2", id="but with layers that are split"
+        ),
+        pytest.param(
+            ("ddp", "ddp+activation-checkpointing", "ddp+tensor2", "ddp+tensor2+activation-checkpointing"),
+            "ddp",
+            "ddp+tensor4",
+            id="and with more of them",
+        ),
+        pytest.param(
+            ("deepspeed-zero1",),
+            "deepspeed-zero1",
+            "deepspeed-zero1+activation-checkpointing",
+            id="a ZeRO stage goes on as itself",
+        ),
+        pytest.param(
+            ("deepspeed-zero1", "deepspeed-zero1+activation-checkpointing"),
+            "deepspeed-zero1",
+            "deepspeed-zero1+optimizer-offload",
+            id="and with its optimizer in host memory",
+        ),
+    ],
+)
+def test_after_a_checkpoint_only_what_goes_on_from_it_is_tried(skipped: tuple[str, ...], form: str, following: str):
+    assert adapted(*skipped, form=form) == following
+
+
+def test_when_nothing_is_left_that_goes_on_from_the_checkpoints_a_new_job_is_the_way_out():
+    stage = "deepspeed-zero1"
+    skipped = tuple(f"{stage}{tail}{end}" for tail in ("", "+activation-checkpointing") for end in ("", OFFLOAD))
+    with pytest.raises(PlanRefused) as caught:
+        adapted(*skipped, form=stage)
+    (problem,) = caught.value.problems
+    assert problem.rule.endswith(
+        "ran out of memory with one row at a time, and none is left that goes on from the checkpoints of "
+        "deepspeed-zero1"
+    )
+    assert problem.way_out.startswith("create a new job with checkpoints.resume never, and parallelism for ddp; or ")
+
+
+OFFLOAD = "+optimizer-offload"
+
+# ----------------------------------------------------------------------------------------------------------- properties
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[ModelFacts, str, dict[str, Any]]:
+    """Models, nodes and settings among which what fits and what does not are both common."""
+    heads = draw(st.sampled_from([12, 16, 25, 32, 40, 64]))
+    h, layers = heads * draw(st.sampled_from([64, 128])), draw(st.sampled_from([12, 24, 48, 80]))
+    kind = draw(st.sampled_from(["gpt2", "llama", "bert"]))
+    if kind == "llama":
+        shared = draw(st.sampled_from([each for each in (2, 4, 5, 8, heads) if heads % each == 0]))
+        model = llama(h, layers, heads, shared, draw(st.sampled_from([4 * h, 11008, 13824])))
+    else:
+        model = gpt(h, layers, heads) if kind == "gpt2" else encoder(h, layers)
+    gpus, nodes = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.sampled_from([1, 1, 2, 3, 4]))
+    device = draw(st.sampled_from(["V100,memory=16Gi", "V100,memory=32Gi", "T4", "A10G", "A100-40GB"]))
+    hardware = f"gpu={device},gpus={gpus},cpu=64,hostMemory={draw(st.sampled_from([96, 192, 384, 768]))}Gi"
+    training = {
+        "globalBatchSize": gpus * nodes * draw(st.sampled_from([1, 4, 6])),
+        "optimizer": draw(st.sampled_from(["adamw", "sgd", "sgd", "adafactor"])),
+        "precision": draw(st.sampled_from(["auto", "auto", "fp32"])),
+    }
+    parallelism = draw(st.sampled_from([{}, {}, {"activationCheckpointing": "none"}]))
+    task = "text-classification" if kind == "bert" else "text-generation"
+    spec = {"task": task, "training": training, "parallelism": parallelism}
+    return model, hardware, {**spec, "resources": {"gpusPerNode": gpus, "nodes": nodes}}
+
+
+def written_out(made: JobPlan, asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that ask for the degrees of a plan."""
+    chosen = strategy(made)
+    degree = 1 if chosen.pipeline is None else chosen.pipeline.degree
+    return {**asked, "tensor": chosen.tensor, "pipeline": {"degree": degree}}
+
+
+@seed(20261122)
+@settings(max_examples=600, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@given(jobs())
+def check(counts: Counter[str], case: tuple[ModelFacts, str, dict[str, Any]]) -> None:
+    model, hardware, spec = case
+    try:
+        made = planned(model, hardware, **spec)
+    except PlanRefused:
+        counts["refused"] += 1
+        return
+    chosen, memory = strategy(made), made.memory
+    assert memory is not None
+    assert memory.total_bytes <= memory.capacity_bytes
+    assert memory.host_bytes <= made.hardware.memory_bytes
+    world, batch = made.trainer.world, made.trainer.training.batch if made.trainer.training else None
+    assert world is not None
+    assert batch is not None
+    asked = spec["resources"]
+    assert (world.nodes, world.processes_per_node) == (asked["nodes"], asked["gpusPerNode"])
+    assert batch.global_batch_size == spec["training"]["globalBatchSize"]
+    assert batch.data_parallel * chosen.model_ranks == world.size
+    if chosen.model_ranks == 1:
+        counts["whole"] += 1
+        return
+    counts["tensor" if chosen.pipeline is None else "stages" if chosen.tensor == 1 else "both"] += 1
+    assert world.processes_per_node % chosen.tensor == 0
+    explicit = {**spec, "parallelism": written_out(made, spec["parallelism"])}
+    document = job(explicit).model_dump(mode="json", by_alias=True, exclude_unset=True)
+    assert validate_job(document)[1] == []
+    again = planned(model, hardware, **explicit)
+    assert (again.trainer, again.memory, again.strategy) == (made.trainer, memory, made.strategy)
+
+
+def test_degrees_that_are_chosen_are_those_that_could_be_written_and_fit() -> None:
+    counts: Counter[str] = Counter()
+    check(counts)
+    print(dict(counts))
+    assert all(counts[kind] >= 5 for kind in ("refused", "whole", "tensor", "stages", "both")), counts
