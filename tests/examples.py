@@ -21,6 +21,7 @@ FITTED_LOCALLY = (
     "gpt2-30b",
     "gpt2-30b-sharded",
     "mnli-pipeline",
+    "preferences",
     "squad-data-parallel",
     "summaries",
 )

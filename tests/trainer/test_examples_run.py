@@ -29,6 +29,11 @@ ROWS: dict[str, dict[str, Any]] = {
     "gpt2-30b": {"text": TEXT},
     "gpt2-30b-sharded": {"text": TEXT},
     "mnli-pipeline": {"premise": TEXT, "hypothesis": "the cat", "label": 0},
+    "preferences": {
+        "prompt": [{"role": "user", "content": "the cat"}],
+        "chosen": [{"role": "assistant", "content": "sees ."}],
+        "rejected": [{"role": "assistant", "content": "hears the dog ."}],
+    },
     "squad-data-parallel": {
         "question": "the cat",
         "context": TEXT,
@@ -43,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Any, tiny_family
     folder = tmp_path_factory.mktemp("models")
     encoder = tiny_bert(folder / "encoder", words=WORDS)
     return {
-        "chat-lora": write_decoder(folder / "decoder"),
+        **dict.fromkeys(("chat-lora", "preferences"), write_decoder(folder / "decoder")),
         "domain-words": encoder,
         **dict.fromkeys(("gpt2-175b", "gpt2-30b", "gpt2-30b-sharded"), write_decoder(folder / "gpt2", "gpt2")),
         "mnli-pipeline": tiny_family(folder / "roberta", "roberta"),

@@ -25,6 +25,7 @@ from trainer_support.tasks import (
     DATA,
     WITHOUT_DATA,
     predictions,
+    run_card,
     task_job,
     trained,
     training_of,
@@ -168,6 +169,7 @@ def test_what_fits_is_what_the_pipeline_says(model, data, paths, tmp_path) -> No
     assert [each["score"] for each in one["masks"][0]] == pytest.approx([each["score"] for each in wanted], rel=1e-4)
     assert none["masks"] == []
     assert len(many["masks"]) == 24
+    run_card(job, paths)
 
 
 def test_a_model_without_a_mask_token_is_refused(tmp_path, data, paths, tiny_bert) -> None:

@@ -1,9 +1,10 @@
 """A model that learns to write is spread like any other: rows that share sequences, a loss over tokens, and embeddings
-that are its head, too. Losses and weights are those of one process.
+that are its head, too; and a loss that compares it with what it was. Losses and weights are those of one process.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,54 +12,78 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from finetune_contract.choices import Stage
-from finetune_contract.job import Strategy
+from finetune_contract.choices import Stage, Task
+from finetune_contract.job import Preference, Strategy
 from trainer_support.tasks import WORDS, task_job, training_of, write_decoder, write_lines
 
-SPREAD: dict[str, tuple[str, dict[str, Any]]] = {
-    "ddp": ("llama", {"name": "ddp"}),
-    "fsdp, tied": ("qwen3", {"name": "fsdp"}),
+WRITING, PREFERRING = "text-generation", "preference-tuning"
+SPREAD: dict[str, tuple[Task, str, dict[str, Any]]] = {
+    "ddp": (WRITING, "llama", {"name": "ddp"}),
+    "fsdp, tied": (WRITING, "qwen3", {"name": "fsdp"}),
     # Few steps, so that what ZeRO-3 has asked for in advance is on its way when the weights are gathered.
-    "deepspeed-zero3": ("llama", {"name": "deepspeed", "zero_stage": 3}),
-    "tensor, tied": ("qwen3", {"name": "ddp", "tensor": 2}),
+    "deepspeed-zero3": (WRITING, "llama", {"name": "deepspeed", "zero_stage": 3}),
+    "tensor, tied": (WRITING, "qwen3", {"name": "ddp", "tensor": 2}),
     "tensor x pipeline, tied": (
+        WRITING,
         "gpt2",
         {"name": "ddp", "tensor": 2, "pipeline": {"degree": 2, "micro_batches": 4, "schedule": "1f1b"}},
     ),
-    "pipeline, tied": ("gpt2", {"name": "ddp", "pipeline": {"degree": 2, "micro_batches": 4, "schedule": "1f1b"}}),
+    "pipeline, tied": (
+        WRITING,
+        "gpt2",
+        {"name": "ddp", "pipeline": {"degree": 2, "micro_batches": 4, "schedule": "1f1b"}},
+    ),
+    "preferences by ddp": (PREFERRING, "llama", {"name": "ddp"}),
+    "preferences by fsdp, tied": (PREFERRING, "qwen3", {"name": "fsdp"}),
+    "preferences by fsdp grad-op": (PREFERRING, "llama", {"name": "fsdp", "fsdp_sharding": "grad-op"}),
+    "preferences by deepspeed-zero1": (PREFERRING, "llama", {"name": "deepspeed", "zero_stage": 1}),
+    "preferences by deepspeed-zero2": (PREFERRING, "llama", {"name": "deepspeed", "zero_stage": 2}),
+    "preferences by deepspeed-zero3, tied": (PREFERRING, "qwen3", {"name": "deepspeed", "zero_stage": 3}),
+    "preferences by tensor, tied": (PREFERRING, "qwen3", {"name": "ddp", "tensor": 2}),
+    "preferences by tensor of GPT-2": (PREFERRING, "gpt2", {"name": "ddp", "tensor": 2}),
+    "preferences recomputed": (PREFERRING, "llama", {"name": "ddp", "activation_checkpointing": "full"}),
 }
+
+
+def words(at: int, count: int) -> str:
+    return " ".join(WORDS[(at * 7 + each) % len(WORDS)] for each in range(count))
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """family -> its run in one process."""
-    made: dict[str, Any] = {}
+    """Task and family -> their run in one process."""
+    made: dict[tuple[Task, str], Any] = {}
     data = tmp_path_factory.mktemp("rows")
     for split, count in {"train": 96, "validation": 8}.items():
         rows = [
-            {"text": " ".join(WORDS[(at * 7 + each) % len(WORDS)] for each in range(3 + at % 17))}
+            {
+                "text": words(at, 3 + at % 17),
+                "prompt": words(at, 1 + at % 5),
+                "chosen": words(at + 3, 1 + at % 7),
+                "rejected": words(at + 5, 1 + at % 11),
+            }
             for at in range(count)
         ]
         write_lines(data / f"{split}.jsonl", rows)
 
-    def run(family: str, bench: Any) -> Any:
-        if family not in made:
+    def run(task: Task, family: str, bench: Any) -> Any:
+        if (task, family) not in made:
             job = task_job(
-                "text-generation",
+                task,
                 write_decoder(tmp_path_factory.mktemp("model") / family, family),
                 data,
-                ["text"],
+                ["text"] if task == WRITING else ["prompt", "chosen", "rejected"],
                 # Adam divides by the size of a gradient: one that is nothing but rounding would count as any other.
                 training={**training_of(steps=5, batch=8, micro=8), "arguments": {"adam_epsilon": 1e-5}},
-                preparation={"max_length": 64, "packing": True},
+                preparation={"max_length": 64, "packing": task == WRITING},
                 evaluation=None,
                 predict=None,
             )
             here = type(bench)(tmp_path_factory.mktemp("alone"), job)
             assert here.run(Stage.PREPARE).exit_code == 0
-            made[family] = here
+            made[task, family] = here
             here.train_here()
-        return made[family]
+        return made[task, family]
 
     return run
 
@@ -66,8 +91,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SPREAD)
 def test_losses_and_weights_are_those_of_one_process(case: str, alone: Any, bench: Any, tmp_path: Path):
-    family, settings = SPREAD[case]
-    one = alone(family, bench)
+    task, family, settings = SPREAD[case]
+    one = alone(task, family, bench)
     strategy = Strategy.model_validate(settings)
     here = one.at(tmp_path / "spread")
     processes, micro = max(2, strategy.model_ranks), 2
@@ -91,3 +116,38 @@ def test_losses_and_weights_are_those_of_one_process(case: str, alone: Any, benc
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5, msg=name)
     AutoModelForCausalLM.from_pretrained(here.paths.model)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_under_another_strategy_with_the_reference_that_it_began_with(
+    alone: Any, bench: Any, tmp_path: Path
+):
+    one = alone(PREFERRING, "llama", bench)
+    begun = one.at(tmp_path / "spread").spread("ddp", 2, micro=2)
+    begun = begun.with_training(checkpoints=one.job.training.checkpoints.model_copy(update={"every_steps": 3}))
+    ended = begun.run(processes=2)
+    assert ended.exit_code == 0, ended.output
+    (reference,) = begun.paths.checkpoints.glob("reference-*.npz")
+    written = reference.stat().st_mtime_ns
+    begun.paths.history.unlink()
+    went_on = begun.spread("fsdp", 2, micro=2)
+    ended = went_on.run(processes=2)
+    assert ended.exit_code == 0, ended.output
+    assert went_on.losses() == pytest.approx(one.losses()[3:], rel=1e-4)
+    assert reference.stat().st_mtime_ns == written
+    for name, weight in one.weights().items():
+        torch.testing.assert_close(went_on.weights()[name], weight, rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.slow
+def test_what_the_reference_says_is_not_rounded_to_the_precision_of_the_model(alone: Any, bench: Any, tmp_path: Path):
+    """Log-likelihoods of whole answers have a step of a quarter and more in bf16; the untrained model is the reference
+    to the rounding of its own forward pass.
+    """
+    one = alone(PREFERRING, "llama", bench).at(tmp_path / "spread")
+    here = one.spread("deepspeed", 2, micro=2, zero_stage=1).with_training(precision="bf16", max_steps=2)
+    here = type(one)(here.workspace, here.job.model_copy(update={"preference": Preference(beta=1.0)}))
+    ended = here.run(processes=2, deepspeed=here.deepspeed_config())
+    assert ended.exit_code == 0, ended.output
+    assert here.losses()[0] == pytest.approx(math.log(2), rel=2e-3)
+    assert here.losses()[1] != pytest.approx(math.log(2), rel=2e-3)

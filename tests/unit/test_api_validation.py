@@ -602,7 +602,7 @@ def test_what_is_missing_is_explained_by_what_can_be_written() -> None:
         (
             "spec.task",
             "write one of text-classification, token-classification, question-answering, text-generation, "
-            "summarization, translation, masked-lm",
+            "preference-tuning, summarization, translation, masked-lm",
         ),
         ("spec.model", "write it with uri below it"),
     ]

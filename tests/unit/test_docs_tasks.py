@@ -16,7 +16,7 @@ from finetune_trainer.tasks.label_forms import FORMS
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
 LINES = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]
 TABLE = {
-    name: [re.findall(r"[\w]+", cell) for cell in cells]
+    name: [re.findall(r"[\w/]+", cell) for cell in cells]
     for first, *cells in LINES
     if (name := first.strip("` ")) in get_args(Task) and len(cells) == 3
 }

@@ -49,13 +49,14 @@ TASKS = {
     "question-answering": "AutoModelForQuestionAnswering",
     "masked-lm": "AutoModelForMaskedLM",
     "text-generation": "AutoModelForCausalLM",
+    "preference-tuning": "AutoModelForCausalLM",
     "summarization": "AutoModelForSeq2SeqLM",
 }
 SUPPORTED = {
     **dict.fromkeys(CONFIGS, ("text-classification", "token-classification", "question-answering", "masked-lm")),
     **dict.fromkeys(
         ("gpt2", "llama", "mistral", "qwen2"),
-        ("text-classification", "token-classification", "question-answering", "text-generation"),
+        ("text-classification", "token-classification", "question-answering", "text-generation", "preference-tuning"),
     ),
     "t5": ("text-classification", "question-answering", "summarization"),
 }

@@ -208,6 +208,10 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str, str]] = {
         {"parallelism": {"pipeline": {"degree": 2, "microBatches": 3}}}, LLAMA,
         "spec.parallelism.pipeline.microBatches", "a replica's 16 rows of a step are no whole number of passes",
     ),
+    "a loss that compares whole rows": (
+        {"task": "preference-tuning", "parallelism": {"pipeline": {"degree": 2}}}, LLAMA,
+        "spec.parallelism.pipeline.degree", "the loss of preference-tuning compares whole rows",
+    ),
     "a world that the degrees do not divide": (
         {"parallelism": {"tensor": 2, "pipeline": {"degree": 3}}}, LLAMA,
         "spec.resources.processesPerNode", "have to be a multiple of parallelism.tensor x pipeline.degree = 6",

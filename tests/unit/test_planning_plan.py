@@ -224,6 +224,38 @@ def test_what_is_packed(spec, packing, columns):
     assert result.trainer.dataset.columns == Columns(**columns)
 
 
+PREFERS = {"task": "preference-tuning", "model": {"uri": "hf://openai-community/gpt2"}}
+
+
+def test_rows_with_two_answers_are_two_sequences_each_and_are_compared_once():
+    gpt2, hardware = model("gpt2", "preference-tuning"), {"hardware": EIGHT_H100}
+    spec = {**PREFERS, "resources": {"gpusPerNode": 1}, "training": {"epochs": 2, "globalBatchSize": 16}}
+    spec["preference"] = {"beta": 0.3}
+    result = planned(spec, model=gpt2, data=rows(3200, longest=200, mean=100), **hardware)
+    assert result.trainer.preference.beta == 0.3
+    assert result.trainer.dataset is not None
+    assert result.trainer.dataset.columns == Columns(prompt="prompt", chosen="chosen", rejected="rejected")
+    assert result.memory is not None
+    (activations,) = (term.formula for term in result.memory.terms if term.name == "activations")
+    assert activations.startswith("16 rows x 2 sequences x 128 tokens x ")
+    tokens = 2 * 3200 * 100
+    forward = 2 * (gpt2.parameters - gpt2.embedding_parameters) + 4 * 12 * 768 * 50
+    assert result.estimate.basis.startswith(
+        f"{tokens * 3 * forward + tokens / 2 * forward:.3g} operations for {tokens:,}"
+    )
+    before = planned(spec, model=gpt2, data=None, **hardware)
+    taken = "the 2 sequences of every row are taken to have 512 tokens, the most they can have"
+    assert f"lengths: nothing is prepared yet; {taken}" in before.assumptions
+
+
+def test_rows_to_answer_need_no_answers():
+    predict = {"dataset": {"uri": "hf://org/asked"}}
+    result = planned({**PREFERS, "predict": predict}, model=model("gpt2", "preference-tuning"))
+    assert result.trainer.predict is not None
+    assert result.trainer.predict.dataset is not None
+    assert result.trainer.predict.dataset.columns == Columns(prompt="prompt")
+
+
 def test_rows_that_cannot_share_a_sequence_are_not_packed():
     assert refused({"preparation": {"packing": "always"}}) == [
         (

@@ -9,7 +9,6 @@ the run began with, loaded again: another one by then is refused.
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from torch import nn
 from finetune_contract.job import Adapter, TrainerJob
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError, first_of
+from finetune_trainer.models import weights_digest
 from finetune_trainer.uris import public_uri
 
 if TYPE_CHECKING:
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
 _NAME = "default"
 """peft's own word for an adapter that has no name."""
 _POOLER = "pooler"
-_SAMPLED_ELEMENTS = 1024
-"""Of each weight, to tell two models apart: training changes all of them, and reading all of a large model takes long.
-"""
 _SHOWN_NAMES = 24
 _ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -190,7 +187,7 @@ def adapt(model: PreTrainedModel, adapter: Adapter, job: TrainerJob) -> Adapted:
         for head in heads
         for name, _ in model.get_submodule(head).named_parameters()
     }
-    adapted = Adapted(adapter, layers, frozenset(matrices | whole), _digest(model, heads))
+    adapted = Adapted(adapter, layers, frozenset(matrices | whole), weights_digest(model, without=heads))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         inject_adapter_in_model(_config(model, adapter, job, layers, heads), model, _NAME)
@@ -229,17 +226,6 @@ def _kind(model: PreTrainedModel) -> TaskType | None:
     return TaskType.SEQ_2_SEQ_LM if model.config.is_encoder_decoder else TaskType.CAUSAL_LM
 
 
-def _digest(model: PreTrainedModel, heads: Sequence[str]) -> str:
-    """Of names, shapes and the first elements of all weights but the head's."""
-    value = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        if name.startswith(tuple(f"{head}." for head in heads)):
-            continue
-        value.update(f"{name} {tuple(parameter.shape)} ".encode())
-        value.update(parameter.detach().flatten()[:_SAMPLED_ELEMENTS].float().cpu().numpy().tobytes())
-    return value.hexdigest()
-
-
 # --------------------------------------------------------------------------------------------------------------- result
 
 
@@ -255,7 +241,7 @@ def write_adapter_and_merge(
     from safetensors.torch import save_file
 
     heads = head_modules(model)
-    if _digest(model, heads) != adapted.base:
+    if weights_digest(model, without=heads) != adapted.base:
         raise StageError(
             FailureClass.MODEL,
             "BaseModelChanged",

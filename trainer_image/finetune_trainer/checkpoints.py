@@ -86,6 +86,8 @@ def identity(job: TrainerJob, fingerprint: str) -> dict[str, Any]:
         "arguments": arguments,
         "global_batch_size": job.training.batch.global_batch_size,
     }
+    if job.task == "preference-tuning":
+        fields["preference"] = job.preference.model_dump(mode="json")
     return json.loads(json.dumps(fields, sort_keys=True))  # type: ignore[no-any-return]
 
 

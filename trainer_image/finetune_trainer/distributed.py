@@ -15,7 +15,7 @@ from collections.abc import Mapping, MutableMapping
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from finetune_contract.choices import Device, StrategyName
 from finetune_contract.job import World
@@ -26,6 +26,7 @@ from finetune_trainer.failures import StageError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
 Launcher: TypeAlias = Literal["torchrun", "mpi", "environment", "none"]
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -220,6 +221,17 @@ def barrier() -> None:
 
     if torch.distributed.is_initialized():
         torch.distributed.barrier(group=_Barrier.group)
+
+
+def gathered(mine: T) -> list[T]:
+    """`mine` of each process, by rank. Every rank must call it."""
+    import torch
+
+    if not torch.distributed.is_initialized():
+        return [mine]
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, mine)
+    return everyone
 
 
 def disconnect() -> None:

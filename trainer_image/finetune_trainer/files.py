@@ -20,10 +20,17 @@ def write_synced(path: Path, text: str) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes beside the place and moves it there; makes the folder, and leaves nothing behind when it fails."""
+    with replaced(path) as partial:
+        write_synced(partial, text)
+
+
+@contextmanager
+def replaced(path: Path) -> Iterator[Path]:
+    """A file beside the place, to write to, which is moved there in the end; as `write_atomically`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
-        write_synced(partial, text)
+        yield partial
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

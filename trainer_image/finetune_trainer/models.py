@@ -7,7 +7,9 @@ not there (do not).
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +19,7 @@ from finetune_trainer.failures import StageError, chain
 from finetune_trainer.uris import Uri, local_path, package_path
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 _FIELD = "model.uri"
 _NO_REVISION = "main"
@@ -48,6 +50,9 @@ _POSITIONS_AFTER_PADDING = frozenset(
 )
 _REFUSED = (401, 403)
 """HTTP statuses that the same token would meet again."""
+_SAMPLED_ELEMENTS = 1024
+"""Of each weight, to tell two models apart: training changes all of them, and reading all of a large model takes long.
+"""
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 """What `save_pretrained` calls a model's weights."""
 
@@ -211,6 +216,17 @@ def stored_bytes(name_or_path: str) -> int | None:
         if sizes:
             return sum(sizes)
     return None
+
+
+def weights_digest(model: PreTrainedModel, without: Sequence[str] = ()) -> str:
+    """Of names, shapes and the first elements of all weights but those of the modules `without`."""
+    value = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if name.startswith(tuple(f"{module}." for module in without)):
+            continue
+        value.update(f"{name} {tuple(parameter.shape)} ".encode())
+        value.update(parameter.detach().flatten()[:_SAMPLED_ELEMENTS].float().cpu().numpy().tobytes())
+    return value.hexdigest()
 
 
 def _refuse_remote_code(folder: Path, source: ModelSource) -> None:

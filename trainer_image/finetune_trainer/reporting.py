@@ -145,15 +145,19 @@ def _cuda_version() -> str | None:
 
 def write_model_card(paths: JobPaths, job: TrainerJob, facts: DataFacts, metrics: Mapping[str, Any]) -> None:
     """Writes `model/README.md` with the front matter that the Hub reads. `metrics` is the content of metrics.json."""
-    from finetune_trainer.tasks.base import task_module
+    from finetune_trainer.tasks.base import task_of
 
     evaluated = metrics.get("evaluate", {})
     scores = {name: value for name, value in evaluated.items() if isinstance(value, float) and name != "loss"}
+    card = task_of(job).card(job, facts)
+    tag = card.tag or job.task
     text = (
         _templates(autoescape=False)
         .get_template("model_card.md.jinja")
         .render(
-            front_matter=yaml.safe_dump(_front_matter(job, scores, evaluated), sort_keys=False, allow_unicode=True),
+            front_matter=yaml.safe_dump(
+                _front_matter(job, tag, scores, evaluated), sort_keys=False, allow_unicode=True
+            ),
             job=job,
             adapter=job.training.adapter if job.training else None,
             facts=facts,
@@ -163,16 +167,19 @@ def write_model_card(paths: JobPaths, job: TrainerJob, facts: DataFacts, metrics
             model=public_uri(job.model.uri),
             data=public_uri(job.dataset.uri) if job.dataset else None,
             folder=repr(f"{job.name}/{paths.model.name}"),
-            card=task_module(job.task).card(job, facts),
+            card=card,
+            tag=tag,
             settings=_training_settings(job),
         )
     )
     write_atomically(paths.model / "README.md", text)
 
 
-def _front_matter(job: TrainerJob, scores: Mapping[str, float], evaluated: Mapping[str, Any]) -> dict[str, Any]:
+def _front_matter(
+    job: TrainerJob, tag: str, scores: Mapping[str, float], evaluated: Mapping[str, Any]
+) -> dict[str, Any]:
     """Hub names appear only where they are Hub names: a local path is no repository."""
-    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": job.task, "tags": ["fine-tuned", job.task]}
+    front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": tag, "tags": ["fine-tuned", job.task]}
     if job.model.uri.startswith("hf://"):
         front["base_model"] = job.model.uri.removeprefix("hf://")
     dataset = job.dataset.uri if job.dataset else ""
@@ -184,7 +191,7 @@ def _front_matter(job: TrainerJob, scores: Mapping[str, float], evaluated: Mappi
         public = public_uri(dataset).partition("://")[2] or public_uri(dataset)
         data = {"name": public.rpartition("/")[2], "type": public, "split": evaluated.get("split")}
         front["model-index"] = [
-            {"name": job.name, "results": [{"task": {"type": job.task}, "dataset": data, "metrics": results}]}
+            {"name": job.name, "results": [{"task": {"type": tag}, "dataset": data, "metrics": results}]}
         ]
     return front
 

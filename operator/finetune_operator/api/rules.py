@@ -25,6 +25,7 @@ from finetune_operator.api.types import (
     CheckpointEverySpec,
     FineTuneJobSpec,
     GenerationSpec,
+    PreferenceSpec,
     ScriptSpec,
 )
 
@@ -42,6 +43,9 @@ COLUMN_TASKS: Mapping[str, tuple[Task, ...]] = {
     "source": ("text-generation", "summarization", "translation"),
     "target": ("text-generation", "summarization", "translation"),
     "messages": ("text-generation",),
+    "prompt": ("preference-tuning",),
+    "chosen": ("preference-tuning",),
+    "rejected": ("preference-tuning",),
 }
 """Column role -> tasks that read it. A column that no stage reads would be accepted and ignored."""
 
@@ -254,7 +258,7 @@ _LOOP_ONLY = (
     *("parallelism.pipeline.degree", "parallelism.pipeline.microBatches", "parallelism.pipeline.schedule"),
     *("parallelism.sequence", "parallelism.activationCheckpointing", "parallelism.placement"),
     *("checkpoints.every", "checkpoints.keep", "checkpoints.onPreemption", "checkpoints.uri"),
-    "model.adapter.method",
+    *("model.adapter.method", "preference.beta"),
 )
 """What the built-in loop alone obeys: beside a script these would be accepted and ignored. What needs one of them is
 refused by a rule of its own.
@@ -696,6 +700,23 @@ RULES: tuple[Rule, ...] = (
         lambda spec: spec.task in WRITING_TASKS or spec.generation == GenerationSpec(),
         f"is for {', '.join(WRITING_TASKS)}",
         "leave spec.generation out",
+    ),
+    Rule(
+        "preference-is-of-preference-tuning",
+        "preference",
+        f"self.task == 'preference-tuning' || self.preference.beta == {PreferenceSpec().beta}",
+        lambda spec: spec.task == "preference-tuning" or spec.preference == PreferenceSpec(),
+        "is for preference-tuning",
+        "leave spec.preference out",
+    ),
+    Rule(
+        "preferences-are-judged-against-the-untrained-model",
+        "evaluation",
+        "self.task != 'preference-tuning' || !has(self.evaluation)"
+        " || (has(self.training) && !has(self.training.script))",
+        lambda spec: spec.task != "preference-tuning" or spec.evaluation is None or _loops(spec),
+        "compares a model of preference-tuning with what it was before the built-in loop trained it",
+        "leave it out, or train by the built-in loop",
     ),
     Rule(
         "beams-do-not-draw",

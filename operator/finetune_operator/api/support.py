@@ -71,6 +71,7 @@ SUPPORTED: tuple[str, ...] = (
     "predict.dataset",
     "predict.columns",
     "generation",
+    "preference",
     "secrets",
     "template",
     "image",

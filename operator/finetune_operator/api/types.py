@@ -241,6 +241,18 @@ class ColumnsSpec(SpecModel):
         description="Conversation as a list of messages with role and content. Left out: none. Used by "
         "text-generation.",
     )
+    prompt: Text | None = Field(
+        default=None,
+        description="Text to answer, or a conversation as in messages. Left out: prompt. Used by preference-tuning.",
+    )
+    chosen: Text | None = Field(
+        default=None,
+        description="The better answer, a text, or behind a conversation a list with one message. Left out: chosen. "
+        "Used by preference-tuning.",
+    )
+    rejected: Text | None = Field(
+        default=None, description="The worse answer, like chosen. Left out: rejected. Used by preference-tuning."
+    )
 
 
 class DatasetSpec(SpecModel):
@@ -646,6 +658,16 @@ class GenerationSpec(SpecModel):
     )
 
 
+class PreferenceSpec(SpecModel):
+    """How preferences are learnt, by direct preference optimisation."""
+
+    beta: Annotated[float, Field(gt=0, le=100)] = Field(
+        default=0.1,
+        description="What the model pays for leaving the one that it was before training: the larger, the nearer it "
+        "stays. Default 0.1.",
+    )
+
+
 class PredictSpec(SpecModel):
     """Batch inference."""
 
@@ -820,7 +842,12 @@ class FineTuneJobSpec(SpecModel):
     )
     generation: GenerationSpec = Field(
         default=GenerationSpec(),
-        description="How the model writes, for text-generation, summarization and translation. Left out: the defaults.",
+        description="How the model writes, for text-generation, preference-tuning, summarization and translation. "
+        "Left out: the defaults.",
+    )
+    preference: PreferenceSpec = Field(
+        default=PreferenceSpec(),
+        description="How preferences are learnt, for preference-tuning. Left out: the defaults.",
     )
     endpoint: EndpointSpec | None = Field(
         default=None, description="A server for the model; {} takes the defaults. Left out: none."

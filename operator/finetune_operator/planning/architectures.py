@@ -276,7 +276,7 @@ def _gpt2(config: _Config, task: Task, labels: int) -> _Counts:
 
 def _decoder_head(task: Task, h: int, labels: int, vocabulary: int, tied: bool) -> int:
     match task:
-        case "text-generation":
+        case "text-generation" | "preference-tuning":
             return 0 if tied else _linear(h, vocabulary, bias=False)
         case "text-classification":
             return _linear(h, labels, bias=False)

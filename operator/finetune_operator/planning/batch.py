@@ -50,7 +50,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def cpu_row_limit(lengths: Lengths) -> int:
     """Rows of a micro-batch above which a CPU computes no faster."""
-    return max(CPU_LEAST_ROWS, int(CPU_TOKENS / lengths.typical))
+    return max(CPU_LEAST_ROWS, int(CPU_TOKENS / lengths.row))
 
 
 def micro_batches(draft: Draft) -> tuple[int, ...]:
@@ -122,6 +122,6 @@ def explain_batch(draft: Draft, batch: Batch) -> str:
         return (
             f"micro-batch {micro}: the largest divisor of {share} up to {cpu_row_limit(draft.lengths)} rows, "
             f"above which "
-            f"a CPU computes no faster at {draft.lengths.typical:.0f} tokens a row; {arithmetic}"
+            f"a CPU computes no faster at {draft.lengths.row:.0f} tokens a row; {arithmetic}"
         )
     return f"micro-batch {micro}: the largest divisor of {share} whose activations fit the memory; {arithmetic}"

@@ -58,6 +58,11 @@ def training_flops(
     return tokens * per_token * (4 / 3 if recompute else 1)
 
 
+def forward_flops(model: ModelFacts, tokens: float, length: float) -> float:
+    """Operations of a forward pass alone: a third of `training_flops`."""
+    return training_flops(model, tokens, length, recompute=False) / 3
+
+
 def process_speed(hardware: HardwareFacts, on_gpu: bool, threads: int, precision: Precision) -> Speed | None:
     """What one process reaches; None for a GPU that is not in the table."""
     if not on_gpu:
@@ -83,10 +88,14 @@ def estimate_training(draft: Draft) -> Estimate:
     if speed is None:
         product = decided(draft.hardware.gpu).product
         return Estimate(basis=f"no estimate: the speed of {product} is not in the table of GPUs")
-    tokens = batch.global_batch_size * steps.total * draft.lengths.typical
+    tokens = batch.global_batch_size * steps.total * draft.lengths.row
     # Selective checkpointing repeats no matrix product.
     recompute = decided(draft.strategy).activation_checkpointing == "full"
     flops = training_flops(draft.model, tokens, draft.lengths.typical, recompute, draft.adapter)
+    if draft.compares:
+        # What the untrained model says is asked for once, of the rows that are read.
+        once = tokens * min(1.0, steps.per_epoch / steps.total)
+        flops += forward_flops(draft.model, once, draft.lengths.typical)
     pipeline = decided(draft.strategy).pipeline
     idle = 0.0 if pipeline is None else bubble(pipeline)
     seconds = flops / (speed.flops * world.size * (1 - idle))

@@ -37,10 +37,19 @@ def decided(value: Value | None) -> Value:
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths of the rows to train on, in tokens."""
+    """Lengths of what is trained on, in tokens."""
 
     longest: int
+    """Of a sequence."""
     typical: float
+    """Of a sequence."""
+    sequences: int = 1
+    """That one row is."""
+
+    @property
+    def row(self) -> float:
+        """Of a typical row."""
+        return self.typical * self.sequences
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,11 @@ class Draft:
     def loops(self) -> bool:
         """Whether the built-in loop trains."""
         return self.spec.training is not None and self.script is None
+
+    @property
+    def compares(self) -> bool:
+        """Whether the model is compared with itself before training, on two answers to each row."""
+        return self.spec.task == "preference-tuning"
 
     @property
     def train_split(self) -> SplitFacts | None:

@@ -64,7 +64,9 @@ class Workload:
     world: World
     micro_batch: int
     length: int
-    """Tokens of the longest row: length-grouped batches put such rows together."""
+    """Tokens of the longest sequence: length-grouped batches put such rows together."""
+    sequences: int = 1
+    """That one row is."""
     adapter: Adapter | None = None
     secondary_shards: int = 1
     """Processes of a node over which ZeRO++ divides the parameters a second time; 1: it does not."""
@@ -360,7 +362,7 @@ def _kept_bytes_per_token(work: Workload) -> tuple[int, str]:
 
 def _activations(work: Workload) -> tuple[MemoryTerm, int]:
     """On the device, and the bytes of them that are offloaded."""
-    model, tokens = work.model, work.micro_batch * work.length
+    model, tokens = work.model, work.micro_batch * work.sequences * work.length
     layer = activation_bytes_per_token(work)
     wide = work.compute_bytes if work.deepspeed else 4
     ends = 3 * model.hidden_size * wide  # embedding output, its norm and dropout; the final norm
@@ -377,7 +379,8 @@ def _activations(work: Workload) -> tuple[MemoryTerm, int]:
         # One layer is at work; its copies come and go.
         words, total, offloaded = f"1 layer of {layer:,}", layer + ends, layers * kept
     passed = "" if pipeline is None else f", {kept_at_once:.3g} micro-batches at once"
-    words = f"{work.micro_batch} rows x {work.length} tokens x ({words} + ends {ends:,}){passed}"
+    each = f" x {work.sequences} sequences" if work.sequences > 1 else ""
+    words = f"{work.micro_batch} rows{each} x {work.length} tokens x ({words} + ends {ends:,}){passed}"
     return MemoryTerm(name="activations", bytes=int(tokens * total), formula=words), int(tokens * offloaded)
 
 

@@ -220,6 +220,14 @@ def _dealt_out(model: ModelFacts) -> tuple[tuple[int, str], ...]:
 
 def _check_pipeline(draft: Draft) -> Draft:
     asked, model = draft.spec.parallelism.pipeline, draft.model
+    if draft.compares:
+        draft = draft.refusing(
+            ("parallelism", "pipeline", "degree"),
+            asked.degree,
+            f"the loss of {draft.spec.task} compares whole rows, and a pipeline's last stage computes the model's own",
+            "set it to 1, and spread the model by strategy fsdp or deepspeed",
+            "NotSupported",
+        )
     stages = spread(draft.spec.parallelism, Strategy(name="ddp")).pipeline
     assert stages is not None
     if draft.model_known and model.layers < stages.stages:

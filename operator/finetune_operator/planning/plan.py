@@ -22,6 +22,7 @@ from finetune_contract.job import (
     Generation,
     ModelSource,
     Prediction,
+    Preference,
     Preparation,
     Splits,
     TrainerJob,
@@ -152,15 +153,20 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
 def _with_lengths(draft: Draft) -> Draft:
     """Lengths of the prepared rows; before prepare, every row counts as being as long as the limit."""
     split = draft.train_split
-    if split is not None and split.rows and split.longest:
-        return replace(draft, lengths=Lengths(split.longest, max(1.0, split.tokens / split.rows)))
     limit = draft.data.max_length if draft.data else _length_limit(draft.spec.preparation.max_length, draft.model)
-    draft = replace(draft, lengths=Lengths(limit, float(limit)))
+    # A row with two answers is two sequences, each with the prompt.
+    sequences = 2 if draft.compares else 1
+    if split is not None and split.rows and split.longest:
+        # Measured are rows; of two sequences none is known to be shorter than the limit.
+        longest = split.longest if sequences == 1 else min(split.longest, limit)
+        typical = max(1.0, split.tokens / split.rows / sequences)
+        return replace(draft, lengths=Lengths(longest, typical, sequences))
+    draft = replace(draft, lengths=Lengths(limit, float(limit), sequences))
     if not draft.loops or split is not None:
         return draft
-    return draft.assuming(
-        f"lengths: nothing is prepared yet; every row is taken to have {limit} tokens, the most it can have"
-    )
+    each = "every row is" if sequences == 1 else f"the {sequences} sequences of every row are"
+    most = "the most it can have" if sequences == 1 else "the most they can have"
+    return draft.assuming(f"lengths: nothing is prepared yet; {each} taken to have {limit} tokens, {most}")
 
 
 def _length_limit(asked: int | None, model: ModelFacts) -> int:
@@ -355,6 +361,7 @@ _TASK_COLUMNS: dict[Task, tuple[str, ...]] = {
     "token-classification": ("tokens", "tags"),
     "question-answering": ("question", "context", "answers"),
     "text-generation": ("text",),
+    "preference-tuning": ("prompt", "chosen", "rejected"),
     "summarization": ("source", "target"),
     "translation": ("source", "target"),
     "masked-lm": ("text",),
@@ -362,7 +369,7 @@ _TASK_COLUMNS: dict[Task, tuple[str, ...]] = {
 """Columns that a task reads under their own names when the job does not name others."""
 _INSTEAD_OF_TEXT = frozenset({"messages", "source", "target"})
 """Columns that say that rows to write on are no plain text."""
-_ANSWERS = frozenset({"label", "tags", "answers", "target"})
+_ANSWERS = frozenset({"label", "tags", "answers", "target", "chosen", "rejected"})
 """What is to be predicted: rows to predict have it only when the job says so."""
 
 
@@ -467,6 +474,7 @@ def trainer_job(draft: Draft) -> TrainerJob:
         evaluation=_evaluation(draft),
         predict=_prediction(draft),
         generation=Generation(**spec.generation.model_dump()),
+        preference=Preference(**spec.preference.model_dump()),
     )
     return job if spec.training is None else job.model_copy(update={"seed": spec.training.seed})
 

@@ -18,7 +18,7 @@ from finetune_operator.planning import memory
 from finetune_operator.planning.adapters import choose_adapter
 from finetune_operator.planning.batch import batch_arithmetic, batch_of, divisors, explain_batch, micro_batches
 from finetune_operator.planning.degrees import obstacles, spreads, with_parallelism, with_spec
-from finetune_operator.planning.draft import Draft, Lengths, decided
+from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.model_parallel import explain_pipeline, filled, spread
 from finetune_operator.planning.placement import asked_strategy
 from finetune_operator.planning.quantities import human_bytes
@@ -269,6 +269,7 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
         world=decided(draft.world),
         micro_batch=micro,
         length=draft.lengths.longest,
+        sequences=draft.lengths.sequences,
         adapter=draft.adapter,
         secondary_shards=secondary_shards(draft.spec.parallelism),
     )
@@ -376,7 +377,7 @@ def _may_fit(draft: Draft) -> bool:
         return False
     if not draft.model_known:
         return True
-    return best_fit(replace(draft, lengths=Lengths(longest=1, typical=1.0))) is not None
+    return best_fit(replace(draft, lengths=replace(draft.lengths, longest=1, typical=1.0))) is not None
 
 
 def _explain_strategy(draft: Draft, found: Fit) -> str:

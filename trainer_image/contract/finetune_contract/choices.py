@@ -10,13 +10,20 @@ Task: TypeAlias = Literal[
     "token-classification",
     "question-answering",
     "text-generation",
+    "preference-tuning",
     "summarization",
     "translation",
     "masked-lm",
 ]
-LANGUAGE_TASKS: tuple[Task, ...] = ("text-generation", "summarization", "translation", "masked-lm")
+LANGUAGE_TASKS: tuple[Task, ...] = (
+    "text-generation",
+    "preference-tuning",
+    "summarization",
+    "translation",
+    "masked-lm",
+)
 """Those whose model has the vocabulary for its outputs, and a head that was pre-trained with its body."""
-WRITING_TASKS: tuple[Task, ...] = ("text-generation", "summarization", "translation")
+WRITING_TASKS: tuple[Task, ...] = ("text-generation", "preference-tuning", "summarization", "translation")
 """Those whose predictions are text that the model writes."""
 LabelForm: TypeAlias = Literal["single_label_classification", "multi_label_classification", "regression"]
 """As `problem_type` of a model's config has them."""

@@ -57,6 +57,9 @@ class Columns(Order):
     source: str | None = None
     target: str | None = None
     messages: str | None = None
+    prompt: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
 
 
 class Splits(Order):
@@ -324,6 +327,13 @@ class Generation(Order):
     """Probability of the likeliest tokens that are drawn from."""
 
 
+class Preference(Order):
+    """How preferences are learnt."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """What a model pays for leaving the one that it was before training: the larger, the nearer it stays."""
+
+
 class Prediction(Order):
     """Batch inference over the predict data set, or over the test split when `dataset` is None."""
 
@@ -357,6 +367,8 @@ class TrainerJob(Order):
     predict: Prediction | None = None
     generation: Generation = Generation()
     """For tasks whose answers are text."""
+    preference: Preference = Preference()
+    """For preference-tuning."""
     seed: int = Field(default=42, ge=0)
     """Seeds the rows that are set aside for validation; with training it is the same as `training.seed`."""
 

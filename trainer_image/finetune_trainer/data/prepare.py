@@ -40,7 +40,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.files import locked
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.base import Coding, Labels, Targets, TaskModule, task_module
+from finetune_trainer.tasks.base import Coding, Labels, Targets, TaskModule, task_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -51,7 +51,7 @@ _VALIDATION_SHARE = 0.05
 _TEMPORARY = "prepared.tmp-"
 _SCRATCH = "raw"
 """Folder inside of it for rows that are on their way."""
-_TARGETS = ("label", "tags", "answers", "target")
+_TARGETS = ("label", "tags", "answers", "target", "chosen", "rejected")
 """Roles of columns that rows to predict need not have, and that nothing would read there."""
 
 
@@ -147,7 +147,7 @@ def _move(temporary: Path, place: Path) -> None:
 
 
 def _order(job: TrainerJob) -> _Order:
-    task = task_module(job.task)
+    task = task_of(job)
     config = load_config(job)
     known = None if job.training else _labels_of_model(job, task, config)
     if job.preparation.packing:

@@ -29,7 +29,7 @@ from finetune_trainer.data.packing import packed
 from finetune_trainer.data.prepared import POSITION, ROW, shard_name
 from finetune_trainer.data.spool import write_tables
 from finetune_trainer.models import load_tokenizer
-from finetune_trainer.tasks.base import Coding, Encoded, TaskModule, task_module
+from finetune_trainer.tasks.base import Coding, Encoded, TaskModule, task_of
 
 SHARD_ROWS = 50_000
 """Rows of one file: some seconds of work for one process, which tokenises 10,000 to 20,000 short rows a second. With
@@ -229,7 +229,7 @@ class Recipe:
     def encoder(self) -> Encoder:
         """With a tokenizer of its own."""
         coding = Coding(load_tokenizer(self.job), self.max_length, self.stride, self.model_type)
-        return Encoder(task_module(self.job.task), coding, self.job.preparation.packing)
+        return Encoder(task_of(self.job), coding, self.job.preparation.packing)
 
 
 def write_here(

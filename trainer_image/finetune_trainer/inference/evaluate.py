@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from finetune_contract.choices import Stage
@@ -10,10 +11,16 @@ from finetune_contract.job import Gate, TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.failures import StageError
-from finetune_trainer.inference.runner import DEFAULT_BATCH_TOKENS, DEFAULT_DEVICE, answers_of, model_to_use
+from finetune_trainer.inference.runner import (
+    DEFAULT_BATCH_TOKENS,
+    DEFAULT_DEVICE,
+    answers_of,
+    model_to_use,
+    reference_model,
+)
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, write_model_card, write_samples
-from finetune_trainer.tasks.base import LOWER_IS_BETTER, Answer, TaskModule, task_module
+from finetune_trainer.tasks.base import LOWER_IS_BETTER, REFERENCE, Answer, TaskModule, task_of
 
 _SAMPLES = 20
 
@@ -24,15 +31,21 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
     StageError DATA `NoLabels` without labelled rows, CONFIG `UnknownMetric`, STRATEGY_NOT_IN_EFFECT `DeviceMissing`,
     GATE_NOT_MET after the metrics are written.
     """
-    task = task_module(job.task)
+    task = task_of(job)
     prepared = PreparedData.open(paths)
     split = _labelled_split(task, prepared)
     wanted = _wanted(job, task.metrics[prepared.facts.label_form])
-    model = model_to_use(job, paths, prepared)
     device, batch_tokens = DEFAULT_DEVICE, DEFAULT_BATCH_TOKENS
     if job.evaluation:
         device, batch_tokens = job.evaluation.device, job.evaluation.batch_tokens
-    answers = answers_of(Stage.EVALUATE, job, model, split, device=device, batch_tokens=batch_tokens, progress=progress)
+    answers_by = partial(
+        answers_of, Stage.EVALUATE, job, split=split, device=device, batch_tokens=batch_tokens, progress=progress
+    )
+    # One model at a time.
+    reference = None if task.objective is None else answers_by(reference_model(job, task))
+    answers = answers_by(model_to_use(job, paths, prepared))
+    if reference is not None:
+        answers = [{**answer, **_of_reference(said)} for answer, said in zip(answers, reference, strict=True)]
     measured = task.score(answers, split)
     baseline = task.baseline(split)
     sections: dict[str, Any] = {
@@ -51,6 +64,10 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
     if job.evaluation and job.evaluation.gate:
         _check_gate(job.evaluation.gate, measured, split.role)
     return sections
+
+
+def _of_reference(answer: Answer) -> Answer:
+    return {f"{REFERENCE}{name}": value for name, value in answer.items()}
 
 
 def _labelled_split(task: TaskModule, prepared: PreparedData) -> PreparedSplit:

@@ -27,7 +27,7 @@ from finetune_trainer.data.prepared import PreparedData, PreparedSplit, arrow_ta
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.runner import DEFAULT_BATCH_TOKENS, DEFAULT_DEVICE, answers_of, model_to_use
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.base import Answer, task_module
+from finetune_trainer.tasks.base import Answer, task_module, task_of
 from finetune_trainer.uris import Uri, local_path
 
 _CHUNK_ROWS = 4096
@@ -48,7 +48,7 @@ def predict(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[st
             f"There is no prepared split {role} to predict; prepared are {', '.join(prepared.facts.splits)}.",
             "Set predict.dataset, or dataset.splits.test, and run the stage prepare again.",
         )
-    copies = _output_names(job.predict.columns if job.predict else (), {"row", *task_module(job.task).answer_columns})
+    copies = _output_names(job.predict.columns if job.predict else (), {"row", *task_of(job).answer_columns})
     output = _output(job, paths)
     model = model_to_use(job, paths, prepared)
     device, batch_tokens = DEFAULT_DEVICE, DEFAULT_BATCH_TOKENS

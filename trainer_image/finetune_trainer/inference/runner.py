@@ -13,9 +13,9 @@ from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.distributed import refuse_missing_gpu
 from finetune_trainer.failures import StageError
-from finetune_trainer.models import load_tokenizer, resolve_model
+from finetune_trainer.models import load_tokenizer, pinned, resolve_model
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.base import Answer, Feature, TaskModule, labels_of, task_module
+from finetune_trainer.tasks.base import Answer, Feature, TaskModule, labels_of, task_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,7 +37,7 @@ def model_to_use(job: TrainerJob, paths: JobPaths, prepared: PreparedData) -> Pr
     StageError MODEL `ModelNotTrained` when training has not ended with a model, `LabelsChanged` when the model was
     trained for other labels than the prepared data have.
     """
-    task = task_module(job.task)
+    task = task_of(job)
     if job.training is None:
         name, arguments = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
     else:
@@ -61,6 +61,20 @@ def model_to_use(job: TrainerJob, paths: JobPaths, prepared: PreparedData) -> Pr
             "Run the stages prepare and train again.",
         )
     return model
+
+
+def reference_model(job: TrainerJob, task: TaskModule) -> PreTrainedModel:
+    """The model that the job began with; StageError CONFIG when it has trained none."""
+    if job.training is None:
+        raise StageError(
+            FailureClass.CONFIG,
+            "NothingToCompare",
+            f"{job.task} is judged by what training has changed, and this job has not trained the model.",
+            "Leave evaluation out.",
+        )
+    began_with, _ = pinned(job)
+    name, arguments = resolve_model(began_with.model.uri, began_with.model.revision, job.model.trust_remote_code)
+    return task.load_model(began_with, name, arguments)
 
 
 def answers_of(
@@ -111,11 +125,11 @@ def _rounds(
     stage: Stage, job: TrainerJob, model: PreTrainedModel, split: PreparedSplit, batch_tokens: int
 ) -> list[tuple[_Answering, list[NDArray[np.int64]]]]:
     """What is asked of which features: a forward pass over all of them, but where writing is all that is wanted."""
-    task, lengths = task_module(job.task), split.data.lengths(split.role)
+    task, lengths = task_of(job), split.data.lengths(split.role)
     writer = task.writer if task.writer is not None and stage in task.writer.stages else None
     rounds: list[tuple[_Answering, list[NDArray[np.int64]]]] = []
     if writer is None or stage == Stage.EVALUATE:
-        batches = inference_batches(lengths, batch_tokens=batch_tokens)
+        batches = inference_batches(task.widths(split.data, split.role), batch_tokens=batch_tokens)
         rounds.append((_reading(task, model, split.data.pad_token_id), batches))
     if writer is not None:
         chosen = writer.chosen(split)

@@ -11,22 +11,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, assert_never
 
+import numpy as np
 from numpy.typing import NDArray
 
 from finetune_contract.choices import LabelForm, Task
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import Columns, TrainerJob
+from finetune_contract.job import Columns, Preference, TrainerJob
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import torch
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-    from finetune_trainer.data.prepared import PreparedSplit
+    from finetune_trainer.data.prepared import PreparedData, PreparedSplit
     from finetune_trainer.data.sources import ColumnNeed, RawSplit
     from finetune_trainer.tasks.writing import Writer
 
-LOWER_IS_BETTER = frozenset({"loss", "mse", "mae", "perplexity"})
+LOWER_IS_BETTER = frozenset({"loss", "mse", "mae", "perplexity", "rewards/rejected"})
 """Of metrics; of all others a greater value is."""
 Feature: TypeAlias = Mapping[str, Any]
 """One feature as it was prepared: `input_ids` and what else the task has encoded, without padding."""
@@ -34,6 +35,8 @@ DRAW = "draw"
 """Of a feature in training: numbers that draws for it begin with, others in each epoch."""
 Answer: TypeAlias = Mapping[str, NDArray[Any]]
 """What a model says about one feature, without padding."""
+REFERENCE = "reference_"
+"""Before the name of what an answer has of the reference, see `Objective`; of features and batches, too."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +95,25 @@ class Card:
     """What `count_labels` counts."""
     baseline: str
     """Whose metrics `baseline` has, as the end of a sentence."""
+    tag: str | None = None
+    """What transformers and the Hub call the task; None: as we do."""
     auto: str | None = None
     """Class that loads the model, which `use` has a `tokenizer` for; None: `model` is a pipeline of transformers, which
     has none for every task.
     """
+
+
+class Objective(Protocol):
+    """What a task minimises in place of the loss that its model computes: one that compares the model with the
+    reference, which is the model as it was before training.
+    """
+
+    @property
+    def compares(self) -> tuple[str, ...]:
+        """What of an answer, one number each, is compared with that of the reference."""
+
+    def loss(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The mean over the items of a batch, which has what is compared, of the reference, under `REFERENCE` names."""
 
 
 class TaskModule(Protocol):
@@ -113,6 +131,8 @@ class TaskModule(Protocol):
     """
     writer: Writer | None
     """How the model writes, for tasks whose answers are text of its own."""
+    objective: Objective | None
+    """None: the loss of the model itself is minimised."""
 
     # --------------------------------------------------------------------------------------------------------- data
 
@@ -139,6 +159,11 @@ class TaskModule(Protocol):
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
         """Features of rows (keyed as `inputs`), and of their targets where they are known."""
+
+    def widths(self, prepared: PreparedData, role: str) -> NDArray[np.int64]:
+        """Tokens that each feature takes in a batch of features like it: its own, but where it is several sequences of
+        different lengths.
+        """
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
         """What the model takes: `input_ids`, `attention_mask` and what else there is, padded to the longest."""
@@ -202,8 +227,13 @@ def labels_of(facts: DataFacts) -> Labels:
     return Labels(facts.labels, facts.label_form)
 
 
-def task_module(task: Task) -> TaskModule:
-    """The module of `task`."""
+def task_of(job: TrainerJob) -> TaskModule:
+    """The module of the job's task, with what the job says of it."""
+    return task_module(job.task, job.preference)
+
+
+def task_module(task: Task, preference: Preference | None = None) -> TaskModule:
+    """The module of `task`; without settings for what they do not change."""
     if task == "text-classification":
         from finetune_trainer.tasks.text_classification import TextClassification
 
@@ -228,4 +258,8 @@ def task_module(task: Task) -> TaskModule:
         from finetune_trainer.tasks.text_generation import TextGeneration
 
         return TextGeneration()
+    if task == "preference-tuning":
+        from finetune_trainer.tasks.preference_tuning import PreferenceTuning
+
+        return PreferenceTuning(preference or Preference())
     assert_never(task)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jinja2
+
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
 
@@ -14,6 +16,46 @@ if TYPE_CHECKING:
 
 ASSISTANT = "assistant"
 Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation as tokens."""
+
+    ids: list[int]
+    replied: list[bool]
+    """Of each token, whether it is of a reply."""
+    prompt: int
+    """Tokens before the last reply; all of them where it is still to be written."""
+
+
+def conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *, learnt: bool) -> Conversation:
+    """The whole of it when it is to be `learnt`, else what comes before the reply that is to be written. StageError
+    DATA for one that the template does not take.
+    """
+    try:
+        turns = (with_replies if learnt else asking)(tokenizer, messages)
+    except (ValueError, TypeError, jinja2.TemplateError) as error:
+        raise StageError(
+            FailureClass.DATA,
+            "ConversationRefused",
+            f"A conversation that begins with {str(messages[0])[:80]!r} does not fit the model's chat template: "
+            f"{error}.",
+            "Correct its messages (roles, their order), or use a model with another template.",
+        ) from error
+    encoded = tokenizer(
+        turns.text,
+        add_special_tokens=False,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        verbose=False,
+    )
+    ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+    inside = [any(first <= start < last for first, last in turns.replies) for start, _ in offsets]
+    prompt = len(ids)
+    if turns.replies:
+        prompt = next((at for at, (start, _) in enumerate(offsets) if start >= turns.replies[-1][0]), len(ids))
+    return Conversation(ids, inside, prompt)
 
 
 @dataclass(frozen=True)
@@ -63,6 +105,6 @@ def require_template(tokenizer: PreTrainedTokenizerBase) -> None:
         raise StageError(
             FailureClass.MODEL,
             "NoChatTemplate",
-            "dataset.columns.messages is set, and the model's tokenizer has no chat template.",
-            "Use a model that was made for conversations, or the columns source and target instead of messages.",
+            "The rows are conversations, and the model's tokenizer has no chat template.",
+            "Use a model that was made for conversations, or rows of plain text.",
         )

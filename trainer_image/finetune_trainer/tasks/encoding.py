@@ -37,3 +37,25 @@ def encodings(texts: Sequence[str], pairs: Sequence[str] | None, coding: Coding)
     given = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
     made: list[Encoding] = backend.encode_batch_fast(given)
     return made
+
+
+def plain_ids(coding: Coding, texts: list[str], *, special: bool) -> list[list[int]]:
+    """Whole texts, however long; `special`: with the tokens that the tokenizer puts around a text."""
+    encoded = coding.tokenizer(
+        texts, add_special_tokens=special, padding=False, return_attention_mask=False, verbose=False
+    )
+    found: list[list[int]] = encoded["input_ids"]
+    return found
+
+
+def prompts(coding: Coding, texts: list[str]) -> list[list[int]]:
+    """Texts that are to be continued: some tokenizers end every text with the end token; a prompt has not ended."""
+    end = coding.tokenizer.eos_token_id
+    found = plain_ids(coding, texts, special=True)
+    return [ids[:-1] if len(ids) > 1 and ids[-1] == end else ids for ids in found]
+
+
+def completions(coding: Coding, texts: list[str]) -> list[list[int]]:
+    """What follows prompts, with the end token."""
+    end = coding.tokenizer.eos_token_id
+    return [[*ids, *([] if end is None else [end])] for ids in plain_ids(coding, texts, special=False)]

@@ -11,9 +11,13 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_error, load_tokenizer, resolve_model
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from finetune_trainer.data.prepared import PreparedData
+    from finetune_trainer.tasks.base import Objective
     from finetune_trainer.tasks.writing import Writer
 
 
@@ -38,6 +42,11 @@ class WithHead:
     """Class of transformers that makes them, AutoModelForTokenClassification for one."""
     packed: tuple[str, ...] = ()
     writer: Writer | None = None
+    objective: Objective | None = None
+
+    def widths(self, prepared: PreparedData, role: str) -> NDArray[np.int64]:
+        """A feature is one sequence."""
+        return prepared.lengths(role)
 
     def refuse_packing(self, job: TrainerJob, config: PretrainedConfig) -> None:
         """Encoders read whole sequences."""

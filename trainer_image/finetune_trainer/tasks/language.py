@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from finetune_contract.choices import LabelForm
+from finetune_contract.job import Columns
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.base import Labels
-from finetune_trainer.tasks.writing import NOT_LEARNT
+from finetune_trainer.tasks.base import Answer, Labels
+from finetune_trainer.tasks.writing import NOT_LEARNT, WRITTEN, Continues, text_table, written
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     import torch
     from numpy.typing import NDArray
     from transformers import PretrainedConfig, PreTrainedModel
 
     from finetune_trainer.data.prepared import PreparedSplit
+    from finetune_trainer.tasks.writing import Writer
 
 
 class LanguageTask(heads.WithHead):
@@ -46,3 +50,32 @@ class LanguageTask(heads.WithHead):
     def baseline(self, split: PreparedSplit) -> dict[str, float]:
         """None: an answer that looks at nothing would be another model."""
         return {}
+
+
+class DecoderTask(LanguageTask):
+    """The part that decoders have in common: what is to be learnt is in their features as `labels`, and they write on
+    behind the first `prompt` tokens of a feature.
+    """
+
+    auto: str = "AutoModelForCausalLM"
+    of_checkpoints: str = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+    # transformers knows by the name of a model's class that its labels are of the next token; FSDP changes that name.
+    smooths_labels: frozenset[LabelForm | None] = frozenset()
+    answer_columns: frozenset[str] = frozenset({WRITTEN})
+    writer: Writer | None = Continues()
+
+    def judged(self, columns: Columns) -> dict[str, str]:
+        """Nothing: what is to be written is in the features."""
+        return {}
+
+    def labelled(self, split: PreparedSplit) -> bool:
+        """Whether there is something to learn."""
+        return "labels" in split.columns
+
+    def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
+        """`generated_text`: what follows the text, the prompt or the conversation without its last reply."""
+        return text_table(written(answers, split.features_by_row[rows]))
+
+    def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
+        """None: evaluation measures how likely the given text is, and writes none."""
+        return []

@@ -203,6 +203,7 @@ class MaskedLm(LanguageTask):
             long_rows=f"Longer texts were cut into windows of {facts.max_length} tokens that overlap.",
             counted="rows",
             baseline="nothing",
+            tag="fill-mask",
         )
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:

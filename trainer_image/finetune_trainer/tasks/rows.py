@@ -79,10 +79,28 @@ def refuse_not_text(split: RawSplit, path: str, column: str, values: pa.ChunkedA
         raise row_error("NullText", split, row, path, column, None, f"a row needs its {role}")
 
 
-def wanted_texts(split: RawSplit, column: str) -> NDArray[Any]:
-    """The texts of `dataset.columns.target`, dtype object; StageError DATA as `refuse_not_text`."""
+def refuse_not_messages(split: RawSplit, path: str, column: str, values: pa.ChunkedArray) -> None:
+    """StageError DATA for a column that is no list of {role, content}, or for its first row without one."""
+    kind = values.type
+    fields = {field.name for field in kind.value_type} if is_list(kind) and pa.types.is_struct(kind.value_type) else ()
+    if not {"role", "content"} <= set(fields):
+        rule = f"the column is of type {kind}, not a list of messages with role and content"
+        raise row_error("NotMessages", split, 0, path, column, values[0].as_py(), rule)
+    empty = pc.fill_null(pc.equal(pc.list_value_length(values), 0), True)
+    if pc.any(empty).as_py():
+        row = pc.index(empty, True).as_py()
+        raise row_error("NoMessages", split, row, path, column, values[row].as_py(), "a conversation needs messages")
+    roles = pc.struct_field(pc.list_flatten(values), "role")
+    if roles.null_count:
+        rows = values.to_pylist()
+        row = next(at for at, messages in enumerate(rows) if any(each["role"] is None for each in messages))
+        raise row_error("NoRole", split, row, path, column, rows[row], "each message needs its role")
+
+
+def wanted_texts(split: RawSplit, column: str, role: str = "target") -> NDArray[Any]:
+    """The texts of `dataset.columns.<role>`, dtype object; StageError DATA as `refuse_not_text`."""
     texts = arrow_table(split.rows)[column]
-    refuse_not_text(split, "dataset.columns.target", column, texts)
+    refuse_not_text(split, f"dataset.columns.{role}", column, texts)
     return np.array(texts.to_pylist(), object)
 
 

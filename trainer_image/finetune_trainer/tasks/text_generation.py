@@ -13,10 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-import jinja2
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
@@ -29,26 +26,19 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
-from finetune_trainer.tasks.conversations import ASSISTANT, asking, require_template, with_replies
-from finetune_trainer.tasks.language import LanguageTask
+from finetune_trainer.tasks.conversations import ASSISTANT, conversation, require_template
+from finetune_trainer.tasks.encoding import completions, plain_ids, prompts
+from finetune_trainer.tasks.language import DecoderTask
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.rows import (
-    is_list,
     not_set,
+    refuse_not_messages,
     refuse_not_text,
     refuse_other_columns,
     row_error,
     wanted_texts,
 )
-from finetune_trainer.tasks.writing import (
-    NOT_LEARNT,
-    WRITTEN,
-    Continues,
-    surprises,
-    text_table,
-    token_figures,
-    written,
-)
+from finetune_trainer.tasks.writing import NOT_LEARNT, surprises, token_figures
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +46,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from finetune_trainer.data.prepared import PreparedSplit
-    from finetune_trainer.tasks.writing import Writer
 
 _COLUMNS = ("text", "source", "target", "messages")
 _READS = "text-generation reads text, or source and target, or messages"
@@ -67,7 +56,7 @@ behind another one.
 """
 
 
-class TextGeneration(LanguageTask):
+class TextGeneration(DecoderTask):
     """The TaskModule of `text-generation`.
 
     A feature has `input_ids`, `labels` (the token itself where it is learnt, else -100; never the first token, which
@@ -75,14 +64,8 @@ class TextGeneration(LanguageTask):
     and `hit`, one for each label, or `generated_text`.
     """
 
-    auto: str = "AutoModelForCausalLM"
-    of_checkpoints: str = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = {None: ("perplexity", "accuracy")}
-    # transformers knows by the name of a model's class that its labels are of the next token; FSDP changes that name.
-    smooths_labels: frozenset[LabelForm | None] = frozenset()
-    answer_columns: frozenset[str] = frozenset({WRITTEN})
     packed: tuple[str, ...] = ("input_ids", "labels")
-    writer: Writer | None = Continues()
 
     # --------------------------------------------------------------------------------------------------------- data
 
@@ -110,16 +93,12 @@ class TextGeneration(LanguageTask):
         named = {"text": columns.text, "source": columns.source, "messages": columns.messages}
         return {role: name for role, name in named.items() if name is not None}
 
-    def judged(self, columns: Columns) -> dict[str, str]:
-        """Nothing: what is to be written is in the features."""
-        return {}
-
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """Texts are text, messages have a role and a content each, and none is missing."""
         table = arrow_table(split.rows)
         for role, name in self.inputs(columns).items():
             if role == "messages":
-                _check_messages(split, f"{setting}.columns.messages", name, table[name])
+                refuse_not_messages(split, f"{setting}.columns.messages", name, table[name])
             else:
                 refuse_not_text(split, f"{setting}.columns.{role}", name, table[name])
 
@@ -215,17 +194,9 @@ class TextGeneration(LanguageTask):
         said = model(**given, use_cache=False)
         return surprises(said.logits[:, :-1], batch["labels"][:, 1:])
 
-    def labelled(self, split: PreparedSplit) -> bool:
-        """Whether there is something to learn."""
-        return "labels" in split.columns
-
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
         """See `token_figures`; of completions and replies alone where rows have prompts."""
         return token_figures(answers)
-
-    def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
-        """`generated_text`: what follows the text, the prompt or the conversation without its last reply."""
-        return text_table(written(answers, split.features_by_row[rows]))
 
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
         """By the pipeline, with a conversation where it learnt from such."""
@@ -242,10 +213,6 @@ class TextGeneration(LanguageTask):
             counted="rows",
             baseline="nothing",
         )
-
-    def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
-        """None: evaluation measures how likely the given text is, and writes none."""
-        return []
 
 
 # ------------------------------------------------------------------------------------------------------------- encoding
@@ -274,7 +241,7 @@ def _tokens(rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, cod
 def _texts(texts: list[str], coding: Coding) -> Iterator[_Tokens]:
     """Whole texts with the end token, in windows. To write on, the end token is not given."""
     end = coding.tokenizer.eos_token_id
-    for ids in _ids(coding, texts, special=True):
+    for ids in plain_ids(coding, texts, special=True):
         known = ids[:-1] if ids and ids[-1] == end else ids
         whole = [*known, end] if end is not None else known or [coding.tokenizer.pad_token_id]
         yield _Tokens(whole, [True] * len(whole), max(1, len(known)), list(_windows(len(whole), coding)))
@@ -292,43 +259,18 @@ def _windows(length: int, coding: Coding) -> Iterator[tuple[int, int, int]]:
 
 def _completions(sources: list[str], targets: NDArray[Any] | None, coding: Coding) -> Iterator[_Tokens]:
     """A prompt, and where it is known what follows, with the end token."""
-    end = coding.tokenizer.eos_token_id
-    prompts = _ids(coding, sources, special=True)
-    wanted = None if targets is None else _ids(coding, targets.tolist(), special=False)
-    for row, prompt in enumerate(prompts):
-        # Some tokenizers end every text with the end token; a prompt has not ended.
-        given = prompt[:-1] if len(prompt) > 1 and prompt[-1] == end else prompt
-        follows = [] if wanted is None else [*wanted[row], *([] if end is None else [end])]
-        yield _fitted([*given, *follows], [False] * len(given) + [True] * len(follows), len(given), coding)
+    given = prompts(coding, sources)
+    wanted = [[]] * len(given) if targets is None else completions(coding, targets.tolist())
+    for prompt, follows in zip(given, wanted, strict=True):
+        yield _fitted([*prompt, *follows], [False] * len(prompt) + [True] * len(follows), len(prompt), coding)
 
 
 def _conversations(rows: Sequence[Any], coding: Coding, *, learnt: bool) -> Iterator[_Tokens]:
     """By the chat template, whose special tokens are all there are."""
     require_template(coding.tokenizer)
     for messages in rows:
-        try:
-            turns = (with_replies if learnt else asking)(coding.tokenizer, messages)
-        except (ValueError, TypeError, jinja2.TemplateError) as error:
-            raise StageError(
-                FailureClass.DATA,
-                "ConversationRefused",
-                f"A conversation that begins with {str(messages[0])[:80]!r} does not fit the model's chat template: "
-                f"{error}.",
-                "Correct its messages (roles, their order), or use a model with another template.",
-            ) from error
-        encoded = coding.tokenizer(
-            turns.text,
-            add_special_tokens=False,
-            return_offsets_mapping=True,
-            return_attention_mask=False,
-            verbose=False,
-        )
-        ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
-        inside = [any(first <= start < last for first, last in turns.replies) for start, _ in offsets]
-        prompt = len(ids)
-        if turns.replies:
-            prompt = next((at for at, (start, _) in enumerate(offsets) if start >= turns.replies[-1][0]), len(ids))
-        yield _fitted(ids, inside, prompt, coding)
+        turns = conversation(coding.tokenizer, messages, learnt=learnt)
+        yield _fitted(turns.ids, turns.replied, turns.prompt, coding)
 
 
 def _fitted(ids: list[int], learnt: list[bool], prompt: int, coding: Coding) -> _Tokens:
@@ -340,14 +282,6 @@ def _fitted(ids: list[int], learnt: list[bool], prompt: int, coding: Coding) -> 
     drop = min(over, max(0, prompt - room // 2))
     kept = ids[drop : drop + room]
     return _Tokens(kept, learnt[drop : drop + room], prompt - drop, [(0, len(kept), 0)], cut=over > 0)
-
-
-def _ids(coding: Coding, texts: list[str], *, special: bool) -> list[list[int]]:
-    encoded = coding.tokenizer(
-        texts, add_special_tokens=special, padding=False, return_attention_mask=False, verbose=False
-    )
-    found: list[list[int]] = encoded["input_ids"]
-    return found
 
 
 def _positions(sizes: Sequence[Sequence[int]], width: int) -> torch.Tensor:
@@ -362,24 +296,6 @@ def _positions(sizes: Sequence[Sequence[int]], width: int) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------- checks
-
-
-def _check_messages(split: RawSplit, path: str, column: str, values: pa.ChunkedArray) -> None:
-    """A list of {role, content} in each row."""
-    kind = values.type
-    fields = {field.name for field in kind.value_type} if is_list(kind) and pa.types.is_struct(kind.value_type) else ()
-    if not {"role", "content"} <= set(fields):
-        rule = f"the column is of type {kind}, not a list of messages with role and content"
-        raise row_error("NotMessages", split, 0, path, column, values[0].as_py(), rule)
-    empty = pc.fill_null(pc.equal(pc.list_value_length(values), 0), True)
-    if pc.any(empty).as_py():
-        row = pc.index(empty, True).as_py()
-        raise row_error("NoMessages", split, row, path, column, values[row].as_py(), "a conversation needs messages")
-    roles = pc.struct_field(pc.list_flatten(values), "role")
-    if roles.null_count:
-        rows = values.to_pylist()
-        row = next(at for at, messages in enumerate(rows) if any(each["role"] is None for each in messages))
-        raise row_error("NoRole", split, row, path, column, rows[row], "each message needs its role")
 
 
 def _replied(messages: Sequence[Mapping[str, Any]]) -> bool:

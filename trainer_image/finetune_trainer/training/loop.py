@@ -31,10 +31,12 @@ from finetune_trainer.adapters import Adapted
 from finetune_trainer.allocator import give_back_freed_memory
 from finetune_trainer.failures import StageError
 from finetune_trainer.strategies.base import Placed, ReplicaStep, Strategy, expect
+from finetune_trainer.tasks.base import REFERENCE, Objective
 from finetune_trainer.training.activations import Activations, OnDevice, assert_checkpointing_in_effect
 from finetune_trainer.training.arguments import is_optimizer
 from finetune_trainer.training.interruption import Interruption, preempted
 from finetune_trainer.training.order import Collate, EpochLoader, EpochOrder, TrainRows
+from finetune_trainer.training.reference import NoReference, Reference
 from finetune_trainer.training.timing import PartClock
 from finetune_trainer.training.validation import Validation
 
@@ -132,6 +134,9 @@ class LoopParts:
     checkpointing: CheckpointingMode = "none"
     activations: Activations = field(default_factory=OnDevice)
     clock: PartClock = field(default_factory=PartClock)
+    objective: Objective | None = None
+    """None: the loss of the model itself is minimised."""
+    reference: Reference = field(default_factory=NoReference)
     callbacks: Sequence[TrainerCallback] = ()
     """Those that hear of figures besides the observer."""
 
@@ -214,11 +219,22 @@ class TrainingLoop(Trainer):
         found = f"training.optimizer is {self.parts.optimizer}, and {type(placed.optimizer).__qualname__} steps"
         right = is_optimizer(self.parts.optimizer, placed.optimizer)
         expect(right, self.parts.strategy.name, "WrongOptimizer", found)
+        self._ask_reference()
         if resume_from_checkpoint is not None:
             self.parts.saver.resume(self)
         if self.is_deepspeed_enabled:
             self._clock_engine()
         return prepared
+
+    def _ask_reference(self) -> None:
+        """Before the first step and before anything is read from a checkpoint the model is what it began with."""
+        if self.parts.objective is None:
+            return
+        clock = self.parts.clock
+        clock.enter("evaluation")
+        self.parts.reference.measure(self.model_wrapped, self.args.device)
+        give_back_freed_memory()
+        clock.enter("start")
 
     def _clock_engine(self) -> None:
         """accelerate lets DeepSpeed's engine step inside of what it calls the backward pass."""
@@ -296,6 +312,14 @@ class TrainingLoop(Trainer):
         parts = {name: value.chunk(self._replica_step.passed) for name, value in batch.items()}
         return [{name: part[index] for name, part in parts.items()} for index in range(self._replica_step.passed)]
 
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """To the device. With DeepSpeed the Trainer rounds what is no whole number to the precision of the model, and
+        log-likelihoods of whole rows are too large for that.
+        """
+        prepared = super()._prepare_inputs(inputs)
+        said = {name: value.to(self.args.device) for name, value in inputs.items() if name.startswith(REFERENCE)}
+        return {**prepared, **said}
+
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """Forward and backward; after the last of a step the gradients are those of the whole global batch."""
         own, clock = self._replica_step, self.parts.clock
@@ -349,14 +373,15 @@ class TrainingLoop(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def _forward(self, model: Any, inputs: Any, items: int, num_items_in_batch: Any) -> tuple[Any, Any]:
-        if items:
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=None)
-            loss = loss * (items * self.args.world_size / num_items_in_batch.to(loss.dtype))
-        else:
+        if not items:
             # A window may hold no item; the mean over none is no number, and all ranks have to go backward.
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-            loss = outputs.logits.sum() * 0.0
-        return loss, outputs
+            return outputs.logits.sum() * 0.0, outputs
+        if self.parts.objective is not None:
+            loss, outputs = self.parts.objective.loss(model, inputs), None
+        else:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=None)
+        return loss * (items * self.args.world_size / num_items_in_batch.to(loss.dtype)), outputs
 
     @contextmanager
     def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:

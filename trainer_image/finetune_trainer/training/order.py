@@ -20,6 +20,7 @@ from finetune_trainer.data.batches import training_order
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.failures import StageError
 from finetune_trainer.tasks.base import DRAW
+from finetune_trainer.training.reference import Said
 
 if TYPE_CHECKING:
     import torch
@@ -38,14 +39,23 @@ class Pick:
 class EpochOrder(Sampler[list[Pick]]):
     """Micro-batches of this data-parallel rank, epoch by epoch."""
 
-    def __init__(self, lengths: NDArray[np.int64], batch: Batch, rank: int, seed: int) -> None:
+    def __init__(
+        self,
+        lengths: NDArray[np.int64],
+        batch: Batch,
+        rank: int,
+        seed: int,
+        widths: NDArray[np.int64] | None = None,
+    ) -> None:
+        """`lengths`: tokens of each row; `widths`: those that it takes of a batch, where they are more."""
         _check(batch)
         self._lengths = lengths
+        self._widths = lengths if widths is None else widths
         self._batch = batch
         self._rank = rank
         self._seed = seed
         self._epoch = 0
-        self._order = self._draw()
+        self._order = self._draw(0)
         if not len(self._order):
             raise StageError(
                 FailureClass.DATA,
@@ -54,21 +64,21 @@ class EpochOrder(Sampler[list[Pick]]):
                 f"Set training.globalBatchSize to {len(lengths)} or less.",
             )
 
-    def _draw(self) -> NDArray[np.int64]:
+    def _draw(self, epoch: int) -> NDArray[np.int64]:
         return training_order(
-            self._lengths,
+            self._widths,
             global_batch=self._batch.global_batch_size,
             micro_batch=self._batch.micro_batch_size,
             ranks=self._batch.data_parallel,
             seed=self._seed,
-            epoch=self._epoch,
+            epoch=epoch,
         )
 
     def set_epoch(self, epoch: int) -> None:
         """Draws the order of another epoch."""
         if epoch != self._epoch:
             self._epoch = epoch
-            self._order = self._draw()
+            self._order = self._draw(epoch)
 
     @property
     def steps(self) -> int:
@@ -86,7 +96,12 @@ class EpochOrder(Sampler[list[Pick]]):
 
     def step_computed_tokens(self, step: int) -> int:
         """The same with padding: each row of a micro-batch is as long as its longest."""
-        return int(self._lengths[self._order[step]].max(axis=-1).sum()) * self._batch.micro_batch_size
+        return int(self._widths[self._order[step]].max(axis=-1).sum()) * self._batch.micro_batch_size
+
+    def rows_of(self, steps: int) -> NDArray[np.int64]:
+        """The rows that the first steps of a run read, over all ranks; ascending."""
+        epochs = (self._draw(epoch)[: steps - epoch * self.steps] for epoch in range(-(-steps // self.steps)))
+        return np.unique(np.concatenate([rows.ravel() for rows in epochs]))
 
     def __iter__(self) -> Iterator[list[Pick]]:
         draw = (self._seed, self._epoch)
@@ -114,8 +129,9 @@ def _check(batch: Batch) -> None:
 class TrainRows(Dataset[Any]):
     """Prepared rows of the train split, fetched a micro-batch at a time."""
 
-    def __init__(self, prepared: PreparedData) -> None:
+    def __init__(self, prepared: PreparedData, reference: Said | None = None) -> None:
         self._prepared = prepared
+        self._reference = reference or Said()
         self._rows = len(prepared.lengths("train"))
 
     def __len__(self) -> int:
@@ -128,7 +144,7 @@ class TrainRows(Dataset[Any]):
         """torch asks a data set that has this for a whole batch at once."""
         features = self._prepared.features("train", [pick.row for pick in picks])
         for feature, pick in zip(features, picks, strict=True):
-            feature[DRAW] = pick.draw
+            feature |= {DRAW: pick.draw, **self._reference.of("train", pick.row)}
         return features
 
 

@@ -8,9 +8,10 @@ import os
 import resource
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,27 +28,30 @@ from finetune_trainer.allocator import give_back_freed_memory
 from finetune_trainer.checkpoints import CheckpointStore, identity, storage_errors_named
 from finetune_trainer.console import quiet_transformers
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.distributed import ProcessWorld
+from finetune_trainer.distributed import ProcessWorld, gathered
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import share
-from finetune_trainer.models import load_tokenizer, pinned
+from finetune_trainer.models import load_tokenizer, pinned, weights_digest
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, training_environment, write_environment, write_model_card
 from finetune_trainer.strategies.base import Strategy, tied_names
 from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
-from finetune_trainer.tasks.base import TaskModule, task_module
+from finetune_trainer.tasks.base import TaskModule, task_of
 from finetune_trainer.training.activations import InHostMemory, OnDevice
 from finetune_trainer.training.arguments import refused_arguments, training_arguments
+from finetune_trainer.training.dealing import Deal
 from finetune_trainer.training.history import History, RunFigures, first_and_last
 from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.loop import LoopParts, TrainingLoop
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
+from finetune_trainer.training.reference import KeptReference, NoReference, Reference, Said
 from finetune_trainer.training.saving import RunSaver
 from finetune_trainer.training.stopping import EarlyStopper, NeverStop
 from finetune_trainer.training.telling import RunObserver, SilentObserver
 from finetune_trainer.training.timing import PartClock, moments_of, time_split
 from finetune_trainer.training.tracking import Tracked, tracking
+from finetune_trainer.training.validation import ROLE as VALIDATION
 from finetune_trainer.training.validation import Validation
 
 log = logging.getLogger(__name__)
@@ -97,13 +101,15 @@ def train(
     quiet_transformers()
     training = training_of(job)
     strategy = strategy_for(training, deepspeed, paths.offload)
-    task, prepared = task_module(job.task), PreparedData.open(paths)
+    task, prepared = task_of(job), PreparedData.open(paths)
     _refuse_smoothing(job, training, task, prepared)
+    _refuse_pipeline(job, training, task)
     stopper = _stopper(training, paths, world, prepared, task)
     history = History(paths.history)
     observer = RunObserver(history, progress, training.max_steps)
     data_rank = MeshShape.of(training.strategy, training.batch.data_parallel).data_rank(world.rank)
-    order = EpochOrder(prepared.lengths("train"), training.loop_batch, data_rank, training.seed)
+    lengths, widths = prepared.lengths("train"), task.widths(prepared, "train")
+    order = EpochOrder(lengths, training.loop_batch, data_rank, training.seed, widths)
     _warn_of_other_epoch(order, training)
 
     # The model before the arguments: with a ZeRO-3 configuration alive, transformers would load it in shards and draw
@@ -112,19 +118,27 @@ def train(
     model = task.build_model(began_with, prepared.facts)
     _refuse_recomputing(training, model)
     _refuse_liger(training, model)
+    weights = None if task.objective is None else weights_digest(model)
     adapted = None if training.adapter is None else adapt(model, training.adapter, began_with)
-    saver = _saver(job, training, paths, world, data_rank, prepared, strategy, stopper, adapted)
+    saver = _saver(job, training, paths, world, data_rank, prepared, strategy, stopper, adapted, weights)
     resume_from = saver.find()
     arguments = training_arguments(training, paths.checkpoints, strategy.arguments())
+    heard_by = observer if world.is_main else SilentObserver(progress, training.max_steps)
+    tokens = _VALIDATION_TOKENS_PER_MICRO_BATCH * training.batch.micro_batch_size * prepared.facts.max_length
+    deal = Deal(prepared, task, tokens, data_rank, training.batch.data_parallel)
+    told_of = partial(heard_by.on_validation_batch, saver.first_step)
+    reference = _reference(task, training, deal, order, weights, paths.checkpoints, world, told_of)
     told = Tracked(job.name, paths.tracking, saver.first_step, os.environ)
     parts = LoopParts(
         strategy=strategy,
         adapted=adapted,
         order=order,
-        rows=TrainRows(prepared),
+        rows=TrainRows(prepared, reference.said),
         collate=Collate(task, prepared.pad_token_id),
-        validation=_validation(training, prepared, task, data_rank),
-        observer=observer if world.is_main else SilentObserver(progress, training.max_steps),
+        validation=Validation(deal, reference.said) if VALIDATION in prepared.facts.splits else None,
+        objective=task.objective,
+        reference=reference,
+        observer=heard_by,
         saver=saver,
         stopper=stopper,
         interruption=interruption,
@@ -219,6 +233,20 @@ def _refuse_smoothing(job: TrainerJob, training: Training, task: TaskModule, pre
         )
 
 
+def _refuse_pipeline(job: TrainerJob, training: Training, task: TaskModule) -> None:
+    """StageError CONFIG for an objective that compares whole rows, where the last stage computes the model's own
+    loss.
+    """
+    if task.objective is not None and training.strategy.pipeline is not None:
+        raise StageError(
+            FailureClass.CONFIG,
+            "PipelineNotSupported",
+            f"parallelism.pipeline.degree is {training.strategy.pipeline.degree}, and the loss of {job.task} is not "
+            "computed by a pipeline's last stage.",
+            "Set parallelism.pipeline.degree to 1, and parallelism.strategy to fsdp or deepspeed.",
+        )
+
+
 def _refuse_recomputing(training: Training, model: PreTrainedModel) -> None:
     """StageError CONFIG for activation checkpointing of a model that has not learnt it."""
     if training.strategy.activation_checkpointing != "none" and not model.supports_gradient_checkpointing:
@@ -292,8 +320,11 @@ def _saver(
     strategy: Strategy,
     stopper: EarlyStopper | NeverStop,
     adapted: Adapted | None,
+    weights: str | None,
 ) -> RunSaver:
     settings = identity(job, prepared.facts.fingerprint)
+    if weights is not None:
+        settings["reference_weights"] = weights  # those of a checkpoint are others
     if adapted is not None:
         settings["frozen_weights"] = adapted.base  # they are not in the checkpoint
     return RunSaver(
@@ -309,11 +340,24 @@ def _saver(
     )
 
 
-def _validation(training: Training, prepared: PreparedData, task: TaskModule, data_rank: int) -> Validation | None:
-    if "validation" not in prepared.facts.splits:
-        return None
-    tokens = _VALIDATION_TOKENS_PER_MICRO_BATCH * training.batch.micro_batch_size * prepared.facts.max_length
-    return Validation(prepared, task, batch_tokens=tokens, rank=data_rank, ranks=training.batch.data_parallel)
+def _reference(
+    task: TaskModule,
+    training: Training,
+    deal: Deal,
+    order: EpochOrder,
+    weights: str | None,
+    folder: Path,
+    world: ProcessWorld,
+    told: Callable[[int], None],
+) -> Reference:
+    """`weights`: digest of those that the model has before training."""
+    if task.objective is None or weights is None:
+        return NoReference()
+    splits = {"train": deal.split("train", order.rows_of(training.max_steps))}
+    if VALIDATION in deal.prepared.facts.splits:
+        splits[VALIDATION] = deal.split(VALIDATION)
+    basis = {"weights": weights, "data": deal.prepared.facts.fingerprint, "precision": training.precision}
+    return KeptReference(Said(task.objective.compares), splits, folder, basis, world, told)
 
 
 def _warn_of_other_epoch(order: EpochOrder, training: Training) -> None:
@@ -351,8 +395,4 @@ def _peak_memory_bytes(training: Training) -> list[int]:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if training.world.device == "cuda":
         peak = torch.cuda.max_memory_allocated()
-    if not torch.distributed.is_initialized():
-        return [peak]
-    peaks = [0] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(peaks, peak)
-    return peaks
+    return gathered(peak)

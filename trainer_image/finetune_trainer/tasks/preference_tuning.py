@@ -1,0 +1,323 @@
+"""Preference tuning: of two answers to a prompt a decoder learns to prefer the chosen one to the rejected one, by
+direct preference optimisation (Rafailov et al., "Direct Preference Optimization: Your Language Model is Secretly a
+Reward Model", 2023).
+
+How much likelier an answer has become than under the reference, the model as it was before training, counts as the
+reward that the model gives it. A prompt is text, or a conversation that the answers go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from finetune_contract.choices import LabelForm
+from finetune_contract.facts import DataFacts
+from finetune_contract.job import Columns, Preference, TrainerJob
+from finetune_trainer.data.prepared import arrow_table
+from finetune_trainer.data.sources import ColumnNeed, RawSplit
+from finetune_trainer.models import load_config
+from finetune_trainer.tasks import heads
+from finetune_trainer.tasks.base import (
+    REFERENCE,
+    Answer,
+    Card,
+    Coding,
+    Encoded,
+    Feature,
+    Labels,
+    Objective,
+    Targets,
+)
+from finetune_trainer.tasks.conversations import ASSISTANT, conversation, require_template
+from finetune_trainer.tasks.encoding import completions, prompts
+from finetune_trainer.tasks.language import DecoderTask
+from finetune_trainer.tasks.padding import padded
+from finetune_trainer.tasks.rows import (
+    is_list,
+    not_set,
+    refuse_not_messages,
+    refuse_not_text,
+    refuse_other_columns,
+    row_error,
+    wanted_texts,
+)
+from finetune_trainer.tasks.writing import NOT_LEARNT
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import NDArray
+    from transformers import PreTrainedModel
+
+    from finetune_trainer.data.prepared import PreparedData, PreparedSplit
+
+_ANSWERS = ("chosen", "rejected")
+_COLUMNS = ("prompt", *_ANSWERS)
+_READS = "preference-tuning reads prompt, chosen and rejected"
+
+
+class PreferenceTuning(DecoderTask):
+    """The TaskModule of `preference-tuning`.
+
+    A feature is a pair: `input_ids` has the prompt with the chosen answer and behind it the prompt with the rejected
+    one, `chosen` how many tokens the former are, `prompt` how many of them are given; `labels` are the tokens of the
+    answers, elsewhere -100. Without answers the prompt is all there is. An answer has the log-likelihoods of the
+    two, in nats (`chosen`, `rejected`), or `generated_text`.
+    """
+
+    metrics: Mapping[LabelForm | None, tuple[str, ...]] = {
+        None: ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
+    }
+
+    def __init__(self, settings: Preference) -> None:
+        self._beta = settings.beta
+        self.objective: Objective | None = DirectPreference(settings.beta)
+
+    # --------------------------------------------------------------------------------------------------------- data
+
+    def columns(self, columns: Columns, setting: str, *, labelled: bool) -> tuple[ColumnNeed, ...]:
+        """The answers are not read where they are to be written."""
+        refuse_other_columns(columns, setting, _COLUMNS, _READS)
+        what = {"prompt": "what is to be answered", "chosen": "the better answer", "rejected": "the worse answer"}
+        found = []
+        for role in _COLUMNS:
+            name, needed = getattr(columns, role), labelled or role == "prompt"
+            if name is not None:
+                found.append(ColumnNeed(f"{setting}.columns.{role}", name, required=needed))
+            elif needed:
+                raise not_set(f"{setting}.columns.{role}", f"the column that holds {what[role]}")
+        return tuple(found)
+
+    def inputs(self, columns: Columns) -> dict[str, str]:
+        """`prompt`."""
+        assert columns.prompt is not None
+        return {"prompt": columns.prompt}
+
+    def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
+        """Prompts are text or conversations, and none is missing."""
+        name = self.inputs(columns)["prompt"]
+        values = arrow_table(split.rows)[name]
+        refuse = refuse_not_messages if is_list(values.type) else refuse_not_text
+        refuse(split, f"{setting}.columns.prompt", name, values)
+
+    def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
+        """Of each row its chosen and its rejected answer, in the form of the prompt."""
+        found: dict[str, NDArray[Any]] = {}
+        for role, split in raw.items():
+            chosen, rejected = columns.chosen, columns.rejected
+            if chosen is None or rejected is None or not {chosen, rejected} <= set(split.rows.column_names):
+                continue
+            talks = is_list(arrow_table(split.rows)[self.inputs(columns)["prompt"]].type)
+            read = _replies if talks else wanted_texts
+            pairs = zip(read(split, chosen, "chosen"), read(split, rejected, "rejected"), strict=True)
+            found[role] = np.empty(len(split.rows), object)
+            for row, pair in enumerate(pairs):
+                found[role][row] = pair
+        return Targets(of=found)
+
+    def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
+        """Where a prompt and its longer answer do not fit, both sequences lose as much of the prompt's beginning, down
+        to half of `max_length`, then their ends.
+        """
+        talks = bool(rows["prompt"]) and not isinstance(rows["prompt"][0], str)
+        features: dict[str, list[Any]] = {"input_ids": [], "prompt": []}
+        if targets is not None:
+            features |= {"labels": [], "chosen": []}
+        truncated = 0
+        for whole in (_conversations if talks else _texts)(list(rows["prompt"]), targets, coding):
+            sequences, cut = _fitted(whole, coding.max_length)
+            truncated += cut
+            features["input_ids"].append([token for each in sequences for token in each.ids])
+            features["prompt"].append(sequences[0].prompt)
+            if targets is not None:
+                features["labels"].append([label for each in sequences for label in each.labels])
+                features["chosen"].append(len(sequences[0].ids))
+        return Encoded(features, truncated=truncated)
+
+    def widths(self, prepared: PreparedData, role: str) -> NDArray[np.int64]:
+        """Both sequences of a pair are filled up to the longer one."""
+        split, lengths = prepared.of(role), prepared.lengths(role)
+        if not self.labelled(split):
+            return lengths
+        chosen: NDArray[np.int64] = split.numbers("chosen")
+        longer: NDArray[np.int64] = np.maximum(chosen, lengths - chosen)
+        return 2 * longer
+
+    def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
+        """All chosen sequences, then all rejected ones; and what the reference says, where it is known."""
+        import torch
+
+        ends = [int(feature["chosen"]) for feature in features]
+        halves = [_part(feature, slice(end)) for feature, end in zip(features, ends, strict=True)]
+        halves += [_part(feature, slice(end, None)) for feature, end in zip(features, ends, strict=True)]
+        batch = padded(halves, {"input_ids": pad_token_id, "labels": NOT_LEARNT})
+        for name in (f"{REFERENCE}{answer}" for answer in _ANSWERS):
+            if name in features[0]:
+                batch[name] = torch.tensor([float(feature[name]) for feature in features])
+        return batch
+
+    # ------------------------------------------------------------------------------------------------------- models
+
+    def build_model(self, job: TrainerJob, facts: DataFacts, *, dtype: torch.dtype | None = None) -> PreTrainedModel:
+        """Without dropout: what a model loses by it would count as a difference from the reference."""
+        import torch
+
+        model = self.built(job, load_config(job), dtype)
+        heads.adopt_padding(job, model)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+            if isinstance(getattr(module, "attention_dropout", None), float):  # of Llama and its kin
+                setattr(module, "attention_dropout", 0.0)  # noqa: B010  # mypy takes it for a submodule
+        return model
+
+    # ------------------------------------------------------------------------------------------------------ results
+
+    def items(self, batch: Mapping[str, torch.Tensor]) -> int:
+        """Pairs."""
+        return len(batch["input_ids"]) // 2
+
+    def answer(
+        self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
+    ) -> list[Answer]:
+        """How likely each of the two answers is."""
+        pair = [each.double().cpu().numpy() for each in likelihoods(model, batch)]
+        return [dict(zip(_ANSWERS, each, strict=True)) for each in zip(*pair, strict=True)]
+
+    def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
+        """As DPOTrainer of trl measures: rewards are log-likelihoods over those of the reference, times beta; the
+        margin is that of the chosen over the rejected one, and right where it is above 0.
+        """
+
+        def rewards(name: str) -> NDArray[np.float64]:
+            gained = [float(answer[name] - answer[f"{REFERENCE}{name}"]) for answer in answers]
+            return self._beta * np.array(gained, np.float64)
+
+        chosen, rejected = map(rewards, _ANSWERS)
+        margins = chosen - rejected
+        return {
+            "loss": float(np.logaddexp(0.0, -margins).mean()),
+            "rewards/accuracies": float((margins > 0).mean()),
+            "rewards/margins": float(margins.mean()),
+            "rewards/chosen": float(chosen.mean()),
+            "rewards/rejected": float(rejected.mean()),
+        }
+
+    def card(self, job: TrainerJob, facts: DataFacts) -> Card:
+        """By the pipeline."""
+        return Card(
+            use='print(model("Tell me more.", max_new_tokens=64)[0]["generated_text"])',
+            long_rows=f"Of prompts with an answer of more than {facts.max_length} tokens together the beginning of the "
+            "prompt was cut off.",
+            counted="rows",
+            baseline="nothing",
+            tag="text-generation",
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------ objective
+
+
+@dataclass(frozen=True)
+class DirectPreference:
+    """The Objective."""
+
+    beta: float
+    compares: tuple[str, ...] = _ANSWERS
+
+    def loss(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """- log sigmoid(beta x (what the chosen answer has gained over the reference - what the rejected one has)):
+        Rafailov et al. (2023), equation 7.
+        """
+        import torch
+
+        pair = zip(_ANSWERS, likelihoods(model, batch), strict=True)
+        chosen, rejected = (likelihood - batch[f"{REFERENCE}{name}"] for name, likelihood in pair)
+        loss: torch.Tensor = -torch.nn.functional.logsigmoid(self.beta * (chosen - rejected)).mean()
+        return loss
+
+
+def likelihoods(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the chosen and of the rejected answers their log-likelihoods in nats, shape (pairs,) each."""
+    import torch
+
+    said = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
+    found = []
+    # Row by row, and of the answers alone: in float32 all logits would be there twice.
+    for logits, labels in zip(said.logits[:, :-1], batch["labels"][:, 1:], strict=True):
+        learnt = labels != NOT_LEARNT
+        lost = torch.nn.functional.cross_entropy(logits[learnt].float(), labels[learnt], reduction="sum")
+        found.append(-lost)
+    chosen, rejected = torch.stack(found).chunk(2)
+    return chosen, rejected
+
+
+# ------------------------------------------------------------------------------------------------------------- encoding
+
+
+def _part(feature: Feature, part: slice) -> Feature:
+    """One sequence of a pair."""
+    return {name: feature[name][part] for name in ("input_ids", "labels")}
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """A prompt with an answer, or alone."""
+
+    ids: list[int]
+    prompt: int
+    """Tokens that are given."""
+
+    @property
+    def labels(self) -> list[int]:
+        """The answer; the first token follows nothing, and is not learnt."""
+        given = max(1, self.prompt)
+        return [NOT_LEARNT] * len(self.ids[:given]) + self.ids[given:]
+
+
+def _texts(given: list[str], targets: NDArray[Any] | None, coding: Coding) -> Iterator[list[_Sequence]]:
+    """Of each row the sequence with the chosen answer and that with the rejected one, or the prompt."""
+    found = prompts(coding, given)
+    if targets is None:
+        yield from ([_Sequence(ids or [coding.tokenizer.pad_token_id], len(ids))] for ids in found)
+        return
+    answers = [completions(coding, [pair[at] for pair in targets]) for at in range(len(_ANSWERS))]
+    for ids, *pair in zip(found, *answers, strict=True):
+        yield [_Sequence([*ids, *answer], len(ids)) for answer in pair]
+
+
+def _conversations(given: list[Any], targets: NDArray[Any] | None, coding: Coding) -> Iterator[list[_Sequence]]:
+    """The same by the chat template."""
+    require_template(coding.tokenizer)
+    for row, messages in enumerate(given):
+        pair = [[]] if targets is None else [[reply] for reply in targets[row]]
+        turns = [conversation(coding.tokenizer, [*messages, *reply], learnt=bool(reply)) for reply in pair]
+        yield [_Sequence(each.ids or [coding.tokenizer.pad_token_id], each.prompt) for each in turns]
+
+
+def _fitted(sequences: Sequence[_Sequence], room: int) -> tuple[list[_Sequence], bool]:
+    """At most `room` tokens each, and whether any were cut off. Both keep the same of the prompt, its end: it is one
+    prompt that is answered.
+    """
+    over = max(0, max(len(each.ids) for each in sequences) - room)
+    drop = min(over, max(0, min(each.prompt for each in sequences) - room // 2))
+    return [_Sequence(each.ids[drop : drop + room], each.prompt - drop) for each in sequences], over > 0
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+
+def _replies(split: RawSplit, column: str, role: str) -> list[Mapping[str, Any]]:
+    """The message that each row's answer is; StageError DATA for the first row whose answer is something else."""
+    path = f"dataset.columns.{role}"
+    values = arrow_table(split.rows)[column]
+    refuse_not_messages(split, path, column, values)
+    found = values.to_pylist()
+    for row, messages in enumerate(found):
+        if len(messages) != 1 or messages[0]["role"] != ASSISTANT:
+            rule = f"behind a conversation an answer is one message of the role {ASSISTANT}"
+            raise row_error("NotOneReply", split, row, path, column, messages, rule)
+    return [messages[0] for messages in found]

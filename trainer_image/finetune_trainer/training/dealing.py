@@ -1,0 +1,75 @@
+"""Features of a split, dealt out to the ranks, and what the model says of them as it is spread.
+
+Every rank runs the same number of batches, because with FSDP and ZeRO-3 a forward pass gathers parameters from all of
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from finetune_trainer.data.batches import inference_batches
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.tasks.base import Answer, TaskModule
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How splits are dealt out to the data-parallel ranks."""
+
+    prepared: PreparedData
+    task: TaskModule
+    batch_tokens: int
+    """Padded tokens of a batch at most."""
+    rank: int
+    ranks: int
+
+    def split(self, role: str, wanted: NDArray[np.int64] | None = None) -> DealtSplit:
+        """The features of a split with the indices `wanted`, or all of them, in batches of like widths."""
+        widths = self.task.widths(self.prepared, role)
+        wanted = np.arange(len(widths)) if wanted is None else wanted
+        batches = [wanted[each] for each in inference_batches(widths[wanted], batch_tokens=self.batch_tokens)]
+        rounds = -(-len(batches) // self.ranks)
+        # Ranks without a batch of their own in the last round repeat the last one; equal answers overwrite equal
+        # answers.
+        mine = [batches[min(each * self.ranks + self.rank, len(batches) - 1)] for each in range(rounds)]
+        return DealtSplit(self, role, len(widths), wanted, mine)
+
+
+@dataclass(frozen=True)
+class DealtSplit:
+    """What one rank has of a split."""
+
+    deal: Deal
+    role: str
+    features: int
+    """Of the whole split."""
+    wanted: NDArray[np.int64]
+    """Indices of those that are dealt out, over all ranks."""
+    mine: list[NDArray[np.int64]]
+    """The batches of this rank."""
+
+    def answers(
+        self, model: torch.nn.Module, device: torch.device
+    ) -> Iterator[tuple[NDArray[np.int64], list[Answer]]]:  # fmt: skip
+        """Of each of this rank's batches: indices of the features, and an answer for each. Keeps the model's mode."""
+        training = model.training
+        model.eval()
+        try:
+            for wanted in self.mine:
+                features = self.deal.prepared.features(self.role, wanted)
+                batch = self.deal.task.collate(features, pad_token_id=self.deal.prepared.pad_token_id)
+                placed = {name: value.to(device) for name, value in batch.items()}
+                with torch.no_grad():
+                    said = self.deal.task.answer(model, placed, features)
+                yield wanted, said
+        finally:
+            model.train(training)
