@@ -256,10 +256,13 @@ class Bench:
         processes: int = 1,
         deepspeed: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
+        wrapper: Sequence[str] = (),
     ) -> Ended:
-        """Runs a stage to its end, in processes that are spared their start-up."""
-        case = self.case(stage, processes=processes, deepspeed=deepspeed, environment=environment)
-        codes, output = fork_server().run(case, TIMEOUT_SECONDS)
+        """Runs a stage to its end, in processes that are spared their start-up unless a program wraps them."""
+        how: dict[str, Any] = {"processes": processes, "deepspeed": deepspeed, "environment": environment}
+        if wrapper:
+            return self.end(self.start(stage, **how, wrapper=wrapper))
+        codes, output = fork_server().run(self.case(stage, **how), TIMEOUT_SECONDS)
         return self.ended(max(codes, key=abs), output)
 
     def with_training(self, name: str | None = None, **changes: Any) -> Bench:
