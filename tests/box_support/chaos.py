@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
+import psutil
 import requests
 
 from box_support import faults
@@ -127,6 +128,22 @@ class Live:
     attempt: int
     began: float
     """Unix time."""
+    process: int
+    """Its first one."""
+
+    @property
+    def works(self) -> bool:
+        """Whether a stage runs in it: the worker of an MPIJob, before mpirun and after its end, is an SSH server alone,
+        which may still be there when the next stage begins.
+        """
+        with suppress(psutil.NoSuchProcess):
+            first = psutil.Process(self.process)
+            for process in (first, *first.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    command = process.cmdline()
+                    if "finetune_trainer" in " ".join(command) and "sshd" not in command:
+                        return True
+        return False
 
 
 _POD = re.compile(rf"^(?P<job>.+)-(?P<stage>{'|'.join(STAGES)})-(?P<attempt>\d+)(-.+)?$")
@@ -143,7 +160,7 @@ def living(box: Box, namespace: str) -> list[Live]:
             continue
         place, pod = entry["pod"]
         if alive and place == namespace and (named := _POD.match(pod)):
-            found.append(Live(pod, named["job"], named["stage"], int(named["attempt"]), began))
+            found.append(Live(pod, named["job"], named["stage"], int(named["attempt"]), began, entry["pid"]))
     return sorted(found, key=lambda one: one.pod)
 
 
@@ -156,6 +173,8 @@ class Watch:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.seen: set[tuple[str, str, int]] = set()
         """Job, stage and attempt of everything that ever ran."""
+        self.worked: set[tuple[str, str, int]] = set()
+        """Those of them that were seen at work."""
         self.overlaps: list[str] = []
         self.trouble: Exception | None = None
 
@@ -172,16 +191,21 @@ class Watch:
         told: set[frozenset[tuple[str, int]]] = set()
         try:
             while not self._stop.wait(0.1):
-                attempts: dict[str, set[tuple[str, int]]] = {}
-                pods = living(self._team.box, self._team.namespace)
-                for one in pods:
-                    self.seen.add((one.job, one.stage, one.attempt))
-                    attempts.setdefault(one.job, set()).add((one.stage, one.attempt))
-                for job, several in attempts.items():
-                    if len(several) > 1 and (frozenset(several) | {(job, 0)}) not in told:
-                        told.add(frozenset(several) | {(job, 0)})
-                        names = ", ".join(one.pod for one in pods if one.job == job)
-                        self.overlaps.append(f"{clock()} {job}: {names}")
+                attempts: dict[str, list[Live]] = {}
+                for one in living(self._team.box, self._team.namespace):
+                    attempt = (one.job, one.stage, one.attempt)
+                    self.seen.add(attempt)
+                    if attempt not in self.worked and one.works:
+                        self.worked.add(attempt)
+                    attempts.setdefault(one.job, []).append(one)
+                for job, pods in attempts.items():
+                    if len({(one.stage, one.attempt) for one in pods}) < 2:
+                        continue
+                    pods = [one for one in pods if one.works]
+                    several = frozenset((one.stage, one.attempt) for one in pods)
+                    if len(several) > 1 and several | {(job, 0)} not in told:
+                        told.add(several | {(job, 0)})
+                        self.overlaps.append(f"{clock()} {job}: {', '.join(one.pod for one in pods)}")
         except Exception as error:
             self.trouble = error
 
@@ -250,6 +274,7 @@ class Storm:
     """Faults whose job was over before their moment came."""
     overlaps: list[str] = field(default_factory=list)
     seen: set[tuple[str, str, int]] = field(default_factory=set)
+    worked: set[tuple[str, str, int]] = field(default_factory=set)
     _hand: threading.RLock = field(default_factory=threading.RLock)
     """Held while a fault is made that needs the API server, or takes it away."""
     _outage: threading.Lock = field(default_factory=threading.Lock)
@@ -276,7 +301,7 @@ class Storm:
                 if left := self._take_spare():
                     case = Case(f"storm-more-{more}", nodes=2, max_restarts=len(left))
                     self._live(Fate(case, tuple(replace(one, stage=TRAIN, together=False) for one in left)))
-        self.overlaps, self.seen = watch.overlaps, watch.seen
+        self.overlaps, self.seen, self.worked = watch.overlaps, watch.seen, watch.worked
         self.say("-", f"all over after {time.monotonic() - began:.0f} s")
         if watch.trouble is not None:
             raise watch.trouble

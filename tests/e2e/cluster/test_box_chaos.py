@@ -66,6 +66,7 @@ def test_no_attempt_is_made_twice(storm: Storm) -> None:
 
 
 def test_two_attempts_of_a_job_never_run_at_the_same_time(storm: Storm) -> None:
+    assert {stage for _, stage, _ in storm.worked} >= {"prepare", "train"}, "the watch sees nobody at work"
     assert storm.overlaps == []
 
 
