@@ -31,7 +31,7 @@ quickstart: install ## Fine-tune, evaluate and predict on this machine (about 2 
 test: install ## Run the tests that need no cluster, but the slowest (under 15 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_BESIDE)
 
-test-slow: install ## Run the slowest of them: every strategy against one process, README from a fresh start (about 15 minutes)
+test-slow: install ## Run the slowest of them: every strategy against one process, README from a fresh start (about 10 minutes)
 	$(BIN)/python -m pytest -m slow $(PYTEST_BESIDE)
 
 test-cluster: install ## Run the operator's tests on a real API server (about 12 minutes; needs KUBEBUILDER_ASSETS or FINETUNE_TEST_KUBECONFIG)

@@ -123,6 +123,7 @@ def published(folder: Path, path: str, tokenizer: Any, splits: dict[str, Rows], 
         logging_steps=1,
     )
     trainer = Trainer(model=model, args=arguments, train_dataset=encoded(splits["train"]), callbacks=[clock])
+    trainer.remove_callback(transformers.PrinterCallback)
     trainer.train()
     seconds = clock.ends[-1] - clock.ends[WARMUP_STEPS - 1]
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
