@@ -195,7 +195,7 @@ def test_a_spec_is_refused_within_a_second(world: World) -> None:
     history = world.record("quick")
     made = world.apply("quick", {"model": {"trustRemoteCode": True}})
     world.wait("quick", "refused", lambda found: condition(found, "Accepted").get("status") == "False", 10)
-    told = next(job for job in history.jobs if condition(job.get("status", {}), "Accepted").get("status") == "False")
+    told = next(job for job in history.jobs() if condition(job.get("status", {}), "Accepted").get("status") == "False")
     at = [entry["time"] for entry in told["metadata"]["managedFields"] if entry["manager"] == "finetune-operator"]
     # Stamps are whole seconds: one second apart is less than two.
     assert _seconds(at[0]) - _seconds(made["metadata"]["creationTimestamp"]) <= 1

@@ -212,8 +212,11 @@ class AsyncApi:
             raise
         return answer
 
-    async def follow(self, path: str, query: Mapping[str, str] | None = None) -> AsyncIterator[tuple[bool, Object]]:
-        """Every object of a collection now and whenever it changes, as (there, object); for ever.
+    async def follow(
+        self, path: str, query: Mapping[str, str] | None = None, first: Object | None = None
+    ) -> AsyncIterator[tuple[bool, Object]]:
+        """Every object of a collection now and whenever it changes, as (there, object); for ever. `first` is the
+        collection as somebody has read it: nothing that comes after it is missed.
 
         After a watch that broke, the list is read anew and what is missing from it is told as gone.
         """
@@ -221,7 +224,7 @@ class AsyncApi:
         chosen = dict(query or {})
         while True:
             try:
-                listed = await self.call("GET", path + _query(chosen))
+                listed, first = first or await self.call("GET", path + _query(chosen)), None
             except ApiError as error:
                 if error.code != 404:
                     raise

@@ -99,12 +99,24 @@ def merged(base: Object, patch: Object) -> Object:
 
 @dataclass
 class History:
-    """Every state of one job that a watch has shown, oldest first."""
+    """Every state of one job from a moment on, oldest first."""
 
-    jobs: list[Object] = field(default_factory=list)
+    now: Callable[[], Object]
+    """Reads the job."""
+    shown: list[Object] = field(default_factory=list)
+    """What a watch has shown so far; it may be behind."""
+
+    def jobs(self) -> list[Object]:
+        """All states up to the one that the API server holds now."""
+        version = int(self.now()["metadata"]["resourceVersion"])
+        wait_until(
+            lambda: self.shown and int(self.shown[-1]["metadata"]["resourceVersion"]) >= version,
+            f"the watch has shown version {version}",
+        )
+        return self.shown
 
     def statuses(self) -> list[Object]:
-        return [job["status"] for job in self.jobs if "status" in job]
+        return [job["status"] for job in self.jobs() if "status" in job]
 
     def phases(self) -> list[str]:
         """Phases in the order in which they were entered."""
@@ -129,13 +141,16 @@ class World:
 
     def record(self, name: str) -> History:
         """What becomes of the job from now on."""
-        history = History()
+        history = History(lambda: self.job(name))
+        path = self.path(API_VERSION, PLURAL)
+        first = self.api.get(path)
+        assert first is not None, "FineTuneJob is not installed"
+        first["items"] = [job for job in first["items"] if job["metadata"]["name"] == name]
 
         async def follow() -> None:
-            path = self.path(API_VERSION, PLURAL)
-            async for there, job in self.watching.follow(path, {"fieldSelector": f"metadata.name={name}"}):
+            async for there, job in self.watching.follow(path, {"fieldSelector": f"metadata.name={name}"}, first):
                 if there:
-                    history.jobs.append(job)
+                    history.shown.append(job)
 
         self.background.start(follow())
         return history
