@@ -150,7 +150,7 @@ def test_reports_go_where_they_are_asked_for_by_rank(tmp_path: Path):
 
 
 def test_a_history_goes_on_from_the_resumed_step_without_a_cut_off_line(tmp_path: Path):
-    from finetune_trainer.training.history import History, first_and_last
+    from finetune_trainer.training.history import History
 
     history = History(tmp_path / "history.jsonl")
     history.begin(0)
@@ -162,7 +162,6 @@ def test_a_history_goes_on_from_the_resumed_step_without_a_cut_off_line(tmp_path
     history.add({"step": 6, "loss": 1.0})
     assert [line["step"] for line in history.read()] == [1, 2, 3, 4, 5, 6]
     assert json.loads((tmp_path / "history.jsonl").read_text().splitlines()[-1]) == {"step": 6, "loss": 1.0}
-    assert first_and_last([4.0, *([2.0] * 38), 1.0]) == (3.0, 1.5)
 
 
 def test_figures_of_a_run_that_an_older_image_began_cover_the_later_steps_and_say_so(caplog):
@@ -182,7 +181,7 @@ def test_figures_of_a_run_that_an_older_image_began_cover_the_later_steps_and_sa
     }
     evaluated = {"step": 3, "eval_loss": 1.0}
     figures = RunFigures([first, second, now, evaluated])
-    assert figures.losses() == [4.0, 3.0, 2.0]
+    assert figures.losses() == {"loss_first": 4.0, "loss_last": 2.0}
     assert figures.rates() == pytest.approx(
         {"samples_per_second": 3.0, "tokens": 60, "tokens_per_second": 30.0, "padding_share": 0.25}
     )
@@ -195,3 +194,14 @@ def test_figures_of_a_run_that_an_older_image_began_cover_the_later_steps_and_sa
     assert RunFigures([now]).rates()["tokens"] == 60
     assert not caplog.records
     assert RunFigures([first]).rates() == {}
+
+
+def test_the_first_and_the_last_loss_are_of_a_twentieth_of_the_steps_and_left_out_without_any(caplog):
+    from finetune_trainer.training.history import RunFigures
+
+    lines = [{"step": at, "loss": loss} for at, loss in enumerate([4.0, *([2.0] * 38), 1.0], start=1)]
+    assert RunFigures(lines).losses() == {"loss_first": 3.0, "loss_last": 1.5}
+    assert RunFigures(lines[:1]).losses() == {"loss_first": 4.0, "loss_last": 4.0}
+    assert caplog.text == ""
+    assert RunFigures([{"step": 40, "eval_loss": 1.0}]).losses() == {}
+    assert "has no step" in caplog.text

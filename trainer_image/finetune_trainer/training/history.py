@@ -54,9 +54,16 @@ class RunFigures:
         self._lines = lines
         self._steps = [line for line in lines if "loss" in line]
 
-    def losses(self) -> list[float]:
-        """The training loss of every step, in order."""
-        return [line["loss"] for line in self._steps]
+    def losses(self) -> dict[str, float]:
+        """`loss_first` and `loss_last`: means of the training loss over the first and the last 5 % of the steps, of at
+        least one step; empty when the lines of all steps are gone.
+        """
+        losses = [line["loss"] for line in self._steps]
+        if not losses:
+            log.warning("The history has no step, so nothing is told of the training loss.")
+            return {}
+        count = max(1, len(losses) // 20)
+        return {"loss_first": sum(losses[:count]) / count, "loss_last": sum(losses[-count:]) / count}
 
     def rates(self) -> dict[str, float]:
         """`samples_per_second` over all steps: these have equally many samples, so it is the harmonic mean of their
@@ -99,9 +106,3 @@ class RunFigures:
         """The last evaluation in mid-training, with the names of the history (`eval_loss`); empty without one."""
         evaluations = [line for line in self._lines if "eval_loss" in line]
         return {name: value for name, value in evaluations[-1].items() if name != "step"} if evaluations else {}
-
-
-def first_and_last(losses: list[float]) -> tuple[float, float]:
-    """Means over the first and the last 5 % of the steps, of at least one step."""
-    count = max(1, len(losses) // 20)
-    return sum(losses[:count]) / count, sum(losses[-count:]) / count

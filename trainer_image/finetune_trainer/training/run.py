@@ -41,7 +41,7 @@ from finetune_trainer.tasks.base import TaskModule, task_of
 from finetune_trainer.training.activations import InHostMemory, OnDevice
 from finetune_trainer.training.arguments import refused_arguments, training_arguments
 from finetune_trainer.training.dealing import Deal
-from finetune_trainer.training.history import History, RunFigures, first_and_last
+from finetune_trainer.training.history import History, RunFigures
 from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.loop import LoopParts, TrainingLoop
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
@@ -184,10 +184,8 @@ def train(
             share(folder)
     observer.on_pause(steps, clock.lap())
     course = RunFigures(history.read())
-    first, last = first_and_last(course.losses())
     figures = {
-        "loss_first": first,
-        "loss_last": last,
+        **course.losses(),
         **course.rates(),
         "peak_memory_bytes": max(peaks),
         "strategy": training.strategy.label,
