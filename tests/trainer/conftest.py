@@ -455,3 +455,21 @@ def whole_run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Callabl
 def spread_of() -> type[Spread]:
     """The class, for tests cannot import this file."""
     return Spread
+
+
+@pytest.fixture
+def compared(record_property: Callable[[str, object], None]) -> Callable[[Bench, Bench], tuple[float, float]]:
+    """A run and the one in a single process -> the largest relative difference of their losses, and the largest of
+    their weights. Both go into a JUnit report, with the case's name, so that a run of the suite can be put in a table.
+    """
+
+    def compare(run: Bench, alone: Bench) -> tuple[float, float]:
+        losses = max(abs(mine / theirs - 1) for mine, theirs in zip(run.losses(), alone.losses(), strict=True))
+        mine, theirs = run.weights(), alone.weights()
+        assert mine.keys() == theirs.keys()
+        weights = max((mine[name] - theirs[name]).abs().max().item() for name in theirs)
+        record_property("largest relative difference of losses", f"{losses:.1e}")
+        record_property("largest difference of weights", f"{weights:.1e}")
+        return losses, weights
+
+    return compare

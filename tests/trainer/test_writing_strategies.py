@@ -5,6 +5,7 @@ that are its head, too; and a loss that compares it with what it was. Losses and
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SPREAD)
-def test_losses_and_weights_are_those_of_one_process(case: str, alone: Any, bench: Any, tmp_path: Path):
+def test_losses_and_weights_are_those_of_one_process(
+    case: str, alone: Any, bench: Any, tmp_path: Path, compared: Callable[..., tuple[float, float]]
+):
     task, family, settings = SPREAD[case]
     one = alone(task, family, bench)
     strategy = Strategy.model_validate(settings)
@@ -109,12 +112,8 @@ def test_losses_and_weights_are_those_of_one_process(case: str, alone: Any, benc
     ended = here.run(processes=processes, deepspeed=config)
     assert ended.exit_code == 0, ended.output
     assert ended.reports[0].metrics["train"]["strategy"] == strategy.label
-    assert here.losses() == pytest.approx(one.losses(), rel=1e-4)
     assert len(here.losses()) == 5
-    found, expected = here.weights(), one.weights()
-    assert found.keys() == expected.keys()
-    for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=0, atol=1e-5, msg=name)
+    assert max(compared(here, one)) <= 1e-5
     AutoModelForCausalLM.from_pretrained(here.paths.model)
 
 
