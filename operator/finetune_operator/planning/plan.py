@@ -241,9 +241,9 @@ def check_expressible(draft: Draft) -> Draft:
 
 
 def check_lengths(draft: Draft) -> Draft:
-    """Refuse rows longer than the model's positions."""
+    """Refuse rows longer than the model's positions, when somebody has read it: else the trainer does."""
     asked, limit = draft.spec.preparation.max_length, draft.model.max_positions
-    if asked is None or limit is None or asked <= limit:
+    if not draft.model_known or asked is None or limit is None or asked <= limit:
         return draft
     return draft.refusing(
         ("preparation", "maxLength"),
