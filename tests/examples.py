@@ -20,6 +20,7 @@ FITTED_LOCALLY = (
     "gpt2-175b",
     "gpt2-30b",
     "gpt2-30b-sharded",
+    "long-texts",
     "mnli-pipeline",
     "preferences",
     "squad-data-parallel",

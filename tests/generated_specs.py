@@ -71,6 +71,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "training.warmupSteps": st.sampled_from([0, 0.1, 10, 2.5]),
     "parallelism.deepspeedConfig": st.sampled_from([{}, {"gradient_clipping": 1.0}, {"zero_optimisation": {}}]),
     "parallelism.tensor": st.sampled_from([1, 1, 1, 2]),
+    "parallelism.sequence": st.sampled_from([1, 1, 1, 2]),
     "parallelism.pipeline.degree": st.sampled_from([1, 1, 1, 2]),
     "resources.nodes": st.sampled_from([1, 1, 2, 3, 8]),
     "resources.gpusPerNode": st.sampled_from([0, 0, 1, 2, 8, "auto"]),

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from finetune_contract.choices import Task
 from finetune_contract.facts import ModelFacts
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.planning.architectures import model_facts
@@ -27,6 +28,20 @@ def encoder(h: int, layers: int, vocabulary: int = 30522) -> ModelFacts:
 
 BERT = encoder(768, 12)
 """The base size."""
+
+
+def llama_1b(task: Task, **config: Any) -> ModelFacts:
+    """The shape of Llama 3.2 1B; `config`: further fields of its config."""
+    shape = {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 8192,
+        "vocab_size": 128256,
+    }
+    return model_facts({**shape, **config}, task)
 
 
 def job(spec: Mapping[str, Any] | None = None, name: str = "job") -> FineTuneJob:

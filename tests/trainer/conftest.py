@@ -296,6 +296,24 @@ class Bench:
             ),
         )
 
+    def in_replicas(self, strategy: Strategy, replicas: int, micro: int, **changes: Any) -> Bench:
+        """The same training by `replicas` that read rows of their own, of as many processes each as `strategy` has, at
+        the same global batch; `changes` are training fields.
+        """
+        training = self.job.training
+        assert training is not None
+        batch = {
+            "micro_batch_size": micro,
+            "gradient_accumulation": training.batch.global_batch_size // (micro * replicas),
+            "data_parallel": replicas,
+        }
+        return self.with_training(
+            **changes,
+            strategy=strategy,
+            world=training.world.model_copy(update={"processes_per_node": replicas * strategy.replica_ranks}),
+            batch=training.batch.model_copy(update=batch),
+        )
+
     def at(self, workspace: Path) -> Bench:
         """The same job in another workspace, which gets a copy of the prepared data."""
         import shutil
@@ -389,6 +407,12 @@ def tiny_family() -> Callable[..., Path]:
 def bench_of() -> Callable[[Path, Path, Path], Bench]:
     """Workspace, model and data -> the tiny job on them, prepared."""
     return lambda workspace, model, data: prepared_bench(workspace, make_job(model, data))
+
+
+@pytest.fixture(scope="session")
+def prepared() -> Callable[[Path, TrainerJob], Bench]:
+    """The function, for tests cannot import this file."""
+    return prepared_bench
 
 
 def prepared_bench(workspace: Path, job: TrainerJob) -> Bench:

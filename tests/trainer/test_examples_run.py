@@ -28,6 +28,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "gpt2-175b": {"text": TEXT},
     "gpt2-30b": {"text": TEXT},
     "gpt2-30b-sharded": {"text": TEXT},
+    "long-texts": {"text": TEXT},
     "mnli-pipeline": {"premise": TEXT, "hypothesis": "the cat", "label": 0},
     "preferences": {
         "prompt": [{"role": "user", "content": "the cat"}],
@@ -51,6 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Any, tiny_family
         **dict.fromkeys(("chat-lora", "preferences"), write_decoder(folder / "decoder")),
         "domain-words": encoder,
         **dict.fromkeys(("gpt2-175b", "gpt2-30b", "gpt2-30b-sharded"), write_decoder(folder / "gpt2", "gpt2")),
+        "long-texts": write_decoder(folder / "qwen3", "qwen3"),
         "mnli-pipeline": tiny_family(folder / "roberta", "roberta"),
         "squad-data-parallel": encoder,
         "summaries": write_encoder_decoder(folder / "both"),
@@ -60,8 +62,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Any, tiny_family
 def fitted(name: str) -> dict[str, Any]:
     """The example's parallelism, with degrees for a model of few layers and heads."""
     parallelism: dict[str, Any] = example_document(name)["spec"].get("parallelism", {})
-    if "tensor" in parallelism:
-        parallelism["tensor"] = 2
+    parallelism |= dict.fromkeys({"tensor", "sequence"} & parallelism.keys(), 2)
     if "pipeline" in parallelism:
         degree = min(parallelism["pipeline"]["degree"], LAYERS[name])
         parallelism["pipeline"] = {**parallelism["pipeline"], "degree": degree, "microBatches": "auto"}
@@ -71,6 +72,7 @@ def fitted(name: str) -> dict[str, Any]:
 def processes(parallelism: dict[str, Any]) -> int:
     """That one machine runs it with."""
     spread = parallelism.get("tensor", 1) * parallelism.get("pipeline", {}).get("degree", 1)
+    spread *= parallelism.get("sequence", 1)
     return spread if spread > 1 else 2 if parallelism.get("strategy") in ("ddp", "deepspeed") else 1
 
 
@@ -115,9 +117,10 @@ def test_an_example_runs_to_its_end_and_is_measured_and_predicts_as_it_says(name
     assert set(asked or ["perplexity", "accuracy"]) <= set(metrics["evaluate"])
     strategy = spec.get("parallelism", {}).get("strategy", "ddp" if name in LAYERS else "single")
     assert metrics["train"]["strategy"].startswith(strategy)
-    assert [word in metrics["train"]["strategy"] for word in ("tensor2", "pipeline")] == [
+    assert [word in metrics["train"]["strategy"] for word in ("tensor2", "pipeline", "sequence2")] == [
         "tensor" in spec.get("parallelism", {}),
         name in LAYERS,
+        "sequence" in spec.get("parallelism", {}),
     ]
     assert metrics["train"]["world_size"] == processes(fitted(name))
     if "predict" in spec:

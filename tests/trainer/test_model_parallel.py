@@ -126,20 +126,7 @@ def family_bench(
 
 def spread(bench: Any, case: Case) -> Any:
     """The bench's training as the case has it."""
-    training = bench.job.training
-    batch = training.batch
-    return bench.with_training(
-        **case.training,
-        strategy=case.strategy,
-        world=training.world.model_copy(update={"processes_per_node": case.processes}),
-        batch=batch.model_copy(
-            update={
-                "micro_batch_size": case.micro,
-                "gradient_accumulation": batch.global_batch_size // (case.micro * case.replicas),
-                "data_parallel": case.replicas,
-            }
-        ),
-    )
+    return bench.in_replicas(case.strategy, case.replicas, case.micro, **case.training)
 
 
 @pytest.fixture(scope="module")

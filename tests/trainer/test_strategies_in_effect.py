@@ -247,3 +247,32 @@ def test_an_operator_that_the_image_lacks_is_told_before_the_set_up(
         DeepSpeed(asked, "fp32", 1, config, Path("unused")).prepare_model(tiny(tiny_model))
     assert (caught.value.failure_class, caught.value.reason) == (FailureClass.CONFIG, "OperatorMissing")
     assert message in caught.value.message
+
+
+def test_sequence_parallelism_refuses_other_attention_whole_rows_and_another_mesh(group, bench):
+    import torch
+
+    from finetune_trainer.strategies.sequence import SequenceParallel, SlicedAttention
+    from finetune_trainer.strategies.single import Single
+    from process_support.sliced import decoder
+
+    training = bench.job.training
+    strategy = SequenceParallel(Single("fp32"), training)
+    model = decoder("llama")
+    found = placed(model, model)
+    assert refusal(strategy, found) == "NotSequenceParallel"
+
+    strategy.attention = SlicedAttention(torch.distributed.group.WORLD)
+    strategy.attention.take_over(model)
+    assert refusal(strategy, found) == "NotSliced"  # it has not seen any tokens yet
+    ids = torch.tensor([[3, 5, 8]])
+    model(input_ids=ids, position_ids=torch.arange(3)[None])
+    strategy.assert_in_effect(found)
+    strategy.attention.whole_tokens = 6
+    assert refusal(strategy, found) == "NotSliced"
+    strategy.attention.whole_tokens = 3
+
+    two = training.model_copy(update={"batch": training.batch.model_copy(update={"data_parallel": 2})})
+    assert refusal(SequenceParallel(Single("fp32"), two), found) == "WrongMesh"
+    SlicedAttention(torch.distributed.group.WORLD).take_over(decoder("llama"))
+    assert refusal(strategy, found) == "NotSequenceParallel"

@@ -37,6 +37,7 @@ from trainer_support.tasks import (
     predictions,
     real_rows,
     task_job,
+    texts,
     trained,
     training_of,
     word_tokenizer,
@@ -45,17 +46,6 @@ from trainer_support.tasks import (
 )
 
 NOT_LEARNT = -100
-
-
-def texts(count: int, seed: int, most: int = 20) -> list[dict[str, Any]]:
-    """Sentences in which a noun always follows an article."""
-    draw, rows = random.Random(seed), []
-    for _ in range(count):
-        words: list[str] = []
-        while len(words) < draw.randint(2, most):
-            words += ["the", draw.choice(["cat", "dog", "bird"]), draw.choice(["sees", "hears", "finds"])]
-        rows.append({"text": " ".join(words)})
-    return rows
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -190,8 +191,23 @@ def word_tokenizer(words: Sequence[str] = WORDS, *, ends: bool = False) -> Any:
     return fast
 
 
-def write_decoder(folder: Path, family: str = "llama", positions: int = 128, words: Sequence[str] = WORDS) -> Path:
-    """A random decoder of 2 layers that knows `words`; families llama, gpt2, qwen3."""
+def texts(count: int, seed: int, most: int = 20) -> list[dict[str, Any]]:
+    """Sentences in which a noun always follows an article."""
+    draw, rows = random.Random(seed), []
+    for _ in range(count):
+        words: list[str] = []
+        while len(words) < draw.randint(2, most):
+            words += ["the", draw.choice(["cat", "dog", "bird"]), draw.choice(["sees", "hears", "finds"])]
+        rows.append({"text": " ".join(words)})
+    return rows
+
+
+def write_decoder(
+    folder: Path, family: str = "llama", positions: int = 128, words: Sequence[str] = WORDS, **config: Any
+) -> Path:
+    """A random decoder of 2 layers that knows `words`; families llama, gpt2, qwen3, mistral. `config`: further fields
+    of its config.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -202,7 +218,8 @@ def write_decoder(folder: Path, family: str = "llama", positions: int = 128, wor
         "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     }
     sizes["qwen3"] = {**sizes["llama"], "num_key_value_heads": 2, "tie_word_embeddings": True}
-    config = AutoConfig.for_model(
+    sizes["mistral"] = {**sizes["llama"], "num_key_value_heads": 2}
+    whole = AutoConfig.for_model(
         family,
         vocab_size=len(tokenizer),
         max_position_embeddings=positions,
@@ -210,8 +227,9 @@ def write_decoder(folder: Path, family: str = "llama", positions: int = 128, wor
         eos_token_id=3,
         pad_token_id=0,
         **sizes[family],
+        **config,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(whole).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

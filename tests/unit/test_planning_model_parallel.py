@@ -11,7 +11,6 @@ from finetune_contract.facts import DataFacts, HardwareFacts, SplitFacts
 from finetune_contract.job import Pipeline, Strategy
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.cli.jobview import plan_lines
-from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.memory import CPU_PROCESS_BYTES
 from finetune_operator.planning.model_parallel import (
@@ -24,21 +23,9 @@ from finetune_operator.planning.model_parallel import (
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
 from finetune_operator.reconcile.planned import plan_status
-from planning_support.cases import BERT, job
+from planning_support.cases import BERT, job, llama_1b
 
-LLAMA = model_facts(
-    {
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 8192,
-        "vocab_size": 128256,
-    },
-    "text-classification",
-)
-"""The shape of Llama 3.2 1B."""
+LLAMA = llama_1b("text-classification")
 EIGHT = parse_hardware("gpu=H100,gpus=8,cpu=64,hostMemory=1Ti")
 LAPTOP = HardwareFacts(cpu_cores=2, memory_bytes=64 << 30)
 ROWS = DataFacts(

@@ -1004,6 +1004,8 @@ def test_a_length_beyond_the_models_positions_is_refused():
             "set it to 512 or less, or leave it out",
         )
     ]
+    # Of a model that nobody has read yet no more than a size is known, if that.
+    assert planned({"preparation": {"maxLength": 32768}}, model=None, data=None).trainer.preparation.max_length == 32768
 
 
 # --------------------------------------------------------------------------------------------------- estimate, summary

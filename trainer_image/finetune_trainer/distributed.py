@@ -104,13 +104,13 @@ def _from_variables(
     return ProcessWorld(rank, size, number(names[2], rank), number(names[3], size), launcher)
 
 
-def check_world(world: ProcessWorld, planned: World, data_parallel: int, model_ranks: int = 1) -> None:
-    """StageError WORLD_SIZE when the processes that run are not those that the plan counts on: `data_parallel` replicas
-    of the model, each over `model_ranks` processes.
+def check_world(world: ProcessWorld, planned: World, data_parallel: int, replica_ranks: int = 1) -> None:
+    """StageError WORLD_SIZE when the processes that run are not those that the plan counts on: `data_parallel` times
+    the `replica_ranks` that read the same rows.
     """
-    if world.size == planned.size == data_parallel * model_ranks:
+    if world.size == planned.size == data_parallel * replica_ranks:
         return
-    replicas = "" if model_ranks == 1 else f" x {model_ranks} processes of a replica"
+    replicas = "" if replica_ranks == 1 else f" x {replica_ranks} processes that read the same rows"
     raise StageError(
         FailureClass.WORLD_SIZE,
         "WorldSizeMismatch",

@@ -112,7 +112,7 @@ def _train(given: StageInput) -> StageResult:
     training = given.job.training
     if training is not None:
         # All that can be refused is refused before seconds go into imports and the model.
-        check_world(given.world, training.world, training.batch.data_parallel, training.strategy.model_ranks)
+        check_world(given.world, training.world, training.batch.data_parallel, training.strategy.replica_ranks)
         _refuse_arguments(training)
         device, threads, strategy = training.world.device, training.world.threads_per_process, training.strategy.name
         settle_environment(os.environ, given.world, device=device, threads=threads, strategy=strategy)

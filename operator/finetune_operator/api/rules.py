@@ -95,7 +95,7 @@ def certain_ranks(spec: FineTuneJobSpec) -> int | None:
         return None
     parallelism = spec.parallelism
     world = spec.resources.nodes * processes
-    model = parallelism.model_ranks * parallelism.sequence
+    model = parallelism.replica_ranks
     return None if world % model else world // model
 
 
@@ -154,8 +154,8 @@ def _offloads(spec: FineTuneJobSpec) -> bool:
     return (spec.parallelism.offload.optimizer, spec.parallelism.offload.parameters) != ("none", "none")
 
 
-def _model_ranks(spec: FineTuneJobSpec) -> int:
-    return spec.parallelism.model_ranks * spec.parallelism.sequence
+def _replica_ranks(spec: FineTuneJobSpec) -> int:
+    return spec.parallelism.replica_ranks
 
 
 def _loops(spec: FineTuneJobSpec) -> bool:
@@ -555,7 +555,7 @@ RULES: tuple[Rule, ...] = (
         "resources.processesPerNode",
         f"{_WORLD_UNKNOWN} || ({_WORLD}) % {_MODEL} == 0",
         lambda spec: (
-            spec.resources.elastic is not None or (_world(spec) or _model_ranks(spec)) % _model_ranks(spec) == 0
+            spec.resources.elastic is not None or (_world(spec) or _replica_ranks(spec)) % _replica_ranks(spec) == 0
         ),
         "times spec.resources.nodes has to be a multiple of tensor x pipeline x sequence in spec.parallelism",
         "change the degrees, the nodes or the processes",
@@ -588,6 +588,24 @@ RULES: tuple[Rule, ...] = (
         "does not go together with spec.parallelism.tensor or pipeline.degree above 1",
         "leave the adapter out, or spread the model by spec.parallelism.strategy fsdp or deepspeed",
         reads=("model.adapter.method", "parallelism.tensor", "parallelism.pipeline.degree"),
+    ),
+    Rule(
+        "sequence-divides-rows-of-text",
+        "parallelism.sequence",
+        f"{_NO_LOOP} || self.parallelism.sequence <= 1 || self.task == 'text-generation'",
+        lambda spec: not _loops(spec) or spec.parallelism.sequence <= 1 or spec.task == "text-generation",
+        "divides rows of text-generation only",
+        "leave it out, and set spec.preparation.maxLength lower if memory is short",
+        reads=("parallelism.sequence", "task", "training.script"),
+    ),
+    Rule(
+        "sequence-has-whole-models",
+        "parallelism.sequence",
+        f"self.parallelism.sequence <= 1 || ({_SPREAD}) <= 1",
+        lambda spec: spec.parallelism.sequence <= 1 or spec.parallelism.model_ranks <= 1,
+        "does not go together with spec.parallelism.tensor or pipeline.degree above 1",
+        "set tensor and pipeline.degree to 1, and strategy to fsdp or deepspeed to divide the model",
+        reads=("parallelism.sequence", "parallelism.tensor", "parallelism.pipeline.degree"),
     ),
     Rule(
         "pipeline-settings-need-a-degree",

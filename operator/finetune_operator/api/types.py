@@ -291,7 +291,8 @@ class PreparationSpec(SpecModel):
     )
     packing: Literal["auto", "always", "never"] = Field(
         default="auto",
-        description="Whether several rows share one sequence. Default auto: only for tasks that gain from it.",
+        description="Whether several rows share one sequence. Default auto: only for tasks that gain from it, and not "
+        "with parallelism.sequence.",
     )
     stride: Annotated[int, Field(ge=1, le=1_000_000)] | None = Field(
         default=None,
@@ -485,7 +486,10 @@ class ParallelismSpec(SpecModel):
     )
     pipeline: PipelineSpec = Field(default=PipelineSpec(), description="Left out: no pipeline.")
     sequence: Annotated[int, Field(ge=1, le=4096)] = Field(
-        default=1, description="Sequence-parallel degree, a count. Default 1: none."
+        default=1,
+        description="Processes that the tokens of a row are divided among, a count that divides the model's attention "
+        "and key-value heads, which they exchange for tokens: for rows whose activations are too large for one "
+        "process. Needs task text-generation. Default 1: none.",
     )
     activation_checkpointing: Literal["auto", "none", "full", "selective"] = Field(
         default="auto",
@@ -508,6 +512,11 @@ class ParallelismSpec(SpecModel):
     def model_ranks(self) -> int:
         """Processes that hold one replica of the model together by tensor and pipeline parallelism."""
         return self.tensor * self.pipeline.degree
+
+    @property
+    def replica_ranks(self) -> int:
+        """Processes that read the same rows: those that hold a replica of the model, or slices of the rows."""
+        return self.model_ranks * self.sequence
 
 
 class AcceleratorSpec(SpecModel):

@@ -111,9 +111,14 @@ class Draft:
         return self.spec.parallelism.model_ranks
 
     @property
+    def replica_ranks(self) -> int:
+        """Processes that read the same rows: those that hold a replica of the model, or slices of the rows."""
+        return self.spec.parallelism.replica_ranks
+
+    @property
     def data_ranks(self) -> int:
-        """Replicas of the model, each of which reads rows of its own."""
-        return max(1, decided(self.world).size // self.model_ranks)
+        """Processes, or groups of them, each of which reads rows of its own."""
+        return max(1, decided(self.world).size // self.replica_ranks)
 
     @property
     def script(self) -> ScriptSpec | None:

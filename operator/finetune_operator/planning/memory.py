@@ -19,6 +19,7 @@ from finetune_contract.plans import AVERAGED_ELEMENTS
 from finetune_operator.planning.adapters import adapted_layers, trained_parameters
 from finetune_operator.planning.architectures import activation_shape
 from finetune_operator.planning.model_parallel import in_flight, layers_of_a_process, parameters_of_a_process
+from finetune_operator.planning.sequence import slice_tokens
 from finetune_operator.planning.types import MemoryEstimate, MemoryTerm
 
 MIB = 1 << 20
@@ -362,7 +363,8 @@ def _kept_bytes_per_token(work: Workload) -> tuple[int, str]:
 
 def _activations(work: Workload) -> tuple[MemoryTerm, int]:
     """On the device, and the bytes of them that are offloaded."""
-    model, tokens = work.model, work.micro_batch * work.sequences * work.length
+    model, length = work.model, slice_tokens(work.length, work.strategy.sequence)
+    tokens = work.micro_batch * work.sequences * length
     layer = activation_bytes_per_token(work)
     wide = work.compute_bytes if work.deepspeed else 4
     ends = 3 * model.hidden_size * wide  # embedding output, its norm and dropout; the final norm
@@ -380,7 +382,8 @@ def _activations(work: Workload) -> tuple[MemoryTerm, int]:
         words, total, offloaded = f"1 layer of {layer:,}", layer + ends, layers * kept
     passed = "" if pipeline is None else f", {kept_at_once:.3g} micro-batches at once"
     each = f" x {work.sequences} sequences" if work.sequences > 1 else ""
-    words = f"{work.micro_batch} rows{each} x {work.length} tokens x ({words} + ends {ends:,}){passed}"
+    part = "" if length == work.length else f" of {work.length}"
+    words = f"{work.micro_batch} rows{each} x {length}{part} tokens x ({words} + ends {ends:,}){passed}"
     return MemoryTerm(name="activations", bytes=int(tokens * total), formula=words), int(tokens * offloaded)
 
 

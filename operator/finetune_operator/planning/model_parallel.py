@@ -89,7 +89,7 @@ def full_passes(schedule: PipelineSchedule, degree: int, micro_batches: int) -> 
 def spread(asked: ParallelismSpec, base: Strategy) -> Strategy:
     """`base` with the degrees that are asked for; how many micro-batches pass at once follows from the micro-batch."""
     if asked.model_ranks == 1:
-        return base
+        return base.model_copy(update={"sequence": asked.sequence})
     pipeline = None
     if asked.pipeline.degree > 1:
         pipeline = Pipeline(degree=asked.pipeline.degree, micro_batches=1, schedule=asked.pipeline.schedule)

@@ -195,13 +195,12 @@ def choose_world(draft: Draft) -> Draft:
             f"it runs one process, and {resources.nodes} node(s) x {processes} process(es) are {world_size}",
             "set strategy to auto or ddp, or ask for 1 node and 1 process",
         )
-    if draft.loops and world_size % draft.model_ranks:
+    if draft.loops and world_size % draft.replica_ranks:
         fitting = _least_processes(draft)
         draft = draft.refusing(
             ("resources", "processesPerNode"),
             resources.processes_per_node,
-            f"{resources.nodes} node(s) x {processes} process(es) have to be a multiple of parallelism.tensor x "
-            f"pipeline.degree = {draft.model_ranks}",
+            f"{resources.nodes} node(s) x {processes} process(es) have to be a multiple of {_degrees(draft)}",
             f"ask for a multiple of {fitting} processes{' and GPUs' if gpus else ''} a node, or change the degrees",
         )
     threads = max(1, hardware.cpu_cores // processes)
@@ -216,8 +215,15 @@ def choose_world(draft: Draft) -> Draft:
 
 
 def _least_processes(draft: Draft) -> int:
-    """Processes a node that, over all nodes, hold a whole number of replicas of the model."""
-    return draft.model_ranks // gcd(draft.model_ranks, draft.spec.resources.nodes)
+    """Processes a node that, over all nodes, are a whole number of groups that read the same rows."""
+    return draft.replica_ranks // gcd(draft.replica_ranks, draft.spec.resources.nodes)
+
+
+def _degrees(draft: Draft) -> str:
+    """The processes that read the same rows, as a product."""
+    if draft.spec.parallelism.sequence > 1:
+        return f"parallelism.sequence = {draft.replica_ranks}"
+    return f"parallelism.tensor x pipeline.degree = {draft.replica_ranks}"
 
 
 def _processes(draft: Draft, gpus: int, asked: StrategyName | None) -> tuple[Draft, int]:
@@ -239,9 +245,10 @@ def _processes(draft: Draft, gpus: int, asked: StrategyName | None) -> tuple[Dra
         return draft.because(f"{wanted} process{'es' if wanted > 1 else ''} a node: as asked{note}"), wanted
     if gpus:
         return draft.because(f"{gpus} process{'es' if gpus > 1 else ''} a node: one a GPU"), gpus
-    if draft.loops and draft.model_ranks > 1:
+    if draft.loops and draft.replica_ranks > 1:
         least = _least_processes(draft)
-        return draft.because(f"{least} processes a node: as few as hold one replica of the model"), least
+        what = "hold one replica of the model" if draft.model_ranks > 1 else "the slices of a row take"
+        return draft.because(f"{least} process{'es' * (least > 1)} a node: as few as {what}"), least
     if asked in ("ddp", "fsdp", "deepspeed") and cores >= 2:
         return draft.because(f"2 processes a node: {asked} spreads over processes, and there are {cores} cores"), 2
     return draft.because("1 process a node: on CPU one process uses all cores by its threads"), 1

@@ -43,6 +43,7 @@ from finetune_operator.planning.placement import check_place, choose_launcher, c
 from finetune_operator.planning.quantities import parse_quantity
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
 from finetune_operator.planning.script import SCRIPT, choose_script, script_order
+from finetune_operator.planning.sequence import check_sequence
 from finetune_operator.planning.strategy import check_parallelism, choose_strategy
 from finetune_operator.planning.types import Adaptation, Estimate, Facts, JobPlan, PlanRefused
 
@@ -78,7 +79,7 @@ def plan(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptat
         draft = _walk(
             draft, choose_world, choose_precision, check_kernels, choose_adapter, check_parallelism, choose_steps
         )
-        draft = _walk(draft, check_model_parallel, check_batch, choose_checkpoints, choose_capacity)
+        draft = _walk(draft, check_model_parallel, check_sequence, check_batch, choose_checkpoints, choose_capacity)
         draft = _walk(draft, choose_strategy)
     return _finish(draft)
 
@@ -221,14 +222,6 @@ def choose_stages(draft: Draft) -> Draft:
 
 def check_expressible(draft: Draft) -> Draft:
     """Refuse what the trainer has no field for: it would be accepted here and ignored there."""
-    parallelism = draft.spec.parallelism
-    later: tuple[tuple[tuple[str, ...], object, object], ...] = (
-        (("parallelism", "sequence"), parallelism.sequence, 1),
-    )
-    for path, value, supported in later:
-        if value != supported:
-            way_out = f"set it to {supported}, or leave it out"
-            draft = draft.refusing(path, value, "the trainer does not do this yet", way_out, "NotYetSupported")
     if draft.spec.preparation.engine == "spark" and not draft.local:
         draft = draft.refusing(
             ("preparation", "engine"),
@@ -241,9 +234,9 @@ def check_expressible(draft: Draft) -> Draft:
 
 
 def check_lengths(draft: Draft) -> Draft:
-    """Refuse rows longer than the model's positions."""
+    """Refuse rows longer than the model's positions, when somebody has read it: else the trainer does."""
     asked, limit = draft.spec.preparation.max_length, draft.model.max_positions
-    if asked is None or limit is None or asked <= limit:
+    if not draft.model_known or asked is None or limit is None or asked <= limit:
         return draft
     return draft.refusing(
         ("preparation", "maxLength"),
@@ -255,7 +248,8 @@ def check_lengths(draft: Draft) -> Draft:
 
 def choose_packing(draft: Draft) -> Draft:
     """Whether rows share sequences. Without a word from the user those of plain text do, whose borders mean little, and
-    prompts and conversations do not: there a step is a number of rows.
+    prompts and conversations do not: there a step is a number of rows. Nor do rows that are divided among processes:
+    they are long, and a pack has a mask of tokens x tokens, which is not divided, where a row of its own needs none.
     """
     asked, task = draft.spec.preparation.packing, draft.spec.task
     if not draft.loops or asked == "never":
@@ -273,6 +267,12 @@ def choose_packing(draft: Draft) -> Draft:
     given = draft.spec.dataset.columns.model_dump(exclude_none=True) if draft.spec.dataset else {}
     if asked == "auto" and given.keys() & _INSTEAD_OF_TEXT:
         return draft
+    degree = draft.spec.parallelism.sequence
+    if asked == "auto" and degree > 1:
+        return draft.because(
+            f"rows are not packed: each of the {degree} processes that they are divided among would need a mask of all "
+            "tokens of a pack for each of them"
+        )
     what = "as asked" if asked == "always" else "rows are plain text"
     return replace(draft, packing=True).because(
         f"rows are packed into sequences of maxLength tokens, which globalBatchSize counts: {what}"

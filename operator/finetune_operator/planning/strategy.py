@@ -537,7 +537,9 @@ def _ways_out(draft: Draft) -> Iterator[str]:
     if (found := first_fit(draft, relaxed, micro_batches(draft))) is not None:
         seen.add(found.strategy.label)
         yield f"set parallelism.activationCheckpointing to full or auto ({_takes(draft, found)})"
-    free = ParallelismSpec(tensor=asked.tensor, pipeline=asked.pipeline, placement=asked.placement)
+    free = ParallelismSpec(
+        tensor=asked.tensor, pipeline=asked.pipeline, sequence=asked.sequence, placement=asked.placement
+    )
     if asked != free and (chosen := best_fit(with_parallelism(draft, free))) is not None:
         label = chosen[1].strategy.label
         if label not in seen:

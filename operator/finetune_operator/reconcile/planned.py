@@ -102,7 +102,9 @@ def plan_status(made: JobPlan) -> PlanStatus:
         world_size=1 if world is None else world.size,
         micro_batch_size=undecided if training is None else training.batch.micro_batch_size,
         gradient_accumulation=undecided if training is None else training.batch.gradient_accumulation,
-        data_parallel=None if training is None or training.strategy.model_ranks == 1 else training.batch.data_parallel,
+        data_parallel=None
+        if training is None or training.strategy.replica_ranks == 1
+        else training.batch.data_parallel,
         memory_per_device=terms,
         estimated=EstimateStatus(
             duration_seconds=made.estimate.seconds, cost=made.estimate.cost, currency=made.estimate.currency

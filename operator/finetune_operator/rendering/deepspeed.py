@@ -111,7 +111,8 @@ def deepspeed_config(plan: JobPlan) -> dict[str, JsonValue] | None:
     if training is None or training.strategy.name != "deepspeed":
         return None
     config = DeepSpeedConfig(
-        train_batch_size=training.batch.global_batch_size,
+        # DeepSpeed multiplies by all processes: it does not know that some read the same rows.
+        train_batch_size=training.batch.global_batch_size * training.strategy.sequence,
         train_micro_batch_size_per_gpu=training.batch.micro_batch_size,
         gradient_accumulation_steps=training.batch.gradient_accumulation,
         gradient_clipping=training.max_grad_norm,

@@ -133,6 +133,8 @@ class Strategy(Order):
     """Processes that each layer is split over."""
     pipeline: Pipeline | None = None
     """None: every process has all layers."""
+    sequence: int = Field(default=1, gt=0)
+    """Neighbouring processes that each have a slice of the tokens of the same rows."""
     rank_order: RankOrder = "DPT"
     """Dimensions of the mesh of processes (data, pipeline, tensor), that of neighbouring ranks last."""
 
@@ -140,6 +142,11 @@ class Strategy(Order):
     def model_ranks(self) -> int:
         """Processes that hold one replica of the model together by tensor and pipeline parallelism."""
         return self.tensor * (self.pipeline.degree if self.pipeline is not None else 1)
+
+    @property
+    def replica_ranks(self) -> int:
+        """Processes that read the same rows: those that hold a replica of the model, or slices of the rows."""
+        return self.model_ranks * self.sequence
 
     @property
     def sharding(self) -> str:
@@ -165,6 +172,8 @@ class Strategy(Order):
             word += f"+tensor{self.tensor}"
         if self.pipeline is not None:
             word += f"+pipeline{self.pipeline.degree}-{self.pipeline.schedule}"
+        if self.sequence > 1:
+            word += f"+sequence{self.sequence}"
         if self.activation_checkpointing != "none":
             kind = "" if self.activation_checkpointing == "full" else "selective-"
             word += f"+{kind}activation-checkpointing"

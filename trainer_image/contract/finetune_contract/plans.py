@@ -19,6 +19,12 @@ pipeline for these alone. Others are looked at when they are to be cut.
 """
 
 
+SEQUENCE_FAMILIES = ("gemma", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
+"""Values of a config's `model_type` whose rows are known to be cut into slices of tokens. Others are looked at when
+theirs are to be cut.
+"""
+
+
 @cache
 def tensor_families() -> tuple[str, ...]:
     """Values of a config's `model_type` whose models have a tensor-parallel plan and a class for one of the tasks."""

@@ -117,6 +117,29 @@ def expect(holds: bool, strategy: str, reason: str, found: str) -> None:
         raise not_in_effect(strategy, reason, found)
 
 
+def not_combined(field: str, value: object, why: str, hint: str) -> StageError:
+    """The error for a setting that does not go together with how the model is spread."""
+    return StageError(FailureClass.CONFIG, "NotCombined", f"{field} is {value}, and {why}.", hint)
+
+
+def refuse_uneven(field: str, degree: int, counts: Mapping[str, object]) -> None:
+    """StageError CONFIG `UnevenHeads` unless `degree` divides each of `counts`, those of a model by their names; one
+    that is no number the model has not.
+    """
+    for name, count in counts.items():
+        if isinstance(count, int) and count % degree:
+            raise StageError(
+                FailureClass.CONFIG,
+                "UnevenHeads",
+                f"{field} is {degree}, which does not divide the {count} {name} of the model.",
+                f"Set {field} to a divisor of {count}.",
+            )
+
+
+HEADS = ("num_attention_heads", "num_key_value_heads")
+"""In a model's config."""
+
+
 def type_name(value: object) -> str:
     """Qualified name of the type of `value`."""
     return f"{type(value).__module__}.{type(value).__qualname__}"

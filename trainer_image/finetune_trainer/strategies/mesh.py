@@ -1,4 +1,4 @@
-"""Where a process stands among the data, pipeline and tensor ranks."""
+"""Where a process stands among the data, pipeline, tensor and sequence ranks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from finetune_contract.choices import RankOrder
 from finetune_contract.job import Strategy
+from finetune_trainer.data.slices import TokenSlice
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-DATA, PIPELINE, TENSOR = "data", "pipeline", "tensor"
+DATA, PIPELINE, TENSOR, SEQUENCE = "data", "pipeline", "tensor", "sequence"
 _NAMES = {"D": DATA, "P": PIPELINE, "T": TENSOR}
 
 
@@ -22,24 +23,26 @@ class MeshShape:
     data: int
     pipeline: int = 1
     tensor: int = 1
+    sequence: int = 1
+    """Processes that have a slice each of the same rows; neighbours, as they exchange most."""
     order: RankOrder = "DPT"
-    """The last dimension is that in which neighbouring ranks differ."""
+    """Of the dimensions but `sequence`; the last is that in which neighbouring ranks differ."""
 
     @staticmethod
     def of(strategy: Strategy, data_parallel: int) -> MeshShape:
         """The mesh of `strategy` with that many replicas of the model."""
         degree = 1 if strategy.pipeline is None else strategy.pipeline.degree
-        return MeshShape(data_parallel, degree, strategy.tensor, strategy.rank_order)
+        return MeshShape(data_parallel, degree, strategy.tensor, strategy.sequence, strategy.rank_order)
 
     @property
     def size(self) -> int:
         """Processes in all."""
-        return self.data * self.pipeline * self.tensor
+        return self.data * self.pipeline * self.tensor * self.sequence
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the dimensions, in their order."""
-        return tuple(_NAMES[letter] for letter in self.order)
+        return (*(_NAMES[letter] for letter in self.order), SEQUENCE)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -54,8 +57,14 @@ class MeshShape:
         return found
 
     def data_rank(self, rank: int) -> int:
-        """Which part of the data the process `rank` reads: the processes of one replica read the same rows."""
+        """Which part of the data the process `rank` reads: the processes of one replica read the same rows, and so do
+        those that have slices of them.
+        """
         return self.coordinates(rank)[DATA]
+
+    def token_slice(self, rank: int) -> TokenSlice:
+        """Which tokens of these rows it computes."""
+        return TokenSlice(self.coordinates(rank)[SEQUENCE], self.sequence)
 
     def build(self, device: str) -> DeviceMesh:
         """The mesh of process groups; every process must call it."""

@@ -16,12 +16,10 @@ from torch import distributed
 
 from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.job import Training
-from finetune_contract.layout import FailureClass
 from finetune_contract.plans import AVERAGED_ELEMENTS
 from finetune_contract.report import TimePart
 from finetune_trainer.distributed import barrier
-from finetune_trainer.failures import StageError
-from finetune_trainer.strategies.base import Placed, ReplicaStep, expect, tied_names, type_name
+from finetune_trainer.strategies.base import Placed, ReplicaStep, expect, not_combined, tied_names, type_name
 from finetune_trainer.strategies.full_state import OPTIMIZER, WEIGHTS, FullState
 from finetune_trainer.strategies.mesh import DATA, PIPELINE, TENSOR, MeshShape
 from finetune_trainer.strategies.pipeline import Pipeline
@@ -396,49 +394,48 @@ def refuse_combinations(training: Training) -> None:
     settings = training.strategy
     pipeline = settings.pipeline
 
-    def refused(field: str, value: object, why: str, hint: str) -> StageError:
-        return StageError(FailureClass.CONFIG, "NotCombined", f"{field} is {value}, and {why}.", hint)
-
     spread = settings.label
     if settings.name != "ddp":
-        raise refused(
+        raise not_combined(
             "parallelism.strategy",
             settings.name,
             f"tensor and pipeline parallelism ({spread}) have replicas of strategy ddp beside them",
             "Set parallelism.strategy to ddp or auto, or parallelism.tensor and pipeline.degree to 1.",
         )
     if training.adapter is not None:
-        raise refused(
+        raise not_combined(
             "model.adapter.method",
             training.adapter.method,
             f"adapters are not trained with {spread}",
             "Leave model.adapter out, or spread the model by strategy fsdp or deepspeed.",
         )
     if settings.activation_checkpointing == "selective" or settings.offload_activations != "none":
-        raise refused(
+        raise not_combined(
             "parallelism.activationCheckpointing",
             settings.activation_checkpointing,
             f"with {spread} activations are kept or computed again whole, and not moved",
             "Set parallelism.activationCheckpointing to full or none, and parallelism.offload.activations to none.",
         )
     if training.arguments.get("torch_compile"):
-        raise refused("training.arguments.torch_compile", True, f"{spread} is not compiled", "Leave torch_compile out.")
+        raise not_combined(
+            "training.arguments.torch_compile", True, f"{spread} is not compiled", "Leave torch_compile out."
+        )
     if settings.tensor > 1 and training.optimizer not in ("adamw", "sgd"):
-        raise refused(
+        raise not_combined(
             "training.optimizer",
             training.optimizer,
             "only adamw and sgd, which look at each element by itself, go together with tensor parallelism",
             "Set training.optimizer to adamw.",
         )
     if training.precision not in ("fp32", "bf16"):
-        raise refused(
+        raise not_combined(
             "training.precision",
             training.precision,
             f"{spread} computes in fp32 or bf16",
             "Set training.precision to bf16.",
         )
     if pipeline is not None and training.batch.gradient_accumulation % pipeline.micro_batches:
-        raise refused(
+        raise not_combined(
             "parallelism.pipeline.microBatches",
             pipeline.micro_batches,
             f"a step has {training.batch.gradient_accumulation} micro-batches, which is no multiple of it",

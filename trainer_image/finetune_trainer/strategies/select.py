@@ -10,6 +10,7 @@ from finetune_contract.job import Strategy as StrategySettings
 from finetune_contract.job import Training
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
+from finetune_trainer.strategies import sequence
 from finetune_trainer.strategies.base import Strategy
 from finetune_trainer.strategies.ddp import DataParallel
 from finetune_trainer.strategies.deepspeed import DeepSpeed
@@ -60,9 +61,17 @@ def strategy_for(training: Training, deepspeed: Mapping[str, Any] | None, scratc
             f"parallelism.strategy is {settings.name} and deepspeed.json is {given}.",
             "Pass --deepspeed with strategy deepspeed, and only then.",
         )
+    if settings.sequence > 1:
+        sequence.refuse_combinations(training)
+        return sequence.SequenceParallel(_around_whole_models(training, deepspeed, scratch), training)
     if settings.model_ranks > 1:
         refuse_combinations(training)
         return ModelParallel(training)
+    return _around_whole_models(training, deepspeed, scratch)
+
+
+def _around_whole_models(training: Training, deepspeed: Mapping[str, Any] | None, scratch: Path) -> Strategy:
+    settings, world, precision = training.strategy, training.world, training.precision
     match settings.name:
         case "single":
             return Single(precision)

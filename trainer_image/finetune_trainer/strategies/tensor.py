@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from finetune_contract.layout import FailureClass
 from finetune_contract.plans import tensor_families
 from finetune_trainer.failures import StageError
-from finetune_trainer.strategies.base import tied_names
+from finetune_trainer.strategies.base import HEADS, refuse_uneven, tied_names
 from finetune_trainer.strategies.conv1d import FAMILIES, conv1d_plan
 from finetune_trainer.strategies.conv1d import widths as conv1d_widths
 
@@ -46,21 +46,10 @@ def tensor_plan(model: PreTrainedModel, degree: int) -> dict[str, str]:
             f"{model.config.model_type}. There is one for {', '.join(tensor_families())}.",
             "Set parallelism.tensor to 1, and parallelism.pipeline.degree or strategy fsdp to spread the model.",
         )
-    _refuse_uneven_heads(model, degree)
+    heads = {name: getattr(model.config, name, None) for name in HEADS}
+    refuse_uneven("parallelism.tensor", degree, heads | conv1d_widths(model))
     plan, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=degree, tp_plan=own or None))
     return dict(plan)
-
-
-def _refuse_uneven_heads(model: PreTrainedModel, degree: int) -> None:
-    heads = {name: getattr(model.config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
-    for name, count in (heads | conv1d_widths(model)).items():
-        if isinstance(count, int) and count % degree:
-            raise StageError(
-                FailureClass.CONFIG,
-                "UnevenHeads",
-                f"parallelism.tensor is {degree}, which does not divide the {count} {name} of the model.",
-                f"Set parallelism.tensor to a divisor of {count}.",
-            )
 
 
 def split_weights(plan: dict[str, str]) -> list[str]:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from finetune_contract.choices import LabelForm
 from finetune_contract.job import Columns
+from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.base import Answer, Labels
-from finetune_trainer.tasks.writing import NOT_LEARNT, WRITTEN, Continues, text_table, written
+from finetune_trainer.tasks.writing import WRITTEN, Continues, text_table, written
 
 if TYPE_CHECKING:
     import pyarrow as pa

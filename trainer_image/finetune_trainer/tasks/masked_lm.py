@@ -18,6 +18,7 @@ from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, Generation, TrainerJob
 from finetune_contract.layout import FailureClass
 from finetune_trainer.data.prepared import arrow_table
+from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
@@ -26,7 +27,7 @@ from finetune_trainer.tasks.language import LanguageTask
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.rows import not_set, refuse_not_text, refuse_other_columns
 from finetune_trainer.tasks.windows import made_ready
-from finetune_trainer.tasks.writing import NOT_LEARNT, padding_token, surprises, token_figures
+from finetune_trainer.tasks.writing import padding_token, surprises, token_figures
 
 if TYPE_CHECKING:
     import torch

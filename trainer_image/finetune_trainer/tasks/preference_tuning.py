@@ -18,6 +18,7 @@ from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, Preference, TrainerJob
 from finetune_trainer.data.prepared import arrow_table
+from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
@@ -45,7 +46,6 @@ from finetune_trainer.tasks.rows import (
     row_error,
     wanted_texts,
 )
-from finetune_trainer.tasks.writing import NOT_LEARNT
 
 if TYPE_CHECKING:
     import torch

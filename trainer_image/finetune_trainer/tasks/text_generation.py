@@ -21,6 +21,7 @@ from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import FailureClass
 from finetune_trainer.data.packing import SIZES
 from finetune_trainer.data.prepared import arrow_table
+from finetune_trainer.data.slices import FOLLOWING, LABELS, NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
@@ -38,7 +39,7 @@ from finetune_trainer.tasks.rows import (
     row_error,
     wanted_texts,
 )
-from finetune_trainer.tasks.writing import NOT_LEARNT, surprises, token_figures
+from finetune_trainer.tasks.writing import surprises, token_figures
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +67,7 @@ class TextGeneration(DecoderTask):
 
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = {None: ("perplexity", "accuracy")}
     packed: tuple[str, ...] = ("input_ids", "labels")
+    sliced: bool = True
 
     # --------------------------------------------------------------------------------------------------------- data
 
@@ -190,9 +192,10 @@ class TextGeneration(DecoderTask):
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
         """How likely each token was that follows."""
-        given = {name: value for name, value in batch.items() if name != "labels"}
+        given = {name: value for name, value in batch.items() if name not in LABELS}
+        wanted = batch[FOLLOWING] if FOLLOWING in batch else batch["labels"][:, 1:]
         said = model(**given, use_cache=False)
-        return surprises(said.logits[:, :-1], batch["labels"][:, 1:])
+        return surprises(said.logits[:, : wanted.shape[1]], wanted)
 
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
         """See `token_figures`; of completions and replies alone where rows have prompts."""

@@ -13,6 +13,7 @@ from finetune_contract.choices import LabelForm, Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, Generation, TrainerJob
 from finetune_trainer.data.prepared import arrow_table
+from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
@@ -21,7 +22,6 @@ from finetune_trainer.tasks.language import LanguageTask
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.rows import not_set, refuse_not_text, refuse_other_columns, wanted_texts
 from finetune_trainer.tasks.writing import (
-    NOT_LEARNT,
     WRITTEN,
     generated,
     padding_token,

@@ -11,6 +11,7 @@ import pyarrow as pa
 from finetune_contract.choices import Stage
 from finetune_contract.job import Generation
 from finetune_contract.layout import FailureClass
+from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import position_limit
 from finetune_trainer.tasks.base import Answer, Feature
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 WRITTEN = "generated_text"
 """The column of predictions, as pipelines of transformers call it; and what an answer calls it."""
-NOT_LEARNT = -100
-"""Of labels: what the losses of transformers leave out."""
 
 
 class Writer(Protocol):

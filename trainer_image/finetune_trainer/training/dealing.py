@@ -15,6 +15,7 @@ import torch
 
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.data.slices import WHOLE, TokenSlice
 from finetune_trainer.tasks.base import Answer, TaskModule
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ class Deal:
     """Padded tokens of a batch at most."""
     rank: int
     ranks: int
+    tokens: TokenSlice = WHOLE
+    """What this process has of each feature."""
 
     def split(self, role: str, wanted: NDArray[np.int64] | None = None) -> DealtSplit:
         """The features of a split with the indices `wanted`, or all of them, in batches of like widths."""
@@ -60,13 +63,16 @@ class DealtSplit:
     def answers(
         self, model: torch.nn.Module, device: torch.device
     ) -> Iterator[tuple[NDArray[np.int64], list[Answer]]]:  # fmt: skip
-        """Of each of this rank's batches: indices of the features, and an answer for each. Keeps the model's mode."""
+        """Of each of this rank's batches: indices of the features, and an answer for each, of this
+        process's tokens. Keeps the model's mode.
+        """
         training = model.training
         model.eval()
         try:
             for wanted in self.mine:
                 features = self.deal.prepared.features(self.role, wanted)
-                batch = self.deal.task.collate(features, pad_token_id=self.deal.prepared.pad_token_id)
+                whole = self.deal.task.collate(features, pad_token_id=self.deal.prepared.pad_token_id)
+                batch = self.deal.tokens.of(whole)
                 placed = {name: value.to(device) for name, value in batch.items()}
                 with torch.no_grad():
                     said = self.deal.task.answer(model, placed, features)

@@ -29,6 +29,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.report import TimePart
 from finetune_trainer.adapters import Adapted
 from finetune_trainer.allocator import give_back_freed_memory
+from finetune_trainer.data.slices import LABELS
 from finetune_trainer.failures import StageError
 from finetune_trainer.strategies.base import Placed, ReplicaStep, Strategy, expect
 from finetune_trainer.tasks.base import REFERENCE, Objective
@@ -361,7 +362,8 @@ class TrainingLoop(Trainer):
 
     def _share(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         """The micro-batch's share in the mean over the global batch, times the ranks, because gradients are averaged
-        over them; processes of one replica read the same rows, and are counted as often on both sides.
+        over them; processes of one replica read the same rows, and are counted as often on both sides. Of rows whose
+        tokens are divided each process counts its own.
 
         mean over global batch = sum over micro-batches of (mean of micro-batch x its items) / items of the global batch
         """
@@ -375,7 +377,7 @@ class TrainingLoop(Trainer):
     def _forward(self, model: Any, inputs: Any, items: int, num_items_in_batch: Any) -> tuple[Any, Any]:
         if not items:
             # A window may hold no item; the mean over none is no number, and all ranks have to go backward.
-            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+            outputs = model(**{name: value for name, value in inputs.items() if name not in LABELS})
             return outputs.logits.sum() * 0.0, outputs
         if self.parts.objective is not None:
             loss, outputs = self.parts.objective.loss(model, inputs), None

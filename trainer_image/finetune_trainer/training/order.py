@@ -18,6 +18,7 @@ from finetune_contract.job import Batch
 from finetune_contract.layout import FailureClass
 from finetune_trainer.data.batches import training_order
 from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.data.slices import WHOLE, TokenSlice
 from finetune_trainer.failures import StageError
 from finetune_trainer.tasks.base import DRAW
 from finetune_trainer.training.reference import Said
@@ -151,12 +152,13 @@ class TrainRows(Dataset[Any]):
 class Collate:
     """Features of a micro-batch into tensors; a class because worker processes must be able to unpickle it."""
 
-    def __init__(self, task: TaskModule, pad_token_id: int) -> None:
+    def __init__(self, task: TaskModule, pad_token_id: int, tokens: TokenSlice = WHOLE) -> None:
         self._task = task
         self._pad_token_id = pad_token_id
+        self._tokens = tokens
 
     def __call__(self, features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        return self._task.collate(features, pad_token_id=self._pad_token_id)
+        return self._tokens.of(self._task.collate(features, pad_token_id=self._pad_token_id))
 
     def items(self, batch: Mapping[str, torch.Tensor]) -> int:
         """How many items the loss of the batch is the mean of."""

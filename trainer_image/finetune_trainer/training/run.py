@@ -104,10 +104,12 @@ def train(
     task, prepared = task_of(job), PreparedData.open(paths)
     _refuse_smoothing(job, training, task, prepared)
     _refuse_pipeline(job, training, task)
+    _refuse_slices(job, training, task)
     stopper = _stopper(training, paths, world, prepared, task)
     history = History(paths.history)
     observer = RunObserver(history, progress, training.max_steps)
-    data_rank = MeshShape.of(training.strategy, training.batch.data_parallel).data_rank(world.rank)
+    shape = MeshShape.of(training.strategy, training.batch.data_parallel)
+    data_rank, tokens_of_rows = shape.data_rank(world.rank), shape.token_slice(world.rank)
     lengths, widths = prepared.lengths("train"), task.widths(prepared, "train")
     order = EpochOrder(lengths, training.loop_batch, data_rank, training.seed, widths)
     _warn_of_other_epoch(order, training)
@@ -125,7 +127,7 @@ def train(
     arguments = training_arguments(training, paths.checkpoints, strategy.arguments())
     heard_by = observer if world.is_main else SilentObserver(progress, training.max_steps)
     tokens = _VALIDATION_TOKENS_PER_MICRO_BATCH * training.batch.micro_batch_size * prepared.facts.max_length
-    deal = Deal(prepared, task, tokens, data_rank, training.batch.data_parallel)
+    deal = Deal(prepared, task, tokens, data_rank, training.batch.data_parallel, tokens_of_rows)
     told_of = partial(heard_by.on_validation_batch, saver.first_step)
     reference = _reference(task, training, deal, order, weights, paths.checkpoints, world, told_of)
     told = Tracked(job.name, paths.tracking, saver.first_step, os.environ)
@@ -134,7 +136,7 @@ def train(
         adapted=adapted,
         order=order,
         rows=TrainRows(prepared, reference.said),
-        collate=Collate(task, prepared.pad_token_id),
+        collate=Collate(task, prepared.pad_token_id, tokens_of_rows),
         validation=Validation(deal, reference.said) if VALIDATION in prepared.facts.splits else None,
         objective=task.objective,
         reference=reference,
@@ -242,6 +244,18 @@ def _refuse_pipeline(job: TrainerJob, training: Training, task: TaskModule) -> N
             f"parallelism.pipeline.degree is {training.strategy.pipeline.degree}, and the loss of {job.task} is not "
             "computed by a pipeline's last stage.",
             "Set parallelism.pipeline.degree to 1, and parallelism.strategy to fsdp or deepspeed.",
+        )
+
+
+def _refuse_slices(job: TrainerJob, training: Training, task: TaskModule) -> None:
+    """StageError CONFIG for a task whose rows stay whole."""
+    if training.strategy.sequence > 1 and not task.sliced:
+        raise StageError(
+            FailureClass.CONFIG,
+            "SequenceNotSupported",
+            f"parallelism.sequence is {training.strategy.sequence}, and rows of {job.task} are not divided among "
+            "processes; those of text-generation are.",
+            "Set parallelism.sequence to 1, and preparation.maxLength lower if memory is short.",
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from finetune_trainer.distributed import gathered
 from finetune_trainer.tasks.base import Answer
@@ -36,7 +38,17 @@ class Validation:
             told(number)
         split = self._deal.prepared.of(ROLE)
         answers: list[Answer] = [{}] * len(split.position)
-        for wanted, said in (each for rank in gathered(mine) for each in rank):
-            for at, answer in zip(wanted.tolist(), said, strict=True):
-                answers[at] = {**answer, **self._reference.of(ROLE, at)}
+        everyone, slices = gathered(mine), self._deal.tokens.count
+        # Neighbours have slices of the same features, in their order.
+        for first in range(0, len(everyone), slices):
+            for parts in zip(*everyone[first : first + slices], strict=True):
+                for at, said in zip(parts[0][0].tolist(), zip(*(part[1] for part in parts), strict=True), strict=True):
+                    answers[at] = {**_joined(said), **self._reference.of(ROLE, at)}
         return self._deal.task.score(answers, split)
+
+
+def _joined(parts: Sequence[Answer]) -> Answer:
+    """One answer of those for its slices."""
+    if len(parts) == 1:
+        return parts[0]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

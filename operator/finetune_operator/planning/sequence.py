@@ -1,0 +1,47 @@
+"""Sequence parallelism: neighbouring processes read the same rows, each a slice of their tokens. What goes together
+with it, and with which models.
+"""
+
+from __future__ import annotations
+
+from finetune_operator.planning.draft import Draft, decided
+
+
+def check_sequence(draft: Draft) -> Draft:
+    """Refuse what does not go together with slices of rows, or not with this model."""
+    path, degree = ("parallelism", "sequence"), draft.spec.parallelism.sequence
+    if degree == 1 or draft.world is None:
+        return draft
+    for name in ("torch_compile", "use_liger_kernel"):
+        if draft.training.arguments.get(name):
+            draft = draft.refusing(
+                ("training", "arguments", name),
+                True,
+                "rows are divided among processes (parallelism.sequence) as the model's own code has them",
+                "leave it out",
+                "NotSupported",
+            )
+    model = draft.model
+    heads = (model.attention_heads, model.key_value_heads or model.attention_heads)
+    uneven = [count for count in heads if count % degree]
+    if draft.model_known and uneven:
+        what = "attention heads" if uneven[0] == heads[0] else "key-value heads"
+        rule = f"it has to divide the model's {uneven[0]} {what}, which processes exchange for tokens"
+        draft = draft.refusing(path, degree, rule, f"set it to a divisor of {uneven[0]}")
+    world = decided(draft.world)
+    if draft.problems or world.size % degree:
+        return draft
+    groups = draft.data_ranks
+    heads_of_each = f"{model.attention_heads // degree} of {model.attention_heads} heads"
+    shared = f" and, in attention, {heads_of_each}" if draft.model_known else ""
+    inside = world.nodes == 1 or world.processes_per_node % degree == 0
+    return draft.because(
+        f"rows are divided among {degree} neighbouring processes {'on one node' if inside else 'of several nodes'}, "
+        f"{groups} group{'s' * (groups > 1)} of them: of {draft.lengths.longest} tokens each has "
+        f"{slice_tokens(draft.lengths.longest, degree)}{shared}"
+    )
+
+
+def slice_tokens(length: int, degree: int) -> int:
+    """Tokens that each of `degree` processes has of a row of `length`."""
+    return -(-length // degree)

@@ -1,0 +1,317 @@
+"""Sequence parallelism: neighbouring processes read the same rows, and each computes a slice of their tokens. For
+attention, which looks at whole rows, they exchange tokens for heads and back (Jacobs et al., "DeepSpeed Ulysses", 2023,
+section 3).
+
+What is around it, one of the strategies, takes all processes for replicas, and rightly: each has a part of the loss,
+and the gradients of all are averaged.
+
+The exchange is our own. DeepSpeed's (0.19, `runtime/sequence_parallel/ulysses_sp.py`) drops masks, so that SDPA would
+mix the rows of a pack and see past a sliding window; it wants micro-batches of one size, and key-value heads in the
+config, which GPT-2 has not. torch's `context_parallel` takes no mask either with SDPA, and has kernels for GPUs alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from finetune_contract.choices import StrategyName
+from finetune_contract.job import Training
+from finetune_contract.layout import FailureClass
+from finetune_contract.plans import SEQUENCE_FAMILIES
+from finetune_contract.report import TimePart
+from finetune_trainer.data.slices import NOT_LEARNT, ROW_POSITIONS
+from finetune_trainer.failures import StageError
+from finetune_trainer.strategies.base import HEADS, Placed, ReplicaStep, Strategy, expect, not_combined, refuse_uneven
+from finetune_trainer.strategies.mesh import SEQUENCE, MeshShape
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from transformers import PreTrainedModel
+
+ATTENTION = "sequence_parallel"
+"""What transformers calls our attention in a model's config."""
+_PROBE_TOKENS = 4
+"""Of each slice."""
+_PROBE_TOLERANCE = 1e-3
+"""Relative and absolute: other kernels round otherwise; a token that is not seen shows far above."""
+
+
+class SequenceParallel:
+    """A strategy whose processes have slices of rows."""
+
+    def __init__(self, inner: Strategy, training: Training) -> None:
+        self.name: StrategyName = inner.name
+        self._inner = inner
+        self._label = training.strategy.label
+        self._device = training.world.device
+        self.shape = MeshShape.of(training.strategy, training.batch.data_parallel)
+        self.attention: SlicedAttention | None = None
+
+    @property
+    def communicates_in(self) -> tuple[TimePart, ...]:
+        """Attention does, in both passes."""
+        return tuple(dict.fromkeys(("forward", "backward", *self._inner.communicates_in)))
+
+    @property
+    def replica_step(self) -> ReplicaStep | None:
+        """That of the strategy around it."""
+        return self._inner.replica_step
+
+    def arguments(self) -> Mapping[str, object]:
+        """Those of the strategy around it."""
+        return self._inner.arguments()
+
+    def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Has its attention exchange tokens for heads; what the model answers must stay the same."""
+        degree = self.shape.sequence
+        refuse_model(model, degree)
+        probes = _probes(model, degree)
+        expected = [_read(model, probe) for probe in probes]
+        mesh = self.shape.build(self._device)
+        self.attention = SlicedAttention(mesh[SEQUENCE].get_group())
+        self.attention.take_over(model)
+        mine = self.shape.token_slice(distributed.get_rank())
+        for probe, (logits, loss) in zip(probes, expected, strict=True):
+            own = mine.of(probe)
+            said, own_loss = _read(model, own)
+            tokens, items = own["input_ids"].shape[1], own["labels"].ne(NOT_LEARNT).sum()
+            wanted = logits[:, mine.index * tokens :][:, :tokens]
+            shares = torch.stack([own_loss * items, items.float()])
+            distributed.all_reduce(shares, group=mesh[SEQUENCE].get_group())
+            same = _close(said[:, : wanted.shape[1]], wanted) and _close(shares[0] / shares[1], loss)
+            everywhere = torch.tensor([same], dtype=torch.int32)
+            distributed.all_reduce(everywhere, op=distributed.ReduceOp.MIN)
+            # Such as one that mixes tokens in other places than attention.
+            found = f"the {type(model).__name__} answers otherwise when its rows are cut into slices"
+            expect(bool(everywhere), self._label, "OtherAnswers", found)
+        return self._inner.prepare_model(model)
+
+    def assert_in_effect(self, placed: Placed) -> None:
+        """What is around the model is in effect; and its attention has seen slices, and exchanged them for whole
+        rows.
+        """
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        self._inner.assert_in_effect(placed)
+        size = self.shape.size
+        found = f"the mesh has {size} of {placed.world_size} processes"
+        expect(size == placed.world_size, self._label, "WrongMesh", found)
+        named = placed.model.config.get_text_config()._attn_implementation
+        known: Mapping[str, object] = ALL_ATTENTION_FUNCTIONS
+        ours = self.attention is not None and known.get(named) == self.attention.attend
+        expect(ours, self._label, "NotSequenceParallel", f"the model's attention is {named}")
+        assert self.attention is not None
+        degree, own, whole = self.attention.degree, self.attention.own_tokens, self.attention.whole_tokens
+        found = f"attention saw {own} tokens of a row of {whole} in each of {degree} processes"
+        right = degree == self.shape.sequence and 0 < own * degree == whole
+        expect(right, self._label, "NotSliced", f"{found}, planned are {self.shape.sequence}")
+
+    def model_state(self, placed: Placed) -> dict[str, Any]:
+        """That of the strategy around it."""
+        return self._inner.model_state(placed)
+
+    def save(self, placed: Placed, folder: Path) -> None:
+        """As the strategy around it: nothing depends on how rows are cut."""
+        self._inner.save(placed, folder)
+
+    def load(self, placed: Placed, folder: Path) -> None:
+        """As the strategy around it."""
+        self._inner.load(placed, folder)
+
+    def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:
+        """As the strategy around it."""
+        return self._inner.why_not_from(manifest_strategy, manifest_world_size, world_size)
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+class SlicedAttention:
+    """Attention over whole rows of which each process of a group has a slice: SDPA for some of the heads."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._group = group
+        self.degree = distributed.get_world_size(group)
+        self.own_tokens = 0
+        """Of a row, that this process had when it was last asked."""
+        self.whole_tokens = 0
+        """Of the row after the exchange."""
+        self._row_positions: torch.Tensor | None = None
+        """Positions in whole rows of the pass under way; None: no row is a pack."""
+
+    def take_over(self, model: PreTrainedModel) -> None:
+        """Becomes the attention of `model`, whose inputs are slices from then on."""
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        AttentionInterface.register(ATTENTION, self.attend)
+        AttentionMaskInterface.register(ATTENTION, self.mask)
+        model.set_attn_implementation(ATTENTION)
+        model.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def _before(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        self._row_positions = kwargs.get(ROW_POSITIONS)
+        given = {name: value for name, value in kwargs.items() if name != ROW_POSITIONS}
+        # Without a mask transformers looks for the borders of packs, and in a slice it would not find them all.
+        return args, {**given, "attention_mask": torch.ones_like(given["input_ids"])}
+
+    def mask(
+        self,
+        batch_size: int,
+        q_length: int,
+        mask_function: Callable[..., Any],
+        allow_is_causal_skip: bool = True,
+        local_size: int | None = None,
+        use_vmap: bool = False,
+        device: torch.device | str = "cpu",
+        **rest: Any,
+    ) -> torch.Tensor | None:
+        """The mask of whole rows, where transformers asks for that of a slice of `q_length` tokens; None: a token sees
+        itself and all before it.
+
+        `mask_function` is the model's own, of causal and sliding attention.
+        """
+        from transformers.masking_utils import (
+            find_packed_sequence_indices,
+            packed_sequence_compatibility_function,
+            sdpa_mask,
+        )
+
+        length, positions = q_length * self.degree, self._row_positions
+        if positions is not None and (packs := find_packed_sequence_indices(positions)) is not None:
+            mask_function = packed_sequence_compatibility_function(mask_function, positions, packs)
+            allow_is_causal_skip = False
+        made: torch.Tensor | None = sdpa_mask(
+            batch_size,
+            length,
+            length,
+            mask_function=mask_function,
+            allow_is_causal_skip=allow_is_causal_skip,
+            local_size=local_size,
+            use_vmap=use_vmap,
+            device=device,
+        )
+        return made
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **settings: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Shapes (rows, heads, tokens, width) of queries, keys and values, as transformers hands them over; the answer
+        has (rows, tokens, heads, width).
+        """
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        queries, keys, values = (self._whole_rows(each) for each in (query, key, value))
+        self.own_tokens, self.whole_tokens = query.shape[2], queries.shape[2]
+        said, _ = sdpa_attention_forward(module, queries, keys, values, attention_mask, **settings)
+        return self._own_tokens(said), None
+
+    def _whole_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """(rows, all heads, own tokens, width) -> (rows, own heads, all tokens, width)."""
+        rows, heads, tokens, width = values.shape
+        sent = values.reshape(rows, self.degree, heads // self.degree, tokens, width).movedim(1, 0)
+        received: torch.Tensor = _Exchange.apply(self._group, sent)
+        return received.movedim(0, 2).reshape(rows, heads // self.degree, self.degree * tokens, width)
+
+    def _own_tokens(self, values: torch.Tensor) -> torch.Tensor:
+        """(rows, all tokens, own heads, width) -> (rows, own tokens, all heads, width)."""
+        rows, tokens, heads, width = values.shape
+        sent = values.reshape(rows, self.degree, tokens // self.degree, heads, width).movedim(1, 0)
+        received: torch.Tensor = _Exchange.apply(self._group, sent)
+        return received.movedim(0, 2).reshape(rows, tokens // self.degree, self.degree * heads, width)
+
+
+class _Exchange(torch.autograd.Function):
+    """The n-th part of the first dimension goes to the n-th process, and theirs come in their order. Gradients go back
+    in the same way.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: ProcessGroup, sent: torch.Tensor) -> torch.Tensor:
+        ctx.group = group
+        sent = sent.contiguous()
+        received = torch.empty_like(sent)
+        distributed.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, _Exchange.apply(ctx.group, *gradients)
+
+
+# -------------------------------------------------------------------------------------------------------------- refusal
+
+
+def refuse_combinations(training: Training) -> None:
+    """StageError CONFIG for what does not go together with sequence parallelism."""
+    settings = training.strategy
+    spread = f"rows are divided among {settings.sequence} processes (parallelism.sequence)"
+    if settings.model_ranks > 1:
+        field, value = ("tensor", settings.tensor) if settings.tensor > 1 else ("pipeline.degree", settings.model_ranks)
+        hint = "Set parallelism.tensor and pipeline.degree to 1, or parallelism.sequence."
+        raise not_combined(f"parallelism.{field}", value, f"{spread} of whole models", hint)
+    for name in ("torch_compile", "use_liger_kernel"):
+        if training.arguments.get(name):
+            why = f"{spread} as the model's own code has them"
+            raise not_combined(f"training.arguments.{name}", True, why, f"Leave {name} out.")
+
+
+def refuse_model(model: PreTrainedModel, degree: int) -> None:
+    """StageError CONFIG for a model whose attention cannot be given whole rows, or not as many heads."""
+    kind = type(model)
+    why = ""
+    if "position_ids" not in inspect.signature(kind.forward).parameters:
+        why = "it takes no positions, and would count those of a slice from 0"
+    elif not hasattr(sys.modules[kind.__module__], "create_causal_mask") or not kind._supports_attention_backend:
+        why = "its attention is not one that transformers lets be replaced"
+    elif model.config._attn_implementation != "sdpa":
+        why = f"its attention is {model.config._attn_implementation}, and sdpa is needed"
+    if why:
+        raise StageError(
+            FailureClass.CONFIG,
+            "NoSlicedAttention",
+            f"parallelism.sequence is {degree}, and {kind.__name__} cannot read slices of rows: {why}. "
+            f"Models of type {', '.join(SEQUENCE_FAMILIES)} can.",
+            "Set parallelism.sequence to 1, and strategy fsdp or deepspeed or a shorter preparation.maxLength.",
+        )
+    config = model.config.get_text_config()
+    refuse_uneven("parallelism.sequence", degree, {name: getattr(config, name, None) for name in HEADS})
+
+
+# ---------------------------------------------------------------------------------------------------------------- probe
+
+
+def _probes(model: PreTrainedModel, slices: int) -> list[dict[str, torch.Tensor]]:
+    """A row, and one that is a pack, whose tokens fill all slices but one place."""
+    tokens, vocabulary = slices * _PROBE_TOKENS - 1, model.config.get_text_config().vocab_size
+    ids = torch.arange(1, tokens + 1, device=model.device).remainder(vocabulary).unsqueeze(0)
+    row = {"input_ids": ids, "labels": ids}
+    first = _PROBE_TOKENS - 1
+    positions = torch.cat([torch.arange(first), torch.arange(tokens - first)]).to(model.device)
+    return [row, {**row, "position_ids": positions.unsqueeze(0)}]
+
+
+def _read(model: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and loss, without dropout."""
+    training = model.training
+    model.train(False)
+    with torch.no_grad():
+        said = model(**batch, use_cache=False)
+    model.train(training)
+    return said.logits.float(), said.loss.float()
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return torch.allclose(found, expected, rtol=_PROBE_TOLERANCE, atol=_PROBE_TOLERANCE)
