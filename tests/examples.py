@@ -16,6 +16,7 @@ LOCAL = ("quickstart",)
 """Those that run on one machine: a package and a folder of it are no place for a pod to look."""
 FITTED_LOCALLY = (
     "chat-lora",
+    "chat-qlora",
     "domain-words",
     "gpt2-175b",
     "gpt2-30b",

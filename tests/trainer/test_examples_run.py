@@ -22,8 +22,10 @@ FINETUNE = Path(sys.executable).with_name("finetune")
 TEXT = " ".join(WORDS[:10])
 LAYERS = {"gpt2-30b": 2, "gpt2-175b": 2, "mnli-pipeline": 4}
 """Of the small model, where the example asks for a pipeline of as many stages or more."""
+CHAT = {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sees ."}]}
 ROWS: dict[str, dict[str, Any]] = {
-    "chat-lora": {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sees ."}]},
+    "chat-lora": CHAT,
+    "chat-qlora": CHAT,
     "domain-words": {"text": TEXT},
     "gpt2-175b": {"text": TEXT},
     "gpt2-30b": {"text": TEXT},
@@ -49,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Any, tiny_family
     folder = tmp_path_factory.mktemp("models")
     encoder = tiny_bert(folder / "encoder", words=WORDS)
     return {
-        **dict.fromkeys(("chat-lora", "preferences"), write_decoder(folder / "decoder")),
+        **dict.fromkeys(("chat-lora", "chat-qlora", "preferences"), write_decoder(folder / "decoder")),
         "domain-words": encoder,
         **dict.fromkeys(("gpt2-175b", "gpt2-30b", "gpt2-30b-sharded"), write_decoder(folder / "gpt2", "gpt2")),
         "long-texts": write_decoder(folder / "qwen3", "qwen3"),
@@ -110,8 +112,10 @@ def test_these_are_all_of_them() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FITTED_LOCALLY)
 def test_an_example_runs_to_its_end_and_is_measured_and_predicts_as_it_says(name, models, tmp_path):
-    paths = ran(name, models[name], tmp_path)
     spec = example_document(name)["spec"]
+    if spec["model"].get("adapter", {}).get("method") == "qlora":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (finetune-trainer[qlora])")
+    paths = ran(name, models[name], tmp_path)
     metrics = json.loads(paths.metrics.read_text(encoding="utf-8"))
     asked = (spec.get("evaluation") or {}).get("metrics")
     assert set(asked or ["perplexity", "accuracy"]) <= set(metrics["evaluate"])

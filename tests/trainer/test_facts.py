@@ -40,12 +40,12 @@ def test_minilm_has_the_shape_that_its_paper_and_config_say():
         parameter_bytes=90_868_376,
         head_parameters=pooler + head,
         linear_layers={
-            "attention.self.query": LinearWidths(inputs=6 * hidden, outputs=6 * hidden),
-            "attention.self.key": LinearWidths(inputs=6 * hidden, outputs=6 * hidden),
-            "attention.self.value": LinearWidths(inputs=6 * hidden, outputs=6 * hidden),
-            "attention.output.dense": LinearWidths(inputs=6 * hidden, outputs=6 * hidden),
-            "intermediate.dense": LinearWidths(inputs=6 * hidden, outputs=6 * inner),
-            "output.dense": LinearWidths(inputs=6 * inner, outputs=6 * hidden),
+            "attention.self.query": LinearWidths(inputs=6 * hidden, outputs=6 * hidden, weights=6 * hidden**2),
+            "attention.self.key": LinearWidths(inputs=6 * hidden, outputs=6 * hidden, weights=6 * hidden**2),
+            "attention.self.value": LinearWidths(inputs=6 * hidden, outputs=6 * hidden, weights=6 * hidden**2),
+            "attention.output.dense": LinearWidths(inputs=6 * hidden, outputs=6 * hidden, weights=6 * hidden**2),
+            "intermediate.dense": LinearWidths(inputs=6 * hidden, outputs=6 * inner, weights=6 * hidden * inner),
+            "output.dense": LinearWidths(inputs=6 * inner, outputs=6 * hidden, weights=6 * hidden * inner),
         },
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune_contract.job import CheckpointSchedule, EarlyStopping, Strategy
+from finetune_contract.job import Adapter, CheckpointSchedule, EarlyStopping, Strategy
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
 from finetune_trainer.reporting import merge_metrics
@@ -232,6 +232,7 @@ def batch_of(run, **changes: Any) -> Any:
     return run.job.training.batch.model_copy(update=changes)
 
 
+QLORA = Adapter(method="qlora", rank=4, alpha=16, dropout=0.0)
 REFUSED = {
     "sizes that do not multiply to the global batch": (
         lambda run: {"batch": batch_of(run, micro_batch_size=4)},
@@ -297,6 +298,16 @@ REFUSED = {
         lambda run: {"strategy": Strategy(name="fsdp"), "optimizer": "adafactor"},
         "NotYetSupported",
         "training.optimizer is adafactor; this trainer supports adamw and sgd with strategy fsdp",
+    ),
+    "weights in 4 bits with divided layers": (
+        lambda run: {"strategy": Strategy(name="fsdp"), "adapter": QLORA},
+        "NotYetSupported",
+        "model.adapter.method is qlora; this trainer supports lora and dora with strategy fsdp",
+    ),
+    "weights in 4 bits compiled": (
+        lambda run: {"arguments": {"torch_compile": True}, "adapter": QLORA},
+        "NotYetSupported",
+        "model.adapter.method is qlora; this trainer supports lora and dora with training.arguments.torch_compile",
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -12,14 +13,15 @@ from finetune_contract.facts import DataFacts, LinearWidths, ModelFacts, SplitFa
 from finetune_contract.job import Adapter, Strategy, TrainerJob, World
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob
-from finetune_operator.planning.adapters import Trained, adapted_layers, trained_parameters
+from finetune_operator.planning.adapters import Trained, adapted_layers, four_bit_weights, trained_parameters
 from finetune_operator.planning.architectures import ARCHITECTURES, model_facts
-from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.planning.facts import assumed_model, parse_hardware
 from finetune_operator.planning.memory import Workload, activation_bytes_per_token, estimate
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.summary import Row, summarise
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
 from finetune_operator.rendering.deepspeed import deepspeed_config
+from trainer_support.tasks import training_of
 
 GIB = 1 << 30
 # Shapes with another number in every place, so that a formula that mixes two of them up is found.
@@ -73,16 +75,23 @@ def built(model_type: str, meta: bool = True, **changes: Any) -> tuple[Any, Mode
     return model, model_facts(config.to_dict(), labels=3)
 
 
-def job_of(adapter: Adapter) -> TrainerJob:
+def job_of(adapter: Adapter, precision: str = "fp32") -> TrainerJob:
     """As much of a job as the trainer reads of it to adapt a model."""
-    return TrainerJob.model_validate({"name": "a", "task": "text-classification", "model": {"uri": "hf://org/model"}})
+    body = {"name": "a", "task": "text-classification", "model": {"uri": "hf://org/model"}}
+    return TrainerJob.model_validate({**body, "training": training_of(steps=1, precision=precision)})
+
+
+needs_four_bits = pytest.mark.skipif(
+    find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed (finetune-trainer[qlora])"
+)
+METHODS = ["lora", pytest.param("qlora", marks=needs_four_bits), "dora"]
 
 
 def test_every_architecture_with_a_formula_is_compared():
     assert tuple(sorted(CONFIGS)) == ARCHITECTURES
 
 
-@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_layers_head_and_trained_parameters_are_those_that_peft_makes(model_type, method):
     adapters = pytest.importorskip("finetune_trainer.adapters", reason="the trainer is not installed")
@@ -97,9 +106,10 @@ def test_layers_head_and_trained_parameters_are_those_that_peft_makes(model_type
     adapter = adapter_of(method)
     adapted = adapters.adapt(model, adapter, job_of(adapter))
     adapted.assert_in_effect(model)
-    parts = trained_parameters(facts, adapter)
+    parts, held = trained_parameters(facts, adapter), four_bit_weights(facts, adapter)
     assert parts.trained == sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert facts.parameters + parts.added == sum(p.numel() for p in model.parameters())
+    assert facts.parameters + parts.added == sum(p.numel() for p in model.parameters()) + held - held // 8
+    assert (held > 0) == (method == "qlora")
 
 
 # ------------------------------------------------------------------------------------------------------------- counting
@@ -117,9 +127,9 @@ SHAPE = ModelFacts(
     parameter_bytes=4_000_000,
     head_parameters=10_000,
     linear_layers={
-        "attention.self.query": LinearWidths(inputs=1000, outputs=1000),
-        "attention.output.dense": LinearWidths(inputs=1000, outputs=1000),
-        "output.dense": LinearWidths(inputs=4000, outputs=1000),
+        "attention.self.query": LinearWidths(inputs=1000, outputs=1000, weights=100_000),
+        "attention.output.dense": LinearWidths(inputs=1000, outputs=1000, weights=100_000),
+        "output.dense": LinearWidths(inputs=4000, outputs=1000, weights=400_000),
     },
 )
 
@@ -201,8 +211,47 @@ def test_gradients_and_optimizer_state_are_those_of_what_is_trained(strategy: st
     assert tuple(found.get(name) for name in names) == terms
 
 
+GPU = World(nodes=1, processes_per_node=1, device="cuda", threads_per_process=1)
+CPU = GPU.model_copy(update={"device": "cpu"})
+PACKED = int((4 + 8 / 64 + 32 / (64 * 256)) / 8 * 600_000)
+
+
+@pytest.mark.parametrize(
+    ("world", "precision", "terms"),
+    [
+        # of the linear layers of the blocks 600,000 weights, of the largest 400 x 100
+        pytest.param(GPU, "fp32", (4 * 446_000 + PACKED, 4 * 46_000, 8 * 46_000, None, 4 * 40_000), id="on a GPU"),
+        pytest.param(
+            # neither the embeddings nor what is unfolded has a copy that autocast keeps
+            GPU,
+            "bf16",
+            (4 * 446_000 + PACKED, 4 * 46_000, 8 * 46_000, 0, 2 * 40_000),
+            id="in bf16",
+        ),
+        pytest.param(
+            CPU,
+            "fp32",
+            (4 * 1_046_000 + PACKED, 4 * 46_000, 8 * 46_000, None, 4 * 40_000),
+            id="on a CPU, where the model is read and merged whole",
+        ),
+    ],
+)
+def test_weights_in_4_bits_are_counted_so_and_the_others_as_they_were(
+    world: World, precision: Any, terms: tuple[int | None, ...]
+):
+    asked = work(SHAPE, STRATEGIES["single"], adapter_of("qlora"), world=world, precision=precision)
+    made = estimate(asked, GIB)
+    found = {term.name: term.bytes for term in made.terms}
+    names = ("parameters", "gradients", "optimizer state", "autocast copies", "unfolded layer")
+    assert tuple(found.get(name) for name in names) == terms
+    lora = estimate(work(SHAPE, STRATEGIES["single"], adapter_of("lora"), world=world, precision=precision), GIB)
+    assert (made.total_bytes < lora.total_bytes) == (world == GPU)
+    if world == GPU:
+        assert made.host_bytes == lora.host_bytes
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.05])
-@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", ["bert", "gpt2", "llama"])
 def test_a_layer_with_an_adapter_keeps_about_what_torch_saves_for_it(model_type, precision, method, dropout):
@@ -213,12 +262,12 @@ def test_a_layer_with_an_adapter_keeps_about_what_torch_saves_for_it(model_type,
     for layers in (1, 2):
         changes = {field: layers, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
         model, facts = built(model_type, meta=False, **changes)
-        adapters.adapt(model, adapter, job_of(adapter))
+        adapters.adapt(model, adapter, job_of(adapter, precision))
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             saved.append(saved_bytes(model.train(), torch, rows, length))
     measured = (saved[1] - saved[0]) / (rows * length)
     if precision == "bf16":  # autocast's copies of the weights are a term of their own
-        measured -= 2 * facts.block_parameters / (rows * length)
+        measured -= 2 * (facts.block_parameters - four_bit_weights(facts, adapter) // 2) / (rows * length)
     world = World(nodes=1, processes_per_node=1, device="cpu", threads_per_process=1)
     modelled = activation_bytes_per_token(
         work(facts, Strategy(name="single"), adapter, precision=precision, world=world, length=length)
@@ -261,7 +310,13 @@ def saved_bytes(model: Any, torch: Any, rows: int, length: int) -> int:
 # ---------------------------------------------------------------------------------------------------------------- plans
 
 
-def planned(adapter: dict[str, Any], model: ModelFacts | None = None, **parallelism: Any) -> JobPlan:
+def planned(
+    adapter: dict[str, Any],
+    model: ModelFacts | None = None,
+    arguments: dict[str, Any] | None = None,
+    hardware: str = "gpu=A10G,gpus=2,hostMemory=512Gi",
+    **parallelism: Any,
+) -> JobPlan:
     document = {
         "apiVersion": "finetune.dev/v1alpha1",
         "kind": "FineTuneJob",
@@ -270,16 +325,16 @@ def planned(adapter: dict[str, Any], model: ModelFacts | None = None, **parallel
             "task": "text-classification",
             "model": {"uri": "hf://org/model", "adapter": adapter},
             "dataset": {"uri": "hf://org/data"},
-            "training": {"globalBatchSize": 64},
+            "training": {"globalBatchSize": 64, "arguments": arguments or {}},
             "parallelism": parallelism,
-            "resources": {"gpusPerNode": 2},
+            "resources": {"gpusPerNode": parse_hardware(hardware).gpus_per_node},
         },
     }
     job = FineTuneJob.model_validate_json(json.dumps(document))
     data = DataFacts(
         fingerprint="f", splits={"train": SplitFacts(rows=640, tokens=640 * 20, longest=32)}, max_length=64
     )
-    facts = Facts(model=model or LLAMA, data=data, hardware=parse_hardware("gpu=A10G,gpus=2,hostMemory=512Gi"))
+    facts = Facts(model=model or LLAMA, data=data, hardware=parse_hardware(hardware))
     return plan(job, facts, CLUSTER_SETTINGS)
 
 
@@ -333,6 +388,49 @@ def test_a_model_at_whose_layers_nobody_has_looked_is_planned_as_if_every_weight
     assert made.strategy == planned({"method": "none"}, model=unseen).strategy
 
 
+def test_weights_in_4_bits_stay_whole_and_make_room_for_a_model_that_would_have_to_be_divided():
+    model, _ = assumed_model("hf://org/llama-7b")
+    made = planned({"method": "qlora"}, model=model)
+    assert (planned({"method": "lora"}, model=model).strategy, made.strategy) == ("deepspeed-zero1", "ddp")
+    assert [reason for reason in made.reasons if reason.startswith("4 bits")] == [
+        "4 bits: the linear layers of the blocks have 6.85 billion weights, frozen, that take 3.3 GiB in NF4 with "
+        "double quantization instead of 25.5 GiB"
+    ]
+
+
+def test_weights_that_nobody_has_counted_are_planned_as_with_lora():
+    layers = {name: each.model_copy(update={"weights": 0}) for name, each in LLAMA.linear_layers.items()}
+    uncounted = LLAMA.model_copy(update={"linear_layers": layers})
+    made = planned({"method": "qlora"}, model=uncounted)
+    assert [each for each in made.assumptions if each.startswith("adapter")] == [
+        "adapter: nobody has counted the weights of the model's linear layers; memory is counted as with lora"
+    ]
+    assert made.memory == planned({"method": "lora"}, model=uncounted, strategy="ddp").memory
+
+
+@pytest.mark.parametrize(
+    ("method", "size", "memory", "named"),
+    [
+        pytest.param("none", "3b", "16Gi", "lora", id="the small part is enough"),
+        pytest.param("none", "13b", "56Gi", "qlora", id="it is not, and 4 bits are"),
+        pytest.param("lora", "13b", "56Gi", "qlora", id="from LoRA"),
+        pytest.param("dora", "13b", "56Gi", "qlora", id="from DoRA"),
+        pytest.param("none", "13b", "40Gi", None, id="no room to read the weights"),
+        pytest.param("qlora", "13b", "40Gi", None, id="none to read them for weights in 4 bits"),
+    ],
+)
+def test_a_job_that_does_not_fit_is_told_of_the_adapter_with_which_it_would(
+    method: str, size: str, memory: str, named: str | None
+):
+    """On one GPU of 24 GB."""
+    model, _ = assumed_model(f"hf://org/llama-{size}")
+    with pytest.raises(PlanRefused) as refused:
+        planned({"method": method}, model=model, hardware=f"gpu=A10G,gpus=1,hostMemory={memory}")
+    said = str(refused.value)
+    assert ("set model.adapter.method to" in said) == (named is not None), said
+    assert named is None or f"set model.adapter.method to {named}, which trains a small part" in said
+
+
 def test_deepspeeds_buckets_are_as_small_as_what_is_trained():
     made = planned({"method": "lora"}, strategy="deepspeed", zeroStage=2)
     config = deepspeed_config(made)
@@ -340,6 +438,13 @@ def test_deepspeeds_buckets_are_as_small_as_what_is_trained():
     assert made.trainer.training is not None
     trained = trained_parameters(LLAMA, made.trainer.training.adapter).trained
     assert config["zero_optimization"]["reduce_bucket_size"] == trained < 50_000_000  # type: ignore[index,call-overload]
+
+
+def test_weights_in_4_bits_are_not_compiled():
+    with pytest.raises(PlanRefused) as refused:
+        planned({"method": "qlora"}, arguments={"torch_compile": True})
+    (problem,) = refused.value.problems
+    assert (problem.path, problem.reason) == ("spec.training.arguments.torch_compile", "NotSupported")
 
 
 @pytest.mark.parametrize(
@@ -351,7 +456,9 @@ def test_deepspeeds_buckets_are_as_small_as_what_is_trained():
             id="layers that a measured model does not have",
         ),
         pytest.param(
-            {"method": "qlora"}, "the trainer cannot hold weights in 4 bits yet", id="a method without a library"
+            {"method": "qlora", "targetModules": ["query"]},
+            "no linear layer in the blocks of this model is called query",
+            id="with weights in 4 bits, too",
         ),
     ],
 )

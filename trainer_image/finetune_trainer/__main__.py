@@ -29,7 +29,7 @@ from finetune_trainer.jobs import read_job
 from finetune_trainer.outcome import report_path, write_report
 from finetune_trainer.progress import progress_for
 from finetune_trainer.stacks import as_rank, with_stacks
-from finetune_trainer.stages import STAGES, StageInput, StageResult
+from finetune_trainer.stages import STAGES, StageInput, StageResult, leave_out_unused
 from finetune_trainer.training.interruption import Interruption
 
 log = logging.getLogger("finetune_trainer")
@@ -94,6 +94,7 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
         name = job.name
         if stage is not Stage.TRAIN or job.script is None:
             quiet_libraries()
+            leave_out_unused(job)
         paths = JobPaths.of(arguments.workspace, job.name)
         given = runs.Given.of(job, arguments.deepspeed)
         runs.claim(paths, stage, job)

@@ -1,10 +1,15 @@
-"""LoRA and DoRA: small trained matrices beside frozen weights, and the task's head, which is trained whole.
+"""LoRA, QLoRA and DoRA: small trained matrices beside frozen weights, and the task's head, which is trained whole.
 
 peft puts them into the model in place, so that the strategies spread an ordinary model, some of whose weights are
 frozen. What counts as the head: everything outside of the pre-trained body, and a pooler, which many checkpoints lack.
 The adapted layers are linear ones of the blocks; names that match none of them are refused, for peft would be content
 when one of several matches. What has been trained and nothing else is kept, so the result is made from the model that
 the run began with, loaded again: another one by then is refused.
+
+QLoRA holds the frozen linear layers of the blocks in 4 bits, adapted or not. Its adapter is merged into the rounded
+weights and not into those of the model that the run began with: beside the rounded ones it was trained, and part of
+what it has learnt is to make up for the rounding. peft merges into them as well (`tuners/lora/bnb.py`), and
+transformers has `dequantize_and_replace` for that (`integrations/bitsandbytes.py`, "QLoRA adapters merging").
 """
 
 from __future__ import annotations
@@ -13,11 +18,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
+from finetune_contract.choices import Precision
 from finetune_contract.job import Adapter, TrainerJob
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError, first_of
@@ -143,10 +150,16 @@ class Adapted:
     trained: frozenset[str]
     """Names of the weights that are trained; all others are frozen."""
     base: str
-    """Digest of the frozen weights."""
+    """Digest of the frozen weights, as they were loaded."""
+    held: tuple[str, ...] = ()
+    """Names of the layers whose weights are held in 4 bits."""
+    precision: Precision = "fp32"
+    """That these compute in."""
 
     def assert_in_effect(self, model: nn.Module) -> None:
-        """StageError STRATEGY_NOT_IN_EFFECT unless just the adapter's matrices and the head are trained in `model`."""
+        """StageError STRATEGY_NOT_IN_EFFECT unless just the adapter's matrices and the head are trained in `model`, and
+        its other linear layers are in 4 bits where that was asked for.
+        """
         from peft.tuners.lora import LoraLayer
 
         layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
@@ -160,6 +173,9 @@ class Adapted:
         trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
         odd = sorted(self.trained ^ trained)
         self._expect(not odd, f"{len(odd)} weights are frozen, or trained, that should not be, e.g. {odd[:1]}")
+        if self.held:
+            wide = [name for name in self.held if not four_bits().is_held(_base(model, name), self.precision)]
+            self._expect(not wide, f"{len(wide)} layers are not in 4 bits, e.g. {wide[:1]}")
 
     def _expect(self, holds: bool, found: str) -> None:
         if not holds:
@@ -169,6 +185,30 @@ class Adapted:
                 f"model.adapter.method {self.adapter.method} was asked for and is not in effect: {found}.",
                 "This is a defect of the image or its libraries; without model.adapter all weights are trained.",
             )
+
+
+def _base(model: nn.Module, name: str) -> nn.Module:
+    """The layer of that name, of an adapted one what the adapter is beside."""
+    from peft.tuners.lora import LoraLayer
+
+    layer = model.get_submodule(name)
+    return layer.get_base_layer() if isinstance(layer, LoraLayer) else layer
+
+
+def four_bits() -> ModuleType:
+    """`finetune_trainer.four_bits`; StageError CONFIG `BitsAndBytesMissing` without its library."""
+    try:
+        from finetune_trainer import four_bits
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "bitsandbytes":
+            raise
+        raise StageError(
+            FailureClass.CONFIG,
+            "BitsAndBytesMissing",
+            "model.adapter.method is qlora, and bitsandbytes, which holds weights in 4 bits, is not installed.",
+            "Add pip install 'finetune-trainer[qlora]' to the image, or set model.adapter.method to lora.",
+        ) from error
+    return four_bits
 
 
 def adapt(model: PreTrainedModel, adapter: Adapter, job: TrainerJob) -> Adapted:
@@ -187,7 +227,13 @@ def adapt(model: PreTrainedModel, adapter: Adapter, job: TrainerJob) -> Adapted:
         for head in heads
         for name, _ in model.get_submodule(head).named_parameters()
     }
-    adapted = Adapted(adapter, layers, frozenset(matrices | whole), weights_digest(model, without=heads))
+    base = weights_digest(model, without=heads)
+    precision: Precision = "fp32" if job.training is None else job.training.precision
+    held: tuple[str, ...] = ()
+    if adapter.method == "qlora":
+        held = tuple(each.name for each in block_linears(model))
+        four_bits().hold(model, held, precision)
+    adapted = Adapted(adapter, layers, frozenset(matrices | whole), base, held, precision)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(job.seed)
         inject_adapter_in_model(_config(model, adapter, job, layers, heads), model, _NAME)
@@ -232,7 +278,8 @@ def _kind(model: PreTrainedModel) -> TaskType | None:
 def write_adapter_and_merge(
     model: PreTrainedModel, adapted: Adapted, job: TrainerJob, state: Mapping[str, Any], folder: Path
 ) -> PreTrainedModel:
-    """Writes the adapter of `state` (what was trained) into `folder` as peft does, and returns `model` with it merged.
+    """Writes the adapter of `state` (what was trained) into `folder` as peft does, and returns `model` with it merged,
+    into the weights that it was trained beside: those of QLoRA are rounded first.
 
     `model`: the job's model as it was before it was adapted. StageError MODEL `BaseModelChanged` when it is another one
     by now.
@@ -248,6 +295,8 @@ def write_adapter_and_merge(
             f"{job.model.uri} holds other weights than when the training began, and the adapter belongs to those.",
             "Name a revision that does not change, or a folder that nobody writes to, and start anew.",
         )
+    if adapted.held:
+        four_bits().round_weights(model, adapted.held)
     config = _config(model, adapted.adapter, job, adapted.layers, heads)
     whole = PeftModel(model, config, _NAME)
     prefix = "base_model.model."

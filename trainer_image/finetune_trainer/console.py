@@ -10,6 +10,7 @@ import sys
 import warnings
 
 _CHATTY = (
+    "bitsandbytes",
     "deepspeed",
     "DeepSpeed",
     "transformers",

@@ -87,6 +87,7 @@ def _linear_layers(model: nn.Module) -> dict[str, LinearWidths]:
         widths[each.short] = LinearWidths(
             inputs=each.inputs + (before.inputs if before else 0),
             outputs=each.outputs + (before.outputs if before else 0),
+            weights=each.inputs * each.outputs + (before.weights if before else 0),
         )
     return widths
 

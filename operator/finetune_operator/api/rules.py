@@ -408,7 +408,7 @@ RULES: tuple[Rule, ...] = (
             or spec.model.adapter.model_copy(update={"target_modules": "auto"}) == _NO_ADAPTER
         ),
         "has a rank, an alpha or a dropout, which say nothing while its method is none",
-        "set spec.model.adapter.method to lora or dora, or leave spec.model.adapter out",
+        "set spec.model.adapter.method to lora, qlora or dora, or leave spec.model.adapter out",
     ),
     Rule(
         "adapter-targets-need-a-method",
@@ -416,7 +416,7 @@ RULES: tuple[Rule, ...] = (
         None,
         lambda spec: spec.model.adapter.method != "none" or spec.model.adapter.target_modules == "auto",
         "names layers to adapt, and spec.model.adapter.method is none",
-        "set spec.model.adapter.method to lora or dora, or leave it out",
+        "set spec.model.adapter.method to lora, qlora or dora, or leave it out",
         reads=("model.adapter.method", "model.adapter.targetModules"),
     ),
     Rule(
@@ -606,6 +606,19 @@ RULES: tuple[Rule, ...] = (
         "does not go together with spec.parallelism.tensor or pipeline.degree above 1",
         "set tensor and pipeline.degree to 1, and strategy to fsdp or deepspeed to divide the model",
         reads=("parallelism.sequence", "parallelism.tensor", "parallelism.pipeline.degree"),
+    ),
+    Rule(
+        "qlora-keeps-layers-whole",
+        "parallelism.strategy",
+        "self.model.adapter.method != 'qlora'"
+        " || (self.parallelism.strategy in ['auto', 'single', 'ddp'] && type(self.parallelism.zeroStage) != int)",
+        lambda spec: (
+            spec.model.adapter.method != "qlora"
+            or (spec.parallelism.strategy in ("auto", "single", "ddp") and spec.parallelism.zero_stage == "auto")
+        ),
+        "with zeroStage would divide layers, which spec.model.adapter.method qlora packs as a whole",
+        "set it to auto, single or ddp and leave zeroStage out, or set spec.model.adapter.method to lora",
+        reads=("model.adapter.method", "parallelism.strategy", "parallelism.zeroStage"),
     ),
     Rule(
         "pipeline-settings-need-a-degree",

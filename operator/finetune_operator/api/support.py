@@ -20,10 +20,7 @@ SUPPORTED: tuple[str, ...] = (
     "task",
     "model.revision",
     "model.trustRemoteCode",
-    "model.adapter.rank",
-    "model.adapter.alpha",
-    "model.adapter.dropout",
-    "model.adapter.targetModules",
+    "model.adapter",
     "dataset",
     "preparation.workers",
     "preparation.maxLength",
@@ -106,7 +103,6 @@ class Row:
 
 ROWS: tuple[Row, ...] = (
     Row("model.uri", schemes=("hf", "file", "pkg", "pvc")),
-    Row("model.adapter.method", values=("lora", "dora")),
     Row("dataset.uri", schemes=("hf", "file", "pkg", "pvc")),
     Row("preparation.engine", values=("auto", "spark")),
     Row("training.precision", values=("auto", "fp32", "bf16", "fp16")),

@@ -138,7 +138,9 @@ class AdapterSpec(SpecModel):
     """Parameter-efficient fine-tuning."""
 
     method: Literal["none", "lora", "qlora", "dora"] = Field(
-        default="none", description="How weights are adapted. Default none: all weights are trained."
+        default="none",
+        description="How weights are adapted: lora, dora, or qlora, which is lora beside weights in 4 bits. Default "
+        "none: all weights are trained.",
     )
     rank: Annotated[int, Field(ge=1, le=4096)] = Field(
         default=16,

@@ -4,6 +4,9 @@ LoRA (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, sec
 weight, with A of rank x inputs and B of outputs x rank: rank x (inputs + outputs) parameters a layer. DoRA (Liu et al.,
 "DoRA: Weight-Decomposed Low-Rank Adaptation", 2024, section 4) adds one magnitude for each output. The task's head is
 trained whole; peft keeps its first state beside it.
+
+QLoRA (Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023, section 3) holds the linear layers of the
+blocks in 4 bits, adapted or not, and trains what LoRA trains.
 """
 
 from __future__ import annotations
@@ -14,7 +17,10 @@ from dataclasses import dataclass, replace
 from finetune_contract.facts import LinearWidths, ModelFacts
 from finetune_contract.job import Adapter
 from finetune_operator.planning.draft import Draft
-from finetune_operator.planning.quantities import human_count
+from finetune_operator.planning.quantities import human_bytes, human_count
+
+FOUR_BIT_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
+"""Of a weight: 4 bits, a scale of 8 bits for 64 weights, and one of 32 bits for 256 of these scales."""
 
 
 def adapted_layers(model: ModelFacts, adapter: Adapter) -> Mapping[str, LinearWidths]:
@@ -55,18 +61,32 @@ def trained_parameters(model: ModelFacts, adapter: Adapter | None) -> Trained:
     return Trained(added=whole, trained=whole)
 
 
+def four_bit_weights(model: ModelFacts, adapter: Adapter | None) -> int:
+    """Weights that are held in 4 bits; none where nobody has counted them."""
+    if adapter is None or adapter.method != "qlora":
+        return 0
+    return sum(each.weights for each in model.linear_layers.values())
+
+
+def largest_linear(model: ModelFacts) -> int:
+    """Weights of the largest linear layer of the blocks, where layers of one name have one shape: n x n i o / (n i x n
+    o) = i o.
+    """
+    return max((each.weights**2 // (each.inputs * each.outputs) for each in model.linear_layers.values()), default=0)
+
+
 def choose_adapter(draft: Draft) -> Draft:
     """The adapter as the job asks for it, or none; layers that a known model does not have are refused."""
     asked, model = draft.spec.model.adapter, draft.model
     if asked.method == "none":
         return draft
-    if asked.method == "qlora":
-        return draft.refusing(
-            ("model", "adapter", "method"),
-            asked.method,
-            "the trainer cannot hold weights in 4 bits yet",
-            "set it to lora or dora, or leave it out",
-            "NotYetSupported",
+    if asked.method == "qlora" and draft.training.arguments.get("torch_compile"):
+        draft = draft.refusing(
+            ("training", "arguments", "torch_compile"),
+            True,
+            "weights in 4 bits, which model.adapter.method qlora asks for, are not compiled",
+            "leave it out, or set model.adapter.method to lora",
+            "NotSupported",
         )
     targets = None if asked.target_modules == "auto" else asked.target_modules
     unknown = [each for each in targets or () if not any(_matches(each, name) for name in model.linear_layers)]
@@ -83,7 +103,7 @@ def choose_adapter(draft: Draft) -> Draft:
     )
     draft = replace(draft, adapter=adapter)
     if model.linear_layers:
-        return draft.because(_reason(model, adapter))
+        return _explain_four_bits(draft.because(_reason(model, adapter)), adapter)
     return draft.because(f"adapter {adapter.method} of rank {adapter.rank}: as asked").assuming(
         "adapter: nobody has looked at the model's layers; memory is counted as if every weight were trained"
     )
@@ -97,4 +117,18 @@ def _reason(model: ModelFacts, adapter: Adapter) -> str:
         f"adapter {adapter.method} of rank {adapter.rank} on {where}: {human_count(parts.trained)} parameters are "
         f"trained ({share:.2%} of {human_count(model.parameters)}), {human_count(model.head_parameters)} of them the "
         "head, whole"
+    )
+
+
+def _explain_four_bits(draft: Draft, adapter: Adapter) -> Draft:
+    held = four_bit_weights(draft.model, adapter)
+    if adapter.method != "qlora":
+        return draft
+    if not held:
+        return draft.assuming(
+            "adapter: nobody has counted the weights of the model's linear layers; memory is counted as with lora"
+        )
+    return draft.because(
+        f"4 bits: the linear layers of the blocks have {human_count(held)} weights, frozen, that take "
+        f"{human_bytes(int(FOUR_BIT_BYTES * held))} in NF4 with double quantization instead of {human_bytes(4 * held)}"
     )

@@ -127,7 +127,10 @@ class _Counts:
 
 def _widths(layers: int, shapes: Mapping[str, tuple[int, int]]) -> dict[str, LinearWidths]:
     """The linear layers of equal blocks; `shapes`: name in the block -> inputs and outputs."""
-    return {name: LinearWidths(inputs=layers * i, outputs=layers * o) for name, (i, o) in shapes.items()}
+    return {
+        name: LinearWidths(inputs=layers * i, outputs=layers * o, weights=layers * i * o)
+        for name, (i, o) in shapes.items()
+    }
 
 
 def _encoder_linears(h: int, f: int, attention: Sequence[str]) -> dict[str, tuple[int, int]]:

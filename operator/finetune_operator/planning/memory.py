@@ -16,7 +16,13 @@ from finetune_contract.choices import LANGUAGE_TASKS, Device, OptimizerName, Pre
 from finetune_contract.facts import ModelFacts
 from finetune_contract.job import Adapter, Strategy, World
 from finetune_contract.plans import AVERAGED_ELEMENTS
-from finetune_operator.planning.adapters import adapted_layers, trained_parameters
+from finetune_operator.planning.adapters import (
+    FOUR_BIT_BYTES,
+    adapted_layers,
+    four_bit_weights,
+    largest_linear,
+    trained_parameters,
+)
 from finetune_operator.planning.architectures import activation_shape
 from finetune_operator.planning.model_parallel import in_flight, layers_of_a_process, parameters_of_a_process
 from finetune_operator.planning.sequence import slice_tokens
@@ -108,6 +114,11 @@ class Workload:
         return self.model.parameters + trained_parameters(self.model, self.adapter).added
 
     @property
+    def four_bit(self) -> int:
+        """Weights in 4 bits, of those that are held."""
+        return four_bit_weights(self.model, self.adapter)
+
+    @property
     def shards(self) -> int:
         """Processes that share one copy of what is divided."""
         return self.world.processes_per_node if self.strategy.fsdp_sharding == "hybrid" else self.world.size
@@ -172,6 +183,18 @@ def model_states(work: Workload) -> ModelStates:
             # torch's CPUOffloadPolicy moves all three together, and the optimizer steps on the host.
             moved = sum(sizes)
             return ModelStates(0, 0, 0, moved, 0, max(moved * processes, loading), _HOST, _HOST, _HOST)
+        if work.four_bit:
+            parameters, words = _four_bit_bytes(work)
+            return ModelStates(
+                parameters,
+                *sizes[1:],
+                offloaded=0,
+                disk=0,
+                host=loading,
+                parameters_formula=words,
+                gradients_formula=_formula("4", count, 1),
+                optimizer_formula=_formula(f"{state:.3g}", count, 1),
+            )
         part = " of the fullest process" if work.strategy.model_ranks > 1 else ""
         return ModelStates(
             *sizes,
@@ -226,6 +249,28 @@ def model_states(work: Workload) -> ModelStates:
 
 
 _HOST, _FILES = "on the host", "in files"
+
+
+def _four_bit_bytes(work: Workload) -> tuple[int, str]:
+    """Weights of one process, some of them in 4 bits, and the formula.
+
+    A GPU gets them in 4 bits. On a CPU the whole model is there beside them: before they are rounded, and again when
+    the adapter is merged.
+    """
+    packed, words = int(FOUR_BIT_BYTES * work.four_bit), f"{FOUR_BIT_BYTES:.3f} x {work.four_bit:,} in 4 bits"
+    if work.world.device == "cpu":
+        return 4 * work.held + packed, f"4 x {work.held:,}, read and merged whole, + {words}"
+    wide = work.held - work.four_bit
+    return 4 * wide + packed, f"4 x {wide:,} + {words}"
+
+
+def _unfolded(work: Workload) -> MemoryTerm | None:
+    """The weight of one layer as a product has it, for which it is unfolded from 4 bits."""
+    if not work.four_bit:
+        return None
+    layer = largest_linear(work.model)
+    words = f"{work.compute_bytes} x {layer:,} of the largest linear layer"
+    return MemoryTerm(name="unfolded layer", bytes=work.compute_bytes * layer, formula=words)
 
 
 def nvme_buffer_elements(model: ModelFacts, ranks: int) -> int:
@@ -479,7 +524,7 @@ def _autocast_copies(work: Workload) -> MemoryTerm | None:
     """Autocast saves the 16-bit copies of the weights of linear layers for the backward pass."""
     if work.deepspeed or work.compute_bytes == 4:
         return None
-    count = max(0, work.model.parameters - work.model.embedding_parameters)
+    count = max(0, work.model.parameters - work.model.embedding_parameters - work.four_bit)
     if work.strategy.model_ranks > 1:
         count = min(count, work.held)
     return MemoryTerm(name="autocast copies", bytes=2 * count, formula=f"2 x {count:,} weights of linear layers")
@@ -500,7 +545,14 @@ def estimate(work: Workload, capacity_bytes: int) -> MemoryEstimate:
         terms.append(MemoryTerm(name="offloaded state", bytes=states.offloaded, formula=words))
     activations, moved = _activations(work)
     terms.append(activations)
-    extras = (_autocast_copies(work), _gathered(work), _secondary(work), _buffers(work), _checkpoint_copy(work))
+    extras = (
+        _autocast_copies(work),
+        _unfolded(work),
+        _gathered(work),
+        _secondary(work),
+        _buffers(work),
+        _checkpoint_copy(work),
+    )
     terms.extend(term for term in extras if term is not None)
     share = CPU_ALLOCATOR_SHARE if on_cpu else ALLOCATOR_SHARE
     allocated = sum(term.bytes for term in terms)

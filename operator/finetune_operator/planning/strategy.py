@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from finetune_contract.choices import CheckpointingMode, OffloadDevice, Stage
+from finetune_contract.choices import AdapterMethod, CheckpointingMode, OffloadDevice, Stage
 from finetune_contract.job import Strategy, World
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
@@ -282,15 +282,17 @@ def fits(draft: Draft, estimated: MemoryEstimate) -> bool:
 
 
 def _open(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
-    """The ladder, as far as the optimizer goes."""
-    optimizer = draft.training.optimizer
+    """The ladder, as far as the optimizer and the adapter go."""
+    optimizer, adapter = draft.training.optimizer, draft.adapter
     found = ladder(asked, decided(draft.world), offload_allowed=optimizer == "adamw")
-    return tuple(rung for rung in found if optimizer != "adafactor" or rung.name in WHOLE)
+    undivided = optimizer == "adafactor" or (adapter is not None and adapter.method == "qlora")
+    return tuple(rung for rung in found if not undivided or rung.name in WHOLE)
 
 
 WHOLE = ("single", "ddp")
 """Strategies that leave matrices whole. Adafactor keeps sums of a matrix's rows and columns: DeepSpeed makes one long
-vector of all weights, and transformers' Adafactor has no form for torch's DTensor.
+vector of all weights, and transformers' Adafactor has no form for torch's DTensor. Weights in 4 bits are packed layer
+by layer.
 """
 
 
@@ -573,16 +575,21 @@ def _greater_ways_out(draft: Draft) -> Iterator[str]:
                 "disk a node)"
             )
             break
-    if adapter.method != "none" or not draft.model_known or not draft.model.linear_layers:
+    if adapter.method == "qlora" or not draft.model_known or not draft.model.linear_layers:
         return
-    lora = draft.spec.model.model_copy(update={"adapter": adapter.model_copy(update={"method": "lora"})})
-    changed = choose_adapter(with_spec(draft, draft.spec.model_copy(update={"model": lora})))
-    found = None if changed.problems else first_fit(changed, asked, micro_batches(changed))
-    if found is not None:
-        yield (
-            f"set model.adapter.method to lora, which trains a small part of the weights "
-            f"({found.strategy.label}, {_takes(draft, found)})"
-        )
+    methods: dict[AdapterMethod, str] = {
+        "lora": "trains a small part of the weights",
+        "qlora": "trains a small part of the weights and holds others in 4 bits",
+    }
+    for method, what in methods.items():
+        if adapter.method != "none" and method == "lora":
+            continue
+        model = draft.spec.model.model_copy(update={"adapter": adapter.model_copy(update={"method": method})})
+        changed = choose_adapter(with_spec(draft, draft.spec.model_copy(update={"model": model})))
+        found = None if changed.problems else first_fit(changed, asked, micro_batches(changed))
+        if found is not None:
+            yield f"set model.adapter.method to {method}, which {what} ({found.strategy.label}, {_takes(draft, found)})"
+            return
 
 
 def _more(draft: Draft, best: Fit) -> str:

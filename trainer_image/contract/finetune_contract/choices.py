@@ -44,7 +44,7 @@ Device: TypeAlias = Literal["cpu", "cuda"]
 SchedulerName: TypeAlias = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
-AdapterMethod: TypeAlias = Literal["lora", "dora"]
+AdapterMethod: TypeAlias = Literal["lora", "qlora", "dora"]
 OptimizerName: TypeAlias = Literal["adamw", "adafactor", "sgd"]
 
 

@@ -17,6 +17,8 @@ class LinearWidths(Message):
 
     inputs: int = Field(gt=0)
     outputs: int = Field(gt=0)
+    weights: int = Field(default=0, ge=0)
+    """Elements of their matrices; 0: nobody has counted."""
 
 
 class ModelFacts(Message):

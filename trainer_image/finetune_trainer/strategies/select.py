@@ -35,6 +35,8 @@ def strategy_for(training: Training, deepspeed: Mapping[str, Any] | None, scratc
     if training.optimizer == "adafactor" and settings.name not in ("single", "ddp"):
         # It keeps sums of a matrix's rows and columns, and these divide or flatten matrices.
         raise _unsupported("training.optimizer", "adafactor", f"adamw and sgd with strategy {settings.name}")
+    if training.adapter is not None and training.adapter.method == "qlora":
+        _refuse_qlora(training)
     _refuse_offload(settings)
     if settings.fsdp_sharding != "full" and settings.name != "fsdp":
         raise _unsupported("parallelism.sharding", settings.fsdp_sharding, f"full with strategy {settings.name}")
@@ -83,6 +85,15 @@ def _around_whole_models(training: Training, deepspeed: Mapping[str, Any] | None
             return DeepSpeed(settings, precision, world.size, deepspeed or {}, scratch)
         case _:
             assert_never(settings.name)
+
+
+def _refuse_qlora(training: Training) -> None:
+    """StageError for what does not go together with weights in 4 bits, which are packed as their whole layer."""
+    if training.strategy.name not in ("single", "ddp"):
+        others = f"lora and dora with strategy {training.strategy.name}"
+        raise _unsupported("model.adapter.method", "qlora", others)
+    if training.arguments.get("torch_compile"):
+        raise _unsupported("model.adapter.method", "qlora", "lora and dora with training.arguments.torch_compile")
 
 
 def _refuse_offload(settings: StrategySettings) -> None:

@@ -51,6 +51,8 @@ def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
     aten = torch.ops.aten
     fused = [getattr(aten, name).default for name in _FUSED_ATTENTION if hasattr(aten, name)]
     kept = [aten.mm.default, aten.addmm.default, aten.linear.default, *fused]
+    if hasattr(torch.ops.bitsandbytes, "gemm_4bit"):  # defined when that library is imported
+        kept.append(torch.ops.bitsandbytes.gemm_4bit.default)
     contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(kept)  # type: ignore[no-untyped-call]
     return contexts
 

@@ -1,0 +1,130 @@
+"""Frozen linear layers in 4 bits, as QLoRA has them (Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs",
+2023, section 3): NF4 in blocks of 64 weights, whose scales are 8-bit numbers themselves, in blocks of 256. A matrix
+product unfolds the weight to the precision of the training, in the forward pass and again in the backward pass.
+
+bitsandbytes does the arithmetic; this module is imported where a job asks for it, and not where it is missing. Weights
+are rounded on the CPU, also where a GPU computes with them later: so all processes, a run that goes on from a
+checkpoint and the merge at the end have the same ones, to the last bit where as many threads take the scales' mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import bitsandbytes as bnb
+import torch
+from bitsandbytes.functional import QuantState, dequantize_4bit, quantize_4bit
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from finetune_contract.choices import Precision
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+
+_STORED_AS = torch.float32
+"""Eight weights are one number of this type. Models ask a layer's weight for its type and convert inputs to it, T5
+without a second thought: bytes would round them to whole numbers.
+"""
+_STORED_TOGETHER = 8
+_COMPUTED_IN: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+class FourBitLinear(bnb.nn.Linear4bit):  # type: ignore[misc]  # mypy skips the library
+    """A linear layer (or GPT-2's Conv1D) with its weight in 4 bits and its bias as it was, both frozen."""
+
+    def __init__(self, layer: nn.Linear | Conv1D, computed_in: torch.dtype) -> None:
+        weight = _outputs_by_inputs(layer)
+        super().__init__(weight.shape[1], weight.shape[0], bias=False, compute_dtype=computed_in, device="meta")
+        packed, state = _rounded(weight)
+        state.dtype = computed_in  # of what a product unfolds
+        self.weight = bnb.nn.Params4bit(
+            packed,
+            requires_grad=False,
+            quant_state=state,
+            compress_statistics=True,
+            quant_type=state.quant_type,
+            quant_storage=_STORED_AS,
+            module=self,
+            bnb_quantized=True,
+        )
+        self.quant_state = state
+        if layer.bias is not None:
+            self.bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
+        self.train(layer.training)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """As a linear layer: under autocast in its precision, else in that of `inputs`.
+
+        bitsandbytes' own form (0.50) rewrites the weight when a model is evaluated on a CPU with units for bf16, and
+        lets no gradient through from then on, of which torch warns and goes on; and it changes the bias.
+        """
+        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
+        product: torch.Tensor = bnb.matmul_4bit(
+            inputs.to(self.compute_dtype), self.weight, quant_state=self.weight.quant_state, bias=bias
+        )
+        return product if torch.is_autocast_enabled(inputs.device.type) else product.to(inputs.dtype)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        # Without the scales, which are no parameters: nothing of a frozen layer is in a checkpoint.
+        super(bnb.nn.Linear4bit, self)._save_to_state_dict(destination, prefix, keep_vars)
+
+
+def hold(model: nn.Module, names: Sequence[str], precision: Precision) -> None:
+    """Puts FourBitLinear in the place of the layers of `names`, one after the other.
+
+    StageError CONFIG `OddWeight` for a layer that cannot be packed.
+    """
+    for name in names:
+        layer = cast("nn.Linear | Conv1D", model.get_submodule(name))
+        if layer.weight.numel() % _STORED_TOGETHER:
+            raise StageError(
+                FailureClass.CONFIG,
+                "OddWeight",
+                f"model.adapter.method is qlora, and {name} has {layer.weight.numel()} weights, no multiple of "
+                f"{_STORED_TOGETHER}.",
+                "Set model.adapter.method to lora.",
+            )
+        model.set_submodule(name, FourBitLinear(layer, _COMPUTED_IN[precision]))
+    cast(Any, model).is_loaded_in_4bit = True  # peft asks for it
+
+
+def is_held(layer: nn.Module, precision: Precision) -> bool:
+    """Whether `layer` computes with a weight in 4 bits as QLoRA has them, in `precision`."""
+    if not isinstance(layer, FourBitLinear):
+        return False
+    state = layer.weight.quant_state
+    return (
+        state is not None
+        and (state.quant_type, state.nested, state.blocksize) == ("nf4", True, 64)
+        and not layer.weight.requires_grad
+        and layer.weight.numel() * _STORED_TOGETHER == layer.in_features * layer.out_features
+        and layer.compute_dtype == state.dtype == _COMPUTED_IN[precision]
+    )
+
+
+def round_weights(model: nn.Module, names: Sequence[str]) -> None:
+    """Gives the ordinary layers of `names` the weights that FourBitLinear would compute with."""
+    for name in names:
+        weight = _outputs_by_inputs(model.get_submodule(name))
+        weight.copy_(dequantize_4bit(*_rounded(weight)))
+
+
+def _outputs_by_inputs(layer: nn.Module) -> torch.Tensor:
+    weight = cast(torch.Tensor, layer.weight).detach()
+    return weight.T if isinstance(layer, Conv1D) else weight
+
+
+def _rounded(weight: torch.Tensor) -> tuple[torch.Tensor, QuantState]:
+    packed, state = quantize_4bit(
+        weight.float().cpu().contiguous(),
+        blocksize=64,
+        compress_statistics=True,
+        quant_type="nf4",
+        quant_storage=_STORED_AS,
+    )
+    return packed, state
