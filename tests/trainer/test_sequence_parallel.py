@@ -76,6 +76,9 @@ CASES = {
     "mistral with a sliding window, packed": Case("mistral", packing=True, config=(("sliding_window", 5),)),
     "llama, fsdp, sequence x data": Case("llama", "fsdp", replicas=2, micro=4),
     "llama, an adapter": Case("llama", training={"adapter": LORA}),
+    "llama, an adapter beside weights in 4 bits": Case(
+        "llama", training={"adapter": LORA.model_copy(update={"method": "qlora"})}
+    ),
     "gpt2 with selective checkpointing": Case("gpt2", settings={"activation_checkpointing": "selective"}),
     "qwen3 with activations in host memory": Case("qwen3", settings={"offload_activations": "cpu"}),
     "llama, ZeRO-2": Case("llama", "deepspeed", settings={"zero_stage": 2}),
