@@ -71,7 +71,7 @@ def plan(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptat
     Raises PlanRefused with all problems of the first group of phases that found any.
     """
     draft = _begin(job, facts, settings, adaptation)
-    first = (choose_stages, check_inference, check_expressible, check_place, check_lengths)
+    first = (choose_stages, choose_engine, check_inference, check_place, check_lengths)
     draft = _walk(draft, *first, choose_packing, choose_launcher)
     if draft.script is not None:
         draft = _walk(draft, choose_world, choose_script, choose_capacity)
@@ -220,17 +220,42 @@ def choose_stages(draft: Draft) -> Draft:
     )
 
 
-def check_expressible(draft: Draft) -> Draft:
-    """Refuse what the trainer has no field for: it would be accepted here and ignored there."""
-    if draft.spec.preparation.engine == "spark" and not draft.local:
-        draft = draft.refusing(
-            ("preparation", "engine"),
-            "spark",
-            "the operator does not run SparkApplications yet",
-            "set it to auto, or run the job without a cluster (finetune run)",
-            "NotYetSupported",
-        )
-    return draft
+def choose_engine(draft: Draft) -> Draft:
+    """What tokenises. The choice makes no difference to the result."""
+    asked, workers = draft.spec.preparation.engine, draft.spec.preparation.workers
+    path = ("preparation", "engine")
+    match asked:
+        case "auto":
+            return draft
+        case "spark" if not draft.local:
+            return draft.refusing(
+                path,
+                asked,
+                "the operator does not run SparkApplications yet",
+                "set it to job or auto, or run the job without a cluster (finetune run)",
+                "NotYetSupported",
+            )
+        case "spark":
+            return replace(draft, engine="spark")
+        case "job" if draft.script is not None:
+            return draft.refusing(
+                path,
+                asked,
+                "the rows on which a program's model is evaluated are prepared by the stage that evaluates, in one pod",
+                "set it to auto",
+                "NotSupported",
+            )
+        case "job" if draft.local:
+            return draft.because(
+                f"preparation by {workers} process{'es' if workers > 1 else ''} of this machine: there is no cluster "
+                "here; in one, pods would do it"
+            )
+        case "job":
+            return replace(draft, engine="job").because(
+                f"preparation by {workers} pod{'s' if workers > 1 else ''}, as asked: one reads and checks the rows, "
+                "all tokenise shards of them"
+                + ("; they write to one claim, which the nodes have to share" if workers > 1 else "")
+            )
 
 
 def check_lengths(draft: Draft) -> Draft:
@@ -465,7 +490,7 @@ def trainer_job(draft: Draft) -> TrainerJob:
         preparation=Preparation(
             max_length=spec.preparation.max_length,
             stride=spec.preparation.stride,
-            engine="spark" if spec.preparation.engine == "spark" else "local",
+            engine=draft.engine,
             workers=spec.preparation.workers,
             packing=draft.packing,
         ),

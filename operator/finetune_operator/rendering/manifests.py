@@ -54,7 +54,9 @@ def shared(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
     # A claim that one node at a time may attach would keep the other pods from starting. The launcher of an MPIJob is
     # one more pod beside its workers.
     world = plan.trainer.world
-    several = world is not None and (world.nodes > 1 or plan.launcher == "mpijob")
+    several = plan.trainer.preparation.pods > 1 or (
+        world is not None and (world.nodes > 1 or plan.launcher == "mpijob")
+    )
     modes = defaults.access_modes or ("ReadWriteMany" if several else "ReadWriteOnce",)
     claim = document(
         "claim",
