@@ -96,6 +96,18 @@ def test_the_first_cause_is_told_and_not_its_echo(world: World) -> None:
     assert failure["pod"].startswith("two-train-1-1")
 
 
+def test_of_pods_that_prepare_the_one_that_failed_is_told_with_its_rank(world: World) -> None:
+    world.kubelet.playbook.set("third", "prepare", WRONG_COLUMN, index=2)
+    echo = fails(FailureClass.COLLECTIVE, "PodFailed", "Pod 2 of the 3 that prepare has failed", lasts=0.6)
+    world.kubelet.playbook.set("third", "prepare", echo, index=0)
+    short(world, "third", {"preparation": {"engine": "job", "workers": 3}})
+    failure = world.wait_phase("third", "Failed", 60)["failure"]
+    told = (failure["class"], failure["stage"], failure["rank"], failure["attempt"])
+    assert told == ("DataError", "prepare", 2, 1)
+    assert failure["pod"].startswith("third-prepare-1-2")
+    assert world.children("third") == ["third-prepare-1"]
+
+
 def test_a_failure_that_may_pass_is_tried_again_with_growing_delay_and_not_for_ever(world: World) -> None:
     history = world.record("hub")
     world.kubelet.playbook.set("hub", "prepare", HUB_AWAY)

@@ -990,7 +990,39 @@ def test_spark_prepares_where_there_is_no_cluster():
             "spec.preparation.engine",
             '"spark"',
             "the operator does not run SparkApplications yet",
-            "set it to auto, or run the job without a cluster (finetune run)",
+            "set it to job or auto, or run the job without a cluster (finetune run)",
+        )
+    ]
+
+
+def test_pods_prepare_in_a_cluster_and_processes_of_the_machine_without_one():
+    pods = {"preparation": {"engine": "job", "workers": 3}}
+    result = planned(pods)
+    asked = result.trainer.preparation
+    assert (asked.engine, asked.workers, asked.pods) == ("job", 3, 3)
+    assert (
+        "preparation by 3 pods, as asked: one reads and checks the rows, all tokenise shards of them; they write to "
+        "one claim, which the nodes have to share"
+    ) in result.reasons
+    here = planned(pods, local=True)
+    assert (here.trainer.preparation.engine, here.trainer.preparation.workers) == ("local", 3)
+    assert (
+        "preparation by 3 processes of this machine: there is no cluster here; in one, pods would do it"
+    ) in here.reasons
+    alone = planned({"preparation": {"engine": "job"}})
+    assert alone.trainer.preparation.pods == 1
+    assert "preparation by 1 pod, as asked" in alone.reasons
+
+
+def test_what_evaluates_the_model_of_a_program_prepares_in_one_pod():
+    script = {"script": {"git": {"url": "https://github.com/a/b"}}}
+    asked = {"training": script, "evaluation": {}, "preparation": {"engine": "job", "workers": 3}}
+    assert refused(asked) == [
+        (
+            "spec.preparation.engine",
+            '"job"',
+            "the rows on which a program's model is evaluated are prepared by the stage that evaluates, in one pod",
+            "set it to auto",
         )
     ]
 

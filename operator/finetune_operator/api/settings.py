@@ -64,8 +64,8 @@ class Defaults(SpecModel):
     )
     access_modes: tuple[Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"], ...] | None = Field(
         default=None,
-        description="Access modes of those claims. Left out: ReadWriteMany for jobs of several nodes, else "
-        "ReadWriteOnce.",
+        description="Access modes of those claims. Left out: ReadWriteMany for jobs of several nodes, or of "
+        "several pods that prepare, else ReadWriteOnce.",
     )
     priority_class_name: ObjectName | None = Field(
         default=None, description="Priority class of pods. Left out: the cluster's default."

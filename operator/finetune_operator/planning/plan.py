@@ -252,9 +252,10 @@ def choose_engine(draft: Draft) -> Draft:
             )
         case "job":
             return replace(draft, engine="job").because(
-                f"preparation by {workers} pod{'s' if workers > 1 else ''}, as asked: one reads and checks the rows, "
-                "all tokenise shards of them"
-                + ("; they write to one claim, which the nodes have to share" if workers > 1 else "")
+                "preparation by 1 pod, as asked"
+                if workers == 1
+                else f"preparation by {workers} pods, as asked: one reads and checks the rows, all tokenise shards of "
+                "them; they write to one claim, which the nodes have to share"
             )
 
 
