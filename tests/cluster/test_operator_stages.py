@@ -119,6 +119,7 @@ def test_the_users_object_gets_a_status_and_nothing_else(finished: Finished) -> 
     assert [(entry["operation"], entry.get("subresource")) for entry in ours] == [("Apply", "status")]
 
 
+SPARK = ("sparkoperator.k8s.io/v1beta2", "sparkapplications")
 LAUNCHERS = {
     "a PyTorchJob over two nodes": ("pytorchjob", 2, "kubeflow.org/v1", "pytorchjobs"),
     "an MPIJob over two nodes": ("mpijob", 2, "kubeflow.org/v2beta1", "mpijobs"),
@@ -153,6 +154,25 @@ def test_several_pods_prepare_and_the_first_one_tells_what_they_have_measured(wo
     (attempt,) = {json.dumps(_variable(pod, "FINETUNE_ATTEMPT")) for pod in pods}
     assert "metadata.labels['batch.kubernetes.io/controller-uid']" in attempt
     (claim,) = world.of_job("many", "v1", "persistentvolumeclaims")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_spark_prepares_and_its_driver_tells_what_it_has_measured(world: World) -> None:
+    world.kubelet.playbook.set("by-spark", "prepare", Play(lasts=0.5))
+    world.apply("by-spark", {"preparation": {"engine": "spark", "workers": 3}, "predict": None})
+    status = world.wait_phase("by-spark", "Succeeded", 60)
+    assert status["measured"]["data"]["splits"]["train"]["rows"] == 8192
+    child = stage_of(status, "prepare")["child"]  # type: ignore[index]
+    assert (child["kind"], child["name"]) == ("SparkApplication", "by-spark-prepare-1")
+    (application,) = world.of_job("by-spark", *SPARK)
+    assert (application["spec"]["executor"]["instances"], application["spec"]["image"]) == (
+        3,
+        "registry.example.com/trainer-spark:1",
+    )
+    (driver,) = world.pods("by-spark", "prepare")
+    assert driver["spec"]["containers"][0]["image"] == "registry.example.com/trainer-spark:1"
+    assert driver["spec"]["serviceAccountName"] == "default"
+    (claim,) = world.of_job("by-spark", "v1", "persistentvolumeclaims")
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 

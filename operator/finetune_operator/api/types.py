@@ -305,8 +305,14 @@ class PreparationSpec(SpecModel):
 
     @property
     def pods(self) -> int:
-        """Pods that prepare in a cluster."""
-        return self.workers if self.engine == "job" else 1
+        """Pods that prepare in a cluster; Spark's driver is one of them."""
+        match self.engine:
+            case "auto":
+                return 1
+            case "job":
+                return self.workers
+            case "spark":
+                return 1 + self.workers
 
 
 # ------------------------------------------------------------------------------------------------------------- training

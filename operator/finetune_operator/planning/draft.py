@@ -68,6 +68,8 @@ class Draft:
     job: FineTuneJob
     local: bool
     served: tuple[LauncherName, ...]
+    spark: bool
+    """Whether SparkApplications are served."""
     settings: Settings
     adaptation: Adaptation
     hardware: HardwareFacts

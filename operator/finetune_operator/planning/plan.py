@@ -137,6 +137,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         job=job,
         local=facts.local,
         served=facts.served,
+        spark=facts.spark,
         settings=settings,
         adaptation=adaptation,
         hardware=hardware,
@@ -227,17 +228,9 @@ def choose_engine(draft: Draft) -> Draft:
     match asked:
         case "auto":
             return draft
-        case "spark" if not draft.local:
-            return draft.refusing(
-                path,
-                asked,
-                "the operator does not run SparkApplications yet",
-                "set it to job or auto, or run the job without a cluster (finetune run)",
-                "NotYetSupported",
-            )
-        case "spark":
+        case "spark" if draft.local:
             return replace(draft, engine="spark")
-        case "job" if draft.script is not None:
+        case "job" | "spark" if draft.script is not None:
             return draft.refusing(
                 path,
                 asked,
@@ -257,6 +250,34 @@ def choose_engine(draft: Draft) -> Draft:
                 else f"preparation by {workers} pods, as asked: one reads and checks the rows, all tokenise shards of "
                 "them; they write to one claim, which the nodes have to share"
             )
+        case "spark":
+            return _by_spark(draft)
+
+
+def _by_spark(draft: Draft) -> Draft:
+    """A SparkApplication, and what it needs of the cluster and of the job."""
+    path, instead = ("preparation", "engine"), "set it to job or auto"
+    if not draft.spark:
+        draft = draft.refusing(
+            path,
+            "spark",
+            "the cluster has to serve SparkApplication (sparkoperator.k8s.io/v1beta2)",
+            f"install the Kubeflow Spark Operator, or {instead}",
+            "NotSupported",
+        )
+    if draft.settings.spark.image is None or draft.settings.spark.service_account_name is None:
+        draft = draft.refusing(
+            path,
+            "spark",
+            "the operator's settings have to name an image with Spark, and an account for its driver",
+            f"have an administrator set spark.image and spark.serviceAccountName (docs/data.md), or {instead}",
+            "Forbidden",
+        )
+    workers = draft.spec.preparation.workers
+    return replace(draft, engine="spark").because(
+        f"preparation by Spark's driver and {workers} executor{'s' if workers > 1 else ''}, as asked; they write to "
+        "one claim, which the nodes have to share"
+    )
 
 
 def check_lengths(draft: Draft) -> Draft:

@@ -29,6 +29,7 @@ from finetune_operator.rendering.trainer_pod import (
     spark_arguments,
     spark_driver,
     spark_executor,
+    spark_image,
     stage_pod,
 )
 from finetune_operator.rendering.types import JOB_LABEL, MANAGED_BY, Attempt, Manifest, RenderContext
@@ -191,7 +192,7 @@ def _sparkapplication(pods: StagePods) -> Manifest:
     return document(
         "sparkapplication",
         metadata=_metadata(pods, pods.name),
-        image=pods.context.spec.image or pods.context.settings.defaults.image,
+        image=spark_image(pods),
         arguments=list(spark_arguments(pods)),
         container=CONTAINER_NAME,
         executors=pods.plan.trainer.preparation.workers,

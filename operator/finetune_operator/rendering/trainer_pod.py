@@ -242,14 +242,27 @@ def spark_arguments(pods: StagePods) -> tuple[str, ...]:
 
 def spark_driver(pods: StagePods) -> Pod:
     """The pod that runs the stage; Spark adds command and sizes. It asks the API server for executors."""
+    account = pods.context.settings.spark.service_account_name
+    return replace(_spark_pod(pods), service_account=account, api_token=True)
+
+
+def _spark_pod(pods: StagePods) -> Pod:
     pod = stage_pod(pods)
-    return replace(pod, container=replace(pod.container, command=(), resources=Resources({})), api_token=True)
+    container = replace(pod.container, image=spark_image(pods), command=(), resources=Resources({}))
+    return replace(pod, container=container)
+
+
+def spark_image(pods: StagePods) -> str:
+    """That of the settings."""
+    image = pods.context.settings.spark.image
+    assert image is not None, "a plan with Spark has one"
+    return image
 
 
 def spark_executor(pods: StagePods) -> Pod:
     """A pod that tokenises. The labels of the attempt are the driver's alone: its end is the attempt's."""
     labels = {**MANAGED_BY, **pods.context.job_labels(pods.plan.name)}
-    return replace(spark_driver(pods), labels=labels, api_token=False)
+    return replace(_spark_pod(pods), labels=labels)
 
 
 # ---------------------------------------------------------------------------------------------------------- environment

@@ -97,8 +97,14 @@ class Preparation(Order):
 
     @property
     def pods(self) -> int:
-        """Pods that run the stage."""
-        return self.workers if self.engine == "job" else 1
+        """Pods that run the stage in a cluster; Spark's driver is one of them."""
+        match self.engine:
+            case "local":
+                return 1
+            case "job":
+                return self.workers
+            case "spark":
+                return 1 + self.workers
 
 
 class Pipeline(Order):
