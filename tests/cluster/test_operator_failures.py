@@ -9,6 +9,7 @@ import pytest
 
 from cluster_support.access import Object, path_of, wait_until
 from cluster_support.plays import KILLED_FOR_MEMORY, OUT_OF_MEMORY, PREEMPTED, RUNS, WRONG_COLUMN, Play, fails
+from cluster_support.spark import REFUSED
 from cluster_support.world import CHILD_KINDS, World, condition, conditions, stage_of, states
 from finetune_contract.layout import FailureClass
 
@@ -94,6 +95,59 @@ def test_the_first_cause_is_told_and_not_its_echo(world: World) -> None:
     failure = world.wait_phase("two", "Failed", 60)["failure"]
     assert (failure["class"], failure["rank"], failure["attempt"]) == ("DataError", 1, 1)
     assert failure["pod"].startswith("two-train-1-1")
+
+
+def test_of_pods_that_prepare_the_one_that_failed_is_told_with_its_rank(world: World) -> None:
+    world.kubelet.playbook.set("third", "prepare", WRONG_COLUMN, index=2)
+    echo = fails(FailureClass.COLLECTIVE, "PodFailed", "Pod 2 of the 3 that prepare has failed", lasts=0.6)
+    world.kubelet.playbook.set("third", "prepare", echo, index=0)
+    short(world, "third", {"preparation": {"engine": "job", "workers": 3}})
+    failure = world.wait_phase("third", "Failed", 60)["failure"]
+    told = (failure["class"], failure["stage"], failure["rank"], failure["attempt"])
+    assert told == ("DataError", "prepare", 2, 1)
+    assert failure["pod"].startswith("third-prepare-1-2")
+    assert world.children("third") == ["third-prepare-1"]
+
+
+SPARK = {"preparation": {"engine": "spark", "workers": 2}}
+
+
+def test_what_sparks_driver_refuses_ends_the_job_with_its_words(world: World) -> None:
+    world.kubelet.playbook.set("by-spark", "prepare", WRONG_COLUMN)
+    short(world, "by-spark", SPARK)
+    failure = world.wait_phase("by-spark", "Failed", 60)["failure"]
+    told = (failure["class"], failure["reason"], failure["stage"], failure["attempt"], failure["pod"])
+    assert told == ("DataError", "MissingColumn", "prepare", 1, "by-spark-prepare-1-driver")
+    assert failure["logTail"].endswith("KeyError: 'text'")
+
+
+def test_a_preempted_driver_is_another_application(world: World) -> None:
+    world.kubelet.playbook.set("lost-driver", "prepare", PREEMPTED, attempt=1)
+    short(world, "lost-driver", SPARK)
+    status = world.wait_phase("lost-driver", "Succeeded", 60)
+    assert (states(status)["prepare"], status["restarts"]) == (("Succeeded", 2), 1)
+    assert "lost-driver-prepare-2" in world.children("lost-driver")
+
+
+def test_an_application_that_cannot_be_submitted_is_told_in_the_words_of_sparks_operator(world: World) -> None:
+    refused = {REFUSED: "pods is forbidden: exceeded quota: few"}
+    short(world, "unsubmitted", {**SPARK, "runPolicy": {"maxRestarts": 0}, "template": {"annotations": refused}})
+    failure = world.wait_phase("unsubmitted", "Failed", 60)["failure"]
+    assert (failure["class"], failure["reason"]) == ("ChildFailed", "FAILED")
+    assert "SparkApplication unsubmitted-prepare-1 failed" in failure["message"]
+    assert "failed to run spark-submit: pods is forbidden: exceeded quota: few" in failure["message"]
+
+
+def test_a_suspended_preparation_by_spark_stops_and_begins_again(world: World) -> None:
+    world.kubelet.playbook.set("spark-pause", "prepare", RUNS, attempt=1)
+    short(world, "spark-pause", SPARK)
+    world.wait_running("spark-pause", "prepare")
+    world.change("spark-pause", {"runPolicy": {"suspend": True}})
+    world.wait_phase("spark-pause", "Suspended")
+    wait_until(lambda: not world.pods("spark-pause"), "its driver is gone", tell=lambda: world.tell("spark-pause"))
+    assert world.children("spark-pause") == []
+    world.change("spark-pause", {"runPolicy": {"suspend": False}})
+    assert states(world.wait_phase("spark-pause", "Succeeded", 60))["prepare"] == ("Succeeded", 2)
 
 
 def test_a_failure_that_may_pass_is_tried_again_with_growing_delay_and_not_for_ever(world: World) -> None:

@@ -46,6 +46,9 @@ FOREIGN: dict[str, tuple[str, str, str, Object, Object]] = {
         "spec": {"pytorchReplicaSpecs": {}}}, {"launcher": "pytorchjob"}),
     "mpi": ("kubeflow.org/v2beta1", "mpijobs", "mpi-train-1", {
         "spec": {"runPolicy": {"suspend": True}, "mpiReplicaSpecs": {}}}, {"launcher": "mpijob"}),
+    "spark": ("sparkoperator.k8s.io/v1beta2", "sparkapplications", "spark-prepare-1", {
+        "spec": {"suspend": True, "type": "Python", "sparkVersion": "4", "mainApplicationFile": "local:///a.py",
+            "driver": {}, "executor": {}}}, {"preparation": {"engine": "spark"}}),
 }  # fmt: skip
 KIND_OF = {
     "persistentvolumeclaims": "PersistentVolumeClaim",
@@ -55,6 +58,7 @@ KIND_OF = {
     "networkpolicies": "NetworkPolicy",
     "pytorchjobs": "PyTorchJob",
     "mpijobs": "MPIJob",
+    "sparkapplications": "SparkApplication",
 }
 
 
@@ -164,6 +168,11 @@ def whole_jobs(world: World) -> None:
         world.wait_running(f"stopped-{launcher}", "train")
         world.change(f"stopped-{launcher}", {"runPolicy": {"suspend": True}})
         world.wait_phase(f"stopped-{launcher}", "Suspended")
+    world.kubelet.playbook.set("stopped-spark", "prepare", RUNS)
+    world.apply("stopped-spark", {"preparation": {"engine": "spark"}})
+    world.wait_running("stopped-spark", "prepare")
+    world.change("stopped-spark", {"runPolicy": {"suspend": True}})
+    world.wait_phase("stopped-spark", "Suspended")
     world.kubelet.playbook.set("failing", "prepare", WRONG_COLUMN)
     world.apply("failing")
     world.wait_phase("failing", "Failed")

@@ -119,6 +119,7 @@ def test_the_users_object_gets_a_status_and_nothing_else(finished: Finished) -> 
     assert [(entry["operation"], entry.get("subresource")) for entry in ours] == [("Apply", "status")]
 
 
+SPARK = ("sparkoperator.k8s.io/v1beta2", "sparkapplications")
 LAUNCHERS = {
     "a PyTorchJob over two nodes": ("pytorchjob", 2, "kubeflow.org/v1", "pytorchjobs"),
     "an MPIJob over two nodes": ("mpijob", 2, "kubeflow.org/v2beta1", "mpijobs"),
@@ -137,6 +138,47 @@ def test_training_runs_under_the_launcher_that_was_asked_for(world: World, case:
     names = [item["metadata"]["name"] for item in world.of_job("gang", version, plural)]
     assert "gang-train-1" in names
     assert stage_of(status, "train")["child"]["name"] == "gang-train-1"  # type: ignore[index]
+
+
+def test_several_pods_prepare_and_the_first_one_tells_what_they_have_measured(world: World) -> None:
+    world.kubelet.playbook.set("many", "prepare", Play(lasts=0.5))
+    world.apply("many", {"preparation": {"engine": "job", "workers": 3}, "predict": None})
+    status = world.wait_phase("many", "Succeeded", 60)
+    assert status["measured"]["data"]["splits"]["train"]["rows"] == 8192
+    assert any(reason.startswith("preparation by 3 pods, as asked") for reason in status["plan"]["reasons"])
+    (job,) = [each for each in world.of_job("many", "batch/v1", "jobs") if "prepare" in each["metadata"]["name"]]
+    assert [job["spec"][name] for name in ("completionMode", "completions", "parallelism")] == ["Indexed", 3, 3]
+    pods = world.pods("many", "prepare")
+    assert len(pods) == 3
+    assert {pod["metadata"]["labels"]["batch.kubernetes.io/controller-uid"] for pod in pods} == {job["metadata"]["uid"]}
+    (attempt,) = {json.dumps(_variable(pod, "FINETUNE_ATTEMPT")) for pod in pods}
+    assert "metadata.labels['batch.kubernetes.io/controller-uid']" in attempt
+    (claim,) = world.of_job("many", "v1", "persistentvolumeclaims")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_spark_prepares_and_its_driver_tells_what_it_has_measured(world: World) -> None:
+    world.kubelet.playbook.set("by-spark", "prepare", Play(lasts=0.5))
+    world.apply("by-spark", {"preparation": {"engine": "spark", "workers": 3}, "predict": None})
+    status = world.wait_phase("by-spark", "Succeeded", 60)
+    assert status["measured"]["data"]["splits"]["train"]["rows"] == 8192
+    child = stage_of(status, "prepare")["child"]  # type: ignore[index]
+    assert (child["kind"], child["name"]) == ("SparkApplication", "by-spark-prepare-1")
+    (application,) = world.of_job("by-spark", *SPARK)
+    assert (application["spec"]["executor"]["instances"], application["spec"]["image"]) == (
+        3,
+        "registry.example.com/trainer-spark:1",
+    )
+    (driver,) = world.pods("by-spark", "prepare")
+    assert driver["spec"]["containers"][0]["image"] == "registry.example.com/trainer-spark:1"
+    assert driver["spec"]["serviceAccountName"] == "default"
+    (claim,) = world.of_job("by-spark", "v1", "persistentvolumeclaims")
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def _variable(pod: Object, name: str) -> Object:
+    (found,) = [each for each in pod["spec"]["containers"][0]["env"] if each["name"] == name]
+    return found
 
 
 def test_a_job_without_training_only_predicts(world: World) -> None:

@@ -31,7 +31,7 @@ SURROUNDINGS: list[dict[str, Any]] = [
     },
     *(
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, "namespace": NAMESPACE}}
-        for name in ("default", "trainer")
+        for name in ("default", "trainer", "spark-driver")
     ),
     *(
         {

@@ -310,7 +310,8 @@ class Kubelet:
             job, stage = trainer_job(found), Stage(labels[STAGE_LABEL])
             world = job.training.world if job.training is not None and stage is Stage.TRAIN else None
             rank = _index(pod["metadata"]) * (world.processes_per_node if world else 1)
-            return play.termination_message(job, stage, rank, world.size if world else 1)
+            pods = job.preparation.pods if stage is Stage.PREPARE and job.preparation.engine == "job" else 1
+            return play.termination_message(job, stage, rank, world.size if world else pods)
         return ""
 
     async def _status(self, pod: Object, status: Object) -> None:

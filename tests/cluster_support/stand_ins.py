@@ -12,6 +12,7 @@ from cluster_support.background import Background
 from cluster_support.control_plane import Cluster, needs_controllers
 from cluster_support.gangs import Gangs
 from cluster_support.kubelet import Kubelet
+from cluster_support.spark import SparkOperator
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ def running_stand_ins(cluster: Cluster, folder: Path) -> Iterator[StandIns]:
     gangs = Gangs(api, background)
     kubelet.up()
     gangs.up()
+    SparkOperator(api, background).up()
     try:
         yield StandIns(background, kubelet, gangs, api)
     finally:

@@ -33,6 +33,7 @@ CHILD_KINDS: tuple[tuple[str, str], ...] = (
     ("batch/v1", "jobs"),
     ("kubeflow.org/v1", "pytorchjobs"),
     ("kubeflow.org/v2beta1", "mpijobs"),
+    ("sparkoperator.k8s.io/v1beta2", "sparkapplications"),
 )
 OTHER_KINDS: tuple[tuple[str, str], ...] = (
     ("v1", "configmaps"),
@@ -46,6 +47,7 @@ SETTINGS: Object = {
     # Short enough for a test to see the end of a delay, long enough to see the delay.
     "limits": {"restartDelaySeconds": 1, "imagePullSeconds": 3, "containerConfigSeconds": 3},
     "progress": {"statusSeconds": 0.5},
+    "spark": {"image": "registry.example.com/trainer-spark:1", "serviceAccountName": "default"},
 }
 
 BASE: Object = {

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from finetune_contract.choices import Stage
+from finetune_operator.api.settings import Spark
 from finetune_operator.api.types import LauncherName
 from finetune_operator.cli.console import emit
 from finetune_operator.planning.plan import plan
@@ -54,11 +55,12 @@ def test_the_manifests_are_those_on_record(
 def test_a_preparation_by_spark_is_the_one_on_record(
     golden: Callable[[str, str], None], capsys: pytest.CaptureFixture[str]
 ):
-    """Of a plan that the operator does not make yet: it refuses the engine."""
     job, facts, settings = read_case(SPARK)
-    made = plan(job, replace(facts, served=LAUNCHERS), settings)
-    preparation = made.trainer.preparation.model_copy(update={"engine": "spark", "workers": 4})
-    made = made.model_copy(update={"trainer": made.trainer.model_copy(update={"preparation": preparation})})
+    preparation = job.spec.preparation.model_copy(update={"engine": "spark", "workers": 4})
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"preparation": preparation})})
+    spark = Spark(image="registry.example.com/team/trainer-spark:1", serviceAccountName="spark-driver")
+    settings = settings.model_copy(update={"spark": spark})
+    made = plan(job, replace(facts, served=LAUNCHERS, spark=True), settings)
     manifests = stage(made, golden_context(job, settings), Attempt(Stage.PREPARE))
     assert [each["kind"] for each in manifests] == ["ConfigMap", "SparkApplication"]
     emit(manifests, "yaml")

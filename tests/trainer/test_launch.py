@@ -19,8 +19,10 @@ import psutil
 import pytest
 
 from finetune_contract.choices import Stage
+from finetune_contract.job import Preparation
 from finetune_contract.layout import ENV_GRACE_SECONDS, ENV_STACKS_SECONDS, FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
+from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.distributed import free_port
 
 TIMEOUT_SECONDS = 180
@@ -353,6 +355,37 @@ def test_a_stage_that_cannot_report_is_told_of_by_its_last_words(bench, cluster_
     assert (code, report.failure.failure_class, report.failure.reason) == (1, FailureClass.PROGRAM, "NoReport"), output
     assert "exit code 3" in report.failure.message
     assert "the driver is gone" in report.failure.message
+
+
+def test_pods_of_an_indexed_job_prepare_as_the_ranks_that_their_numbers_say(bench, cluster_of, tmp_path: Path):
+    cluster = cluster_of(bench)
+    cluster.job = bench.job.model_copy(update={"preparation": Preparation(engine="job", workers=2), "run": "run-1"})
+    pods = [
+        cluster.start(Stage.PREPARE, "--with", "index", JOB_COMPLETION_INDEX=str(index), FINETUNE_ATTEMPT="uid-1")
+        for index in range(2)
+    ]
+    ended = [pod.end() for pod in pods]
+    assert [code for code, _, _ in ended] == [0, 0], ended[0][2] + ended[1][2]
+    assert [(report.rank, report.world_size) for _, report, _ in ended] == [(0, 2), (1, 2)]
+    assert ended[0][1].fingerprint == PreparedData.open(cluster.paths).facts.fingerprint
+
+    # One that waits for the other and is killed cannot say who it was; the launcher does.
+    (cluster.paths.state / "prepare.json").unlink()
+    alone = cluster.start(Stage.PREPARE, "--with", "index", JOB_COMPLETION_INDEX="1", FINETUNE_ATTEMPT="uid-2")
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not alone.ranks():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    alone.ranks()[0].kill()
+    code, report, output = alone.end()
+    assert (code, report.rank, report.failure.reason) == (137, 1, "Killed"), output
+
+
+def test_only_pods_of_an_indexed_job_that_prepare_have_their_rank_by_number(bench, cluster_of):
+    cluster = cluster_of(bench)
+    code, report, output = cluster.run(Stage.PREPARE, "--with", "index")
+    assert (code, report.failure.reason) == (11, "BadProcessVariable"), output
+    assert "JOB_COMPLETION_INDEX is ''" in report.failure.message
 
 
 @pytest.mark.parametrize("how", ["process", "torchrun", "mpirun"])

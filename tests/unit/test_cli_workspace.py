@@ -87,6 +87,7 @@ CHANGES = {
         {"preparation": {"maxLength": 16}}, Stage.PREPARE, "spec.preparation.maxLength was not set and is 16"
     ),
     "workers only prepare faster": Change({"preparation": {"workers": 2}}, None),
+    "pods make the same of rows": Change({"preparation": {"engine": "job", "workers": 3}}, None),
     "Spark makes the same of rows": Change({"preparation": {"engine": "spark"}}, None),
     "checkpoints and processes may change between runs": Change(
         {"checkpoints": {"keep": 1}, "resources": {"processesPerNode": 1}}, None

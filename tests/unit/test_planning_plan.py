@@ -985,12 +985,65 @@ def test_spark_prepares_where_there_is_no_cluster():
     asked = planned(spark, local=True).trainer.preparation
     assert (asked.engine, asked.workers) == ("spark", 3)
     assert planned({"preparation": {"workers": 3}}).trainer.preparation.engine == "local"
-    assert refused(spark) == [
+
+
+SPARK_SETTINGS = Settings.model_validate({"spark": {"image": "spark:1", "serviceAccountName": "spark-driver"}})
+
+
+def test_in_a_cluster_spark_needs_its_operator_and_what_an_administrator_grants_it():
+    spark = {"preparation": {"engine": "spark", "workers": 3}}
+    not_served = (
+        "spec.preparation.engine",
+        '"spark"',
+        "the cluster has to serve SparkApplication (sparkoperator.k8s.io/v1beta2)",
+        "install the Kubeflow Spark Operator, or set it to job or auto",
+    )
+    not_granted = (
+        "spec.preparation.engine",
+        '"spark"',
+        "the operator's settings have to name an image with Spark, and an account for its driver",
+        "have an administrator set spark.image and spark.serviceAccountName (docs/data.md), or set it to job or auto",
+    )
+    assert refused(spark) == [not_served, not_granted]
+    assert refused(spark, spark=True) == [not_granted]
+    assert refused(spark, SPARK_SETTINGS) == [not_served]
+    result = planned(spark, SPARK_SETTINGS, spark=True)
+    assert (result.trainer.preparation.engine, result.trainer.preparation.pods) == ("spark", 4)
+    assert result.reasons[1] == (
+        "preparation by Spark's driver and 3 executors, as asked; they write to one claim, which the nodes have to "
+        "share"
+    )
+
+
+def test_pods_prepare_in_a_cluster_and_processes_of_the_machine_without_one():
+    pods = {"preparation": {"engine": "job", "workers": 3}}
+    result = planned(pods)
+    asked = result.trainer.preparation
+    assert (asked.engine, asked.workers, asked.pods) == ("job", 3, 3)
+    assert (
+        "preparation by 3 pods, as asked: one reads and checks the rows, all tokenise shards of them; they write to "
+        "one claim, which the nodes have to share"
+    ) in result.reasons
+    here = planned(pods, local=True)
+    assert (here.trainer.preparation.engine, here.trainer.preparation.workers) == ("local", 3)
+    assert (
+        "preparation by 3 processes of this machine: there is no cluster here; in one, pods would do it"
+    ) in here.reasons
+    alone = planned({"preparation": {"engine": "job"}})
+    assert alone.trainer.preparation.pods == 1
+    assert "preparation by 1 pod, as asked" in alone.reasons
+
+
+@pytest.mark.parametrize("engine", ["job", "spark"])
+def test_what_evaluates_the_model_of_a_program_prepares_in_one_pod(engine):
+    script = {"script": {"git": {"url": "https://github.com/a/b"}}}
+    asked = {"training": script, "evaluation": {}, "preparation": {"engine": engine, "workers": 3}}
+    assert refused(asked, SPARK_SETTINGS, spark=True) == [
         (
             "spec.preparation.engine",
-            '"spark"',
-            "the operator does not run SparkApplications yet",
-            "set it to auto, or run the job without a cluster (finetune run)",
+            f'"{engine}"',
+            "the rows on which a program's model is evaluated are prepared by the stage that evaluates, in one pod",
+            "set it to auto",
         )
     ]
 

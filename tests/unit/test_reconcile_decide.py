@@ -206,6 +206,7 @@ def test_progress_is_shown_while_a_stage_runs_and_whole_at_its_end():
 def test_costs_are_counted_at_the_end_of_each_attempt():
     world = World(settings=Settings.model_validate({"prices": ({"product": "cpu", "gpus": 0, "perHour": 2.0},)}))
     world.spec["resources"] = {"nodes": 2}
+    world.spec["preparation"] = {"engine": "job", "workers": 3}
     world.spec.pop("predict")
     for _ in range(3):
         world.settle()
@@ -213,8 +214,8 @@ def test_costs_are_counted_at_the_end_of_each_attempt():
         world.wait(360)
         world.succeed()
     world.settle()
-    # 360 s of one node to prepare and to evaluate, of two to train
-    used = 360.0 * (1 + 2 + 1)
+    # 360 s of three pods to prepare, of two nodes to train and of one to evaluate
+    used = 360.0 * (3 + 2 + 1)
     assert world.job().status.cost == CostStatus(
         node_seconds=used, billable_seconds=used, currency="USD", amount=used / 3600 * 2.0
     )

@@ -48,6 +48,12 @@ def mpi(*conditions: dict[str, str], **status: Any) -> dict[str, Any]:
     return child("kubeflow.org/v2beta1", "MPIJob", {"conditions": list(conditions), **status})
 
 
+def spark(state: str = "", **status: Any) -> dict[str, Any]:
+    """As the Spark Operator tells of an application; it has no conditions."""
+    told = {"applicationState": {"state": state, "errorMessage": "m."}} if state else {}
+    return child("sparkoperator.k8s.io/v1beta2", "SparkApplication", {**told, **status})
+
+
 SUSPENDED = {"runPolicy": {"suspend": True}}
 END = NOON + timedelta(minutes=5)
 
@@ -100,6 +106,23 @@ CHILDREN: dict[str, tuple[dict[str, Any], tuple[str, str, datetime | None]]] = {
     "an MPIJob that failed": (mpi(says("Failed"), completionTime=LATER), ("Failed", "R", END)),
     "an MPIJob that succeeded": (mpi(says("Succeeded"), completionTime=LATER), ("Succeeded", "R", END)),
     "an MPIJob that says so before it is over": (mpi(says("Succeeded")), ("Pending", "", None)),
+    "a SparkApplication in its first moment": (spark(), ("Pending", "", None)),
+    "a SparkApplication that is submitted": (spark("SUBMITTED"), ("Pending", "SUBMITTED", None)),
+    "a SparkApplication that could not be submitted and may be again": (
+        spark("SUBMISSION_FAILED"),
+        ("Pending", "SUBMISSION_FAILED", None),
+    ),
+    "a SparkApplication whose driver runs": (spark("RUNNING", terminationTime=None), ("Running", "RUNNING", None)),
+    "a SparkApplication that is about to be done": (spark("SUCCEEDING"), ("Running", "SUCCEEDING", None)),
+    "a SparkApplication that is about to fail": (
+        spark("FAILING", terminationTime=LATER),
+        ("Running", "FAILING", None),
+    ),
+    "a SparkApplication that is done": (spark("COMPLETED", terminationTime=LATER), ("Succeeded", "COMPLETED", END)),
+    "a SparkApplication that failed": (spark("FAILED", terminationTime=LATER), ("Failed", "FAILED", END)),
+    "a SparkApplication that never ran": (spark("FAILED", terminationTime=None), ("Failed", "FAILED", None)),
+    "a SparkApplication whose driver nobody knows of": (spark("UNKNOWN"), ("Pending", "UNKNOWN", None)),
+    "a suspended SparkApplication": (spark("SUSPENDED"), ("Suspended", "SUSPENDED", None)),
     "a suspended MPIJob": (
         child("kubeflow.org/v2beta1", "MPIJob", {"conditions": [says("Suspended")]}, SUSPENDED),
         ("Suspended", "R", None),
@@ -128,6 +151,14 @@ def test_a_child_is_seen_whole():
         finished=END,
         deleting=True,
     )
+
+
+def test_what_a_spark_driver_is_told_to_do_is_seen_in_its_template():
+    spec = {"driver": {"template": {"metadata": {"annotations": {"finetune.dev/config-sha256": "abc"}}}}}
+    status = {"applicationState": {"state": "RUNNING"}, "lastSubmissionAttemptTime": AT, "driverInfo": {}}
+    view = child_view(child("sparkoperator.k8s.io/v1beta2", "SparkApplication", status, spec))
+    assert view is not None
+    assert (view.configuration, view.started) == ("abc", NOON)
 
 
 NOT_OURS: dict[str, dict[str, Any]] = {

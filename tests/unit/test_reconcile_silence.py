@@ -88,6 +88,26 @@ def test_a_gang_that_stops_telling_is_stopped_and_started_again_from_its_checkpo
     assert world.told()[-4:] == ["ProgressStopped", "StageFailed", "Restarting", "StageStarted"]
 
 
+def test_of_several_pods_that_prepare_none_is_named_as_the_one_that_hangs():
+    world = World()
+    world.spec = {
+        **SPEC,
+        "preparation": {"engine": "job", "workers": 3},
+        "runPolicy": {"progressDeadlineSeconds": LIMIT},
+    }
+    world.heard_since = NOON
+    world.settle()
+    world.start()
+    assert len(world.pods_of("reviews-prepare-1")) == 3
+    world.settle()
+    tell(world, 7)
+    world.logs = dict.fromkeys(world.pods_of("reviews-prepare-1"), "")
+    world.wait(LIMIT)
+    found = failure_of(world)
+    assert (found.failure_class, found.stage, found.rank, found.pod) == ("NoProgress", "prepare", None, None)
+    assert "Which of its ranks hangs cannot be seen from outside." in (found.message or "")
+
+
 def test_people_are_told_after_half_of_the_time_and_once():
     world = training()
     world.wait(HALF - 1)

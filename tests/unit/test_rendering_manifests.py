@@ -467,6 +467,14 @@ def test_what_names_no_place_in_a_claim_is_refused_with_its_field(fields: dict[s
         ("several nodes", {"resources": {"nodes": 2}}, {}, (["ReadWriteMany"], None, "100Gi")),
         ("a launcher beside the worker", {"launcher": "mpijob"}, {}, (["ReadWriteMany"], None, "100Gi")),
         (
+            "several pods that prepare",
+            {"preparation": {"engine": "job", "workers": 2}},
+            {},
+            (["ReadWriteMany"], None, "100Gi"),
+        ),
+        ("one that does", {"preparation": {"engine": "job"}}, {}, (["ReadWriteOnce"], None, "100Gi")),
+        ("processes of one pod", {"preparation": {"workers": 2}}, {}, (["ReadWriteOnce"], None, "100Gi")),
+        (
             "the administrator's wish",
             {"resources": {"nodes": 2}},
             {"accessModes": ["ReadWriteOncePod"], "storageClassName": "site"},
@@ -587,6 +595,30 @@ def test_shared_memory_is_as_asked_or_grows_with_the_processes():
     assert sizes(sharedMemory="3Gi") == ["3Gi"] * 4
     assert sizes(processesPerNode=3) == ["256Mi", "768Mi", "256Mi", "256Mi"]
     assert sizes(gpusPerNode=4) == ["256Mi", "4096Mi", "1024Mi", "1024Mi"]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_pods_that_prepare_are_one_indexed_job_without_a_service_and_know_their_attempt(launcher: LauncherName):
+    manifests = rendered(spec_with(preparation={"engine": "job", "workers": 5}, launcher=launcher))
+    names = [each["metadata"]["name"] for each in manifests]  # type: ignore[index, call-overload]
+    assert names.count("reviews-prepare-1") == 2, "a ConfigMap and a Job"
+    assert not any(each["kind"] == "Service" for each in manifests)
+    job = of(manifests, "Job", "reviews-prepare-1")["spec"]
+    assert [job[name] for name in ("completionMode", "completions", "parallelism", "backoffLimit")] == [
+        "Indexed", 5, 5, 0,
+    ]  # fmt: skip
+    (container,) = job["template"]["spec"]["containers"]
+    assert container["command"][-2:] == ["--with", "index"]
+    assert {"name": "FINETUNE_ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{JOB_UID}']"}}} in (
+        container["env"]
+    )
+    alone = the_pod(rendered(spec_with(preparation={"workers": 5})), "reviews-prepare-1")["spec"]["containers"][0]
+    assert alone["command"][-2:] == ["--with", "process"]
+    memory = [int(each["resources"]["requests"]["memory"].removesuffix("Mi")) for each in (container, alone)]
+    assert memory[1] > 2 * memory[0], "one process that tokenises in each pod, or five in one"
+
+
+JOB_UID = "batch.kubernetes.io/controller-uid"
 
 
 def test_only_pods_with_a_gpu_wait_for_its_product():

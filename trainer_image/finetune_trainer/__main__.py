@@ -97,7 +97,8 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
             leave_out_unused(job)
         paths = JobPaths.of(arguments.workspace, job.name)
         given = runs.Given.of(job, arguments.deepspeed)
-        runs.claim(paths, stage, job)
+        if world.is_main or stage is not Stage.PREPARE:
+            runs.claim(paths, stage, job)
         done = runs.finished(paths, stage, given)
         if done is not None:
             progress.close()

@@ -37,6 +37,9 @@ parameter, which takes more than half an hour for tens of billions of them. A pr
 which ends the wait at once, and one that hangs is the operator's to find (`runPolicy.progressDeadlineSeconds`).
 """
 
+START_SECONDS = 1800
+"""How long pods of one gang wait for each other to start: images are pulled and nodes are added."""
+
 LOOPBACK = "127.0.0.1"
 _MPI_PORTS = (20000, 10000)
 """First port and number of ports among which processes started by one mpirun agree without talking."""

@@ -18,16 +18,19 @@ def write_synced(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes beside the place and moves it there; makes the folder, and leaves nothing behind when it fails."""
-    with replaced(path) as partial:
+def write_atomically(path: Path, text: str, *, folder: bool = True) -> None:
+    """Writes beside the place and moves it there, and leaves nothing behind when it fails. Makes the folder, or without
+    `folder` raises FileNotFoundError where there is none.
+    """
+    with replaced(path, folder=folder) as partial:
         write_synced(partial, text)
 
 
 @contextmanager
-def replaced(path: Path) -> Iterator[Path]:
+def replaced(path: Path, *, folder: bool = True) -> Iterator[Path]:
     """A file beside the place, to write to, which is moved there in the end; as `write_atomically`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         yield partial

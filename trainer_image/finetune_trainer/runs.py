@@ -1,10 +1,10 @@
 """Whose results a job's folder holds, and which of them need not be made again.
 
 In a cluster a folder outlives the job that filled it: a job that is deleted and created again under the same name finds
-the results of the other one. `TrainerJob.run` tells them apart. The stage prepare, of which there is one process, moves
-another run's folder aside; nothing is ever deleted. Every other stage refuses such a folder. A stage that has ended
-well for the same run with the same settings is not run again. Without a run (on a laptop) none of this happens: the
-finetune command looks after the folder.
+the results of the other one. `TrainerJob.run` tells them apart. The stage prepare, of several processes the first one,
+moves another run's folder aside; nothing is ever deleted. Every other stage refuses such a folder. A stage that has
+ended well for the same run with the same settings is not run again. Without a run (on a laptop) none of this happens:
+the finetune command looks after the folder.
 """
 
 from __future__ import annotations

@@ -10,16 +10,20 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Script, TrainerJob, Training
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import MeasuredFacts
+from finetune_trainer import runs
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.training.interruption import Interruption
+
+if TYPE_CHECKING:
+    from finetune_trainer.data.pods import Leader
 
 log = logging.getLogger(__name__)
 
@@ -59,20 +63,35 @@ def leave_out_unused(job: TrainerJob) -> None:
 
 
 def _prepare(given: StageInput) -> StageResult:
+    if given.job.preparation.engine != "job":
+        return _prepare_alone(given)
+    from finetune_trainer.data.pods import Leader, Pod, follow
+
+    pod = Pod.of(given.job, given.world, given.paths, os.environ)
+    if pod.leads:
+        with Leader(pod) as leader:
+            return _prepare_alone(given, leader)
+    settings = runs.Given.of(given.job, given.deepspeed)
+    rows = follow(pod, lambda: runs.finished(given.paths, Stage.PREPARE, settings) is not None, given.progress)
+    return StageResult({"rows": rows}, {})
+
+
+def _prepare_alone(given: StageInput, leader: Leader | None = None) -> StageResult:
+    """In one process, which may lead others."""
     from finetune_trainer.models import pinned
 
     if given.job.training is not None:
         _refuse_arguments(given.job.training)  # before a GPU is taken
     job, commit = pinned(given.job)
     given = replace(given, job=job)
-    made = _prepare_rows(given) if job.script is None else _prepare_script(given, job.script)
+    made = _prepare_rows(given, leader) if job.script is None else _prepare_script(given, job.script)
     return replace(made, model_revision=commit)
 
 
-def _prepare_rows(given: StageInput) -> StageResult:
+def _prepare_rows(given: StageInput, leader: Leader | None) -> StageResult:
     from finetune_trainer.data.prepare import prepare
 
-    facts = prepare(given.job, given.paths, given.progress)
+    facts = prepare(given.job, given.paths, given.progress, leader)
     rows = {role: split.rows for role, split in facts.splits.items()}
     measured = _measured(given.job, facts) if given.job.run is not None else None
     return StageResult({"rows": rows}, {"prepared": given.paths.prepared.name}, facts.fingerprint, measured)

@@ -64,8 +64,8 @@ class Defaults(SpecModel):
     )
     access_modes: tuple[Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"], ...] | None = Field(
         default=None,
-        description="Access modes of those claims. Left out: ReadWriteMany for jobs of several nodes, else "
-        "ReadWriteOnce.",
+        description="Access modes of those claims. Left out: ReadWriteMany for jobs of several nodes, or of "
+        "several pods that prepare, else ReadWriteOnce.",
     )
     priority_class_name: ObjectName | None = Field(
         default=None, description="Priority class of pods. Left out: the cluster's default."
@@ -188,6 +188,19 @@ class Spot(SpecModel):
     )
 
 
+class Spark(SpecModel):
+    """What preparation.engine spark runs with. It is refused until both are set."""
+
+    image: Image | None = Field(
+        default=None, description="Image with Java, Spark and the trainer, for this stage alone. Left out: none."
+    )
+    service_account_name: ObjectName | None = Field(
+        default=None,
+        description="Account of Spark's driver, in each namespace with such jobs; it has to be allowed to make pods, "
+        "services, config maps and claims there. Whoever may create jobs can have their pod act as it. Left out: none.",
+    )
+
+
 class Settings(SpecModel):
     """Settings of one installation."""
 
@@ -198,6 +211,7 @@ class Settings(SpecModel):
     limits: Limits = Field(default=Limits(), description="How long the operator waits.")
     progress: Progress = Field(default=Progress(), description="How pods report progress.")
     spot: Spot = Field(default=Spot(), description="Spot nodes.")
+    spark: Spark = Field(default=Spark(), description="What preparation.engine spark runs with.")
     network_policy: Network = Field(default=Network(), description="What the pods of jobs may reach.")
 
     schemes: tuple[Scheme, ...] = Field(default=CLUSTER_SCHEMES, description="URI schemes that jobs may use.")

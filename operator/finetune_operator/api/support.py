@@ -22,6 +22,7 @@ SUPPORTED: tuple[str, ...] = (
     "model.trustRemoteCode",
     "model.adapter",
     "dataset",
+    "preparation.engine",
     "preparation.workers",
     "preparation.maxLength",
     "preparation.stride",
@@ -104,7 +105,6 @@ class Row:
 ROWS: tuple[Row, ...] = (
     Row("model.uri", schemes=("hf", "file", "pkg", "pvc")),
     Row("dataset.uri", schemes=("hf", "file", "pkg", "pvc")),
-    Row("preparation.engine", values=("auto", "spark")),
     Row("training.precision", values=("auto", "fp32", "bf16", "fp16")),
     Row("resources.elastic"),
     Row("launcher", values=("auto", "pytorchjob", "mpijob", "job")),

@@ -281,11 +281,12 @@ class PreparationSpec(SpecModel):
 
     engine: Literal["auto", "job", "spark"] = Field(
         default="auto",
-        description="What prepares the data. Default auto: processes of one machine; spark: partitions of Spark, with "
-        "the same result; job: pods on many nodes.",
+        description="What prepares the data, with the same result. Default auto: processes of one machine; job: pods "
+        "on many nodes, which share the workspace; spark: partitions of Spark.",
     )
     workers: Annotated[int, Field(ge=1, le=1024)] = Field(
-        default=1, description="Processes that tokenise (partitions with engine job or spark), a count. Default 1."
+        default=1,
+        description="Processes that tokenise (pods with engine job, partitions with spark), a count. Default 1.",
     )
     max_length: Annotated[int, Field(ge=2, le=10_000_000)] | None = Field(
         default=None,
@@ -301,6 +302,17 @@ class PreparationSpec(SpecModel):
         description="Overlap of the windows of a long row in tokens, for tasks that cut rows into windows "
         "(token-classification, question-answering). Left out: 128, or a quarter of a window when that is less.",
     )
+
+    @property
+    def pods(self) -> int:
+        """Pods that prepare in a cluster; Spark's driver is one of them."""
+        match self.engine:
+            case "auto":
+                return 1
+            case "job":
+                return self.workers
+            case "spark":
+                return 1 + self.workers
 
 
 # ------------------------------------------------------------------------------------------------------------- training

@@ -32,6 +32,7 @@ KINDS = {
     "jobs": "batch/v1",
     "pytorchjobs": "kubeflow.org/v1",
     "mpijobs": "kubeflow.org/v2beta1",
+    "sparkapplications": "sparkoperator.k8s.io/v1beta2",
     "networkpolicies": "networking.k8s.io/v1",
 }
 """Plural -> API version of what a job has."""

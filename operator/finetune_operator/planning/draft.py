@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Self, TypeVar
+from typing import Literal, Self, TypeVar
 
 from finetune_contract.choices import Device, Precision, Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
@@ -68,6 +68,8 @@ class Draft:
     job: FineTuneJob
     local: bool
     served: tuple[LauncherName, ...]
+    spark: bool
+    """Whether SparkApplications are served."""
     settings: Settings
     adaptation: Adaptation
     hardware: HardwareFacts
@@ -80,6 +82,8 @@ class Draft:
     data: DataFacts | None
     lengths: Lengths
     stages: tuple[Stage, ...] = ()
+    engine: Literal["local", "job", "spark"] = "local"
+    """What prepares."""
     launcher: PlanLauncher | None = None
     world: World | None = None
     adapter: Adapter | None = None

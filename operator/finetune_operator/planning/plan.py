@@ -71,7 +71,7 @@ def plan(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptat
     Raises PlanRefused with all problems of the first group of phases that found any.
     """
     draft = _begin(job, facts, settings, adaptation)
-    first = (choose_stages, check_inference, check_expressible, check_place, check_lengths)
+    first = (choose_stages, choose_engine, check_inference, check_place, check_lengths)
     draft = _walk(draft, *first, choose_packing, choose_launcher)
     if draft.script is not None:
         draft = _walk(draft, choose_world, choose_script, choose_capacity)
@@ -137,6 +137,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         job=job,
         local=facts.local,
         served=facts.served,
+        spark=facts.spark,
         settings=settings,
         adaptation=adaptation,
         hardware=hardware,
@@ -220,17 +221,63 @@ def choose_stages(draft: Draft) -> Draft:
     )
 
 
-def check_expressible(draft: Draft) -> Draft:
-    """Refuse what the trainer has no field for: it would be accepted here and ignored there."""
-    if draft.spec.preparation.engine == "spark" and not draft.local:
+def choose_engine(draft: Draft) -> Draft:
+    """What tokenises. The choice makes no difference to the result."""
+    asked, workers = draft.spec.preparation.engine, draft.spec.preparation.workers
+    path = ("preparation", "engine")
+    match asked:
+        case "auto":
+            return draft
+        case "spark" if draft.local:
+            return replace(draft, engine="spark")
+        case "job" | "spark" if draft.script is not None:
+            return draft.refusing(
+                path,
+                asked,
+                "the rows on which a program's model is evaluated are prepared by the stage that evaluates, in one pod",
+                "set it to auto",
+                "NotSupported",
+            )
+        case "job" if draft.local:
+            return draft.because(
+                f"preparation by {workers} process{'es' if workers > 1 else ''} of this machine: there is no cluster "
+                "here; in one, pods would do it"
+            )
+        case "job":
+            return replace(draft, engine="job").because(
+                "preparation by 1 pod, as asked"
+                if workers == 1
+                else f"preparation by {workers} pods, as asked: one reads and checks the rows, all tokenise shards of "
+                "them; they write to one claim, which the nodes have to share"
+            )
+        case "spark":
+            return _by_spark(draft)
+
+
+def _by_spark(draft: Draft) -> Draft:
+    """A SparkApplication, and what it needs of the cluster and of the job."""
+    path, instead = ("preparation", "engine"), "set it to job or auto"
+    if not draft.spark:
         draft = draft.refusing(
-            ("preparation", "engine"),
+            path,
             "spark",
-            "the operator does not run SparkApplications yet",
-            "set it to auto, or run the job without a cluster (finetune run)",
-            "NotYetSupported",
+            "the cluster has to serve SparkApplication (sparkoperator.k8s.io/v1beta2)",
+            f"install the Kubeflow Spark Operator, or {instead}",
+            "NotSupported",
         )
-    return draft
+    if draft.settings.spark.image is None or draft.settings.spark.service_account_name is None:
+        draft = draft.refusing(
+            path,
+            "spark",
+            "the operator's settings have to name an image with Spark, and an account for its driver",
+            f"have an administrator set spark.image and spark.serviceAccountName (docs/data.md), or {instead}",
+            "Forbidden",
+        )
+    workers = draft.spec.preparation.workers
+    return replace(draft, engine="spark").because(
+        f"preparation by Spark's driver and {workers} executor{'s' if workers > 1 else ''}, as asked; they write to "
+        "one claim, which the nodes have to share"
+    )
 
 
 def check_lengths(draft: Draft) -> Draft:
@@ -465,7 +512,7 @@ def trainer_job(draft: Draft) -> TrainerJob:
         preparation=Preparation(
             max_length=spec.preparation.max_length,
             stride=spec.preparation.stride,
-            engine="spark" if spec.preparation.engine == "spark" else "local",
+            engine=draft.engine,
             workers=spec.preparation.workers,
             packing=draft.packing,
         ),

@@ -34,6 +34,8 @@ class Facts:
     """True when the job runs as processes of this machine: the launcher is then `local`."""
     served: tuple[LauncherName, ...] = ("job",)
     """Launchers whose kinds the cluster serves; Jobs are there in every one."""
+    spark: bool = False
+    """Whether the cluster serves SparkApplications."""
 
 
 @dataclass(frozen=True)

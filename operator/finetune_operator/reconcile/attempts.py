@@ -19,6 +19,7 @@ from finetune_operator.reconcile.endings import attempt_failed, stage_succeeded
 from finetune_operator.reconcile.failures import first_cause, on_node_lost, reported_success, without_report
 from finetune_operator.reconcile.planned import configuration
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
+from finetune_operator.reconcile.results import nodes
 from finetune_operator.reconcile.silence import no_progress, silence, witnesses
 from finetune_operator.reconcile.spot import clock_started, look_for_nodes, words
 from finetune_operator.reconcile.status import NO_PROGRESS, condition
@@ -217,7 +218,7 @@ def _listened(course: Course, stage: StageStatus, child: ChildView, pods: Sequen
 
 def _processes(course: Course, stage: Stage) -> int:
     plan = course.status.plan
-    return plan.world_size if stage is Stage.TRAIN and plan is not None else 1
+    return plan.world_size if stage is Stage.TRAIN and plan is not None else nodes(course.spec, stage)
 
 
 def _broken(course: Course, child: ChildView, pods: Sequence[PodView]) -> Cause | None:

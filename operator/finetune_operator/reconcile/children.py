@@ -1,4 +1,4 @@
-"""What runs an attempt, seen the same way whatever its kind: a Job, a PyTorchJob, an MPIJob.
+"""What runs an attempt, seen the same way whatever its kind: a Job, a PyTorchJob, an MPIJob, a SparkApplication.
 
 Each kind has its own way to say that it is over, and each way its trap: a PyTorchJob's `Failed` stays for ever beside
 later conditions, an MPIJob says `Failed` before it is over when a pod is evicted, a Job says `FailureTarget` while its
@@ -51,12 +51,17 @@ def child_view(value: Mapping[str, JsonValue]) -> ChildView | None:
         state=verdict.state,
         reason=said.reason if said else "",
         message=said.message if said else "",
-        started=raw.status.start_time,
+        started=raw.status.start_time or raw.status.last_submission_attempt_time,
         finished=verdict.finished,
         deleting=raw.metadata.deletion_timestamp is not None,
-        configuration=raw.spec.template.metadata.annotations.get(HASH_ANNOTATION),
+        configuration=_configuration(raw),
         capacity=_capacity(raw.metadata),
     )
+
+
+def _configuration(raw: RawChild) -> str | None:
+    templates = (raw.spec.template, raw.spec.driver.template)
+    return next((found for one in templates if (found := one.metadata.annotations.get(HASH_ANNOTATION))), None)
 
 
 def _capacity(metadata: Meta) -> Capacity | None:
@@ -115,8 +120,30 @@ def _kubeflow_underway(raw: RawChild) -> Verdict:
     return Verdict("Running" if running else "Pending", running)
 
 
+def _spark_application(raw: RawChild) -> Verdict:
+    """sparkoperator.k8s.io/v1beta2, as `api/v1beta2/sparkapplication_types.go` of the Spark Operator has the states.
+
+    Two are an end. Those that say so in other words are on the way to them: SUBMISSION_FAILED becomes FAILED where
+    nothing is tried again, and SUCCEEDING and FAILING come before the driver is looked at for the last time.
+    """
+    told = raw.status.application_state
+    said = RawCondition(type=told.state, status="True", reason=told.state, message=told.error_message)
+    match told.state:
+        case "COMPLETED":
+            return Verdict("Succeeded", said, raw.status.termination_time)
+        case "FAILED":
+            return Verdict("Failed", said, raw.status.termination_time)
+        case "RUNNING" | "SUCCEEDING" | "FAILING":
+            return Verdict("Running", said)
+        case "SUSPENDING" | "SUSPENDED":
+            return Verdict("Suspended", said)
+        case _:
+            return Verdict("Pending", said if told.state else None)
+
+
 _READERS: Mapping[tuple[str, str], Callable[[RawChild], Verdict]] = {
     ("batch/v1", "Job"): _job,
     ("kubeflow.org/v1", "PyTorchJob"): _pytorch_job,
     ("kubeflow.org/v2beta1", "MPIJob"): _mpi_job,
+    ("sparkoperator.k8s.io/v1beta2", "SparkApplication"): _spark_application,
 }

@@ -55,6 +55,8 @@ def _facts(course: Course) -> Facts:
         data=_read(DataFacts, measured.data),
         model_revision=None if course.status.artifacts is None else course.status.artifacts.model_revision,
         served=_launchers(course),
+        # What has begun goes on, whatever is taken away later.
+        spark=course.observed.spark or course.started,
     )
 
 

@@ -81,9 +81,22 @@ class TemplateMeta(Raw):
 
 
 class PodTemplate(Raw):
-    """What is read of the pod template of a batch/v1 Job."""
+    """What is read of the pod template of a batch/v1 Job, or of a SparkApplication's driver."""
 
     metadata: TemplateMeta = TemplateMeta()
+
+
+class Driver(Raw):
+    """What is read of `spec.driver` of a SparkApplication."""
+
+    template: PodTemplate = PodTemplate()
+
+
+class ApplicationState(Raw):
+    """`status.applicationState` of a SparkApplication."""
+
+    state: str = ""
+    error_message: str = ""
 
 
 class ChildSpec(Raw):
@@ -92,6 +105,7 @@ class ChildSpec(Raw):
     suspend: bool | None = None
     """Of batch/v1 Job; the others have it in their run policy."""
     template: PodTemplate = PodTemplate()
+    driver: Driver = Driver()
     run_policy: RunPolicy = RunPolicy()
 
 
@@ -103,10 +117,14 @@ class ChildStatus(Raw):
     completion_time: Time | None = None
     ready: int | None = None
     """Of a batch/v1 Job."""
+    application_state: ApplicationState = ApplicationState()
+    """Of a SparkApplication, as are the two below."""
+    last_submission_attempt_time: Time | None = None
+    termination_time: Time | None = None
 
 
 class RawChild(Raw):
-    """A batch/v1 Job, a PyTorchJob or an MPIJob."""
+    """A batch/v1 Job, a PyTorchJob, an MPIJob or a SparkApplication."""
 
     api_version: str
     kind: str

@@ -104,8 +104,14 @@ def artifacts(
 
 
 def nodes(spec: FineTuneJobSpec, stage: Stage) -> int:
-    """Nodes that an attempt at `stage` takes."""
-    return spec.resources.nodes if stage is Stage.TRAIN else 1
+    """Nodes that an attempt at `stage` takes; pods that prepare count as one each."""
+    match stage:
+        case Stage.PREPARE:
+            return spec.preparation.pods
+        case Stage.TRAIN:
+            return spec.resources.nodes
+        case _:
+            return 1
 
 
 def gpus(spec: FineTuneJobSpec, stage: Stage) -> int:

@@ -158,6 +158,8 @@ class Observed:
     """
     served: tuple[LauncherName, ...] = ("job",)
     """Launchers whose kinds the API server serves, as `planning.types.Facts.served` takes them."""
+    spark: bool = False
+    """Whether it serves SparkApplications."""
     refusals: tuple[Refusal, ...] = ()
     """What went wrong when the decision before this one was carried out."""
     pods_before: tuple[PodView, ...] = ()

@@ -29,6 +29,7 @@ from finetune_operator.rendering.trainer_pod import (
     spark_arguments,
     spark_driver,
     spark_executor,
+    spark_image,
     stage_pod,
 )
 from finetune_operator.rendering.types import JOB_LABEL, MANAGED_BY, Attempt, Manifest, RenderContext
@@ -54,7 +55,9 @@ def shared(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
     # A claim that one node at a time may attach would keep the other pods from starting. The launcher of an MPIJob is
     # one more pod beside its workers.
     world = plan.trainer.world
-    several = world is not None and (world.nodes > 1 or plan.launcher == "mpijob")
+    several = plan.trainer.preparation.pods > 1 or (
+        world is not None and (world.nodes > 1 or plan.launcher == "mpijob")
+    )
     modes = defaults.access_modes or ("ReadWriteMany" if several else "ReadWriteOnce",)
     claim = document(
         "claim",
@@ -189,7 +192,7 @@ def _sparkapplication(pods: StagePods) -> Manifest:
     return document(
         "sparkapplication",
         metadata=_metadata(pods, pods.name),
-        image=pods.context.spec.image or pods.context.settings.defaults.image,
+        image=spark_image(pods),
         arguments=list(spark_arguments(pods)),
         container=CONTAINER_NAME,
         executors=pods.plan.trainer.preparation.workers,

@@ -37,19 +37,27 @@ def literal(text: str) -> str:
 
 
 @dataclass(frozen=True)
+class PodLabel:
+    """A label of the pod itself, which a controller may have added."""
+
+    label: str
+
+
+@dataclass(frozen=True)
 class EnvVar:
-    """One variable of the container: a text, or one key of a Secret."""
+    """One variable of the container: a text, one key of a Secret, or a label of the pod."""
 
     name: str
-    value: str | SecretKeySpec
+    value: str | SecretKeySpec | PodLabel
 
     def manifest(self) -> Manifest:
-        if isinstance(self.value, str):
-            return {"name": self.name, "value": literal(self.value)}
-        return {
-            "name": self.name,
-            "valueFrom": {"secretKeyRef": {"name": self.value.name, "key": self.value.key}},
-        }
+        match self.value:
+            case str(text):
+                return {"name": self.name, "value": literal(text)}
+            case PodLabel(label):
+                return {"name": self.name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}}
+            case SecretKeySpec(name=name, key=key):
+                return {"name": self.name, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
 
 
 def user_variable(variable: Mapping[str, JsonValue]) -> Manifest:

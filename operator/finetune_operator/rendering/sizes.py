@@ -99,7 +99,8 @@ def _expected_bytes(plan: JobPlan, stage: Stage) -> int:
         assert plan.memory is not None, "a plan that trains has an estimate of its memory"
         return plan.memory.host_bytes
     if stage is Stage.PREPARE:
-        return (1 + plan.trainer.preparation.workers) * CPU_PROCESS_BYTES
+        # One reads. Of what tokenises each pod of an Indexed Job has one process.
+        return (1 + plan.trainer.preparation.workers // plan.trainer.preparation.pods) * CPU_PROCESS_BYTES
     # The weights in fp32, and once more while they are read.
     return CPU_PROCESS_BYTES + 2 * 4 * plan.model.parameters + INFERENCE_BATCH_BYTES
 

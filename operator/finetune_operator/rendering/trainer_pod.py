@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import (
+    ENV_ATTEMPT,
     ENV_FORWARD,
     ENV_GRACE_SECONDS,
     ENV_KUBEFLOW_CA,
@@ -30,6 +31,7 @@ from finetune_operator.rendering.pods import (
     EnvVar,
     Mount,
     Pod,
+    PodLabel,
     Resources,
     Volume,
     avoiding,
@@ -74,6 +76,8 @@ PYTORCHJOB_PORT = {"pytorchjob-port": 23456}
 """Name and default that the Training Operator looks for; the rendezvous listens there."""
 SSH_KEYS = "/home/mpiuser/.ssh"
 """ssh looks for keys in the home that passwd names for the user, whatever HOME says."""
+JOB_UID_LABEL = "batch.kubernetes.io/controller-uid"
+"""Which the Job controller sets (kubernetes `staging/src/k8s.io/api/batch/v1/types.go`)."""
 PRODUCT_LABEL = "nvidia.com/gpu.product"
 
 
@@ -100,14 +104,16 @@ class StagePods:
 
     @property
     def nodes(self) -> int:
-        """Pods that compute; only the training has several."""
+        """Pods that compute."""
         world = self.plan.trainer.world
+        if self.stage is Stage.PREPARE:
+            return self.plan.trainer.preparation.pods
         return world.nodes if self.stage is Stage.TRAIN and world is not None else 1
 
     @property
     def service(self) -> str | None:
-        """Headless Service of an Indexed Job whose pods have to find each other."""
-        return self.names.service(self.attempt.number) if self.nodes > 1 else None
+        """Headless Service of an Indexed Job whose pods have to find each other; those that prepare meet in files."""
+        return self.names.service(self.attempt.number) if self.stage is Stage.TRAIN and self.nodes > 1 else None
 
     @property
     def files(self) -> dict[str, str]:
@@ -142,9 +148,11 @@ class StagePods:
         return world.processes_per_node
 
     @property
-    def starter(self) -> Literal["process", "torchrun", "mpirun"]:
+    def starter(self) -> Literal["process", "index", "torchrun", "mpirun"]:
         """What starts the ranks."""
         world = self.plan.trainer.world
+        if self.stage is Stage.PREPARE and self.plan.trainer.preparation.engine == "job":
+            return "index"
         if self.stage is not Stage.TRAIN or world is None:
             return "process"
         if self.plan.launcher == "mpijob":
@@ -234,14 +242,27 @@ def spark_arguments(pods: StagePods) -> tuple[str, ...]:
 
 def spark_driver(pods: StagePods) -> Pod:
     """The pod that runs the stage; Spark adds command and sizes. It asks the API server for executors."""
+    account = pods.context.settings.spark.service_account_name
+    return replace(_spark_pod(pods), service_account=account, api_token=True)
+
+
+def _spark_pod(pods: StagePods) -> Pod:
     pod = stage_pod(pods)
-    return replace(pod, container=replace(pod.container, command=(), resources=Resources({})), api_token=True)
+    container = replace(pod.container, image=spark_image(pods), command=(), resources=Resources({}))
+    return replace(pod, container=container)
+
+
+def spark_image(pods: StagePods) -> str:
+    """That of the settings."""
+    image = pods.context.settings.spark.image
+    assert image is not None, "a plan with Spark has one"
+    return image
 
 
 def spark_executor(pods: StagePods) -> Pod:
     """A pod that tokenises. The labels of the attempt are the driver's alone: its end is the attempt's."""
     labels = {**MANAGED_BY, **pods.context.job_labels(pods.plan.name)}
-    return replace(spark_driver(pods), labels=labels, api_token=False)
+    return replace(_spark_pod(pods), labels=labels)
 
 
 # ---------------------------------------------------------------------------------------------------------- environment
@@ -266,7 +287,9 @@ def _environment(pods: StagePods, role: Role, folders: Storage) -> tuple[EnvVar,
     variables |= _rendezvous(pods) | _progress(pods)
     if role == "mpi-launcher":
         variables |= _mpi(pods, role)
-    return tuple(EnvVar(name, value) for name, value in variables.items())
+    # Of the Job itself: another one has another uid, also when its name comes again.
+    attempt = (EnvVar(ENV_ATTEMPT, PodLabel(JOB_UID_LABEL)),) if pods.starter == "index" else ()
+    return (*(EnvVar(name, value) for name, value in variables.items()), *attempt)
 
 
 def _stacks(pods: StagePods) -> dict[str, str]:

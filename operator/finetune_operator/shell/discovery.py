@@ -1,4 +1,4 @@
-"""Which launchers the API server serves.
+"""Which launchers the API server serves, and whether SparkApplications.
 
 Asked again when a job has to be planned, but not more often than every few seconds, so that a training operator which
 is installed later is used without a restart. An operator for given namespaces asks once: it has no right to learn of
@@ -12,7 +12,7 @@ import logging
 import time
 
 from finetune_operator.api.types import LauncherName
-from finetune_operator.shell.kube import LAUNCHER_RESOURCES, Kube, Resource
+from finetune_operator.shell.kube import LAUNCHER_RESOURCES, SPARK_APPLICATION, Kube, Resource
 
 log = logging.getLogger(__name__)
 
@@ -28,13 +28,15 @@ class Discovery:
         self._asked = float("-inf")
         self._asking = asyncio.Lock()
         self.served: tuple[LauncherName, ...] = ("job",)
+        self.spark = False
         self.changed = asyncio.Event()
-        """Set when other launchers are served than before; for one listener, who clears it."""
+        """Set when other kinds are served than before; for one listener, who clears it."""
 
     @property
     def resources(self) -> tuple[Resource, ...]:
         """The kinds that attempts can be of."""
-        return tuple(LAUNCHER_RESOURCES[launcher] for launcher in self.served)
+        launchers = tuple(LAUNCHER_RESOURCES[launcher] for launcher in self.served)
+        return (*launchers, SPARK_APPLICATION) if self.spark else launchers
 
     async def served_now(self) -> tuple[LauncherName, ...]:
         """The fresh answer. ApiError."""
@@ -46,11 +48,12 @@ class Discovery:
         async with self._asking:
             if time.monotonic() < self._asked + FRESH_SECONDS or (self._once and self._asked > float("-inf")):
                 return
-            served = await self._kube.served_launchers()
-            if served != self.served:
-                log.info("the API server serves the launchers %s", ", ".join(served))
+            served, spark = await self._kube.served_launchers(), await self._kube.serves(SPARK_APPLICATION)
+            if (served, spark) != (self.served, self.spark):
+                also = " and SparkApplications" if spark else ""
+                log.info("the API server serves the launchers %s%s", ", ".join(served), also)
                 self.changed.set()
-            self.served = served
+            self.served, self.spark = served, spark
             self._asked = time.monotonic()
 
     def outdated(self) -> None:

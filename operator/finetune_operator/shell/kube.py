@@ -13,6 +13,7 @@ What is used, and so what the Roles in manifests/operator grant:
 | finetune.dev | finetunejobs/status | patch | jobs | status, by server-side apply |
 | batch | jobs | get list watch create delete | jobs | attempts |
 | kubeflow.org | pytorchjobs mpijobs | get list watch create delete | jobs | attempts |
+| sparkoperator.k8s.io | sparkapplications | get list watch create delete | jobs | attempts at prepare |
 | "" | configmaps services persistentvolumeclaims | get create | jobs | beside attempts; get when a name is taken |
 | networking.k8s.io | networkpolicies | get create | jobs | before the first attempt; get when a name is taken |
 | "" | pods | list watch | jobs | reports, causes |
@@ -117,6 +118,7 @@ FINETUNE_JOB = Resource("finetune.dev/v1alpha1", "FineTuneJob", "finetunejobs")
 JOB = Resource("batch/v1", "Job", "jobs")
 PYTORCH_JOB = Resource("kubeflow.org/v1", "PyTorchJob", "pytorchjobs")
 MPI_JOB = Resource("kubeflow.org/v2beta1", "MPIJob", "mpijobs")
+SPARK_APPLICATION = Resource("sparkoperator.k8s.io/v1beta2", "SparkApplication", "sparkapplications")
 POD = Resource("v1", "Pod", "pods")
 CONFIG_MAP = Resource("v1", "ConfigMap", "configmaps")
 SERVICE = Resource("v1", "Service", "services")
@@ -138,6 +140,7 @@ RESOURCES: tuple[Resource, ...] = (
     JOB,
     PYTORCH_JOB,
     MPI_JOB,
+    SPARK_APPLICATION,
     POD,
     CONFIG_MAP,
     SERVICE,
@@ -443,11 +446,12 @@ class Kube:
         """Launchers whose kinds the API server serves. Plain Jobs always are."""
         served: list[LauncherName] = []
         for launcher, resource in LAUNCHER_RESOURCES.items():
-            if resource is JOB or await self._serves(resource):
+            if resource is JOB or await self.serves(resource):
                 served.append(launcher)
         return tuple(served)
 
-    async def _serves(self, resource: Resource) -> bool:
+    async def serves(self, resource: Resource) -> bool:
+        """Whether the API server has this kind."""
         try:
             found = await self._json("get", resource, f"/apis/{resource.api_version}", subresource="discovery")
         except NotFoundError:

@@ -215,6 +215,7 @@ class Reconciler:
             progress=None if attempt is None else book.of(*attempt),
             logs=tuple(sorted(memory.logs.items())),
             served=self._discovery.served,
+            spark=self._discovery.spark,
             refusals=memory.refusals,
             moved=None if attempt is None else book.moved(*attempt),
             heard_since=self._state.heard_since(),

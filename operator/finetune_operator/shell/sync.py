@@ -76,11 +76,11 @@ class Syncer:
                 await asyncio.sleep(AGAIN_SECONDS)
 
     async def launchers(self) -> None:
-        """Have jobs that have not begun planned anew when other launchers are served than before, for ever: a training
+        """Have jobs that have not begun planned anew when other kinds are served than before, for ever: a training
         operator may come while they are suspended, or were refused for the want of it. Asks only while there are such
         jobs.
         """
-        known = self._discovery.served
+        known = self._discovery.resources
         while True:
             await asyncio.sleep(SERVED_SECONDS)
             store = self._state.store
@@ -92,8 +92,8 @@ class Syncer:
             except ApiError as error:
                 log.debug("cannot ask what is served, will try again: %s", error)
                 continue
-            if self._discovery.served != known:
-                known = self._discovery.served
+            if self._discovery.resources != known:
+                known = self._discovery.resources
                 for key in waiting:
                     self._state.queue.add(key)
 

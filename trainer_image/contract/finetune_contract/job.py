@@ -88,12 +88,23 @@ class Preparation(Order):
     """Tokens that neighbouring windows of a long row share, in tasks that cut rows into windows; None: 128, or a
     quarter of the window when that is less.
     """
-    engine: Literal["local", "spark"] = "local"
-    """Who tokenises: processes of this machine, or Spark."""
+    engine: Literal["local", "job", "spark"] = "local"
+    """Who tokenises: processes of this machine, the pods of an Indexed Job, or Spark."""
     workers: int = Field(default=1, ge=1)
     """Processes that tokenise; partitions with Spark."""
     packing: bool = False
     """Whether rows of the train split share sequences of `max_length` tokens; then these are what batches count."""
+
+    @property
+    def pods(self) -> int:
+        """Pods that run the stage in a cluster; Spark's driver is one of them."""
+        match self.engine:
+            case "local":
+                return 1
+            case "job":
+                return self.workers
+            case "spark":
+                return 1 + self.workers
 
 
 class Pipeline(Order):

@@ -24,6 +24,10 @@ before.
 DEFAULT_GRACE_SECONDS = 60
 ENV_STACKS_SECONDS = "FINETUNE_STACKS_SECONDS"
 """After so many seconds without progress a process writes its Python stacks into its log; unset: never."""
+ENV_ATTEMPT = "FINETUNE_ATTEMPT"
+"""The same for all pods of one Indexed Job that prepares, and for no others."""
+ENV_INDEX = "JOB_COMPLETION_INDEX"
+"""The number of a pod of an Indexed Job, which Kubernetes sets."""
 ENV_FORWARD = "FINETUNE_FORWARD_ENV"
 """Names of further variables that mpirun takes to the ranks in other pods, separated by commas: the user's own."""
 MPI_HOSTFILE = "/etc/mpi/hostfile"

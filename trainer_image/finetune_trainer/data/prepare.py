@@ -45,6 +45,8 @@ from finetune_trainer.tasks.base import Coding, Labels, Targets, TaskModule, tas
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
+    from finetune_trainer.data.pods import Leader
+
 _FORMAT = 3
 """Counts up when the layout of the folder or the way of tokenising changes; part of the fingerprint."""
 _VALIDATION_SHARE = 0.05
@@ -80,11 +82,20 @@ class _Order:
     key: str
 
 
-def prepare(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> DataFacts:
-    """Writes `paths.prepared`, or finds it done already. Two processes at once prepare once.
+def prepare(job: TrainerJob, paths: JobPaths, progress: ProgressSink, leader: Leader | None = None) -> DataFacts:
+    """Writes `paths.prepared`, or finds it done already. Two processes at once prepare once. `leader` has the other
+    pods of engine `job` help.
 
     StageError DATA, CONFIG, MODEL or HUB_UNAVAILABLE; an earlier result stays when it fails.
     """
+    if (leader is not None) != (job.preparation.engine == "job"):
+        raise StageError(
+            FailureClass.CONFIG,
+            "PodsMissing",
+            f"preparation.engine is {job.preparation.engine!r}, and {'no' if leader is None else 'the'} pods of an "
+            "Indexed Job are here to prepare.",
+            "Set it to auto, or run stage prepare by launch --with index.",
+        )
     paths.root.mkdir(parents=True, exist_ok=True)
     with locked(paths.root / ".prepare.lock"):
         order = _order(job)
@@ -100,8 +111,8 @@ def prepare(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> DataFac
         try:
             scratch.mkdir()
             rows, targets, set_aside = _checked_rows(order, scratch)
-            facts = _write(temporary, order, rows, targets.labels, set_aside, progress)
-            shutil.rmtree(scratch)
+            facts = _write(temporary, order, rows, targets.labels, set_aside, progress, leader)
+            _discard(scratch, paths.root)
             _move(temporary, paths.prepared)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -127,6 +138,13 @@ def _new_folder(parent: Path) -> Path:
     folder = parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
     folder.mkdir()
     return folder
+
+
+def _discard(folder: Path, parent: Path) -> None:
+    """Takes the folder away in one step: somebody who was given up may still write into it."""
+    aside = _new_folder(parent)
+    folder.replace(aside / "old")
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def _move(temporary: Path, place: Path) -> None:
@@ -297,6 +315,7 @@ def _write(
     labels: Labels,
     set_aside: bool,
     progress: ProgressSink,
+    leader: Leader | None,
 ) -> DataFacts:
     # Validation may have been taken from train.
     parts = {role: order.parts.get(role) or order.parts["train"] for role in rows}
@@ -315,7 +334,7 @@ def _write(
         done += count
         progress.update(done, total)
 
-    for shard, found in zip(shards, _written(folder, order, shards, progressed), strict=True):
+    for shard, found in zip(shards, _written(folder, order, shards, progressed, leader), strict=True):
         made[shard.role].add(found)
     facts = DataFacts(
         fingerprint=order.fingerprint,
@@ -336,7 +355,11 @@ def _write(
 
 
 def _written(
-    folder: Path, order: _Order, shards: Sequence[Shard], progressed: Callable[[int], None]
+    folder: Path,
+    order: _Order,
+    shards: Sequence[Shard],
+    progressed: Callable[[int], None],
+    leader: Leader | None,
 ) -> Iterator[ShardFacts]:
     """Writes the shards by the job's engine."""
     coding = order.coding
@@ -346,8 +369,11 @@ def _written(
         from finetune_trainer.data.spark import write_by_spark
 
         return write_by_spark(folder, shards, recipe, workers, progressed)
+    encoder = Encoder(order.task, coding, order.job.preparation.packing)
+    if leader is not None:
+        return leader.write(folder, folder / _SCRATCH, shards, recipe, encoder, progressed)
     if workers < 2:
-        return write_here(folder, shards, Encoder(order.task, coding, order.job.preparation.packing), progressed)
+        return write_here(folder, shards, encoder, progressed)
     return write_in_processes(folder, shards, recipe, workers, progressed)
 
 

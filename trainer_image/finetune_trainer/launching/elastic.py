@@ -20,12 +20,10 @@ from pathlib import Path
 from finetune_contract.base import Message
 from finetune_contract.layout import EXIT_CODES, EXIT_OK, FailureClass
 from finetune_contract.report import FailureReport
-from finetune_trainer.distributed import LOOPBACK, free_port
+from finetune_trainer.distributed import LOOPBACK, START_SECONDS, free_port
 from finetune_trainer.failures import StageError, classify
 from finetune_trainer.files import write_atomically
 
-DEFAULT_TIMEOUT_SECONDS = 1800
-"""Pods of one gang may start minutes apart: images are pulled and nodes are added."""
 _DEFAULT_PORT = 29400
 _POLL_SECONDS = 1.0
 
@@ -51,7 +49,7 @@ class Rendezvous:
     @classmethod
     def of(cls, environment: Mapping[str, str], nodes: int) -> Rendezvous:
         """From torchrun's own variables; alone on this machine without them. StageError CONFIG."""
-        timeout = environment.get("PET_RDZV_TIMEOUT", str(DEFAULT_TIMEOUT_SECONDS))
+        timeout = environment.get("PET_RDZV_TIMEOUT", str(START_SECONDS))
         if not timeout.isdecimal() or int(timeout) == 0:
             raise StageError(
                 FailureClass.CONFIG,

@@ -27,6 +27,7 @@ from finetune_contract.job import TrainerJob, World
 from finetune_contract.layout import (
     DEFAULT_GRACE_SECONDS,
     ENV_GRACE_SECONDS,
+    ENV_INDEX,
     ENV_REPORT,
     EXIT_OK,
     FailureClass,
@@ -57,6 +58,8 @@ class Ranks:
     trouble: FailureReport | None
     expected: int
     world_size: int
+    first: int = 0
+    """The lowest rank of this pod, as far as that is known without its word."""
 
 
 def launch(argv: Sequence[str]) -> int:
@@ -78,6 +81,7 @@ def launch(argv: Sequence[str]) -> int:
             trouble=ranks.trouble,
             expected=ranks.expected,
             world_size=ranks.world_size,
+            first=ranks.first,
             seconds=time.monotonic() - started,
         )
     except BaseException as error:
@@ -140,13 +144,34 @@ def _scratch() -> Iterator[Path]:
 
 def _process(arguments: argparse.Namespace, job: TrainerJob) -> Ranks:
     """One child process is the one rank."""
+    return _child(arguments, 0, 1)
+
+
+def _child(arguments: argparse.Namespace, rank: int, size: int) -> Ranks:
     with _scratch() as scratch:
+        environment = _environment(scratch, arguments.stage)
+        if size > 1:
+            environment |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         below = Below(grace_seconds=grace_seconds() + _MARGIN_SECONDS)
-        end = below.run([sys.executable, *_program(arguments)], _environment(scratch, arguments.stage))
+        end = below.run([sys.executable, *_program(arguments)], environment)
         reports = reports_in(scratch, Stage(arguments.stage))
     # Of a process that ended by itself without a report its last words say more than the exit code.
-    ends = {0: end.code} if end.code < 0 else {}
-    return Ranks(end, reports, ends, None, expected=1, world_size=1)
+    ends = {rank: end.code} if end.code < 0 else {}
+    return Ranks(end, reports, ends, None, expected=1, world_size=size, first=rank)
+
+
+def _index(arguments: argparse.Namespace, job: TrainerJob) -> Ranks:
+    """One child process is the rank that this pod's number in an Indexed Job says."""
+    text, size = os.environ.get(ENV_INDEX, ""), job.preparation.pods
+    if arguments.stage != Stage.PREPARE or not text.isdecimal():
+        raise StageError(
+            FailureClass.CONFIG,
+            "BadProcessVariable",
+            f"--with {arguments.launcher} is for pods of an Indexed Job that prepare; this is stage "
+            f"{arguments.stage}, and the environment variable {ENV_INDEX} is {text!r}.",
+            "Use --with process.",
+        )
+    return _child(arguments, int(text), size)
 
 
 def _torchrun(arguments: argparse.Namespace, job: TrainerJob) -> Ranks:
@@ -188,7 +213,7 @@ def _mpirun(arguments: argparse.Namespace, job: TrainerJob) -> Ranks:
     return Ranks(end, found, mpi.ends_told(words), mpi.trouble_told(words), world.size, world.size)
 
 
-_LAUNCHERS = {"process": _process, "torchrun": _torchrun, "mpirun": _mpirun}
+_LAUNCHERS = {"process": _process, "index": _index, "torchrun": _torchrun, "mpirun": _mpirun}
 
 
 def _world(arguments: argparse.Namespace, job: TrainerJob) -> World:

@@ -40,12 +40,13 @@ def verdict(
     expected: int,
     world_size: int,
     seconds: float,
+    first: int = 0,
 ) -> TrainerReport:
     """What the pod as a whole says.
 
     Success is rank 0's report, or that of the lowest rank here. When all `expected` ranks say so it does not matter how
     their launcher ended: after the first pod is gone, the others' agents complain of it. Failure is the first cause;
-    `trouble` is what the launcher itself knows.
+    `trouble` is what the launcher itself knows, `first` the rank that silence is told of.
     """
     well = [report for report in reports if report.outcome == "succeeded"]
     if len(well) == len(reports) and well and (len(well) >= expected or (end.code == EXIT_OK and not ends)):
@@ -61,7 +62,7 @@ def verdict(
     return TrainerReport(
         job=job,
         stage=stage,
-        rank=cause.rank if cause.rank is not None else min((report.rank for report in reports), default=0),
+        rank=cause.rank if cause.rank is not None else min((report.rank for report in reports), default=first),
         world_size=world_size,
         outcome="failed",
         failure=cause.failure,

@@ -83,7 +83,7 @@ def local_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path, as
 def cluster_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path | None, ask_trainer: bool) -> Facts:
     """What the operator knows before the first stage, which is nothing but the job, and what the options add.
 
-    Which launchers a cluster has is not known here: the one that the job names is taken as installed.
+    Which operators a cluster has is not known here: what the job names is taken as installed.
     """
     from finetune_operator.cli.measure import measure
 
@@ -94,6 +94,7 @@ def cluster_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path |
         data=None if workspace is None else _earlier_data(entry, workspace),
         hardware=node,
         served=served if asked == "auto" or asked in served else (*served, asked),
+        spark=entry.job.spec.preparation.engine == "spark",
     )
     given = [name for name in ("model", "data", "hardware") if getattr(facts, name) is not None]
     if given:

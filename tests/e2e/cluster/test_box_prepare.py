@@ -1,0 +1,54 @@
+"""Pods that prepare together: an Indexed Job over two nodes, whose pods meet in files of one claim and nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from box_support.box import Box
+from box_support.team import INPUTS, Team, stage_of, tiny_spec
+from cluster_support.access import Object
+from finetune_operator.rendering.trainer_pod import JOB_UID_LABEL
+
+PODS = 3
+
+
+def by_pods(**spec: Any) -> Object:
+    return tiny_spec(preparation={"engine": "job", "workers": PODS}, **spec)
+
+
+@pytest.fixture(scope="module")
+def fingerprint(team: Team) -> str:
+    """Of what one process makes of the same rows."""
+    name = team.new_name("alone")
+    team.apply(name, tiny_spec())
+    status = team.wait(name, lambda found: found if "measured" in found else None, "prepare is done", 240)
+    found: str = status["artifacts"]["datasetFingerprint"]
+    team.delete(name)
+    return found
+
+
+def test_pods_on_two_nodes_prepare_and_the_training_reads_what_they_have_made(
+    box: Box, team: Team, fingerprint: str
+) -> None:
+    name = team.new_name("by-pods")
+    team.apply(name, by_pods())
+    status = team.succeeds(name, 400)
+    assert stage_of(status, "prepare")["attempt"] == 1
+    assert status["artifacts"]["datasetFingerprint"] == fingerprint
+    pods = team.pods(name, "prepare")
+    assert len(pods) == PODS
+    assert {pod["status"]["phase"] for pod in pods} == {"Succeeded"}
+    assert len({pod["spec"]["nodeName"] for pod in pods}) == len(box.nodes)
+    assert len({pod["metadata"]["labels"][JOB_UID_LABEL] for pod in pods}) == 1
+
+
+def test_a_wrong_column_is_told_by_the_pod_that_reads_and_the_others_end(team: Team) -> None:
+    name = team.new_name("wrong-column")
+    team.apply(name, by_pods(dataset={"uri": f"pvc://{INPUTS}/tiny/data", "columns": {"text": "no_such_column"}}))
+    failure = team.fails(name)
+    assert (failure["class"], failure["reason"], failure["stage"], failure["rank"]) == (
+        "DataError", "MissingColumn", "prepare", 0,
+    )  # fmt: skip
+    assert {pod["status"]["phase"] for pod in team.pods(name, "prepare")} <= {"Failed"}

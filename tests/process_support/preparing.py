@@ -1,0 +1,141 @@
+"""One pod of a preparation by an Indexed Job, as a process whose start-up a fork server has done before."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+Trouble = Literal["hangs before it orders", "hangs in a shard", "refuses a shard"]
+SHARD_ROWS = 60
+CHUNK_ROWS = 25
+"""Several chunks in each of several files."""
+_PRELOADED = (
+    "finetune_trainer.data.pods",
+    "finetune_trainer.data.prepare",
+    "finetune_trainer.facts",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.bert.tokenization_bert",
+)
+"""What the stage imports, with the tiny model's own modules."""
+
+
+@dataclass(frozen=True)
+class Pod:
+    """What is started."""
+
+    index: int
+    count: int
+    arguments: Sequence[str]
+    """What follows `finetune_trainer`."""
+    folder: Path
+    """Where it logs and reports, and where it says that it hangs."""
+    attempt: str = "attempt-1"
+    trouble: Trouble | None = None
+    silent_seconds: float = 30.0
+    start_seconds: float = 60.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.attempt}-pod-{self.index}"
+
+    @property
+    def report(self) -> Path:
+        return self.folder / f"{self.name}.report.json"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    @property
+    def hangs(self) -> Path:
+        """There as soon as it hangs; it goes on when that is taken away, and does not hang again."""
+        return self.folder / f"{self.name}.hangs"
+
+    def start(self) -> BaseProcess:
+        """Forked from a server that has imported what takes seconds."""
+        context = get_context("forkserver")
+        context.set_forkserver_preload([*_PRELOADED, __name__])
+        process = context.Process(target=_run, args=(self,))
+        process.start()
+        return process
+
+    def other(self, **changes: Any) -> Pod:
+        return replace(self, **changes)
+
+
+def small_shards() -> None:
+    """Several files of few rows."""
+    from finetune_trainer.data import prepare
+
+    prepare.cut = partial(prepare.cut, shard_rows=SHARD_ROWS, chunk_rows=CHUNK_ROWS)  # type: ignore[assignment]
+
+
+def _run(pod: Pod) -> None:
+    log = os.open(pod.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    ours = {"RANK": pod.index, "WORLD_SIZE": pod.count, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    os.environ.update({name: str(value) for name, value in ours.items()} if pod.count > 1 else {})
+    os.environ.update({"FINETUNE_ATTEMPT": pod.attempt, "FINETUNE_REPORT": str(pod.report), **pod.environment})
+    _settle(pod)
+    from finetune_trainer.__main__ import run
+
+    code = run(pod.arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _settle(pod: Pod) -> None:
+    """Short times, small files, and the trouble that it shall have."""
+    from finetune_contract.layout import FailureClass
+    from finetune_trainer.data import pods, prepare, shards
+    from finetune_trainer.failures import StageError
+
+    small_shards()
+    pods.POLL_SECONDS, pods.BEAT_SECONDS = 0.05, 0.2
+    pods.SILENT_SECONDS, pods.START_SECONDS = pod.silent_seconds, pod.start_seconds
+    write, checked = shards.Encoder.write, prepare._checked_rows
+
+    hung = False
+
+    def hang() -> None:
+        nonlocal hung
+        if not hung:
+            hung = True
+            pod.hangs.touch()
+        while pod.hangs.exists():
+            time.sleep(0.02)
+
+    def hangs_in_a_shard(self: Any, folder: Path, shard: Any, progressed: Any) -> Any:
+        def hang_then(rows: int) -> None:
+            hang()
+            progressed(rows)
+
+        return write(self, folder, shard, hang_then)
+
+    def refuses(self: Any, folder: Path, shard: Any, progressed: Any) -> Any:
+        raise StageError(FailureClass.DATA, "BadRow", "Row 77 cannot be encoded.", "Correct it.")
+
+    def hangs_before(*given: Any) -> Any:
+        hang()
+        return checked(*given)
+
+    match pod.trouble:
+        case "hangs before it orders":
+            prepare._checked_rows = hangs_before
+        case "hangs in a shard":
+            shards.Encoder.write = hangs_in_a_shard  # type: ignore[method-assign]
+        case "refuses a shard":
+            shards.Encoder.write = refuses  # type: ignore[method-assign]
+        case None:
+            pass

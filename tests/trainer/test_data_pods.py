@@ -1,0 +1,306 @@
+"""A preparation by several pods: real processes that meet in one folder, and what becomes of it when one of them is
+slow, fails, is killed or never comes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_contract.causes import Cause, first_cause
+from finetune_contract.job import TrainerJob
+from finetune_contract.layout import COMPLETION_MARKER, EXIT_CODES, FailureClass, JobPaths
+from finetune_contract.report import Progress, TrainerReport
+from finetune_trainer.data import pods
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.distributed import ProcessWorld
+from finetune_trainer.failures import StageError
+from finetune_trainer.progress import NoProgress
+from process_support.preparing import Pod, small_shards
+from trainer_support.tasks import training_of
+
+ROWS = 250
+COLLECTIVE = EXIT_CODES[FailureClass.COLLECTIVE]
+DATA = EXIT_CODES[FailureClass.DATA]
+TIMEOUT_SECONDS = 120
+
+
+class Gang:
+    """The pods of one job's preparation."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self._model = model
+        self._data = folder / "rows.jsonl"
+        rows = [{"text": f"row {i} " + "lovely " * (i % 7), "label": i % 2} for i in range(ROWS)]
+        self._data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        self.processes: list[BaseProcess] = []
+
+    @property
+    def paths(self) -> JobPaths:
+        return JobPaths.of(self.folder / "w", "job")
+
+    def job(self, workers: int, text: str = "text", **changes: Any) -> TrainerJob:
+        body = {
+            "name": "job",
+            "task": "text-classification",
+            "model": {"uri": f"file://{self._model}"},
+            "dataset": {"uri": f"file://{self._data}", "columns": {"text": text, "label": "label"}},
+            "training": training_of(steps=1),
+            "preparation": {"engine": "job", "workers": workers},
+        }
+        return TrainerJob.model_validate({**body, **changes})
+
+    def pods(self, count: int, *, job: TrainerJob | None = None, **settings: Any) -> list[Pod]:
+        file = self.folder / f"job-{len(self.processes)}.json"
+        file.write_text((job or self.job(count)).to_json(), encoding="utf-8")
+        arguments = ["prepare", "--job", str(file), "--workspace", str(self.folder / "w")]
+        return [Pod(index, count, arguments, self.folder, **settings) for index in range(count)]
+
+    def start(self, pods: Sequence[Pod]) -> list[BaseProcess]:
+        started = [pod.start() for pod in pods]
+        self.processes += started
+        return started
+
+    def built_in(self) -> dict[str, bytes]:
+        """What the built-in engine leaves of the same rows."""
+        paths = JobPaths(self.folder / "alone")
+        prepare(self.job(1, preparation={}), paths, NoProgress())
+        return files_of(paths)
+
+    @property
+    def nothing_looks_done(self) -> bool:
+        return (
+            not (self.paths.prepared / COMPLETION_MARKER).exists() and not (self.paths.state / "prepare.json").exists()
+        )
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.paths.root.iterdir())
+
+
+@pytest.fixture
+def gang(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gang]:
+    from finetune_trainer.data import prepare as module
+
+    monkeypatch.setattr(module, "cut", module.cut)
+    small_shards()
+    made = Gang(tmp_path, tiny_model)
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.join()
+
+
+def files_of(paths: JobPaths) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in paths.prepared.iterdir()}
+
+
+def ends(processes: Sequence[BaseProcess]) -> list[int | None]:
+    """Their exit codes."""
+    until = time.monotonic() + TIMEOUT_SECONDS
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+    return [process.exitcode for process in processes]
+
+
+def said(pods: Sequence[Pod]) -> str:
+    return "\n".join(f"--- {pod.name}\n{pod.log.read_text(errors='replace')}" for pod in pods if pod.log.exists())
+
+
+def reports_of(pods: Sequence[Pod]) -> list[TrainerReport]:
+    return [TrainerReport.model_validate_json(pod.report.read_bytes()) for pod in pods]
+
+
+def cause_of(pods: Sequence[Pod]) -> Cause:
+    found = first_cause(reports_of(pods), {})
+    assert found is not None
+    return found
+
+
+def wait_until(holds: Callable[[], bool], what: str) -> None:
+    until = time.monotonic() + TIMEOUT_SECONDS
+    while not holds():
+        assert time.monotonic() < until, what
+        time.sleep(0.02)
+
+
+def ordered(gang: Gang) -> bool:
+    return any(gang.paths.root.glob("prepared.tmp-*/raw/exchange/order-*.pickle"))
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_pods_leave_the_bytes_that_one_process_leaves(gang: Gang, count: int):
+    """Of 4 shards to train and 1 to validate."""
+    progress = gang.folder / "progress.jsonl"
+    all_pods = gang.pods(count, environment={"FINETUNE_PROGRESS": str(progress)})
+    assert ends(gang.start(all_pods)) == [0] * count, said(all_pods)
+    assert files_of(gang.paths) == gang.built_in()
+    assert gang.names() == [".prepare.lock", "prepared", "state"]
+    reports = reports_of(all_pods)
+    assert [(each.rank, each.world_size, each.outcome) for each in reports] == [
+        (index, count, "succeeded") for index in range(count)
+    ]
+    assert reports[0].fingerprint == PreparedData.open(gang.paths).facts.fingerprint
+    lines = [Progress.model_validate_json(line) for line in progress.read_text().splitlines()]
+    assert (lines[-1].step, lines[-1].total_steps) == (ROWS, ROWS)
+    if count == 2:  # the second and the last shard of train, whose 250 rows have given 12 away
+        assert reports[1].metrics == {"rows": 60 + 58}
+
+
+def test_what_is_done_is_not_done_again_and_all_pods_end(gang: Gang):
+    job = gang.job(2, run="run-1")
+    assert ends(gang.start(gang.pods(2, job=job))) == [0, 0]
+    made = (gang.paths.prepared / COMPLETION_MARKER).stat().st_ino
+    again = gang.pods(2, job=job, attempt="attempt-2")
+    assert ends(gang.start(again)) == [0, 0], said(again)
+    # The folder is whole, and the one who should have said so was killed before it could.
+    (gang.paths.state / "prepare.json").unlink()
+    third = gang.pods(2, job=job, attempt="attempt-3")
+    assert ends(gang.start(third)) == [0, 0], said(third)
+    assert (gang.paths.prepared / COMPLETION_MARKER).stat().st_ino == made
+    assert (gang.paths.state / "prepare.json").is_file()
+
+
+def test_results_of_another_run_are_moved_aside_by_pod_0_alone(gang: Gang):
+    assert ends(gang.start(gang.pods(2, job=gang.job(2, run="run-1")))) == [0, 0]
+    anew = gang.pods(2, job=gang.job(2, run="run-2"))
+    assert ends(gang.start(anew)) == [0, 0], said(anew)
+    assert sorted(path.name for path in gang.paths.root.parent.iterdir()) == [".job.lock", "job", "job.previous-1"]
+    assert files_of(gang.paths) == gang.built_in()
+
+
+def test_the_others_end_with_a_pod_0_that_refuses_the_data_and_the_cause_is_its(gang: Gang):
+    all_pods = gang.pods(3, job=gang.job(3, text="no_such_column"))
+    assert ends(gang.start(all_pods)) == [DATA, COLLECTIVE, COLLECTIVE], said(all_pods)
+    assert (cause_of(all_pods).rank, cause_of(all_pods).failure.reason) == (0, "MissingColumn")
+    assert "no_such_column" in reports_of(all_pods)[2].failure.message  # type: ignore[union-attr]
+    assert gang.nothing_looks_done
+    assert gang.names() == [".prepare.lock", "state"]
+
+
+def test_the_failure_of_another_pod_ends_pod_0_and_is_the_cause(gang: Gang):
+    all_pods = gang.pods(3)
+    all_pods[2] = all_pods[2].other(trouble="refuses a shard")
+    codes = ends(gang.start(all_pods))
+    assert (codes[0], codes[2]) == (COLLECTIVE, DATA), said(all_pods)
+    assert codes[1] in (0, COLLECTIVE)  # done with its share, or in the midst of it
+    assert (cause_of(all_pods).rank, cause_of(all_pods).failure.reason) == (2, "BadRow")
+    leader = reports_of(all_pods)[0].failure
+    assert leader is not None
+    assert (leader.reason, leader.message) == (
+        "PodFailed",
+        "Pod 2 of the 3 that prepare has failed (BadRow): Row 77 cannot be encoded.",
+    )
+    assert gang.nothing_looks_done
+    assert gang.names() == [".prepare.lock", "state"]
+
+
+@pytest.mark.parametrize("when", ["hangs before it orders", "hangs in a shard"])
+def test_after_a_killed_pod_0_nothing_looks_done_the_others_end_and_the_next_attempt_prepares(gang: Gang, when):
+    all_pods = gang.pods(2, silent_seconds=1.0)
+    all_pods[0] = all_pods[0].other(trouble=when)
+    processes = gang.start(all_pods)
+    wait_until(all_pods[0].hangs.exists, "pod 0 has come so far")
+    wait_until(lambda: when != "hangs in a shard" or ordered(gang), "the order is there")
+    wait_until((gang.paths.state / "prepare.pods.json").exists, "pod 0 has said that it lives")
+    if when == "hangs before it orders":
+        # Pod 0 lives, however long it reads: it is waited for.
+        processes[1].join(3.0)
+        assert processes[1].exitcode is None, said(all_pods)
+    processes[0].kill()
+    codes = ends(processes)
+    if when == "hangs before it orders":
+        assert codes[1] == COLLECTIVE, said(all_pods)
+        assert reports_of(all_pods[1:])[0].failure.reason == "LeaderSilent"  # type: ignore[union-attr]
+    else:
+        assert codes[1] == 0, said(all_pods)  # its share is done, for nothing
+    assert gang.nothing_looks_done
+    assert any(name.startswith("prepared.tmp-") for name in gang.names())
+
+    anew = gang.pods(2, attempt="attempt-2")
+    assert ends(gang.start(anew)) == [0, 0], said(anew)
+    assert files_of(gang.paths) == gang.built_in()
+    assert gang.names() == [".prepare.lock", "prepared", "state"]
+
+
+def test_pod_0_does_the_work_of_one_that_never_comes_and_that_finds_nothing_to_do(gang: Gang):
+    all_pods = gang.pods(3, silent_seconds=0.5)
+    assert ends(gang.start(all_pods[:2])) == [0, 0], said(all_pods)
+    assert "Pod 2 of 3 is silent; pod 0 writes shard 2 itself." in said(all_pods[:1])
+    assert files_of(gang.paths) == gang.built_in()
+    assert ends(gang.start(all_pods[2:])) == [0], said(all_pods)
+    assert reports_of(all_pods[2:])[0].metrics == {"rows": 0}
+    assert files_of(gang.paths) == gang.built_in()
+
+
+def test_a_pod_that_was_taken_for_dead_cannot_touch_the_result(gang: Gang):
+    all_pods = [pod.other(trouble="hangs in a shard") for pod in gang.pods(2, silent_seconds=0.5)]
+    processes = gang.start(all_pods)
+    wait_until(lambda: all(pod.hangs.exists() for pod in all_pods), "both are in the midst of a shard")
+    all_pods[0].hangs.unlink()
+    assert ends(processes[:1]) == [0], said(all_pods)
+    assert files_of(gang.paths) == gang.built_in()
+    all_pods[1].hangs.unlink()
+    assert ends(processes[1:]) == [0], said(all_pods)
+    assert files_of(gang.paths) == gang.built_in()
+    assert gang.names() == [".prepare.lock", "prepared", "state"]
+
+
+def test_a_pod_that_is_told_to_stop_ends_the_preparation_as_preempted(gang: Gang):
+    all_pods = gang.pods(2)
+    all_pods[1] = all_pods[1].other(trouble="hangs in a shard")
+    processes = gang.start(all_pods)
+    wait_until(all_pods[1].hangs.exists, "pod 1 is in a shard")
+    processes[1].terminate()
+    assert ends(processes) == [COLLECTIVE, EXIT_CODES[FailureClass.PREEMPTED]], said(all_pods)
+    assert (cause_of(all_pods).rank, cause_of(all_pods).failure.failure_class) == (1, FailureClass.PREEMPTED)
+    assert gang.nothing_looks_done
+
+
+def test_what_an_earlier_attempt_has_left_is_not_taken_for_news(gang: Gang):
+    """Its pod 0 has said that all is done, and the new one does not come."""
+    assert ends(gang.start(gang.pods(2))) == [0, 0]
+    late = gang.pods(2, attempt="attempt-2", start_seconds=1.0)[1:]
+    assert ends(gang.start(late)) == [COLLECTIVE], said(late)
+    (report,) = reports_of(late)
+    assert report.failure is not None
+    assert report.failure.reason == "LeaderSilent"
+    assert "prepare.pods.json for 1 s" in report.failure.message
+
+
+@pytest.mark.parametrize(
+    ("why", "size", "environment", "expected"),
+    [
+        ("one pod of three", 1, {"FINETUNE_ATTEMPT": "a"}, (FailureClass.WORLD_SIZE, "WorldSizeMismatch")),
+        ("no attempt", 3, {}, (FailureClass.CONFIG, "AttemptMissing")),
+    ],
+)
+def test_pods_that_are_not_those_of_the_plan_are_refused(gang: Gang, why, size, environment, expected):
+    with pytest.raises(StageError) as caught:
+        pods.Pod.of(gang.job(3), ProcessWorld(0, size), gang.paths, environment)
+    assert (caught.value.failure_class, caught.value.reason) == expected
+
+
+def test_the_engine_needs_its_pods(gang: Gang):
+    with pytest.raises(StageError) as caught:
+        prepare(gang.job(3), gang.paths, NoProgress())
+    assert (caught.value.failure_class, caught.value.reason) == (FailureClass.CONFIG, "PodsMissing")
+
+
+def test_orders_do_not_grow_with_the_rows(gang: Gang):
+    """The others map the rows that pod 0 has left."""
+    all_pods = gang.pods(2)
+    all_pods[0] = all_pods[0].other(trouble="hangs in a shard")
+    gang.start(all_pods[:1])
+    wait_until(lambda: ordered(gang), "the order is there")
+    (order,) = gang.paths.root.glob("prepared.tmp-*/raw/exchange/order-1.pickle")
+    labels_and_places = 16 * ROWS
+    assert os.path.getsize(order) < 8_000 + labels_and_places  # noqa: PTH202
