@@ -90,7 +90,7 @@ def fixed_order(rows: Rows, seed: int, epoch: int) -> Iterator[np.ndarray]:
 def grouped_order(rows: Rows, seed: int, epoch: int) -> Iterator[np.ndarray]:
     """The trainer's order, one rank without accumulation."""
     steps = training_order(
-        rows.lengths, global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH, ranks=1, seed=seed, epoch=epoch
+        rows.lengths, global_batch=GLOBAL_BATCH, micro_batch=GLOBAL_BATCH, ranks=1, seed=seed, epoch=epoch, grouped=True
     )
     for step in steps:
         yield step.reshape(-1)

@@ -108,7 +108,7 @@ def test_training_draws_anew_in_each_epoch_and_alike_in_every_process(model, dat
         batch = job.training.batch.model_copy(update={"data_parallel": ranks, "gradient_accumulation": 2 // ranks})
         found = {}
         for rank in range(ranks):
-            order = EpochOrder(prepared.lengths("train"), batch, rank, 11)
+            order = EpochOrder(prepared.lengths("train"), batch, rank, 11, grouped=False)
             order.set_epoch(epoch)
             for picks in order:
                 features = TrainRows(prepared).__getitems__(picks)

@@ -78,7 +78,7 @@ def test_what_took_no_time_is_not_written():
 def test_padding_is_counted_by_micro_batch(lengths, batch, computed):
     micro, accumulation, ranks = batch
     sizes = {"micro_batch_size": micro, "gradient_accumulation": accumulation, "data_parallel": ranks}
-    order = EpochOrder(np.array(lengths), Batch(global_batch_size=4, **sizes), rank=0, seed=1)
+    order = EpochOrder(np.array(lengths), Batch(global_batch_size=4, **sizes), rank=0, seed=1, grouped=True)
     assert (order.step_tokens(0), order.step_computed_tokens(0)) == (sum(lengths), computed)
 
 

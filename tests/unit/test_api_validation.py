@@ -357,6 +357,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.training.arguments.adam_beta2", "Invalid", "numbers and truth values take no quotes"),
         ("spec.training.arguments.output_dir", "Forbidden", "has no effect: the trainer itself takes care of what it"),
         ("spec.training.arguments.report_to", "Invalid", "must be one or a list of tensorboard, mlflow, wandb"),
+        ("spec.training.arguments.train_sampling_strategy", "Invalid", "must be one of random, group_by_length"),
     ],
     "unknown-field": [
         ("spec.training.learning_rate", "Unknown", "did you mean learningRate?"),

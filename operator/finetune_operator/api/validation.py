@@ -23,6 +23,7 @@ from finetune_contract.arguments import (
     OWNED_BY_PLAN,
     ArgumentProblem,
     ArgumentReason,
+    Sampling,
     Tracker,
     check_arguments,
     known_arguments,
@@ -61,6 +62,7 @@ _ARGUMENT_REASONS: Mapping[ArgumentReason, Reason] = {
     "FixedByTrainer": "Forbidden",
     "WrongType": "Invalid",
     "UnknownTracker": "Invalid",
+    "UnknownSampling": "Invalid",
 }
 _KINDS: Mapping[str, str] = {
     "float": "a number",
@@ -295,6 +297,8 @@ def _argument_texts(found: ArgumentProblem) -> tuple[str, str]:
             return f"must be {' or '.join(kinds)}", "change it; numbers and truth values take no quotes"
         case "UnknownTracker":
             return f"must be one or a list of {', '.join(get_args(Tracker))}", found.hint.rstrip(".")
+        case "UnknownSampling":
+            return f"must be one of {', '.join(get_args(Sampling))}", "leave it out for what suits the task"
 
 
 def _hyperparameters(spec: FineTuneJobSpec) -> Iterator[Problem]:

@@ -19,9 +19,13 @@ from typing import Literal, TypeAlias, get_args
 from pydantic import JsonValue
 
 ArgumentType: TypeAlias = Literal["bool", "int", "float", "str", "list", "dict", "null"]
-ArgumentReason: TypeAlias = Literal["UnknownArgument", "OwnedByPlan", "FixedByTrainer", "WrongType", "UnknownTracker"]
+ArgumentReason: TypeAlias = Literal[
+    "UnknownArgument", "OwnedByPlan", "FixedByTrainer", "WrongType", "UnknownTracker", "UnknownSampling"
+]
 Tracker: TypeAlias = Literal["tensorboard", "mlflow", "wandb"]
 """What `report_to` may name."""
+Sampling: TypeAlias = Literal["random", "group_by_length"]
+"""What `train_sampling_strategy` may be; transformers has others."""
 
 OWNED_BY_PLAN: Mapping[str, str] = {
     "accelerator_config": "parallelism",
@@ -87,6 +91,7 @@ FREE: frozenset[str] = frozenset(
         "torch_compile_backend",
         "torch_compile_mode",
         "torch_empty_cache_steps",
+        "train_sampling_strategy",
         "use_liger_kernel",
     }
 )
@@ -138,6 +143,9 @@ def _problem(name: str, value: JsonValue) -> ArgumentProblem | None:
         )
     if name == "report_to":
         return _tracker_problem(value)
+    if name == "train_sampling_strategy" and value not in get_args(Sampling):
+        message = f"{path} is {value!r}; it takes {' or '.join(get_args(Sampling))}."
+        return ArgumentProblem(name, "UnknownSampling", message, "Leave it out for what suits the task.")
     return None
 
 
@@ -156,6 +164,12 @@ def trackers(arguments: Mapping[str, JsonValue]) -> tuple[Tracker, ...]:
     """Those that `report_to` of checked arguments names, each once; none without it."""
     named = _named(arguments.get("report_to"))
     return tuple(tracker for tracker in get_args(Tracker) if tracker in named)
+
+
+def sampling(arguments: Mapping[str, JsonValue]) -> Sampling | None:
+    """What `train_sampling_strategy` of checked arguments asks for; None without it."""
+    asked = arguments.get("train_sampling_strategy")
+    return next((each for each in get_args(Sampling) if each == asked), None)
 
 
 def _named(value: JsonValue) -> list[JsonValue]:

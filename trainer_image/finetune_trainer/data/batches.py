@@ -1,4 +1,4 @@
-"""Which rows meet in a batch: for training by seeded length groups, for inference by a budget of padded tokens.
+"""Which rows meet in a batch: for training a seeded order, for inference a budget of padded tokens.
 
 Pure functions of lengths. The rows of an optimizer step depend on the global batch, the seed and the epoch alone,
 never on how many processes share them; so the losses of all strategies can be compared step by step.
@@ -18,19 +18,27 @@ _MEGABATCHES_PER_EPOCH = 4
 
 
 def training_order(
-    lengths: NDArray[np.int64], *, global_batch: int, micro_batch: int, ranks: int, seed: int, epoch: int
+    lengths: NDArray[np.int64],
+    *,
+    global_batch: int,
+    micro_batch: int,
+    ranks: int,
+    seed: int,
+    epoch: int,
+    grouped: bool,
 ) -> NDArray[np.int64]:
     """Row indices of one epoch, shape (steps, accumulation, ranks, micro_batch); `lengths` in tokens, one for each row.
 
     Each step has exactly `global_batch` rows; what is left over at the end of the epoch is a random rest of the rows,
-    another one in each epoch, and is dropped. Steps come in random order. Inside a step, rows of like length share a
-    micro-batch, and the micro-batches that run at the same time on different ranks are neighbours in length.
+    another one in each epoch, and is dropped. Steps are of rows of like length when `grouped`, else of any rows; they
+    come in random order. Inside a step, rows of like length share a micro-batch, and the micro-batches that run at the
+    same time on different ranks are neighbours in length.
 
     Raises ValueError when `micro_batch * ranks` does not divide `global_batch`.
     """
     if global_batch % (micro_batch * ranks):
         raise ValueError(f"global batch {global_batch} is not a multiple of micro-batch {micro_batch} x ranks {ranks}")
-    steps = _step_rows(lengths, global_batch, seed, epoch)
+    steps = _step_rows(lengths, global_batch, seed, epoch, grouped)
     dealt = steps.reshape(len(steps), global_batch // (micro_batch * ranks), ranks, micro_batch)
     # Every other round is dealt backwards, so that no rank always gets the longest rows.
     backwards = np.indices(dealt.shape[:2]).sum(axis=0) % 2 == 1
@@ -38,12 +46,15 @@ def training_order(
     return dealt
 
 
-def _step_rows(lengths: NDArray[np.int64], global_batch: int, seed: int, epoch: int) -> NDArray[np.int64]:
+def _step_rows(
+    lengths: NDArray[np.int64], global_batch: int, seed: int, epoch: int, grouped: bool
+) -> NDArray[np.int64]:
     """Shape (steps, global_batch), longest row of a step first."""
     random = np.random.default_rng([seed, epoch])
     count = len(lengths) // global_batch
     rows = random.permutation(len(lengths))[: count * global_batch].astype(np.int64)
-    group = max(1, min(_MEGABATCH_STEPS, count // _MEGABATCHES_PER_EPOCH)) * global_batch
+    together = max(1, min(_MEGABATCH_STEPS, count // _MEGABATCHES_PER_EPOCH)) if grouped else 1
+    group = together * global_batch
     starts = range(0, len(rows), group)
     by_length = [
         part[np.argsort(-lengths[part], kind="stable")] for part in (rows[start : start + group] for start in starts)

@@ -47,14 +47,19 @@ class EpochOrder(Sampler[list[Pick]]):
         rank: int,
         seed: int,
         widths: NDArray[np.int64] | None = None,
+        *,
+        grouped: bool,
     ) -> None:
-        """`lengths`: tokens of each row; `widths`: those that it takes of a batch, where they are more."""
+        """`lengths`: tokens of each row; `widths`: those that it takes of a batch, where they are more; `grouped`:
+        whether all rows of a step are of like length.
+        """
         _check(batch)
         self._lengths = lengths
         self._widths = lengths if widths is None else widths
         self._batch = batch
         self._rank = rank
         self._seed = seed
+        self._grouped = grouped
         self._epoch = 0
         self._order = self._draw(0)
         if not len(self._order):
@@ -73,6 +78,7 @@ class EpochOrder(Sampler[list[Pick]]):
             ranks=self._batch.data_parallel,
             seed=self._seed,
             epoch=epoch,
+            grouped=self._grouped,
         )
 
     def set_epoch(self, epoch: int) -> None:

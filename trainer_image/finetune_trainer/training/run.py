@@ -20,6 +20,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from finetune_contract.arguments import sampling
 from finetune_contract.choices import Stage
 from finetune_contract.job import TrainerJob, Training
 from finetune_contract.layout import FailureClass, JobPaths
@@ -111,7 +112,9 @@ def train(
     shape = MeshShape.of(training.strategy, training.batch.data_parallel)
     data_rank, tokens_of_rows = shape.data_rank(world.rank), shape.token_slice(world.rank)
     lengths, widths = prepared.lengths("train"), task.widths(prepared, "train")
-    order = EpochOrder(lengths, training.loop_batch, data_rank, training.seed, widths)
+    asked = sampling(training.arguments)
+    grouped = task.groups_by_length if asked is None else asked == "group_by_length"
+    order = EpochOrder(lengths, training.loop_batch, data_rank, training.seed, widths, grouped=grouped)
     _warn_of_other_epoch(order, training)
 
     # The model before the arguments: with a ZeRO-3 configuration alive, transformers would load it in shards and draw
