@@ -171,7 +171,7 @@ def loop_over(bench: Any, model: Any, adapted: Any, folder: Path) -> Any:
     parts = LoopParts(
         strategy=strategy,
         adapted=adapted,
-        order=EpochOrder(prepared.lengths("train"), training.batch, 0, training.seed),
+        order=EpochOrder(prepared.lengths("train"), training.batch, 0, training.seed, grouped=True),
         rows=TrainRows(prepared),
         collate=Collate(task_module(bench.job.task), prepared.pad_token_id),
         validation=None,

@@ -200,7 +200,9 @@ def by_trl(job: TrainerJob, paths: JobPaths, folder: Path, model: Any) -> tuple[
     training, prepared = job.training, PreparedData.open(paths)
     assert training is not None
     task = task_of(job)
-    order = EpochOrder(prepared.lengths("train"), training.batch, 0, training.seed, task.widths(prepared, "train"))
+    order = EpochOrder(
+        prepared.lengths("train"), training.batch, 0, training.seed, task.widths(prepared, "train"), grouped=False
+    )
     rows = read_lines(Path(job.dataset.uri.removeprefix("file://")) / "train.jsonl")  # type: ignore[union-attr]
     source, picked = prepared.split("train")["row"], []
     for epoch in range(-(-training.max_steps // order.steps)):

@@ -132,7 +132,7 @@ def test_label_smoothing_is_in_the_loss_of_the_whole_global_batch(here, bench):
     run.train_here()
 
     prepared, task, training = PreparedData.open(run.paths), task_module(run.job.task), run.job.training
-    order = EpochOrder(prepared.lengths("train"), training.batch, 0, training.seed)
+    order = EpochOrder(prepared.lengths("train"), training.batch, 0, training.seed, grouped=True)
     rows = [pick.row for micro, _ in zip(order, range(4), strict=False) for pick in micro]
     batch = task.collate(prepared.features("train", rows), pad_token_id=prepared.pad_token_id)
     labels = batch.pop("labels")
