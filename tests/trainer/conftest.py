@@ -19,7 +19,7 @@ from finetune_contract.job import Strategy, TrainerJob
 from finetune_contract.layout import ENV_PROGRESS, ENV_REPORT, JobPaths
 from finetune_contract.report import Progress, TrainerReport
 from trainer_support.forking import fork_server
-from trainer_support.tasks import losses, task_job, train_here, training_of
+from trainer_support.tasks import largest_difference, losses, task_job, train_here, training_of
 
 WORDS = {
     "good": ["lovely", "bright", "solid", "sweet", "quick", "warm", "kind", "fresh"],
@@ -489,9 +489,7 @@ def compared(record_property: Callable[[str, object], None]) -> Callable[[Bench,
 
     def compare(run: Bench, alone: Bench) -> tuple[float, float]:
         losses = max(abs(mine / theirs - 1) for mine, theirs in zip(run.losses(), alone.losses(), strict=True))
-        mine, theirs = run.weights(), alone.weights()
-        assert mine.keys() == theirs.keys()
-        weights = max((mine[name] - theirs[name]).abs().max().item() for name in theirs)
+        weights = largest_difference(run.weights(), alone.weights())
         record_property("largest relative difference of losses", f"{losses:.1e}")
         record_property("largest difference of weights", f"{weights:.1e}")
         return losses, weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +15,7 @@ import pytest
 from finetune_contract.job import Adapter, CheckpointSchedule, EarlyStopping
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
+from trainer_support.tasks import largest_difference
 
 LORA = Adapter(method="lora", rank=4, alpha=16, dropout=0.0)
 DORA = LORA.model_copy(update={"method": "dora"})
@@ -44,11 +45,6 @@ def tensors(folder: Path, name: str) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     return load_file(folder / name)
-
-
-def largest_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
-    assert one.keys() == other.keys()
-    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 def answers(model: Any) -> Any:

@@ -16,6 +16,7 @@ import pytest
 from finetune_contract.job import CheckpointSchedule, EarlyStopping, Strategy
 from process_support import tied_stages
 from trainer_support.forking import fork_server
+from trainer_support.tasks import told
 
 WEIGHTS_TOLERANCE = 1e-5
 STEPS = 14
@@ -150,28 +151,20 @@ def run_of(tmp_path_factory: pytest.TempPathFactory, family_bench) -> Callable[[
     return run
 
 
-def steps(run: Any) -> list[dict[str, float]]:
-    return [line for line in map(json.loads, run.paths.history.read_text().splitlines()) if "loss" in line]
-
-
-def evaluations(run: Any) -> list[dict[str, float]]:
-    return [line for line in map(json.loads, run.paths.history.read_text().splitlines()) if "eval_loss" in line]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_losses_gradients_and_weights_are_those_of_one_process(name: str, run_of, compared):
     case = CASES[name]
     alone, run, ended = run_of(case)
     assert ended.exit_code == 0, ended.output
-    expected, found = steps(alone), steps(run)
+    expected, found = told(alone.paths, "loss"), told(run.paths, "loss")
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
     for figure in ("loss", "grad_norm", "learning_rate"):
         # The norm too: Adam hides a gradient that is wrong by a factor.
         assert [line[figure] for line in found] == pytest.approx([line[figure] for line in expected], rel=1e-4), figure
     for figure in ("eval_loss", "eval_accuracy"):
-        assert [line[figure] for line in evaluations(run)] == pytest.approx(
-            [line[figure] for line in evaluations(alone)], rel=1e-4
+        assert [line[figure] for line in told(run.paths, "eval_loss")] == pytest.approx(
+            [line[figure] for line in told(alone.paths, "eval_loss")], rel=1e-4
         )
     assert max(compared(run, alone)) <= WEIGHTS_TOLERANCE
 
@@ -264,7 +257,7 @@ def test_a_run_goes_on_from_a_checkpoint_however_the_model_is_spread(family_benc
     expected = alone.weights()
     for weights in left:
         assert max((weights[each] - expected[each]).abs().max().item() for each in expected) <= WEIGHTS_TOLERANCE
-    assert [line["loss"] for line in steps(run)] == pytest.approx([line["loss"] for line in steps(alone)], rel=1e-4)
+    assert run.losses() == pytest.approx(alone.losses(), rel=1e-4)
 
 
 @pytest.mark.slow
@@ -298,6 +291,6 @@ def test_the_best_weights_of_an_early_stop_are_those_of_all_stages(family_bench,
     assert alone.run().exit_code == 0
     ended = run.run(processes=2)
     assert ended.exit_code == 0, ended.output
-    assert len(steps(run)) == len(steps(alone)) == 24
+    assert len(run.losses()) == len(alone.losses()) == 24
     theirs, mine = alone.weights(), run.weights()
     assert max((mine[each] - theirs[each]).abs().max().item() for each in theirs) <= WEIGHTS_TOLERANCE

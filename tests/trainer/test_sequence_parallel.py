@@ -26,7 +26,7 @@ from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
 from finetune_trainer.strategies.sequence import refuse_model
 from trainer_support.forking import fork_server
-from trainer_support.tasks import read_lines, task_job, texts, training_of, write_decoder, write_lines
+from trainer_support.tasks import task_job, texts, told, training_of, write_decoder, write_lines
 
 STEPS = 12
 """An epoch and a little more: two evaluations."""
@@ -154,24 +154,19 @@ def run_of(tmp_path_factory: pytest.TempPathFactory, bench_of) -> Callable[[Case
     return run
 
 
-def lines(run: Any, figure: str) -> list[dict[str, float]]:
-    """Those of the history that have `figure`."""
-    return [line for line in read_lines(run.paths.history) if figure in line]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_losses_gradients_and_weights_are_those_of_one_process(name: str, run_of, compared):
     case = CASES[name]
     alone, run, ended = run_of(case)
     assert ended.exit_code == 0, ended.output
-    expected, found = lines(alone, "loss"), lines(run, "loss")
+    expected, found = told(alone.paths, "loss"), told(run.paths, "loss")
     assert [line["step"] for line in found] == list(range(1, STEPS + 1))
     for figure in ("loss", "grad_norm", "learning_rate"):
         # The norm too: Adam hides a gradient that is wrong by a factor.
         wanted = pytest.approx([line[figure] for line in expected], rel=FIGURES_TOLERANCE)
         assert [line[figure] for line in found] == wanted, figure
-    said, measured = lines(alone, "eval_loss"), lines(run, "eval_loss")
+    said, measured = told(alone.paths, "eval_loss"), told(run.paths, "eval_loss")
     assert len(said) == len(measured) >= 2
     for figure in ("eval_loss", "eval_accuracy", "eval_perplexity"):
         wanted = pytest.approx([line[figure] for line in said], rel=FIGURES_TOLERANCE)
@@ -181,8 +176,8 @@ def test_losses_gradients_and_weights_are_those_of_one_process(name: str, run_of
     # An ordinary Hub folder, and the report says what ran.
     assert (run.paths.model / "config.json").read_text() == (alone.paths.model / "config.json").read_text()
     train = json.loads(run.paths.metrics.read_text())["train"]
-    told = (train["strategy"], train["world_size"], train["steps"])
-    assert told == (case.spread.label, case.processes, STEPS)
+    ran = (train["strategy"], train["world_size"], train["steps"])
+    assert ran == (case.spread.label, case.processes, STEPS)
 
 
 @pytest.mark.slow

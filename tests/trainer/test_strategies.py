@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from finetune_contract.job import CheckpointSchedule
+from trainer_support.tasks import largest_difference, told
 
 CASES = {
     "one process with accumulation": ("single", 1, 4, {}),
@@ -99,16 +100,12 @@ def access_to_files(monkeypatch: pytest.MonkeyPatch) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=1500)
 
 
-def lines(run) -> list[dict[str, float]]:
-    """The steps in the history."""
-    return [line for line in map(json.loads, run.paths.history.read_text().splitlines()) if "loss" in line]
-
-
 def difference(one, other, without: str = " ") -> float:
     """The largest between the weights that two runs have left, those apart whose names end with `without`."""
     mine, theirs = one.weights(), other.weights()
     assert mine.keys() == theirs.keys()
-    return max((mine[name] - theirs[name]).abs().max().item() for name in theirs if not name.endswith(without))
+    kept = [name for name in theirs if not name.endswith(without)]
+    return largest_difference({name: mine[name] for name in kept}, {name: theirs[name] for name in kept})
 
 
 @pytest.mark.slow
@@ -120,7 +117,7 @@ def test_losses_gradients_and_weights_agree_with_one_process(case: str, whole_ru
     run, ended = whole_run(spread_of(strategy, processes, micro, tuple(settings.items()), zero))
     assert ended.exit_code == 0, ended.output
 
-    expected, found = lines(alone), lines(run)
+    expected, found = told(alone.paths, "loss"), told(run.paths, "loss")
     assert [line["step"] for line in found] == list(range(1, 21))
     for name in ("loss", "grad_norm", "learning_rate"):
         # The norm too: Adam hides a gradient that is wrong by a factor.

@@ -18,6 +18,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.job import CheckpointSchedule, Strategy
 from finetune_contract.layout import FailureClass
 from trainer_support.forking import fork_server
+from trainer_support.tasks import largest_difference
 
 STEPS = 20
 SCHEDULE = CheckpointSchedule(every_steps=5, keep=2)
@@ -41,12 +42,6 @@ def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
         child for child in psutil.Process(process.pid).children() if "finetune_trainer" in " ".join(child.cmdline())
     ]
     return sorted(found, key=lambda child: int(child.environ()["RANK"]))
-
-
-def largest_difference(one, other) -> float:
-    mine, theirs = one.weights(), other.weights()
-    assert mine.keys() == theirs.keys()
-    return max((mine[name] - theirs[name]).abs().max().item() for name in mine)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +113,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(
     assert f"step {latest}" in resumed.output
     lines = [json.loads(line) for line in run.paths.history.read_text(encoding="utf-8").splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
-    assert largest_difference(run, undisturbed) <= 1e-6
+    assert largest_difference(run.weights(), undisturbed.weights()) <= 1e-6
     assert (run.paths.state / "train.json").exists()
 
 
@@ -145,7 +140,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one_and_under_another_strategy
     before = run.paths.checkpoints / f"step-{int(newest.name.removeprefix('step-')) - 5}"
     assert f"Resuming from {before}" in resumed.output
     whole, _ = whole_run(spread_of("single", processes=1))
-    assert largest_difference(run, whole) <= 1e-6
+    assert largest_difference(run.weights(), whole.weights()) <= 1e-6
     # What is left: as many as asked for, the last one of this run.
     assert sorted(path.name for path in run.paths.checkpoints.glob("step-*")) == ["step-15", "step-20"]
 

@@ -6,7 +6,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +115,20 @@ def predictions(paths: JobPaths) -> list[dict[str, Any]]:
     return read_lines(paths.predictions_jsonl)
 
 
+def told(paths: JobPaths, figure: str) -> list[dict[str, Any]]:
+    """The lines of the history that have `figure`."""
+    return [line for line in read_lines(paths.history) if figure in line]
+
+
 def losses(paths: JobPaths) -> list[float]:
     """Of each training step."""
-    return [line["loss"] for line in read_lines(paths.history) if "loss" in line]
+    return [line["loss"] for line in told(paths, "loss")]
+
+
+def largest_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> float:
+    """Of all elements of tensors of the same names."""
+    assert one.keys() == other.keys()
+    return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
 def run_card(job: TrainerJob, paths: JobPaths) -> str:

@@ -154,10 +154,6 @@ def _offloads(spec: FineTuneJobSpec) -> bool:
     return (spec.parallelism.offload.optimizer, spec.parallelism.offload.parameters) != ("none", "none")
 
 
-def _replica_ranks(spec: FineTuneJobSpec) -> int:
-    return spec.parallelism.replica_ranks
-
-
 def _loops(spec: FineTuneJobSpec) -> bool:
     return spec.training is not None and spec.script is None
 
@@ -554,9 +550,7 @@ RULES: tuple[Rule, ...] = (
         "model-parallel-divides-world",
         "resources.processesPerNode",
         f"{_WORLD_UNKNOWN} || ({_WORLD}) % {_MODEL} == 0",
-        lambda spec: (
-            spec.resources.elastic is not None or (_world(spec) or _replica_ranks(spec)) % _replica_ranks(spec) == 0
-        ),
+        lambda spec: spec.resources.elastic is not None or (_world(spec) or 0) % spec.parallelism.replica_ranks == 0,
         "times spec.resources.nodes has to be a multiple of tensor x pipeline x sequence in spec.parallelism",
         "change the degrees, the nodes or the processes",
         reads=_WORLD_FIELDS,

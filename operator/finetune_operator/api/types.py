@@ -23,6 +23,7 @@ from finetune_contract.choices import (
     Stage,
     Task,
 )
+from finetune_contract.job import preparing_pods
 
 GROUP = "finetune.dev"
 VERSION = "v1alpha1"
@@ -306,13 +307,7 @@ class PreparationSpec(SpecModel):
     @property
     def pods(self) -> int:
         """Pods that prepare in a cluster; Spark's driver is one of them."""
-        match self.engine:
-            case "auto":
-                return 1
-            case "job":
-                return self.workers
-            case "spark":
-                return 1 + self.workers
+        return preparing_pods(self.engine, self.workers)
 
 
 # ------------------------------------------------------------------------------------------------------------- training

@@ -211,10 +211,14 @@ def _check_tensor(draft: Draft) -> Draft:
 
 def _dealt_out(model: ModelFacts) -> tuple[tuple[int, str], ...]:
     """What tensor ranks get equal parts of."""
+    return (*heads(model), (model.intermediate_size, "columns of feed-forward layers"))
+
+
+def heads(model: ModelFacts) -> tuple[tuple[int, str], ...]:
+    """How many there are of each kind."""
     return (
         (model.attention_heads, "attention heads"),
         (model.key_value_heads or model.attention_heads, "key-value heads"),
-        (model.intermediate_size, "columns of feed-forward layers"),
     )
 
 

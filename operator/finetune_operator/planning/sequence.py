@@ -5,6 +5,7 @@ with it, and with which models.
 from __future__ import annotations
 
 from finetune_operator.planning.draft import Draft, decided
+from finetune_operator.planning.model_parallel import heads
 
 
 def check_sequence(draft: Draft) -> Draft:
@@ -22,12 +23,11 @@ def check_sequence(draft: Draft) -> Draft:
                 "NotSupported",
             )
     model = draft.model
-    heads = (model.attention_heads, model.key_value_heads or model.attention_heads)
-    uneven = [count for count in heads if count % degree]
+    uneven = [(count, what) for count, what in heads(model) if count % degree]
     if draft.model_known and uneven:
-        what = "attention heads" if uneven[0] == heads[0] else "key-value heads"
-        rule = f"it has to divide the model's {uneven[0]} {what}, which processes exchange for tokens"
-        draft = draft.refusing(path, degree, rule, f"set it to a divisor of {uneven[0]}")
+        count, what = uneven[0]
+        rule = f"it has to divide the model's {count} {what}, which processes exchange for tokens"
+        draft = draft.refusing(path, degree, rule, f"set it to a divisor of {count}")
     world = decided(draft.world)
     if draft.problems or world.size % degree:
         return draft

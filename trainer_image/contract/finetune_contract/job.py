@@ -79,6 +79,17 @@ class DataSource(Order):
     columns: Columns = Columns()
 
 
+def preparing_pods(engine: Literal["auto", "local", "job", "spark"], workers: int) -> int:
+    """Pods that `engine` prepares with in a cluster; Spark's driver is one of them."""
+    match engine:
+        case "auto" | "local":
+            return 1
+        case "job":
+            return workers
+        case "spark":
+            return 1 + workers
+
+
 class Preparation(Order):
     """How rows become tokens."""
 
@@ -98,13 +109,7 @@ class Preparation(Order):
     @property
     def pods(self) -> int:
         """Pods that run the stage in a cluster; Spark's driver is one of them."""
-        match self.engine:
-            case "local":
-                return 1
-            case "job":
-                return self.workers
-            case "spark":
-                return 1 + self.workers
+        return preparing_pods(self.engine, self.workers)
 
 
 class Pipeline(Order):

@@ -41,9 +41,10 @@ class Validation:
         everyone, slices = gathered(mine), self._deal.tokens.count
         # Neighbours have slices of the same features, in their order.
         for first in range(0, len(everyone), slices):
-            for parts in zip(*everyone[first : first + slices], strict=True):
-                for at, said in zip(parts[0][0].tolist(), zip(*(part[1] for part in parts), strict=True), strict=True):
-                    answers[at] = {**_joined(said), **self._reference.of(ROLE, at)}
+            for batch in zip(*everyone[first : first + slices], strict=True):
+                wanted, _ = batch[0]
+                for at, *parts in zip(wanted.tolist(), *(said for _, said in batch), strict=True):
+                    answers[at] = {**_joined(parts), **self._reference.of(ROLE, at)}
         return self._deal.task.score(answers, split)
 
 
