@@ -147,7 +147,7 @@ def test_label_smoothing_is_in_the_loss_of_the_whole_global_batch(here, bench):
 @pytest.mark.parametrize(
     ("setting", "found"),
     [
-        ({"optimizer": "adamw"}, {"optim": "adamw_torch"}),
+        ({"optimizer": "adamw"}, {"optim": "adamw_torch_fused"}),
         ({"optimizer": "adafactor"}, {"optim": "adafactor"}),
         ({"optimizer": "sgd"}, {"optim": "sgd"}),
         ({"scheduler": "cosine_with_restarts"}, {"lr_scheduler_type": "cosine_with_restarts"}),
@@ -191,7 +191,7 @@ def test_a_setting_that_a_library_passes_over_in_silence_fails_the_stage(here, m
     import finetune_trainer.training.arguments as made
 
     with monkeypatch.context() as patched:
-        patched.setitem(made._OPTIMIZERS["cpu"], "sgd", "adamw_torch")
+        patched.setitem(made._OPTIMIZERS, "sgd", "adamw_torch")
         with pytest.raises(StageError) as caught:
             here.with_training(max_steps=1, optimizer="sgd").train_here()
         assert (caught.value.failure_class, caught.value.reason) == (

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_contract.arguments import check_arguments
-from finetune_contract.choices import Device, OptimizerName
+from finetune_contract.choices import OptimizerName
 from finetune_contract.job import Training
 from finetune_contract.layout import FailureClass
 from finetune_trainer.distributed import COLLECTIVE_TIMEOUT
@@ -21,10 +21,8 @@ from finetune_trainer.failures import StageError
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-_OPTIMIZERS: Mapping[Device, Mapping[OptimizerName, str]] = {
-    "cpu": {"adamw": "adamw_torch", "adafactor": "adafactor", "sgd": "sgd"},
-    "cuda": {"adamw": "adamw_torch_fused", "adafactor": "adafactor", "sgd": "sgd"},
-}
+_OPTIMIZERS: Mapping[OptimizerName, str] = {"adamw": "adamw_torch_fused", "adafactor": "adafactor", "sgd": "sgd"}
+"""As transformers calls them. Unfused, AdamW on a CPU passes over each weight a dozen times."""
 
 _OPTIMIZER_CLASSES: Mapping[OptimizerName, tuple[str, ...]] = {
     "adamw": ("AdamW", "DeepSpeedCPUAdam"),
@@ -74,7 +72,7 @@ def training_arguments(training: Training, output: Path, strategy_arguments: Map
         "warmup_steps": training.warmup_steps,
         "weight_decay": training.weight_decay,
         "max_grad_norm": training.max_grad_norm,
-        "optim": _OPTIMIZERS[training.world.device][training.optimizer],
+        "optim": _OPTIMIZERS[training.optimizer],
         "seed": training.seed,
         "label_smoothing_factor": training.label_smoothing,
         **checkpointing_arguments(training.strategy.activation_checkpointing),

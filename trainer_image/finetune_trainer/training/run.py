@@ -42,6 +42,7 @@ from finetune_trainer.tasks.base import TaskModule, task_of
 from finetune_trainer.training.activations import InHostMemory, OnDevice
 from finetune_trainer.training.arguments import refused_arguments, training_arguments
 from finetune_trainer.training.dealing import Deal
+from finetune_trainer.training.dropout import share_random_bits
 from finetune_trainer.training.history import History, RunFigures
 from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.loop import LoopParts, TrainingLoop
@@ -125,6 +126,8 @@ def train(
     _refuse_liger(training, model)
     weights = None if task.objective is None else weights_digest(model)
     adapted = None if training.adapter is None else adapt(model, training.adapter, began_with)
+    if training.world.device == "cpu" and not training.arguments.get("torch_compile"):  # which has its own dropout
+        share_random_bits(model)
     saver = _saver(job, training, paths, world, data_rank, prepared, strategy, stopper, adapted, weights)
     resume_from = saver.find()
     arguments = training_arguments(training, paths.checkpoints, strategy.arguments())
