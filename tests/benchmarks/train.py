@@ -255,7 +255,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=120, help="of one run, the first ten not timed")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--workspace", type=Path, default=Path("runs/benchmark-train"))
-    parser.add_argument("--auto", default="bf16", choices=["fp32", "bf16"], help="what the plan decides on this machine")
+    parser.add_argument(
+        "--auto", default="bf16", choices=["fp32", "bf16"], help="what the plan decides on this machine"
+    )
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     transformers.utils.logging.set_verbosity_error()

@@ -173,7 +173,8 @@ def test_results_of_another_run_are_moved_aside_by_pod_0_alone(gang: Gang):
     assert ends(gang.start(gang.pods(2, job=gang.job(2, run="run-1")))) == [0, 0]
     anew = gang.pods(2, job=gang.job(2, run="run-2"))
     assert ends(gang.start(anew)) == [0, 0], said(anew)
-    assert sorted(path.name for path in gang.paths.root.parent.iterdir()) == [".job.lock", "job", "job.previous-1"]
+    found = sorted(path.name for path in gang.paths.root.parent.iterdir())
+    assert found == [".cache", ".job.lock", "job", "job.previous-1"]
     assert files_of(gang.paths) == gang.built_in()
 
 

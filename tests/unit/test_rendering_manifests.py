@@ -439,7 +439,8 @@ def test_claims_are_mounted_where_job_json_says_and_only_in_the_stages_that_need
         "file:///claims/models/out.jsonl",
     )
     pod = the_pod(manifests, "reviews-prepare-1")
-    assert environment(pod)["HF_HOME"] == "/cache/hub"
+    assert environment(pod)["HF_HOME"] == environment(pod)["FINETUNE_CACHE"] == "/cache/hub"
+    assert "FINETUNE_CACHE" not in environment(the_pod(manifests, "reviews-evaluate-1"))
     assert "/workspace/team" in pod["spec"]["containers"][0]["command"]
     assert not any(each["kind"] == "PersistentVolumeClaim" for each in manifests)
 

@@ -26,23 +26,15 @@ from finetune_contract.base import Message
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError, other_settings
-from finetune_trainer.files import write_atomically, write_synced
+from finetune_trainer.files import FileEntry, entries_of, first_difference, write_atomically, write_synced
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d+)")
-_BLOCK_BYTES = 1 << 20
 _FULL_BELOW_BYTES = 1 << 20
 """torch says only that a write failed; with less free space than this on the volume we take that as the reason."""
-
-
-class FileEntry(Message):
-    """One file of a checkpoint."""
-
-    size: int
-    sha256: str
 
 
 class Manifest(Message):
@@ -58,7 +50,7 @@ class Manifest(Message):
     written: float
     """Unix time in seconds."""
     files: dict[str, FileEntry]
-    """Path below the checkpoint's folder -> size and hash."""
+    """Path below the checkpoint's folder -> what it is known by."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +121,6 @@ class CheckpointStore:
         `first_of_run`: all older ones belong to a run that was not resumed, and go.
         """
         source, target = self.partial(step), self._folder / f"step-{step}"
-        files = {str(path.relative_to(source)): _entry(path) for path in sorted(source.rglob("*")) if path.is_file()}
         manifest = Manifest(
             step=step,
             strategy=strategy,
@@ -137,7 +128,7 @@ class CheckpointStore:
             job=job,
             job_digest=digest(job),
             written=time.time(),
-            files=files,
+            files=entries_of(source),
         )
         write_synced(source / MANIFEST, manifest.to_json())
         if target.exists():
@@ -198,35 +189,15 @@ def verify(folder: Path) -> Checkpoint:
         raise _damaged(folder / MANIFEST, "is missing") from None
     except (OSError, ValidationError) as error:
         raise _damaged(folder / MANIFEST, "cannot be read") from error
-    for name, entry in manifest.files.items():
-        path = folder / name
-        if not path.is_file():
-            raise _damaged(path, "is missing")
-        size = path.stat().st_size
-        if size != entry.size:
-            raise _damaged(path, f"has {size} bytes instead of {entry.size}")
-        if _sha256(path) != entry.sha256:
-            raise _damaged(path, "has other content than was written")
+    different = first_difference(folder, manifest.files)
+    if different is not None:
+        raise _damaged(*different)
     return Checkpoint(folder, manifest)
 
 
 def _damaged(path: Path, what: str) -> StageError:
     message = f"Checkpoint {path.parent.name} is damaged: {path} {what}."
     return StageError(FailureClass.CHECKPOINT, "DamagedCheckpoint", message, "Use an older checkpoint.")
-
-
-def _entry(path: Path) -> FileEntry:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return FileEntry(size=path.stat().st_size, sha256=_sha256(path))
-
-
-def _sha256(path: Path) -> str:
-    value = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            value.update(block)
-    return value.hexdigest()
 
 
 @contextmanager

