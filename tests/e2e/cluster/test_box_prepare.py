@@ -1,7 +1,10 @@
-"""Pods that prepare together: an Indexed Job over two nodes, whose pods meet in files of one claim and nowhere else."""
+"""Pods that prepare together: an Indexed Job over two nodes, whose pods meet in files of one claim and nowhere else; and
+jobs that share what they prepare by way of another claim.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,3 +55,22 @@ def test_a_wrong_column_is_told_by_the_pod_that_reads_and_the_others_end(team: T
         "DataError", "MissingColumn", "prepare", 0,
     )  # fmt: skip
     assert {pod["status"]["phase"] for pod in team.pods(name, "prepare")} <= {"Failed"}
+
+
+def test_jobs_at_once_that_name_one_cache_prepare_once(box: Box, team: Team, fingerprint: str, tmp_path: Path) -> None:
+    claim = team.new_name("shared")
+    box.fill_claim(team.namespace, claim, tmp_path)
+    names = [team.new_name("sharing") for _ in range(2)]
+    for name in names:
+        team.apply(name, tiny_spec(storage={"size": "1Gi", "cache": f"pvc://{claim}/team"}))
+    taken = 0
+    for name in names:
+        status = team.wait(name, lambda found: found if "measured" in found else None, "prepare is done", 240)
+        assert status["artifacts"]["datasetFingerprint"] == fingerprint
+        (pod,) = team.pods(name, "prepare")
+        log = box.kubectl("logs", "-n", team.namespace, pod["metadata"]["name"])
+        assert "WARNING" not in log
+        taken += "where another job had prepared the same data" in log
+    assert taken == 1
+    for name in names:
+        team.delete(name)
