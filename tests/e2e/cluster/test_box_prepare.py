@@ -1,5 +1,5 @@
-"""Pods that prepare together: an Indexed Job over two nodes, whose pods meet in files of one claim and nowhere else; and
-jobs that share what they prepare by way of another claim.
+"""Pods that prepare together: an Indexed Job over two nodes, whose pods meet in files of one claim and nowhere else.
+And jobs that share what they prepare by way of another claim.
 """
 
 from __future__ import annotations
