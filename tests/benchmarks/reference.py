@@ -1,9 +1,9 @@
 """Each task against a plain reference: the same model, rows, steps, batch and schedule, by `finetune run` and by
 Hugging Face's own Trainer with the task's standard collator and metric, written here as its examples write it.
 
-What differs: the order of the rows (ours groups them by length, the Trainer's is random) and everything that is ours
-around it. Quality is the result; no speed is compared. Models are MiniLM with its weights where an encoder is wanted,
-else small random ones of the real architecture, with a tokenizer learnt from the rows.
+What differs: the order of the rows (each draws its own; in text-classification ours groups them by length) and
+everything that is ours around it. Quality is the result; no speed is compared. Models are MiniLM with its weights where
+an encoder is wanted, else small random ones of the real architecture, with a tokenizer learnt from the rows.
 
     python tests/benchmarks/reference.py --data ../shared/data --steps 60 --tasks masked-lm summarization
 """
