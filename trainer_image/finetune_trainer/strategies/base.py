@@ -101,6 +101,11 @@ class Strategy(Protocol):
         """Why a checkpoint of that strategy and world cannot be continued here; None when it can."""
 
 
+def computes_in_bf16(precision: Precision) -> bool:
+    """Whether what no layer does in a precision of its own is computed in bf16."""
+    return precision in ("bf16", "fp8")
+
+
 def not_in_effect(strategy: str, reason: str, found: str) -> StageError:
     """The error for a strategy that is not what was asked for; `reason` is the CamelCase word for the case."""
     return StageError(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.report import TimePart
-from finetune_trainer.strategies.base import Placed, expect, not_in_effect, type_name
+from finetune_trainer.strategies.base import Placed, computes_in_bf16, expect, not_in_effect, type_name
 from finetune_trainer.strategies.full_state import FullState
 
 if TYPE_CHECKING:
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 class DataParallel(FullState):
-    """torch's DistributedDataParallel, put around the model by accelerate; bf16 and fp16 by autocast."""
+    """torch's DistributedDataParallel, put around the model by accelerate; bf16, also around layers in fp8, and fp16 by
+    autocast.
+    """
 
     name: StrategyName = "ddp"
     # The forward pass begins with the buffers of rank 0.
@@ -26,8 +28,8 @@ class DataParallel(FullState):
         self._world_size = world_size
 
     def arguments(self) -> Mapping[str, object]:
-        """Autocast when the precision is bf16 or fp16; accelerate scales the loss with the latter."""
-        return {"bf16": self._precision == "bf16", "fp16": self._precision == "fp16"}
+        """Autocast unless the precision is fp32; accelerate scales the loss with the latter."""
+        return {"bf16": computes_in_bf16(self._precision), "fp16": self._precision == "fp16"}
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
         """accelerate wraps it later."""

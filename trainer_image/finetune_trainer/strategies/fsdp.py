@@ -14,7 +14,7 @@ from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.job import Strategy as StrategySettings
 from finetune_contract.job import World
 from finetune_contract.report import TimePart
-from finetune_trainer.strategies.base import Placed, expect, type_name
+from finetune_trainer.strategies.base import Placed, computes_in_bf16, expect, type_name
 from finetune_trainer.strategies.full_state import FullState
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class FullySharded(FullState):
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
         inner = outer = MixedPrecisionPolicy()
-        if self._precision == "bf16":
+        if computes_in_bf16(self._precision):
             # Gradients are reduced in fp32: a sum over many ranks loses small ones in bf16. Only the root answers in
             # fp32; what a block answers goes into layers of the root, whose weights are bf16 by then.
             inner = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

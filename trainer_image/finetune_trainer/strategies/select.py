@@ -25,7 +25,7 @@ def strategy_for(training: Training, deepspeed: Mapping[str, Any] | None, scratc
     """
     settings, world, precision = training.strategy, training.world, training.precision
     if precision == "fp8":
-        raise _unsupported("training.precision", precision, "fp32, bf16 and fp16")
+        _refuse_fp8(training)
     if precision == "fp16" and (world.device == "cpu" or settings.name == "fsdp"):
         # accelerate scales no loss on a CPU and computes in fp32 there without a word.
         raise _unsupported("training.precision", precision, "fp32 and bf16 on a CPU and with strategy fsdp")
@@ -85,6 +85,21 @@ def _around_whole_models(training: Training, deepspeed: Mapping[str, Any] | None
             return DeepSpeed(settings, precision, world.size, deepspeed or {}, scratch)
         case _:
             assert_never(settings.name)
+
+
+def _refuse_fp8(training: Training) -> None:
+    """StageError for ways to train in which nothing has been seen to multiply in fp8."""
+    settings, others = training.strategy, ""
+    if settings.name not in ("single", "ddp", "fsdp"):
+        others = f"strategy {settings.name}"
+    elif settings.model_ranks > 1:
+        others = "parallelism.tensor or pipeline"
+    elif settings.sequence > 1:
+        others = "parallelism.sequence"
+    elif training.adapter is not None:
+        others = f"model.adapter.method {training.adapter.method}"
+    if others:
+        raise _unsupported("training.precision", "fp8", f"fp32 and bf16 with {others}")
 
 
 def _refuse_qlora(training: Training) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.report import TimePart
-from finetune_trainer.strategies.base import Placed, expect, type_name
+from finetune_trainer.strategies.base import Placed, computes_in_bf16, expect, type_name
 from finetune_trainer.strategies.full_state import FullState
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Single(FullState):
-    """The model as it is; bf16 and fp16 by autocast."""
+    """The model as it is; bf16, also around layers in fp8, and fp16 by autocast."""
 
     name: StrategyName = "single"
     communicates_in: tuple[TimePart, ...] = ()
@@ -24,8 +24,8 @@ class Single(FullState):
         self._precision = precision
 
     def arguments(self) -> Mapping[str, object]:
-        """Autocast when the precision is bf16 or fp16; accelerate scales the loss with the latter."""
-        return {"bf16": self._precision == "bf16", "fp16": self._precision == "fp16"}
+        """Autocast unless the precision is fp32; accelerate scales the loss with the latter."""
+        return {"bf16": computes_in_bf16(self._precision), "fp16": self._precision == "fp16"}
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
         """Nothing to do."""

@@ -31,6 +31,7 @@ from finetune_trainer.adapters import Adapted
 from finetune_trainer.allocator import give_back_freed_memory
 from finetune_trainer.data.slices import LABELS
 from finetune_trainer.failures import StageError
+from finetune_trainer.float8 import InFloat8
 from finetune_trainer.strategies.base import Placed, ReplicaStep, Strategy, expect
 from finetune_trainer.tasks.base import REFERENCE, Objective
 from finetune_trainer.training.activations import Activations, OnDevice, assert_checkpointing_in_effect
@@ -133,6 +134,8 @@ class LoopParts:
     save_on_preemption: bool
     optimizer: OptimizerName = "adamw"
     checkpointing: CheckpointingMode = "none"
+    in_float8: InFloat8 | None = None
+    """None: no layer multiplies in fp8."""
     activations: Activations = field(default_factory=OnDevice)
     clock: PartClock = field(default_factory=PartClock)
     objective: Objective | None = None
@@ -213,6 +216,8 @@ class TrainingLoop(Trainer):
         self.parts.strategy.assert_in_effect(placed)
         if self.parts.adapted is not None:
             self.parts.adapted.assert_in_effect(placed.model)
+        if self.parts.in_float8 is not None:
+            self.parts.in_float8.assert_in_effect(placed.model)
         assert_checkpointing_in_effect(self.parts.checkpointing, placed.model, self.parts.strategy.name)
         self.parts.activations.watch(placed.wrapped)
         self._assert_loss_scaled()

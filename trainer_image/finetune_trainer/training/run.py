@@ -32,6 +32,7 @@ from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.distributed import ProcessWorld, gathered
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import share
+from finetune_trainer.float8 import InFloat8, convert, refuse_without_library, refuse_without_units
 from finetune_trainer.models import load_tokenizer, pinned, weights_digest
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, training_environment, write_environment, write_model_card
@@ -96,13 +97,21 @@ def train(
     world: ProcessWorld,
     deepspeed: Mapping[str, Any] | None,
     interruption: Interruption,
+    fp8_without_units: bool = False,
 ) -> Outcome:
-    """Trains the job's model; on rank 0 leaves `model/`, `history.jsonl` and the train section of metrics.json."""
+    """Trains the job's model; on rank 0 leaves `model/`, `history.jsonl` and the train section of metrics.json.
+
+    `fp8_without_units`: for tests, which multiply in fp8 on a CPU: torch can, but slower than in any other precision.
+    """
     started = time.monotonic()
     clock = PartClock(moments_of(training_of(job).world.device))
     quiet_transformers()
     training = training_of(job)
     strategy = strategy_for(training, deepspeed, paths.offload)
+    if training.precision == "fp8":
+        refuse_without_library()
+        if not fp8_without_units:
+            refuse_without_units(training.world.device)
     task, prepared = task_of(job), PreparedData.open(paths)
     _refuse_smoothing(job, training, task, prepared)
     _refuse_pipeline(job, training, task)
@@ -128,6 +137,7 @@ def train(
     adapted = None if training.adapter is None else adapt(model, training.adapter, began_with)
     if training.world.device == "cpu" and not training.arguments.get("torch_compile"):  # which has its own dropout
         share_random_bits(model)
+    in_float8 = _in_float8(training, model) if training.precision == "fp8" else None
     saver = _saver(job, training, paths, world, data_rank, prepared, strategy, stopper, adapted, weights)
     resume_from = saver.find()
     arguments = training_arguments(training, paths.checkpoints, strategy.arguments())
@@ -140,6 +150,7 @@ def train(
     parts = LoopParts(
         strategy=strategy,
         adapted=adapted,
+        in_float8=in_float8,
         order=order,
         rows=TrainRows(prepared, reference.said),
         collate=Collate(task, prepared.pad_token_id, tokens_of_rows),
@@ -299,6 +310,15 @@ def _refuse_liger(training: Training, model: PreTrainedModel) -> None:
             f"training.arguments.use_liger_kernel is true, and {reason}.",
             "Leave it out.",
         )
+
+
+def _in_float8(training: Training, model: PreTrainedModel) -> InFloat8:
+    """The model's layers converted, of which the log tells."""
+    converted = convert(model)
+    log.info("%s.", converted)
+    if not training.arguments.get("torch_compile"):
+        log.warning("Without training.arguments.torch_compile fp8 is slower than bf16: rounding is not fused.")
+    return converted
 
 
 def _run(loop: TrainingLoop, resume_from: Path | None) -> None:

@@ -1,0 +1,169 @@
+"""Linear layers that multiply in fp8 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022): weights and inputs
+in E4M3, gradients in E5M2, each tensor with a scale of its own, taken from its largest element at each product. Weights
+and their optimizer stay in fp32, and all that is no product of these layers is as with bf16.
+
+torchao does the arithmetic; it is imported where a job asks for it. What stays as it is:
+- layers outside of the blocks: a head's rounded logits would go straight into the loss, and torchao's own example
+  leaves the last layer out;
+- routers of a mixture of experts, which choose by small differences and have little to multiply. Its experts are one
+  tensor in transformers, no layers;
+- layers with a side that is no multiple of 16, for which there is no instruction;
+- GPT-2's Conv1D, for which torchao has no form.
+
+State dicts have the names and the weights of the ordinary model, so a checkpoint or a saved model knows nothing of fp8.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from finetune_contract.choices import Device
+from finetune_contract.layout import FailureClass
+from finetune_trainer.adapters import block_linears
+from finetune_trainer.failures import StageError
+
+if TYPE_CHECKING:
+    from torchao.float8 import Float8LinearConfig
+
+_UNITS_FROM = (8, 9)
+"""Compute capability of Ada, the first chips whose tensor cores multiply in fp8."""
+_MULTIPLE = 16
+"""Of both sides of a weight: what torch's scaled product asks for."""
+_ROUTERS = frozenset({"gate", "router", "wg"})
+"""What transformers' models call a layer that chooses experts, or the module that it is in."""
+
+
+@dataclass(frozen=True)
+class InFloat8:
+    """What `convert` has made of a model."""
+
+    layers: tuple[str, ...]
+    """Names of the layers that multiply in fp8."""
+    left: Mapping[str, tuple[str, ...]]
+    """Names of the other linear layers, by what keeps them from it."""
+
+    def __str__(self) -> str:
+        total = len(self.layers) + sum(len(names) for names in self.left.values())
+        others = "".join(f"; {len(names)} {why}, e.g. {names[0]}" for why, names in self.left.items())
+        return f"{len(self.layers)} of {total} linear layers multiply in fp8{others}"
+
+    def assert_in_effect(self, model: nn.Module) -> None:
+        """StageError STRATEGY_NOT_IN_EFFECT unless `layers`, and no others of `model`, round their three products as
+        was asked for, from weights in fp32.
+        """
+        from torchao.float8.float8_linear import Float8Linear
+
+        odd = sorted(_names(model, Float8Linear) ^ set(self.layers))
+        _expect(not odd, f"{len(odd)} layers are in another precision than planned, e.g. {odd[:1]}")
+        for name in self.layers:
+            layer: Any = model.get_submodule(name)
+            _expect(layer.config == _recipe(), f"{name} rounds as in {layer.config}")
+            _expect(layer.weight.dtype == torch.float32, f"the weight of {name} is kept in {layer.weight.dtype}")
+
+
+def _expect(holds: bool, found: str) -> None:
+    if not holds:
+        raise StageError(
+            FailureClass.STRATEGY_NOT_IN_EFFECT,
+            "Float8NotInEffect",
+            f"training.precision fp8 was asked for and is not in effect: {found}.",
+            "This is a defect of the image or its libraries; training.precision bf16 does without them.",
+        )
+
+
+def _names(model: nn.Module, kind: type[nn.Module]) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, kind)}
+
+
+def refuse_without_library() -> None:
+    """StageError CONFIG `TorchaoMissing` where torchao is not installed."""
+    try:
+        import_module("torchao.float8")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "torchao":
+            raise
+        raise StageError(
+            FailureClass.CONFIG,
+            "TorchaoMissing",
+            "training.precision is fp8, and torchao, which multiplies in it, is not installed.",
+            "Add pip install 'finetune-trainer[fp8]' to the image, or set training.precision to bf16.",
+        ) from error
+
+
+def refuse_without_units(device: Device) -> None:
+    """StageError CONFIG `NoFp8Units` unless the device of this process multiplies in fp8."""
+    found = "a CPU has no units for it"
+    if device == "cuda":
+        capability = torch.cuda.get_device_capability()
+        if capability >= _UNITS_FROM:
+            return
+        found = f"{torch.cuda.get_device_name()}, of compute capability {_dotted(capability)}, has no units for it"
+    raise StageError(
+        FailureClass.CONFIG,
+        "NoFp8Units",
+        f"training.precision is fp8, and {found}, as GPUs have from compute capability {_dotted(_UNITS_FROM)} on.",
+        "Set training.precision to auto, or train on GPUs that have them.",
+    )
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def convert(model: nn.Module) -> InFloat8:
+    """Lets the linear layers of the blocks multiply in fp8, with the parameters that they have. To be called before the
+    model is spread.
+
+    StageError CONFIG `NothingInFp8` for a model without a layer that can.
+    """
+    from torchao.float8 import convert_to_float8_training
+    from torchao.float8.float8_linear import Float8Linear
+    from transformers.pytorch_utils import Conv1D
+
+    in_blocks = {each.name for each in block_linears(model)}
+    left, chosen = defaultdict(list), set()
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | Conv1D):
+            why = _why_not(name, module) if name in in_blocks else "are outside of the blocks"
+            if why is None:
+                chosen.add(id(module))
+            else:
+                left[why].append(name)
+    reasons = {why: tuple(names) for why, names in left.items()}
+    if not chosen:
+        raise StageError(
+            FailureClass.CONFIG,
+            "NothingInFp8",
+            f"training.precision is fp8, and {InFloat8((), reasons)}.",
+            "Set training.precision to bf16.",
+        )
+    # By identity and not by name: a layer that is there under two names is converted under both.
+    convert_to_float8_training(model, config=_recipe(), module_filter_fn=lambda module, name: id(module) in chosen)
+    return InFloat8(tuple(sorted(_names(model, Float8Linear))), reasons)
+
+
+def _why_not(name: str, layer: nn.Module) -> str | None:
+    """What keeps a layer of a block from fp8."""
+    if type(layer) is not nn.Linear:
+        return f"are of the kind {type(layer).__name__}"
+    if _ROUTERS & set(name.split(".")):
+        return "choose experts"
+    if layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE:
+        return f"have a side that is no multiple of {_MULTIPLE}"
+    return None
+
+
+def _recipe() -> Float8LinearConfig:
+    """One scale a tensor, torchao's fastest. A weight's gradient is a sum over tokens, and nothing makes their number a
+    multiple of 16 but zeros behind them.
+    """
+    from torchao.float8 import Float8LinearConfig
+
+    return replace(Float8LinearConfig.from_recipe_name("tensorwise"), pad_inner_dim=True)
