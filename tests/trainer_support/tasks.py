@@ -73,25 +73,25 @@ def task_job(
     return TrainerJob.model_validate({**body, **changes})
 
 
-def train_here(job: TrainerJob, paths: JobPaths) -> None:
+def train_here(job: TrainerJob, paths: JobPaths, **how: Any) -> None:
     """Trains in this process: strategy single alone, and without what `__main__` adds. Start-up is the dear part of a
-    stage.
+    stage. `how`: further arguments of `train`.
     """
     from finetune_trainer.distributed import ProcessWorld
     from finetune_trainer.progress import NoProgress
     from finetune_trainer.training.interruption import Interruption
     from finetune_trainer.training.run import train
 
-    train(job, paths, NoProgress(), world=ProcessWorld(), deepspeed=None, interruption=Interruption())
+    train(job, paths, NoProgress(), world=ProcessWorld(), deepspeed=None, interruption=Interruption(), **how)
 
 
-def trained(job: TrainerJob, paths: JobPaths) -> TrainerJob:
-    """After its stages prepare and train."""
+def trained(job: TrainerJob, paths: JobPaths, **how: Any) -> TrainerJob:
+    """After its stages prepare and train; `how`: further arguments of `train`."""
     from finetune_trainer.data.prepare import prepare
     from finetune_trainer.progress import NoProgress
 
     prepare(job, paths, NoProgress())
-    train_here(job, paths)
+    train_here(job, paths, **how)
     paths.state.mkdir(exist_ok=True)
     (paths.state / "train.json").write_text("{}")
     return job

@@ -105,7 +105,6 @@ class Row:
 ROWS: tuple[Row, ...] = (
     Row("model.uri", schemes=("hf", "file", "pkg", "pvc")),
     Row("dataset.uri", schemes=("hf", "file", "pkg", "pvc")),
-    Row("training.precision", values=("auto", "fp32", "bf16", "fp16")),
     Row("resources.elastic"),
     Row("launcher", values=("auto", "pytorchjob", "mpijob", "job")),
     Row("storage.workspace", schemes=("pvc",)),

@@ -40,6 +40,8 @@ class GpuModel:
 
     def peak_flops(self, precision: Precision) -> float:
         """Operations a second at `precision`; bf16 without units for it runs as fp32 does."""
+        if precision == "fp8" and self.fp8:
+            return 2 * self.half_tflops * 1e12
         half = precision in ("fp16", "fp8") or (precision == "bf16" and self.bf16)
         return (self.half_tflops if half else self.fp32_tflops) * 1e12
 

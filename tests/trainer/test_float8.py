@@ -1,0 +1,447 @@
+"""Linear layers in fp8: which ones, what is computed in it, what is asserted of them, and runs. torch multiplies in fp8
+on a CPU as well, with the roundings that GPUs make: what these tests use, and jobs are refused.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_contract.choices import Stage
+from finetune_contract.job import Adapter, Strategy
+from finetune_contract.layout import FailureClass, JobPaths
+from finetune_trainer.failures import StageError
+from trainer_support.forking import fork_server
+from trainer_support.tasks import (
+    losses,
+    task_job,
+    texts,
+    train_here,
+    trained,
+    training_of,
+    write_decoder,
+    write_lines,
+)
+
+needs_torchao = pytest.mark.skipif(
+    find_spec("torchao") is None, reason="torchao is not installed (finetune-trainer[fp8])"
+)
+
+
+def tiny(family: str, **config: Any) -> Any:
+    """A classifier whose weights are drawn: 7 linear layers in each of 2 blocks of llama, 6 of bert."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    if family == "gpt2":
+        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 2}
+    torch.manual_seed(3)
+    whole = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, **sizes, **config}
+    return AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family, **whole))
+
+
+def loss_of(model: Any) -> Any:
+    """Of rows whose tokens are no multiple of 16."""
+    import torch
+
+    ids = torch.randint(4, 40, (5, 7), generator=torch.Generator().manual_seed(1)).to(model.device)
+    return model(input_ids=ids, labels=torch.tensor([0, 1, 0, 1, 1], device=model.device)).loss
+
+
+def gradients(model: Any) -> dict[str, Any]:
+    model.zero_grad()
+    loss_of(model).backward()
+    return {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def products(work: Callable[[], Any]) -> Counter[str]:
+    """Matrix products of `work`, by their names."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Watching(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: Counter[str] = Counter()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            # What torchao's tensors are asked for comes back as the product of what they hold.
+            if any(kind.__name__ == "Float8TrainingTensor" for kind in types):
+                return NotImplemented
+            self.seen[func.name()] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Watching() as watching:
+        work()
+    return Counter({name: count for name, count in watching.seen.items() if "mm" in name})
+
+
+# --------------------------------------------------------------------------------------------------------- the layers
+
+
+@needs_torchao
+def test_each_of_a_layer_s_three_products_is_in_fp8_whatever_the_number_of_tokens():
+    from finetune_trainer.float8 import convert
+
+    model = tiny("llama")
+    before = products(lambda: gradients(model))
+    converted = convert(model)
+    after = products(lambda: gradients(model))
+    assert len(converted.layers) == 14
+    assert after["aten::_scaled_mm"] == 3 * 14
+    # What is left is the head.
+    assert before["aten::mm"] - after["aten::mm"] == 3 * 14
+    assert "aten::_scaled_mm" not in before
+    evaluated = products(lambda: loss_of(model.eval()))
+    assert evaluated["aten::_scaled_mm"] == 14
+
+
+@needs_torchao
+def test_weights_and_their_names_stay_what_they_were():
+    import torch
+
+    from finetune_trainer.float8 import convert
+
+    model = tiny("bert")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    convert(model)
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+KEPT = {
+    "heads and poolers": (
+        lambda: tiny("bert"),
+        12,
+        {"are outside of the blocks": ("bert.pooler.dense", "classifier")},
+    ),
+    "keys and values of half a multiple of 16": (
+        lambda: tiny("llama", num_attention_heads=8, num_key_value_heads=1),
+        10,
+        {
+            "have a side that is no multiple of 16": tuple(
+                f"model.layers.{block}.self_attn.{which}_proj" for block in range(2) for which in "kv"
+            ),
+            "are outside of the blocks": ("score",),
+        },
+    ),
+}
+
+
+@needs_torchao
+@pytest.mark.parametrize("case", KEPT)
+def test_layers_that_cannot_or_should_not_stay_as_they_are_and_the_log_says_why(case: str):
+    import torch
+
+    from finetune_trainer.float8 import convert
+
+    made, count, left = KEPT[case]
+    model = made()
+    converted = convert(model)
+    assert (len(converted.layers), converted.left) == (count, left)
+    assert all(type(model.get_submodule(name)) is torch.nn.Linear for names in left.values() for name in names)
+    total = count + sum(map(len, left.values()))
+    said = "; ".join(f"{len(names)} {why}, e.g. {names[0]}" for why, names in left.items())
+    assert str(converted) == f"{count} of {total} linear layers multiply in fp8; {said}"
+
+
+@needs_torchao
+def test_what_chooses_experts_stays_and_a_layer_with_two_names_is_converted_under_both():
+    import torch
+    from torch.nn import Linear, ModuleDict, ModuleList
+
+    from finetune_trainer.float8 import convert
+
+    shared = Linear(32, 32)
+    blocks = [ModuleDict({"shared": shared, "router": ModuleDict({"classifier": Linear(32, 16)})}) for _ in range(2)]
+    blocks[1]["gate"] = Linear(32, 16)
+    model = ModuleDict({"blocks": ModuleList(blocks)})
+    converted = convert(model)
+    assert converted.layers == ("blocks.0.shared", "blocks.1.shared")
+    assert len(converted.left["choose experts"]) == 3
+    assert model["blocks"][0]["shared"].weight is model["blocks"][1]["shared"].weight
+    converted.assert_in_effect(model)
+    model["blocks"][1]["shared"] = torch.nn.Linear(32, 32)
+    with pytest.raises(StageError, match=r"1 layers are in another precision than planned, e\.g\. .*blocks\.1"):
+        converted.assert_in_effect(model)
+
+
+@needs_torchao
+@pytest.mark.parametrize(
+    ("family", "sizes", "why"),
+    [("gpt2", {}, "8 are of the kind Conv1D"), ("bert", {"hidden_size": 40}, "12 have a side that is no multiple")],
+)
+def test_a_model_of_which_nothing_would_be_in_fp8_is_refused(family: str, sizes: dict[str, int], why: str):
+    from finetune_trainer.float8 import convert
+
+    with pytest.raises(StageError, match=rf"fp8, and 0 of \d+ linear layers .*{why}") as error:
+        convert(tiny(family, **sizes))
+    assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "NothingInFp8")
+
+
+def as_loaded(model: Any) -> None:
+    import torch
+
+    model.model.layers[1].mlp.up_proj = torch.nn.Linear(64, 96, bias=False)
+
+
+def emulated(model: Any) -> None:
+    from dataclasses import replace
+
+    layer = model.model.layers[0].mlp.up_proj
+    layer.config = replace(layer.config, emulate=True)
+
+
+def kept_in_bf16(model: Any) -> None:
+    model.model.layers[0].mlp.up_proj.bfloat16()
+
+
+@needs_torchao
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (as_loaded, "1 layers are in another precision than planned"),
+        (emulated, "model.layers.0.mlp.up_proj rounds as in"),
+        (kept_in_bf16, r"the weight of model.layers.0.mlp.up_proj is kept in torch.bfloat16"),
+    ],
+)
+def test_a_layer_that_does_not_multiply_in_fp8_fails_the_stage(spoil: Any, found: str):
+    from finetune_trainer.float8 import convert
+
+    model = tiny("llama")
+    converted = convert(model)
+    converted.assert_in_effect(model)
+    spoil(model)
+    with pytest.raises(StageError, match=found) as error:
+        converted.assert_in_effect(model)
+    assert error.value.failure_class is FailureClass.STRATEGY_NOT_IN_EFFECT
+
+
+@needs_torchao
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_gradients_are_the_same_when_activations_are_recomputed(mode: Any):
+    import torch
+
+    from finetune_trainer.float8 import convert
+    from finetune_trainer.training.activations import checkpointing_arguments
+
+    model = tiny("llama")
+    convert(model)
+    other = deepcopy(model)
+    other.activation_checkpointing_enable(checkpointing_arguments(mode)["activation_checkpointing_kwargs"])
+    mine, theirs = gradients(other.train()), gradients(model.train())
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    again = products(lambda: gradients(other))["aten::_scaled_mm"]
+    assert again == (4 if mode == "full" else 3) * 14
+
+
+@needs_torchao
+def test_weights_are_not_taken_for_activations_when_these_are_offloaded():
+    import torch
+
+    from finetune_trainer.float8 import convert
+    from finetune_trainer.training.activations import InHostMemory
+
+    model = tiny("llama", hidden_size=256)
+    convert(model)
+    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    there, saved = InHostMemory(), []
+    there.watch(model)
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved.append((tensor.untyped_storage().data_ptr() in weights, there.is_activation(tensor)))
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss_of(model)
+    assert (True, True) not in saved
+    assert (True, False) in saved
+
+
+# ------------------------------------------------------------------------------------------------------------- refused
+
+LORA = Adapter(method="lora", rank=4, alpha=16, dropout=0.0)
+REFUSED = {
+    "strategy deepspeed": {"strategy": Strategy(name="deepspeed", zero_stage=2)},
+    "parallelism.tensor or pipeline": {"strategy": Strategy(name="ddp", tensor=2)},
+    "parallelism.sequence": {"strategy": Strategy(name="ddp", sequence=2)},
+    "model.adapter.method lora": {"adapter": LORA},
+}
+
+
+@pytest.mark.parametrize("others", REFUSED)
+def test_ways_to_train_in_which_fp8_was_not_seen_to_work_are_refused(others: str, bench):
+    from finetune_trainer.strategies.select import strategy_for
+
+    training = bench.job.training.model_copy(update={"precision": "fp8", **REFUSED[others]})
+    with pytest.raises(StageError, match=f"precision is fp8; this trainer supports fp32 and bf16 with {others}") as error:
+        strategy_for(training, None, Path("unused"))
+    assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "NotYetSupported")
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "found"),
+    [
+        ("cpu", None, "a CPU has no units for it, as GPUs have from compute capability 8.9 on"),
+        ("cuda", (8, 6), "NVIDIA A10G, of compute capability 8.6, has no units for it"),
+        ("cuda", (8, 9), None),
+        ("cuda", (9, 0), None),
+    ],
+)
+def test_a_device_without_units_is_refused(device: Any, capability: Any, found: str | None, monkeypatch):
+    import torch
+
+    from finetune_trainer.float8 import refuse_without_units
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A10G")
+    if found is None:
+        refuse_without_units(device)
+        return
+    with pytest.raises(StageError, match=found) as error:
+        refuse_without_units(device)
+    assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "NoFp8Units")
+
+
+def test_without_the_library_the_way_out_is_named_before_a_gpu_is_taken(bench, tmp_path: Path, monkeypatch):
+    from finetune_trainer.distributed import ProcessWorld
+    from finetune_trainer.progress import NoProgress
+    from finetune_trainer.stages import STAGES, StageInput
+    from finetune_trainer.training.interruption import Interruption
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    run = bench.at(tmp_path).with_training(precision="fp8")
+    given = StageInput(run.job, run.paths, NoProgress(), ProcessWorld(), None, Interruption())
+    for attempt in (partial(STAGES[Stage.PREPARE], given), run.train_here):
+        with pytest.raises(StageError) as error:
+            attempt()
+        assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "TorchaoMissing")
+        assert "finetune-trainer[fp8]" in error.value.hint
+
+
+@needs_torchao
+@pytest.mark.parametrize(("precision", "importable"), [("bf16", False), ("fp8", True)])
+def test_the_library_is_kept_out_of_runs_in_another_precision(precision: str, importable: bool, bench, monkeypatch):
+    from finetune_trainer.stages import leave_out_unused
+
+    for name in ("torchao", "bitsandbytes"):
+        # Put back as they were when the test ends.
+        monkeypatch.setitem(sys.modules, name, sys)
+        monkeypatch.delitem(sys.modules, name)
+    leave_out_unused(bench.with_training(precision=precision).job)
+    assert (find_spec("torchao") is not None) == importable
+
+
+# ---------------------------------------------------------------------------------------------------------------- runs
+
+STEPS = {"max_steps": 8, "learning_rate": 5e-3, "warmup_steps": 1, "precision": "fp8"}
+
+
+@needs_torchao
+@pytest.mark.slow
+def test_a_decoder_learns_in_fp8_about_as_in_bf16_and_what_is_saved_is_an_ordinary_model(tmp_path: Path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from finetune_trainer.inference.evaluate import evaluate
+    from finetune_trainer.progress import NoProgress
+
+    model = write_decoder(tmp_path / "decoder")
+    for split, count in (("train", 160), ("validation", 32), ("test", 32)):
+        write_lines(tmp_path / "data" / f"{split}.jsonl", texts(count, seed=count))
+    curves, evaluated, folders = {}, {}, {}
+    for precision in ("bf16", "fp8"):
+        job = task_job(
+            "text-generation",
+            model,
+            tmp_path / "data",
+            ["text"],
+            training=training_of(steps=30, precision=precision),
+            preparation={"max_length": 32},
+        )
+        paths = JobPaths.of(tmp_path / precision, job.name)
+        trained(job, paths, fp8_without_units=True)
+        curves[precision], folders[precision] = losses(paths), paths.model
+        evaluated[precision] = evaluate(job, paths, NoProgress())["evaluate"]["loss"]
+    # E4M3 has 3 bits of fraction where bf16 has 7: each product is off by a few percent, the sums by less.
+    assert curves["fp8"] == pytest.approx(curves["bf16"], abs=0.1)
+    assert curves["fp8"] != pytest.approx(curves["bf16"], abs=1e-4)
+    assert curves["fp8"][-1] < 0.7 * curves["fp8"][0]
+    assert evaluated["fp8"] == pytest.approx(evaluated["bf16"], abs=0.1)
+    saved = AutoModelForCausalLM.from_pretrained(folders["fp8"])
+    assert {parameter.dtype for parameter in saved.parameters()} == {torch.float32}
+    assert type(saved.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    assert getattr(saved.config, "quantization_config", None) is None
+
+
+@needs_torchao
+@pytest.mark.slow
+def test_several_processes_learn_as_one_does_with_ddp_and_with_fsdp(bench, tmp_path: Path):
+    from finetune_contract.job import CheckpointSchedule
+
+    alone = bench.at(tmp_path / "single").with_training(**STEPS)
+    train_here(alone.job, alone.paths, fp8_without_units=True)
+    for strategy in ("ddp", "fsdp"):
+        saving = CheckpointSchedule(every_steps=4, keep=1)
+        run = bench.at(tmp_path / strategy).with_training(**STEPS, checkpoints=saving).spread(strategy, 2)
+        case = run.case(processes=2)
+        call = {"call": "process_support.fp8_on_cpu:train", "arguments": {"arguments": case["arguments"]}}
+        codes, output = fork_server().run({**case, **call})
+        assert codes == [0, 0], output
+        assert "12 of 14 linear layers multiply in fp8; 2 are outside of the blocks" in output
+        # Each process scales the rows that it has, and fsdp computes in bf16 what autocast leaves in fp32.
+        assert run.losses() == pytest.approx(alone.losses(), abs=0.02), strategy
+        assert run.weights().keys() == alone.weights().keys()
+
+
+@needs_torchao
+def test_it_runs_compiled_validates_and_goes_on_from_a_checkpoint(bench, tmp_path: Path):
+    from finetune_contract.job import CheckpointSchedule
+
+    # The backend that compiles nothing, so that no compiler is waited for.
+    compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
+    saving = CheckpointSchedule(every_steps=2, keep=2)
+    run = bench.at(tmp_path / "w").with_training(**{**STEPS, "max_steps": 4}, arguments=compiled, checkpoints=saving)
+    train_here(run.job, run.paths, fp8_without_units=True)
+    whole, weights = run.losses(), run.weights()
+    assert whole[-1] < whole[0]
+    import shutil
+
+    shutil.rmtree(run.paths.checkpoints / "step-4")
+    (run.paths.checkpoints / "latest").write_text("step-2\n", encoding="utf-8")
+    train_here(run.job, run.paths, fp8_without_units=True)
+    assert run.losses()[-4:] == pytest.approx(whole)
+    assert all((run.weights()[name] - weights[name]).abs().max() < 1e-6 for name in weights)
+
+
+def gpu_with_units() -> bool:
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
+@needs_torchao
+def test_a_gpu_has_about_the_gradients_of_bf16():
+    import torch
+
+    from finetune_trainer.float8 import convert
+
+    if not gpu_with_units():
+        pytest.skip("no GPU with units for fp8 (compute capability 8.9) is here")
+    plain = tiny("llama").cuda()
+    model = deepcopy(plain)
+    convert(model)
+    with torch.autocast("cuda", torch.bfloat16):
+        mine, theirs = gradients(model), gradients(plain)
+    largest = max(value.abs().max().item() for value in theirs.values())
+    assert 0 < max((mine[name] - theirs[name]).abs().max().item() for name in theirs) < 0.1 * largest
