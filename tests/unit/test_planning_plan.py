@@ -415,6 +415,8 @@ T4 = parse_hardware("gpu=T4")
         ("bf16", 0, TWO_CORES, "bf16"),
         ("fp16", 1, T4, "fp16"),
         ("fp32", 1, EIGHT_H100, "fp32"),
+        ("fp8", 1, EIGHT_H100, "fp8"),
+        ("fp8", 1, parse_hardware("gpu=L4"), "fp8"),
     ],
 )
 def test_precision_is_bf16_where_there_are_units_for_it_or_what_was_asked(asked, gpus, hardware, precision):
@@ -427,7 +429,6 @@ def test_precision_is_bf16_where_there_are_units_for_it_or_what_was_asked(asked,
     [
         ("bf16", 1, T4, "T4 does not compute in bf16"),
         ("fp16", 0, TWO_CORES, "fp16 needs a GPU: accelerate scales no loss on a CPU, and few CPUs compute in it"),
-        ("fp8", 1, EIGHT_H100, "H100 has units for it, and the trainer has no library that uses them"),
         ("fp8", 1, T4, "T4 has no units for it, as GPUs have from compute capability 8.9 on"),
         ("fp8", 0, TWO_CORES, "the CPU has no units for it, as GPUs have from compute capability 8.9 on"),
     ],
@@ -437,6 +438,113 @@ def test_a_precision_that_the_device_has_not_is_refused(asked, gpus, hardware, r
     assert [problem[:3] for problem in refused(spec, hardware=hardware)] == [
         ("spec.training.precision", f'"{asked}"', rule)
     ]
+
+
+LLAMA_7B = model(
+    "llama",
+    hidden_size=4096,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    intermediate_size=11008,
+    vocab_size=32000,
+    max_position_embeddings=4096,
+)
+SLOWER = "; without training.arguments.torch_compile that is slower than bf16"
+
+
+def in_fp8(**spec: Any) -> dict[str, Any]:
+    changes = {"precision": "fp8", **spec.pop("training", {})}
+    return {"training": changes, "resources": {"gpusPerNode": 4}, **spec}
+
+
+@pytest.mark.parametrize(("arguments", "slower"), [({}, SLOWER), ({"torch_compile": True}, "")])
+def test_fp8_is_explained_with_what_it_takes_to_be_faster(arguments, slower):
+    made = planned(in_fp8(training={"arguments": arguments}), hardware=EIGHT_H100)
+    assert (
+        "precision fp8: as asked; H100 has units for it, and linear layers of the blocks multiply in it, with all else "
+        f"in bf16{slower}"
+    ) in made.reasons
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "facts", "label"),
+    [
+        pytest.param({}, {}, "ddp", id="whole copies where they fit"),
+        pytest.param({"strategy": "fsdp"}, {}, "fsdp", id="fsdp as asked"),
+        pytest.param({}, {"model": LLAMA_7B}, "fsdp", id="fsdp where whole copies do not fit"),
+    ],
+)
+def test_fp8_is_trained_with_copies_or_shards_of_ordinary_weights(parallelism, facts, label):
+    made = planned(in_fp8(parallelism=parallelism), hardware=EIGHT_H100, **facts)
+    assert training(made).strategy.label == label
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        pytest.param(
+            {"parallelism": parallelism},
+            (
+                "spec.training.precision",
+                '"fp8"',
+                "layers multiply in fp8 with strategies single, ddp, fsdp, and deepspeed is asked for",
+            ),
+            id=f"DeepSpeed, {words}",
+        )
+        for words, parallelism in (("by name", {"strategy": "deepspeed"}), ("by a stage", {"zeroStage": 2}))
+    ]
+    + [
+        pytest.param(
+            {"model": {"uri": "hf://a/b", "adapter": {"method": "lora"}}},
+            (
+                "spec.model.adapter.method",
+                '"lora"',
+                "adapted layers do not multiply in fp8, which training.precision asks for",
+            ),
+            id="an adapter",
+        ),
+        pytest.param(
+            {"parallelism": {"tensor": 2}},
+            (
+                "spec.training.precision",
+                '"fp8"',
+                "a model that is spread by parallelism.tensor or pipeline is computed in fp32 or bf16",
+            ),
+            id="split layers",
+        ),
+        pytest.param(
+            {"task": "text-generation", "parallelism": {"sequence": 2}},
+            (
+                "spec.training.precision",
+                '"fp8"',
+                "rows that are divided among processes (parallelism.sequence) do not multiply in fp8",
+            ),
+            id="divided rows",
+        ),
+    ],
+)
+def test_fp8_is_refused_where_it_has_not_been_seen_to_work(spec, problem):
+    known = {"model": LLAMA} if spec.keys() & {"task", "parallelism"} else {}
+    assert [each[:3] for each in refused(in_fp8(**spec), hardware=EIGHT_H100, **known)] == [problem]
+
+
+def test_no_way_out_of_fp8_leads_to_an_adapter_that_does_not_multiply_in_it():
+    facts = {"hardware": parse_hardware("gpu=L4,memory=64Gi"), "model": LLAMA_7B}
+    ways = "; ".join(problem[3] for problem in refused(in_fp8(resources={"gpusPerNode": 1}), **facts))
+    assert "adapter" not in ways
+    assert "deepspeed" not in ways
+
+
+def test_fp8_is_estimated_faster_than_bf16_when_it_is_compiled_and_slower_else():
+    def seconds(precision: str, **arguments: Any) -> float:
+        spec = in_fp8(training={"precision": precision, "arguments": arguments})
+        made = planned(spec, hardware=EIGHT_H100).estimate.seconds
+        assert made is not None
+        return made
+
+    compiled = {"torch_compile": True}
+    assert 0.8 < seconds("fp8", **compiled) / seconds("bf16", **compiled) < 1.0
+    assert 1.3 < seconds("fp8") / seconds("bf16") < 1.6
 
 
 # ---------------------------------------------------------------------------------------------------------------- batch

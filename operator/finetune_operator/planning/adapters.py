@@ -88,6 +88,14 @@ def choose_adapter(draft: Draft) -> Draft:
             "leave it out, or set model.adapter.method to lora",
             "NotSupported",
         )
+    if draft.precision == "fp8":
+        draft = draft.refusing(
+            ("model", "adapter", "method"),
+            asked.method,
+            "adapted layers do not multiply in fp8, which training.precision asks for",
+            "leave the adapter out, or set training.precision to bf16",
+            "NotSupported",
+        )
     targets = None if asked.target_modules == "auto" else asked.target_modules
     unknown = [each for each in targets or () if not any(_matches(each, name) for name in model.linear_layers)]
     if unknown and draft.model_known and model.linear_layers:

@@ -39,12 +39,12 @@ from finetune_operator.planning.draft import Draft, Lengths, decided
 from finetune_operator.planning.facts import assumed_device, assumed_hardware, assumed_model, is_well_known, node_words
 from finetune_operator.planning.inference import check_inference
 from finetune_operator.planning.model_parallel import check_model_parallel
-from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
+from finetune_operator.planning.placement import asked_strategy, check_place, choose_launcher, choose_world
 from finetune_operator.planning.quantities import parse_quantity
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
 from finetune_operator.planning.script import SCRIPT, choose_script, script_order
 from finetune_operator.planning.sequence import check_sequence
-from finetune_operator.planning.strategy import check_parallelism, choose_strategy
+from finetune_operator.planning.strategy import IN_FP8, check_parallelism, choose_strategy
 from finetune_operator.planning.types import Adaptation, Estimate, Facts, JobPlan, PlanRefused
 
 Phase: TypeAlias = Callable[[Draft], Draft]
@@ -349,13 +349,7 @@ def choose_precision(draft: Draft) -> Draft:
                 why += ", and emulated it is 2 to 4 times slower"
             return replace(draft, precision=chosen).because(f"precision {chosen}: {why}")
         case "fp8" if on_gpu and has_fp8(device):
-            return draft.refusing(
-                path,
-                asked,
-                f"{device} has units for it, and the trainer has no library that uses them",
-                "set it to bf16",
-                "NotYetSupported",
-            )
+            return _choose_fp8(draft, device)
         case "fp8":
             return draft.refusing(
                 path,
@@ -385,6 +379,25 @@ def choose_precision(draft: Draft) -> Draft:
                 "; the CPU has no units for it, so it is slower than fp32" if asked == "bf16" and not has_bf16 else ""
             )
             return replace(draft, precision=asked).because(f"precision {asked}: as asked{slower}")
+
+
+def _choose_fp8(draft: Draft, device: str) -> Draft:
+    """fp8 on a device that has units for it, unless a strategy is asked for with which it has not been seen to work."""
+    strategy = asked_strategy(draft.spec.parallelism)
+    if strategy not in (None, *IN_FP8):
+        return draft.refusing(
+            ("training", "precision"),
+            "fp8",
+            f"layers multiply in fp8 with strategies {', '.join(IN_FP8)}, and {strategy} is asked for",
+            "set it to bf16, or parallelism.strategy to fsdp or auto",
+            "NotSupported",
+        )
+    compiled = draft.training.arguments.get("torch_compile")
+    slower = "" if compiled else "; without training.arguments.torch_compile that is slower than bf16"
+    return replace(draft, precision="fp8").because(
+        f"precision fp8: as asked; {device} has units for it, and linear layers of the blocks multiply in it, with all "
+        f"else in bf16{slower}"
+    )
 
 
 def check_kernels(draft: Draft) -> Draft:

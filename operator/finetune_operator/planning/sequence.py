@@ -22,6 +22,14 @@ def check_sequence(draft: Draft) -> Draft:
                 "leave it out",
                 "NotSupported",
             )
+    if draft.precision == "fp8":
+        draft = draft.refusing(
+            ("training", "precision"),
+            "fp8",
+            "rows that are divided among processes (parallelism.sequence) do not multiply in fp8",
+            "set it to bf16",
+            "NotSupported",
+        )
     model = draft.model
     uneven = [(count, what) for count, what in heads(model) if count % degree]
     if draft.model_known and uneven:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from finetune_contract.choices import AdapterMethod, CheckpointingMode, OffloadDevice, Stage
 from finetune_contract.job import Strategy, World
@@ -282,10 +283,14 @@ def fits(draft: Draft, estimated: MemoryEstimate) -> bool:
 
 
 def _open(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
-    """The ladder, as far as the optimizer and the adapter go."""
+    """The ladder, as far as the optimizer, the adapter and the precision go."""
     optimizer, adapter = draft.training.optimizer, draft.adapter
     found = ladder(asked, decided(draft.world), offload_allowed=optimizer == "adamw")
     undivided = optimizer == "adafactor" or (adapter is not None and adapter.method == "qlora")
+    if draft.precision == "fp8":
+        if asked_strategy(asked) is None and decided(draft.world).size > 1:
+            found = chain(found, ladder(asked.model_copy(update={"strategy": "fsdp"}), decided(draft.world)))
+        found = (rung for rung in found if rung.name in IN_FP8)
     return tuple(rung for rung in found if not undivided or rung.name in WHOLE)
 
 
@@ -293,6 +298,12 @@ WHOLE = ("single", "ddp")
 """Strategies that leave matrices whole. Adafactor keeps sums of a matrix's rows and columns: DeepSpeed makes one long
 vector of all weights, and transformers' Adafactor has no form for torch's DTensor. Weights in 4 bits are packed layer
 by layer.
+"""
+
+
+IN_FP8 = ("single", "ddp", "fsdp")
+"""Strategies with which layers were seen to multiply in fp8: the ones in which `finetune_trainer.strategies.select` does
+not refuse it. Where all is left open fsdp takes the place of DeepSpeed's stages.
 """
 
 
