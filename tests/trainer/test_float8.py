@@ -4,6 +4,7 @@ on a CPU as well, with the roundings that GPUs make: what these tests use, and j
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import Adapter, Strategy
+from finetune_contract.job import Adapter, CheckpointSchedule, Strategy
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.failures import StageError
 from trainer_support.forking import fork_server
@@ -24,6 +25,7 @@ from trainer_support.tasks import (
     losses,
     task_job,
     texts,
+    told,
     train_here,
     trained,
     training_of,
@@ -117,20 +119,40 @@ def test_weights_and_their_names_stay_what_they_were():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@needs_torchao
+def test_a_saved_model_answers_as_the_ordinary_one_does(tmp_path: Path):
+    import torch
+    from transformers import AutoModelForSequenceClassification
+
+    from finetune_trainer.float8 import convert
+
+    model = tiny("llama")
+    ids = torch.arange(4, 24).reshape(2, 10)
+    with torch.no_grad():
+        before = model.eval()(input_ids=ids).logits
+        convert(model)
+        rounded = model.eval()(input_ids=ids).logits
+        model.save_pretrained(tmp_path)
+        saved = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+        assert torch.equal(saved.eval()(input_ids=ids).logits, before)
+    assert not torch.equal(rounded, before)
+    assert "fp8" not in (tmp_path / "config.json").read_text(encoding="utf-8")
+
+
 KEPT = {
     "heads and poolers": (
         lambda: tiny("bert"),
         12,
-        {"are outside of the blocks": ("bert.pooler.dense", "classifier")},
+        {"outside of the blocks": ("bert.pooler.dense", "classifier")},
     ),
     "keys and values of half a multiple of 16": (
         lambda: tiny("llama", num_attention_heads=8, num_key_value_heads=1),
         10,
         {
-            "have a side that is no multiple of 16": tuple(
+            "with a side that is no multiple of 16": tuple(
                 f"model.layers.{block}.self_attn.{which}_proj" for block in range(2) for which in "kv"
             ),
-            "are outside of the blocks": ("score",),
+            "outside of the blocks": ("score",),
         },
     ),
 }
@@ -149,8 +171,8 @@ def test_layers_that_cannot_or_should_not_stay_as_they_are_and_the_log_says_why(
     assert (len(converted.layers), converted.left) == (count, left)
     assert all(type(model.get_submodule(name)) is torch.nn.Linear for names in left.values() for name in names)
     total = count + sum(map(len, left.values()))
-    said = "; ".join(f"{len(names)} {why}, e.g. {names[0]}" for why, names in left.items())
-    assert str(converted) == f"{count} of {total} linear layers multiply in fp8; {said}"
+    said = "".join(f"; not those {why} ({len(names)}, e.g. {names[0]})" for why, names in left.items())
+    assert str(converted) == f"{count} of {total} linear layers multiply in fp8{said}"
 
 
 @needs_torchao
@@ -166,7 +188,7 @@ def test_what_chooses_experts_stays_and_a_layer_with_two_names_is_converted_unde
     model = ModuleDict({"blocks": ModuleList(blocks)})
     converted = convert(model)
     assert converted.layers == ("blocks.0.shared", "blocks.1.shared")
-    assert len(converted.left["choose experts"]) == 3
+    assert len(converted.left["that choose experts"]) == 3
     assert model["blocks"][0]["shared"].weight is model["blocks"][1]["shared"].weight
     converted.assert_in_effect(model)
     model["blocks"][1]["shared"] = torch.nn.Linear(32, 32)
@@ -177,7 +199,10 @@ def test_what_chooses_experts_stays_and_a_layer_with_two_names_is_converted_unde
 @needs_torchao
 @pytest.mark.parametrize(
     ("family", "sizes", "why"),
-    [("gpt2", {}, "8 are of the kind Conv1D"), ("bert", {"hidden_size": 40}, "12 have a side that is no multiple")],
+    [
+        ("gpt2", {}, r"not those of the kind Conv1D \(8, "),
+        ("bert", {"hidden_size": 40}, r"not those with a side that is no multiple of 16 \(12, "),
+    ],
 )
 def test_a_model_of_which_nothing_would_be_in_fp8_is_refused(family: str, sizes: dict[str, int], why: str):
     from finetune_trainer.float8 import convert
@@ -282,7 +307,7 @@ def test_ways_to_train_in_which_fp8_was_not_seen_to_work_are_refused(others: str
     from finetune_trainer.strategies.select import strategy_for
 
     training = bench.job.training.model_copy(update={"precision": "fp8", **REFUSED[others]})
-    with pytest.raises(StageError, match=f"precision is fp8; this trainer supports fp32 and bf16 with {others}") as error:
+    with pytest.raises(StageError, match=f"is fp8; this trainer supports fp32 and bf16 with {others}") as error:
         strategy_for(training, None, Path("unused"))
     assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "NotYetSupported")
 
@@ -387,8 +412,6 @@ def test_a_decoder_learns_in_fp8_about_as_in_bf16_and_what_is_saved_is_an_ordina
 @needs_torchao
 @pytest.mark.slow
 def test_several_processes_learn_as_one_does_with_ddp_and_with_fsdp(bench, tmp_path: Path):
-    from finetune_contract.job import CheckpointSchedule
-
     alone = bench.at(tmp_path / "single").with_training(**STEPS)
     train_here(alone.job, alone.paths, fp8_without_units=True)
     for strategy in ("ddp", "fsdp"):
@@ -398,7 +421,10 @@ def test_several_processes_learn_as_one_does_with_ddp_and_with_fsdp(bench, tmp_p
         call = {"call": "process_support.fp8_on_cpu:train", "arguments": {"arguments": case["arguments"]}}
         codes, output = fork_server().run({**case, **call})
         assert codes == [0, 0], output
-        assert "12 of 14 linear layers multiply in fp8; 2 are outside of the blocks" in output
+        assert (
+            "12 of 14 linear layers multiply in fp8; not those outside of the blocks (2, e.g. bert.pooler.dense)"
+            in output
+        )
         # Each process scales the rows that it has, and fsdp computes in bf16 what autocast leaves in fp32.
         assert run.losses() == pytest.approx(alone.losses(), abs=0.02), strategy
         assert run.weights().keys() == alone.weights().keys()
@@ -406,8 +432,6 @@ def test_several_processes_learn_as_one_does_with_ddp_and_with_fsdp(bench, tmp_p
 
 @needs_torchao
 def test_it_runs_compiled_validates_and_goes_on_from_a_checkpoint(bench, tmp_path: Path):
-    from finetune_contract.job import CheckpointSchedule
-
     # The backend that compiles nothing, so that no compiler is waited for.
     compiled = {"torch_compile": True, "torch_compile_backend": "eager"}
     saving = CheckpointSchedule(every_steps=2, keep=2)
@@ -415,8 +439,7 @@ def test_it_runs_compiled_validates_and_goes_on_from_a_checkpoint(bench, tmp_pat
     train_here(run.job, run.paths, fp8_without_units=True)
     whole, weights = run.losses(), run.weights()
     assert whole[-1] < whole[0]
-    import shutil
-
+    assert told(run.paths, "eval_loss")
     shutil.rmtree(run.paths.checkpoints / "step-4")
     (run.paths.checkpoints / "latest").write_text("step-2\n", encoding="utf-8")
     train_here(run.job, run.paths, fp8_without_units=True)

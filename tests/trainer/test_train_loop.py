@@ -288,7 +288,11 @@ REFUSED = {
         "dataloader_persistent_workers needs dataloader_num_workers above 0",
     ),
     "fp16 on a CPU": (lambda run: {"precision": "fp16"}, "NotYetSupported", "training.precision is fp16"),
-    "fp8": (lambda run: {"precision": "fp8"}, "NotYetSupported", "training.precision is fp8"),
+    "fp8 with DeepSpeed, which converts the weights": (
+        lambda run: {"precision": "fp8", "strategy": Strategy(name="deepspeed", zero_stage=2)},
+        "NotYetSupported",
+        "training.precision is fp8; this trainer supports fp32 and bf16 with strategy deepspeed",
+    ),
     "Liger's kernels on a CPU": (
         lambda run: {"arguments": {"use_liger_kernel": True}},
         "LigerKernel",

@@ -210,7 +210,6 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("metadata.name", "Required", "is required"),
     ],
     "not-yet-supported": [
-        ("spec.training.precision", "NotYetSupported", "is not supported in this version"),
         ("spec.launcher", "NotYetSupported", "is not supported in this version"),
         ("spec.storage.workspace", "NotYetSupported", "is not supported in this version"),
         ("spec.endpoint", "NotYetSupported", "is not supported in this version"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from finetune_contract.job import Adapter, Strategy, World
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.memory import (
     CPU_PROCESS_BYTES,
+    FP8_ROUNDING_BYTES,
     SUB_GROUP_ELEMENTS,
     ModelStates,
     Workload,
@@ -197,6 +200,88 @@ def test_grad_op_sharding_keeps_all_blocks_gathered():
 
 ZERO3: dict[str, Any] = {"name": "deepspeed", "zero_stage": 3}
 LORA = Adapter(method="lora", rank=8, alpha=16, dropout=0.0, target_modules=None)
+
+
+def test_fp8_needs_what_bf16_does_and_room_to_round_the_largest_tensor():
+    layers = {
+        "up": LinearWidths(inputs=48 * 1024, outputs=48 * 4096, weights=48 * 1024 * 4096),
+        "down": LinearWidths(inputs=48 * 4096, outputs=48 * 1024, weights=48 * 1024 * 4096),
+    }
+    counted = model_of(1_000_000_000).model_copy(update={"linear_layers": layers})
+    for model in (counted, model_of(1_000_000_000)):
+        for length, elements in ((128, 1024 * 4096), (2048, 2 * 2048 * 4096)):
+            asked = {"micro_batch": 2, "length": length}
+            plain = {t.name: t for t in estimate(work(model, Strategy(name="single"), **asked), 80 * GIB).terms}
+            made = estimate(work(model, Strategy(name="single"), **asked, precision="fp8"), 80 * GIB)
+            terms = {term.name: term for term in made.terms}
+            assert terms.pop("rounding to fp8").bytes == 12 * elements
+            assert terms.keys() == plain.keys()
+            assert all(terms[name] == plain[name] for name in terms if name != "allocator")
+
+
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(512, 256, 1024), (512, 1024, 256), (48, 256, 1024)])
+def test_rounding_a_layer_s_tensors_takes_no_more_than_is_counted_and_keeps_nothing(tokens, inputs, outputs):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    pytest.importorskip("torchao", reason="torchao is not installed (finetune-trainer[fp8])")
+    from finetune_trainer.float8 import convert
+
+    taken, kept = {}, {}
+    for precision in ("bf16", "fp8"):
+        model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Linear(inputs, outputs, bias=False)])})
+        if precision == "fp8":
+            convert(model)
+        layer, given = model["blocks"][0], torch.randn(tokens, inputs, dtype=torch.bfloat16, requires_grad=True)
+        held: dict[int, int] = {}
+
+        def keep(tensor: Any, held: dict[int, int] = held, layer: Any = layer) -> Any:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() != layer.weight.untyped_storage().data_ptr():
+                held[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autocast("cpu", torch.bfloat16):
+            forward, answer = peak_bytes(lambda layer=layer, given=given: layer(given))
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                answer = layer(given)
+        backward, _ = peak_bytes(lambda answer=answer: answer.backward(torch.ones_like(answer)))
+        taken[precision], kept[precision] = max(forward, backward), sum(held.values())
+    more = taken["fp8"] - taken["bf16"]
+    largest = max(tokens * inputs, tokens * outputs, inputs * outputs)
+    assert 5 * largest < more <= FP8_ROUNDING_BYTES * largest
+    # The input, and in bf16 the weight that autocast has cast.
+    assert kept == {"bf16": 2 * (tokens * inputs + inputs * outputs), "fp8": 2 * tokens * inputs}
+
+
+def peak_bytes(compute: Callable[[], Any]) -> tuple[int, Any]:
+    """The most bytes that tensors made by `compute` hold at once, and what it returns."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counting(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.live: dict[int, int] = {}
+            self.most = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(kind.__name__ == "Float8TrainingTensor" for kind in types):
+                return NotImplemented  # what it holds comes back
+            made = func(*args, **(kwargs or {}))
+            for tensor in made if isinstance(made, list | tuple) else [made]:
+                if isinstance(tensor, torch.Tensor):
+                    self.count(tensor.untyped_storage())
+            return made
+
+        def count(self, storage: Any) -> None:
+            at = storage.data_ptr()
+            if at not in self.live:
+                self.live[at] = storage.nbytes()
+                weakref.finalize(storage, self.live.pop, at, None)
+            self.most = max(self.most, sum(self.live.values()))
+
+    with Counting() as counting:
+        made = compute()
+    return counting.most, made
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class InFloat8:
 
     def __str__(self) -> str:
         total = len(self.layers) + sum(len(names) for names in self.left.values())
-        others = "".join(f"; {len(names)} {why}, e.g. {names[0]}" for why, names in self.left.items())
+        others = "".join(f"; not those {why} ({len(names)}, e.g. {names[0]})" for why, names in self.left.items())
         return f"{len(self.layers)} of {total} linear layers multiply in fp8{others}"
 
     def assert_in_effect(self, model: nn.Module) -> None:
@@ -131,7 +131,7 @@ def convert(model: nn.Module) -> InFloat8:
     left, chosen = defaultdict(list), set()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | Conv1D):
-            why = _why_not(name, module) if name in in_blocks else "are outside of the blocks"
+            why = _why_not(name, module) if name in in_blocks else "outside of the blocks"
             if why is None:
                 chosen.add(id(module))
             else:
@@ -152,11 +152,11 @@ def convert(model: nn.Module) -> InFloat8:
 def _why_not(name: str, layer: nn.Module) -> str | None:
     """What keeps a layer of a block from fp8."""
     if type(layer) is not nn.Linear:
-        return f"are of the kind {type(layer).__name__}"
+        return f"of the kind {type(layer).__name__}"
     if _ROUTERS & set(name.split(".")):
-        return "choose experts"
+        return "that choose experts"
     if layer.in_features % _MULTIPLE or layer.out_features % _MULTIPLE:
-        return f"have a side that is no multiple of {_MULTIPLE}"
+        return f"with a side that is no multiple of {_MULTIPLE}"
     return None
 
 

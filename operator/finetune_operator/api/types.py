@@ -406,7 +406,8 @@ class TrainingSpec(SpecModel):
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = Field(
         default="auto",
         description="Arithmetic of the forward and backward pass. fp16, whose loss is scaled, needs a GPU and a "
-        "strategy other than fsdp. Default auto: bf16 where the hardware has it, else fp32.",
+        "strategy other than fsdp. fp8 is for linear layers of the blocks, with all else in bf16; it needs a GPU with "
+        "units for it and strategies single, ddp or fsdp. Default auto: bf16 where the hardware has it, else fp32.",
     )
     arguments: Annotated[dict[str, JsonValue], Field(max_length=128)] = Field(
         default={},

@@ -29,7 +29,7 @@ parameters on 8 GPUs, and smaller layers gain less; attention, the head and the 
 """
 GPU_UTILISATION_FP8_EAGER = 0.12
 """Without torch.compile: 0.7 of the speed in bf16. Each tensor is read and written several times to be rounded; on an
-H100 a layer took 1.4 times as long as in bf16 (pytorch/ao, issue 2262), and small ones longer.
+H100 two layers took 1.4 times as long as in bf16 (pytorch/ao, issue 2262).
 """
 GPU_UTILISATION_FP32 = 0.6
 """Plain fp32 has no matrix units to starve."""

@@ -39,8 +39,8 @@ class GpuModel:
         return DeviceFacts(product=self.name, memory_bytes=self.memory_mib * MIB, bf16=self.bf16)
 
     def peak_flops(self, precision: Precision) -> float:
-        """Operations a second at `precision`; bf16 without units for it runs as fp32 does. In fp8 it is twice as many as
-        in bf16, by the data sheets of all products that have it.
+        """Operations a second at `precision`; bf16 without units for it runs as fp32 does. In fp8 there are twice as
+        many as in bf16, by the data sheets of all products that have it.
         """
         if precision == "fp8":
             return 2 * self.half_tflops * 1e12

@@ -462,7 +462,8 @@ def _rounded(work: Workload) -> MemoryTerm | None:
     model = work.model
     layer = largest_linear(model) or model.hidden_size * model.intermediate_size
     # Of each name the inputs and outputs of all its layers are counted together: n i o / n o = i.
-    sides = [each.weights // side for each in model.linear_layers.values() for side in (each.inputs, each.outputs)]
+    counted = [each for each in model.linear_layers.values() if each.weights]
+    sides = [each.weights // side for each in counted for side in (each.inputs, each.outputs)]
     tokens = work.micro_batch * work.sequences * work.length
     elements = max(layer, tokens * max(sides, default=max(model.hidden_size, model.intermediate_size)))
     words = f"{FP8_ROUNDING_BYTES} x {elements:,} of the largest {'weight' if elements == layer else 'input or output'}"

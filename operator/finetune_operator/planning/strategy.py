@@ -302,8 +302,8 @@ by layer.
 
 
 IN_FP8 = ("single", "ddp", "fsdp")
-"""Strategies with which layers were seen to multiply in fp8: the ones in which `finetune_trainer.strategies.select` does
-not refuse it. Where all is left open fsdp takes the place of DeepSpeed's stages.
+"""Strategies with which layers were seen to multiply in fp8, so that `finetune_trainer.strategies.select` allows it.
+Where all is left open fsdp takes the place of DeepSpeed's stages.
 """
 
 

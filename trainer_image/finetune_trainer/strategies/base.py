@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from finetune_contract.choices import StrategyName
+from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import TimePart
 from finetune_trainer.failures import StageError
