@@ -201,7 +201,7 @@ def test_what_chooses_experts_stays_and_a_layer_with_two_names_is_converted_unde
     ("family", "sizes", "why"),
     [
         ("gpt2", {}, r"not those of the kind Conv1D \(8, "),
-        ("bert", {"hidden_size": 40}, r"not those with a side that is no multiple of 16 \(12, "),
+        ("bert", {"hidden_size": 40}, r"no multiple of 16 \(12, "),
     ],
 )
 def test_a_model_of_which_nothing_would_be_in_fp8_is_refused(family: str, sizes: dict[str, int], why: str):
@@ -369,7 +369,7 @@ def test_the_library_is_kept_out_of_runs_in_another_precision(precision: str, im
 
 # ---------------------------------------------------------------------------------------------------------------- runs
 
-STEPS = {"max_steps": 8, "learning_rate": 5e-3, "warmup_steps": 1, "precision": "fp8"}
+STEPS = {"max_steps": 24, "learning_rate": 1e-2, "warmup_steps": 1, "precision": "fp8"}
 
 
 @needs_torchao
@@ -398,11 +398,12 @@ def test_a_decoder_learns_in_fp8_about_as_in_bf16_and_what_is_saved_is_an_ordina
         trained(job, paths, fp8_without_units=True)
         curves[precision], folders[precision] = losses(paths), paths.model
         evaluated[precision] = evaluate(job, paths, NoProgress())["evaluate"]["loss"]
-    # E4M3 has 3 bits of fraction where bf16 has 7: each product is off by a few percent, the sums by less.
-    assert curves["fp8"] == pytest.approx(curves["bf16"], abs=0.1)
+    # E4M3 has 3 bits of fraction where bf16 has 7: factors are off by up to 6 percent, their sums by less. Measured
+    # over losses from 3.1 down to 1.3: 0.002.
+    assert curves["fp8"] == pytest.approx(curves["bf16"], abs=0.02)
     assert curves["fp8"] != pytest.approx(curves["bf16"], abs=1e-4)
     assert curves["fp8"][-1] < 0.7 * curves["fp8"][0]
-    assert evaluated["fp8"] == pytest.approx(evaluated["bf16"], abs=0.1)
+    assert evaluated["fp8"] == pytest.approx(evaluated["bf16"], abs=0.02)
     saved = AutoModelForCausalLM.from_pretrained(folders["fp8"])
     assert {parameter.dtype for parameter in saved.parameters()} == {torch.float32}
     assert type(saved.model.layers[0].mlp.up_proj) is torch.nn.Linear
@@ -414,8 +415,9 @@ def test_a_decoder_learns_in_fp8_about_as_in_bf16_and_what_is_saved_is_an_ordina
 def test_several_processes_learn_as_one_does_with_ddp_and_with_fsdp(bench, tmp_path: Path):
     alone = bench.at(tmp_path / "single").with_training(**STEPS)
     train_here(alone.job, alone.paths, fp8_without_units=True)
-    for strategy in ("ddp", "fsdp"):
-        saving = CheckpointSchedule(every_steps=4, keep=1)
+    assert alone.losses()[-1] < 0.75 * alone.losses()[0]
+    for strategy, bound in (("ddp", 0.02), ("fsdp", 0.08)):
+        saving = CheckpointSchedule(every_steps=12, keep=1)
         run = bench.at(tmp_path / strategy).with_training(**STEPS, checkpoints=saving).spread(strategy, 2)
         case = run.case(processes=2)
         call = {"call": "process_support.fp8_on_cpu:train", "arguments": {"arguments": case["arguments"]}}
@@ -425,8 +427,9 @@ def test_several_processes_learn_as_one_does_with_ddp_and_with_fsdp(bench, tmp_p
             "12 of 14 linear layers multiply in fp8; not those outside of the blocks (2, e.g. bert.pooler.dense)"
             in output
         )
-        # Each process scales the rows that it has, and fsdp computes in bf16 what autocast leaves in fp32.
-        assert run.losses() == pytest.approx(alone.losses(), abs=0.02), strategy
+        # Each process takes scales from the rows that it has: measured 0.006, where bf16 is 0.033 off. With fsdp norms
+        # and the loss are in bf16 as well, which autocast leaves in fp32, so that losses are rounded to 0.004: 0.044.
+        assert run.losses() == pytest.approx(alone.losses(), abs=bound), strategy
         assert run.weights().keys() == alone.weights().keys()
 
 
