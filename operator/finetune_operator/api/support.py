@@ -40,6 +40,7 @@ SUPPORTED: tuple[str, ...] = (
     "training.seed",
     "training.labelSmoothing",
     "training.earlyStopping",
+    "training.precision",
     "training.arguments",
     "training.script",
     "parallelism.strategy",
