@@ -28,7 +28,7 @@ class DataParallel(FullState):
         self._world_size = world_size
 
     def arguments(self) -> Mapping[str, object]:
-        """Autocast unless the precision is fp32; accelerate scales the loss with the latter."""
+        """Autocast unless the precision is fp32; accelerate scales the loss of fp16."""
         return {"bf16": computes_in_bf16(self._precision), "fp16": self._precision == "fp16"}
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:

@@ -24,7 +24,7 @@ class Single(FullState):
         self._precision = precision
 
     def arguments(self) -> Mapping[str, object]:
-        """Autocast unless the precision is fp32; accelerate scales the loss with the latter."""
+        """Autocast unless the precision is fp32; accelerate scales the loss of fp16."""
         return {"bf16": computes_in_bf16(self._precision), "fp16": self._precision == "fp16"}
 
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
