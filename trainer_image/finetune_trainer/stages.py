@@ -61,7 +61,7 @@ def leave_out_unused(job: TrainerJob) -> None:
     """
     training = job.training
     unused = []
-    if training is None or training.adapter is None or training.adapter.method != "qlora":
+    if training is None or not training.in_four_bits:
         unused.append("bitsandbytes")
     if training is None or training.precision != "fp8":
         unused.append("torchao")
@@ -175,7 +175,7 @@ def _refuse_arguments(training: Training) -> None:
 
     refuse_bad_arguments(training)
     refuse_missing_trackers(training.arguments, os.environ)
-    if training.adapter is not None and training.adapter.method == "qlora":
+    if training.in_four_bits:
         four_bits()
     if training.precision == "fp8":
         refuse_without_library()

@@ -293,6 +293,11 @@ class Training(Order):
     """Further fields of `transformers.TrainingArguments`, as the user wrote them."""
 
     @property
+    def in_four_bits(self) -> bool:
+        """Whether the frozen linear layers are held in 4 bits."""
+        return self.adapter is not None and self.adapter.method == "qlora"
+
+    @property
     def loop_batch(self) -> Batch:
         """`batch` as the loop counts: a pass of the pipeline's schedule is one micro-batch of it."""
         pipeline, batch = self.strategy.pipeline, self.batch

@@ -35,7 +35,7 @@ def strategy_for(training: Training, deepspeed: Mapping[str, Any] | None, scratc
     if training.optimizer == "adafactor" and settings.name not in ("single", "ddp"):
         # It keeps sums of a matrix's rows and columns, and these divide or flatten matrices.
         raise _unsupported("training.optimizer", "adafactor", f"adamw and sgd with strategy {settings.name}")
-    if training.adapter is not None and training.adapter.method == "qlora":
+    if training.in_four_bits:
         _refuse_qlora(training)
     _refuse_offload(settings)
     if settings.fsdp_sharding != "full" and settings.name != "fsdp":
