@@ -762,10 +762,10 @@ def test_a_model_that_fits_nowhere_is_refused_with_its_arithmetic_and_what_would
     ("spec", "way_out"),
     [
         pytest.param(
-            {"training": {"globalBatchSize": 256, "microBatchSize": 256}},
-            "set training.microBatchSize to 32 or to auto (13.2 GiB of 15.0 GiB a GPU; the global batch stays); or set "
+            {"training": {"globalBatchSize": 248, "microBatchSize": 248}},
+            "set training.microBatchSize to 31 or to auto (13.2 GiB of 15.0 GiB a GPU; the global batch stays); or set "
             "parallelism.strategy to auto and leave parallelism.activationCheckpointing out, and the plan takes "
-            "deepspeed-zero2+activation-checkpointing+optimizer-offload (14.9 GiB of 15.0 GiB a GPU)",
+            "deepspeed-zero2+activation-checkpointing+optimizer-offload (14.7 GiB of 15.0 GiB a GPU)",
             id="a smaller micro-batch would fit",
         ),
         pytest.param(
@@ -773,8 +773,8 @@ def test_a_model_that_fits_nowhere_is_refused_with_its_arithmetic_and_what_would
                 "training": {"globalBatchSize": 64, "microBatchSize": 64},
                 "parallelism": {"strategy": "single", "activationCheckpointing": "none"},
             },
-            "set training.microBatchSize to 32 or to auto (13.2 GiB of 15.0 GiB a GPU; the global batch stays); or set "
-            "parallelism.activationCheckpointing to full or auto (6.0 GiB of 15.0 GiB a GPU)",
+            "set training.microBatchSize to 32 or to auto (13.6 GiB of 15.0 GiB a GPU; the global batch stays); or set "
+            "parallelism.activationCheckpointing to full or auto (6.1 GiB of 15.0 GiB a GPU)",
             id="each change that fits, the smallest first",
         ),
     ],

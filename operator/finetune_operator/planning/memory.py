@@ -74,6 +74,8 @@ class Workload:
     """Tokens of the longest sequence: length-grouped batches put such rows together."""
     sequences: int = 1
     """That one row is."""
+    packed: bool = False
+    """Whether a sequence holds several rows, which do not see each other."""
     adapter: Adapter | None = None
     secondary_shards: int = 1
     """Processes of a node over which ZeRO++ divides the parameters a second time; 1: it does not."""
@@ -336,6 +338,17 @@ def _unfused_scores(work: Workload) -> float:
     return 0.0 if shape.fused_attention and not on_cpu else shape.score_tensors
 
 
+def _mask_bytes_per_token(work: Workload) -> int:
+    """Bytes of the mask that fused attention is given, for one token: an element for each token of the whole sequence.
+
+    transformers makes one for all layers where rows are padded or packed, of booleans, and torch's
+    `scaled_dot_product_attention` keeps one of the queries' type for each layer. A row by itself needs none.
+    """
+    if _unfused_scores(work) or not (work.packed or work.micro_batch * work.sequences > 1):
+        return 0
+    return work.length * work.compute_bytes
+
+
 def activation_bytes_per_token(work: Workload) -> int:
     """Bytes that one layer keeps for the backward pass, for one token.
 
@@ -358,7 +371,9 @@ def activation_bytes_per_token(work: Workload) -> int:
     scores = _unfused_scores(work)
     dropped = (4 if work.world.device == "cpu" else 1) if scores and shape.attention_dropout else 0
     attention = model.attention_heads / tensor * work.length * (scores * score_width + dropped)
-    return int(linear + attention + _adapter_bytes_per_token(work, mask))
+    return int(
+        linear + attention + _mask_bytes_per_token(work) * work.strategy.sequence + _adapter_bytes_per_token(work, mask)
+    )
 
 
 def _adapter_bytes_per_token(work: Workload, mask: int) -> float:

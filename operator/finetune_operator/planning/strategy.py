@@ -271,6 +271,7 @@ def estimate(draft: Draft, strategy: Strategy, micro: int) -> MemoryEstimate:
         micro_batch=micro,
         length=draft.lengths.longest,
         sequences=draft.lengths.sequences,
+        packed=draft.packing,
         adapter=draft.adapter,
         secondary_shards=secondary_shards(draft.spec.parallelism),
     )
