@@ -63,7 +63,10 @@ class StepRows:
 
 
 def step_rows(split: SplitFacts, rows: int) -> StepRows:
-    """A step of `rows` rows of a split whose lengths have been measured."""
+    """A step of `rows` rows of a split whose lengths have been measured. Where a row is two sequences, their sum is what
+    counts; both are as long as the longer one, and an encoder-decoder's targets are padded too, of which nothing is
+    known here.
+    """
     return StepRows(tuple(_slabs(split)), rows)
 
 
