@@ -63,9 +63,10 @@ class StepRows:
 
 
 def step_rows(split: SplitFacts, rows: int) -> StepRows:
-    """A step of `rows` rows of a split whose lengths have been measured. Where a row is two sequences, their sum is what
-    counts; both are as long as the longer one, and an encoder-decoder's targets are padded too, of which nothing is
-    known here.
+    """A step of `rows` rows of a split whose lengths have been measured.
+
+    Of a row that is two sequences their sum counts, and of an encoder-decoder's row the encoder's tokens: the padding
+    of the shorter sequence, and of targets, is not known.
     """
     return StepRows(tuple(_slabs(split)), rows)
 
