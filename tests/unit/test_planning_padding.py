@@ -52,6 +52,16 @@ def test_the_tokens_of_a_step_are_those_of_all_its_draws_each_as_likely_as_it_is
     assert step.useful == pytest.approx(8 * 32.5)
 
 
+@pytest.mark.parametrize("micro", [512, 128, 32, 8, 1])
+def test_the_tokens_of_a_large_step_are_those_of_the_binomial_distribution(micro: int) -> None:
+    """1,024 rows, of which a quarter is long."""
+    weights = [math.comb(1024, longer) * 3 ** (1024 - longer) for longer in range(1025)]
+    batches = sum(weight * math.ceil(longer / micro) for longer, weight in enumerate(weights))
+    expected = 1024 * 10 + micro * 90 * (batches / 4**1024)
+    step = StepRows((Slab(10, 1.0), Slab(90, 0.25)), rows=1024)
+    assert step.computed(micro) == pytest.approx(expected, rel=0.005)
+
+
 @given(histograms, st.floats(0, 0.5), st.sampled_from([16, 64, 256]))
 @settings(max_examples=40, deadline=None)
 def test_rows_have_the_measured_mean_and_smaller_micro_batches_never_more_padding(

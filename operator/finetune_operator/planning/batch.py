@@ -22,8 +22,6 @@ fell to 13.5 (64).
 """
 CPU_LEAST_ROWS = 4
 """Fewer rows cost throughput at any length that fits (15 % at 32 tokens, 6 % at 128)."""
-
-
 CPU_PASS_TOKENS: Mapping[Precision, int] = {"fp32": 32, "bf16": 80}
 """Tokens that a thread would compute in the time that a pass costs whatever its size. Forward and backward of a
 22M-parameter BERT took 25 ms and 0.72 to 0.80 ms a token of one core in fp32 (32 to 37 tokens), 21 ms and 0.23 to 0.32
@@ -121,7 +119,7 @@ def _uneven_step(draft: Draft, strategy: Strategy) -> StepRows | None:
         return None
     if strategy.name not in ("single", "ddp") or groups_by_length(draft.spec.task, draft.training.arguments):
         return None
-    if split is None or not split.length_histogram or split.rows < draft.training.global_batch_size:
+    if split is None or not split.longest or not split.length_histogram:
         return None
     return step_rows(split, draft.training.global_batch_size)
 

@@ -6,10 +6,10 @@ describe steps of any rows; a step whose rows are all of like length has hardly 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from math import ceil, exp, lgamma, log, log1p, sqrt
+from functools import lru_cache
+from math import ceil, erfc, exp, lgamma, log, log1p, sqrt
 
 from finetune_contract.facts import SplitFacts
 
@@ -17,6 +17,10 @@ _PARTS = 4
 """Of a bucket of lengths, in each of which one share of rows is longer: 2 tokens each where rows are short."""
 _DEVIATIONS = 6.0
 """Counts of rows further from the mean than that have a probability below 1e-8."""
+_NORMAL = 5.0
+"""Deviation of a count of rows above which the normal distribution stands for the binomial one, whose sums would take
+seconds for thousands of rows; the number of micro-batches differs by 0.7 % at most.
+"""
 LEAST_GAIN = 0.05
 """Share of the time below which a step is not cut: the estimate is no better than that."""
 
@@ -97,9 +101,15 @@ def _micro_batches(share: float, rows: int, micro: int) -> float:
     """E[ceil(K / micro)] for binomial K, of `rows` draws with probability `share`."""
     if share >= 1:
         return ceil(rows / micro)
-    mean, reach = rows * share, _DEVIATIONS * sqrt(rows * share * (1 - share)) + _DEVIATIONS
-    counts = range(max(1, ceil(mean - reach)), min(rows, int(mean + reach)) + 1)
-    return sum(_probability(count, rows, share) * ceil(count / micro) for count in counts)
+    mean, deviation = rows * share, sqrt(rows * share * (1 - share))
+    low, high = mean - _DEVIATIONS * (deviation + 1), mean + _DEVIATIONS * (deviation + 1)
+    if deviation < _NORMAL:
+        counts = range(max(1, ceil(low)), min(rows, int(high)) + 1)
+        return sum(_probability(count, rows, share) * ceil(count / micro) for count in counts)
+    # The sum of P(K > j micro) over all j, by the normal distribution; below `low` each of them is 1.
+    first, last = max(0, ceil(low / micro)), int(high / micro)
+    above = (erfc((j * micro + 0.5 - mean) / (deviation * sqrt(2))) / 2 for j in range(first, last + 1))
+    return first + sum(above)
 
 
 def _probability(count: int, rows: int, share: float) -> float:
@@ -108,30 +118,20 @@ def _probability(count: int, rows: int, share: float) -> float:
     return exp(ways + count * log(share) + (rows - count) * log1p(-share))
 
 
-def quickest(step: StepRows, sizes: Sequence[int], pass_tokens: float) -> int:
+# Kept: a plan asks again for each rung of its ladder, and the operator plans anew at each look at a job.
+@lru_cache(maxsize=256)
+def quickest(step: StepRows, sizes: tuple[int, ...], pass_tokens: float) -> int:
     """Of micro-batches (the largest first) the one with which the step takes the least time; the first, where no other
     saves at least `LEAST_GAIN`.
 
     A pass takes the time of its tokens and of `pass_tokens` more, which it costs whatever its size.
     """
-    return _quickest(step, tuple(sizes), pass_tokens)
-
-
-@cache
-def _quickest(step: StepRows, sizes: tuple[int, ...], pass_tokens: float) -> int:
-    """A plan asks for every rung of its ladder."""
-    best, least = sizes[0], _time(step, sizes[0], pass_tokens) * (1 - LEAST_GAIN)
-    for size in _worth_a_look(step, sizes[1:], pass_tokens, least):
-        if (time := _time(step, size, pass_tokens)) < least:
+    best, least = sizes[0], (step.computed(sizes[0]) + pass_tokens * step.rows / sizes[0]) * (1 - LEAST_GAIN)
+    for size in sizes[1:]:
+        passes = pass_tokens * step.rows / size
+        # Even without any padding it would take longer, and so would smaller ones.
+        if step.useful + passes >= least:
+            break
+        if (time := step.computed(size) + passes) < least:
             best, least = size, time
     return best
-
-
-def _worth_a_look(step: StepRows, sizes: Iterable[int], pass_tokens: float, least: float) -> Iterator[int]:
-    """Those that would be quicker without any padding."""
-    return (size for size in sizes if step.useful + pass_tokens * step.rows / size < least)
-
-
-def _time(step: StepRows, micro: int, pass_tokens: float) -> float:
-    """In tokens of all ranks."""
-    return step.computed(micro) + pass_tokens * step.rows / micro
