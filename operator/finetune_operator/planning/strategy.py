@@ -331,8 +331,8 @@ def _filled(draft: Draft, rung: Strategy, micro: int) -> Strategy:
 
 
 def first_fit(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) -> Fit | None:
-    """The first rung on which one of `micros` (largest first) fits, and of those that fit there the largest above which
-    padding costs more time than it saves passes.
+    """The first rung on which one of `micros` (largest first) fits, without those that would waste time on padding
+    there.
     """
     for rung in rungs(draft, asked):
         for micro in less_padded(draft, rung, micros):
