@@ -79,7 +79,7 @@ def run(arm: str, folder: Path, data: Path, model: str, precision: str, steps: i
     train = json.loads((folder / "job" / "metrics.json").read_text())["train"]
     batch = json.loads((folder / "job" / "job.json").read_text())["training"]["batch"]
     return Ran(
-        micro_batch=batch["micro_batch_size"],
+        micro_batch=batch["microBatchSize"],
         steps_per_second=len(late) / sum(late),
         padding=train["padding_share"],
         peak_bytes=train["peak_memory_bytes"],
