@@ -373,7 +373,8 @@ class TrainingSpec(SpecModel):
     )
     micro_batch_size: Auto | Count = Field(
         default="auto",
-        description="Rows that one process computes at once. Default auto: the largest that fits and divides.",
+        description="Rows that one process computes at once. Default auto: the largest that fits and divides, or "
+        "a smaller one where rows of a step differ in length and less padding saves more time than more passes take.",
     )
     learning_rate: Annotated[float, Field(gt=0, le=10)] = Field(
         default=2e-5, description="Peak learning rate. Default 2e-5."

@@ -6,9 +6,14 @@ learned.
 
 from __future__ import annotations
 
-from finetune_contract.job import Batch
+from collections.abc import Mapping
+
+from finetune_contract.arguments import groups_by_length
+from finetune_contract.choices import Precision
+from finetune_contract.job import Batch, Strategy
 from finetune_operator.planning.draft import Draft, Lengths, decided
 from finetune_operator.planning.model_parallel import fills
+from finetune_operator.planning.padding import StepRows, quickest, step_rows
 
 CPU_TOKENS = 2048
 """Tokens of a micro-batch above which a CPU gains nothing more: with a 22M-parameter BERT on 2 cores, rows/s at 32
@@ -17,6 +22,26 @@ fell to 13.5 (64).
 """
 CPU_LEAST_ROWS = 4
 """Fewer rows cost throughput at any length that fits (15 % at 32 tokens, 6 % at 128)."""
+CPU_PASS_TOKENS: Mapping[Precision, int] = {"fp32": 32, "bf16": 80}
+"""Tokens that a thread would compute in the time that a pass costs whatever its size. Forward and backward of a
+22M-parameter BERT took 25 ms and 0.72 to 0.80 ms a token of one core in fp32 (32 to 37 tokens), 21 ms and 0.23 to 0.32
+ms in bf16 (64 to 98); of BERT base 114 to 140 ms and 4.9 to 5.1 ms (22 to 28), 93 to 101 ms and 1.3 to 1.5 ms (61 to
+78). Times the threads: what a pass costs are many small operations and the way of all weights through memory, which
+more cores hardly shorten.
+"""
+GPU_PASS_TOKENS = 16_384
+"""The same of a GPU, by arithmetic and not measured, and rather too high: a step is cut when that surely helps. Some
+2,000 kernels of 5 to 10 us are launched for the passes of a 12-layer encoder, 10 to 20 ms; an H100 at 35 % of its bf16
+peak computes 7,000 to 14,000 tokens of 85M parameters meanwhile.
+"""
+GPU_PASS_TOKENS_WIDE = 4_096
+"""The same for models of more than 2,048 hidden units, 1B parameters and more. Launches cost them some 1,000 tokens. So
+do their weights: a pass moves about 20 bytes a parameter (read forward and backward, gradient written and summed) and
+computes 6 operations a parameter and token, which is as long at 20 / 6 x 295 = 1,000 tokens on an H100, which has 295
+operations a byte.
+"""
+GPU_WIDE = 2048
+"""Hidden units above which a model is wide."""
 
 
 def check_batch(draft: Draft) -> Draft:
@@ -70,6 +95,43 @@ def micro_batches(draft: Draft) -> tuple[int, ...]:
     return sizes if most is None else tuple(size for size in sizes if size <= most) or sizes[-1:]
 
 
+def less_padded(draft: Draft, strategy: Strategy, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Of `sizes` (largest first) those up to the one with which steps take the least time, as their rows are padded
+    less; all of them where a step is not to be cut for that.
+    """
+    step = _uneven_step(draft, strategy)
+    if step is None:
+        return sizes
+    limit = quickest(step, sizes, _pass_tokens(draft))
+    return tuple(size for size in sizes if size <= limit)
+
+
+def _uneven_step(draft: Draft, strategy: Strategy) -> StepRows | None:
+    """A step of rows of any length, where it may be cut so that less of it is padding.
+
+    None where there is nothing to gain or to choose (packs and steps of like rows have hardly any padding, and a
+    micro-batch that is asked for stays), where nobody knows the lengths, and where passes cost more than their
+    arithmetic: sharded strategies gather weights or reduce gradients in each of them, and processes that share a
+    replica wait for each other in each. DDP sends nothing before the last.
+    """
+    split = draft.train_split
+    if draft.training.micro_batch_size != "auto" or draft.packing or draft.replica_ranks > 1:
+        return None
+    if strategy.name not in ("single", "ddp") or groups_by_length(draft.spec.task, draft.training.arguments):
+        return None
+    if split is None or not split.longest or not split.length_histogram:
+        return None
+    return step_rows(split, draft.training.global_batch_size)
+
+
+def _pass_tokens(draft: Draft) -> int:
+    """Tokens that would be computed in the time that a pass costs whatever its size."""
+    world = decided(draft.world)
+    if world.device == "cpu":
+        return CPU_PASS_TOKENS[decided(draft.precision)] * world.threads_per_process
+    return GPU_PASS_TOKENS_WIDE if draft.model.hidden_size > GPU_WIDE else GPU_PASS_TOKENS
+
+
 def _share(draft: Draft) -> int:
     """Rows of one rank in one optimizer step."""
     return draft.training.global_batch_size // draft.data_ranks
@@ -113,12 +175,18 @@ def explain_batch(draft: Draft, batch: Batch) -> str:
     limit = draft.adaptation.micro_batch_limit
     if limit is not None and limit < share and micro == max(size for size in divisors(share) if size <= limit):
         return f"micro-batch {micro}: {_ran_out(draft, limit)} ran out of memory; {arithmetic}"
+    sizes, step = micro_batches(draft), _uneven_step(draft, decided(draft.strategy))
+    if step is not None and micro < sizes[0] and micro == quickest(step, sizes, _pass_tokens(draft)):
+        return (
+            f"micro-batch {micro}: of {step.padding(sizes[0]):.0%} padding that {sizes[0]} rows at once would have, "
+            f"{step.padding(micro):.0%} remains, which saves more time than the further passes take; {arithmetic}"
+        )
     if draft.spec.parallelism.pipeline.degree > 1:
         return f"micro-batch {micro}: the largest that fits and leaves enough to fill the pipeline; {arithmetic}"
     if micro == share:
         return f"micro-batch {micro}: each rank's whole share fits at once; {arithmetic}"
     on_cpu = decided(draft.world).device == "cpu"
-    if on_cpu and micro == micro_batches(draft)[0]:
+    if on_cpu and micro == sizes[0]:
         return (
             f"micro-batch {micro}: the largest divisor of {share} up to {cpu_row_limit(draft.lengths)} rows, "
             f"above which "

@@ -17,7 +17,14 @@ from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
 from finetune_operator.planning import memory
 from finetune_operator.planning.adapters import choose_adapter
-from finetune_operator.planning.batch import batch_arithmetic, batch_of, divisors, explain_batch, micro_batches
+from finetune_operator.planning.batch import (
+    batch_arithmetic,
+    batch_of,
+    divisors,
+    explain_batch,
+    less_padded,
+    micro_batches,
+)
 from finetune_operator.planning.degrees import obstacles, spreads, with_parallelism, with_spec
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.model_parallel import explain_pipeline, filled, spread
@@ -325,9 +332,11 @@ def _filled(draft: Draft, rung: Strategy, micro: int) -> Strategy:
 
 
 def first_fit(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) -> Fit | None:
-    """The first rung on which one of `micros` (largest first) fits."""
+    """The first rung on which one of `micros` (largest first) fits, without those that would waste time on padding
+    there.
+    """
     for rung in rungs(draft, asked):
-        for micro in micros:
+        for micro in less_padded(draft, rung, micros):
             strategy = _filled(draft, rung, micro)
             estimated = estimate(draft, strategy, micro)
             if fits(draft, estimated):

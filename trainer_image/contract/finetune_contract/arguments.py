@@ -18,6 +18,8 @@ from typing import Literal, TypeAlias, get_args
 
 from pydantic import JsonValue
 
+from finetune_contract.choices import LENGTH_GROUPED_TASKS, Task
+
 ArgumentType: TypeAlias = Literal["bool", "int", "float", "str", "list", "dict", "null"]
 ArgumentReason: TypeAlias = Literal[
     "UnknownArgument", "OwnedByPlan", "FixedByTrainer", "WrongType", "UnknownTracker", "UnknownSampling"
@@ -170,6 +172,12 @@ def sampling(arguments: Mapping[str, JsonValue]) -> Sampling | None:
     """What `train_sampling_strategy` of checked arguments asks for; None without it."""
     asked = arguments.get("train_sampling_strategy")
     return next((each for each in get_args(Sampling) if each == asked), None)
+
+
+def groups_by_length(task: Task, arguments: Mapping[str, JsonValue]) -> bool:
+    """Whether all rows of a step are of like length, as checked arguments ask or else the task has it."""
+    asked = sampling(arguments)
+    return task in LENGTH_GROUPED_TASKS if asked is None else asked == "group_by_length"
 
 
 def _named(value: JsonValue) -> list[JsonValue]:

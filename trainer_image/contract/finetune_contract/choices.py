@@ -25,6 +25,11 @@ LANGUAGE_TASKS: tuple[Task, ...] = (
 """Those whose model has the vocabulary for its outputs, and a head that was pre-trained with its body."""
 WRITING_TASKS: tuple[Task, ...] = ("text-generation", "preference-tuning", "summarization", "translation")
 """Those whose predictions are text that the model writes."""
+LENGTH_GROUPED_TASKS: tuple[Task, ...] = ("text-classification",)
+"""Those where all rows of a step are of like length unless the job says otherwise, which saves padding. Not where each
+token is learnt, or which: what short rows say is not what long ones say, and steps of nothing but short ones learn
+worse.
+"""
 LabelForm: TypeAlias = Literal["single_label_classification", "multi_label_classification", "regression"]
 """As `problem_type` of a model's config has them."""
 StrategyName: TypeAlias = Literal["single", "ddp", "fsdp", "deepspeed"]

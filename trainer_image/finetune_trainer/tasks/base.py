@@ -129,11 +129,6 @@ class TaskModule(Protocol):
     """Columns of features, as long as `input_ids`, that a pack of several features has one after the other (see
     `data/packing.py`); empty for tasks whose features cannot share a sequence.
     """
-    groups_by_length: bool
-    """Whether all rows of a step are of like length unless the job says otherwise, which saves padding. Not where each
-    token is learnt, or which: what short rows say is not what long ones say, and steps of nothing but short ones
-    learn worse.
-    """
     sliced: bool
     """Whether tokens of a row may be on several processes (see `data/slices.py`): labels are of the following
     token, and an answer has one value for each of them.

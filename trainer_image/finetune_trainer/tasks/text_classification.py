@@ -47,7 +47,6 @@ class TextClassification(heads.WithHead):
 
     auto: str = "AutoModelForSequenceClassification"
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = {name: form.metrics for name, form in FORMS.items()}
-    groups_by_length: bool = True
     smooths_labels: frozenset[LabelForm | None] = frozenset({"single_label_classification"})
     answer_columns: frozenset[str] = frozenset(column for form in FORMS.values() for column in form.columns)
 

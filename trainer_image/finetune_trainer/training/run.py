@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from finetune_contract.arguments import sampling
+from finetune_contract.arguments import groups_by_length
 from finetune_contract.choices import Stage
 from finetune_contract.job import TrainerJob, Training
 from finetune_contract.layout import FailureClass, JobPaths
@@ -122,8 +122,7 @@ def train(
     shape = MeshShape.of(training.strategy, training.batch.data_parallel)
     data_rank, tokens_of_rows = shape.data_rank(world.rank), shape.token_slice(world.rank)
     lengths, widths = prepared.lengths("train"), task.widths(prepared, "train")
-    asked = sampling(training.arguments)
-    grouped = task.groups_by_length if asked is None else asked == "group_by_length"
+    grouped = groups_by_length(job.task, training.arguments)
     order = EpochOrder(lengths, training.loop_batch, data_rank, training.seed, widths, grouped=grouped)
     _warn_of_other_epoch(order, training)
 
