@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import Adapter, CheckpointSchedule, Strategy
+from finetune_contract.job import Adapter, CheckpointSchedule, Strategy, TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.failures import StageError
 from trainer_support.forking import fork_server
@@ -49,6 +49,15 @@ def tiny(family: str, **config: Any) -> Any:
     torch.manual_seed(3)
     whole = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, **sizes, **config}
     return AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family, **whole))
+
+
+def prepare_stage(job: TrainerJob, paths: JobPaths) -> None:
+    from finetune_trainer.distributed import ProcessWorld
+    from finetune_trainer.progress import NoProgress
+    from finetune_trainer.stages import STAGES, StageInput
+    from finetune_trainer.training.interruption import Interruption
+
+    STAGES[Stage.PREPARE](StageInput(job, paths, NoProgress(), ProcessWorld(), None, Interruption()))
 
 
 def loss_of(model: Any) -> Any:
@@ -212,6 +221,20 @@ def test_a_model_of_which_nothing_would_be_in_fp8_is_refused(family: str, sizes:
     assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "NothingInFp8")
 
 
+@needs_torchao
+def test_prepare_refuses_it_before_a_gpu_is_taken(bench, tmp_path: Path):
+    tiny("gpt2").save_pretrained(tmp_path / "model")
+    tokenizer = bench.job.model.uri.removeprefix("file://")
+    for file in Path(tokenizer).glob("*token*"):
+        shutil.copy(file, tmp_path / "model")
+    model = bench.job.model.model_copy(update={"uri": f"file://{tmp_path / 'model'}"})
+    run = bench.at(tmp_path / "w").with_training(precision="fp8")
+    with pytest.raises(StageError, match="Conv1D") as error:
+        prepare_stage(run.job.model_copy(update={"model": model}), run.paths)
+    assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "NothingInFp8")
+    assert not (tmp_path / "w" / ".cache").exists()
+
+
 def as_loaded(model: Any) -> None:
     import torch
 
@@ -337,17 +360,11 @@ def test_a_device_without_units_is_refused(device: Any, capability: Any, found: 
 
 
 def test_without_the_library_the_way_out_is_named_before_a_gpu_is_taken(bench, tmp_path: Path, monkeypatch):
-    from finetune_trainer.distributed import ProcessWorld
-    from finetune_trainer.progress import NoProgress
-    from finetune_trainer.stages import STAGES, StageInput
-    from finetune_trainer.training.interruption import Interruption
-
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchao", None)
     run = bench.at(tmp_path).with_training(precision="fp8")
-    given = StageInput(run.job, run.paths, NoProgress(), ProcessWorld(), None, Interruption())
-    for attempt in (partial(STAGES[Stage.PREPARE], given), run.train_here):
+    for attempt in (partial(prepare_stage, run.job, run.paths), run.train_here):
         with pytest.raises(StageError) as error:
             attempt()
         assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "TorchaoMissing")

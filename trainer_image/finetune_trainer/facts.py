@@ -21,7 +21,7 @@ from finetune_trainer.tasks.base import task_module
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 ASSUMED_LABELS = 2
 """Size of the head while the data are unknown; each further label adds only hidden_size + 1 parameters."""
@@ -36,6 +36,15 @@ def trainer_facts(job: TrainerJob) -> TrainerFacts:
     return TrainerFacts(task=job.task, model=model_facts(job), hardware=hardware_facts())
 
 
+def model_without_weights(job: TrainerJob) -> PreTrainedModel:
+    """The job's model with a head for two labels, on the meta device."""
+    import torch
+
+    config = load_config(job)
+    with torch.device("meta"):
+        return task_module(job.task).empty_model(config, _head_labels(job, config))
+
+
 def model_facts(job: TrainerJob) -> ModelFacts:
     """The shape of the job's model with a head for two labels."""
     import torch
@@ -43,9 +52,7 @@ def model_facts(job: TrainerJob) -> ModelFacts:
 
     from finetune_trainer.adapters import head_parameters
 
-    config = load_config(job)
-    with torch.device("meta"):
-        model = task_module(job.task).empty_model(config, _head_labels(job, config))
+    config, model = load_config(job), model_without_weights(job)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # shared ones come once
     embeddings = {
         id(p): p.numel() for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()

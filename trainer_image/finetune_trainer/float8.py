@@ -125,6 +125,20 @@ def convert(model: nn.Module) -> InFloat8:
     """
     from torchao.float8 import convert_to_float8_training
     from torchao.float8.float8_linear import Float8Linear
+
+    chosen, left = _chosen(model)
+    # By identity and not by name: a layer that is there under two names is converted under both.
+    convert_to_float8_training(model, config=_recipe(), module_filter_fn=lambda module, name: id(module) in chosen)
+    return InFloat8(tuple(sorted(_names(model, Float8Linear))), left)
+
+
+def refuse_without_layers(model: nn.Module) -> None:
+    """StageError CONFIG `NothingInFp8` for a model without a layer that can multiply in fp8; it may have no weights."""
+    _chosen(model)
+
+
+def _chosen(model: nn.Module) -> tuple[set[int], Mapping[str, tuple[str, ...]]]:
+    """Ids of the layers to convert, and the names of the other linear ones, by what keeps them from it."""
     from transformers.pytorch_utils import Conv1D
 
     in_blocks = {each.name for each in block_linears(model)}
@@ -144,9 +158,7 @@ def convert(model: nn.Module) -> InFloat8:
             f"training.precision is fp8, and {InFloat8((), reasons)}.",
             "Set training.precision to bf16.",
         )
-    # By identity and not by name: a layer that is there under two names is converted under both.
-    convert_to_float8_training(model, config=_recipe(), module_filter_fn=lambda module, name: id(module) in chosen)
-    return InFloat8(tuple(sorted(_names(model, Float8Linear))), reasons)
+    return chosen, reasons
 
 
 def _why_not(name: str, layer: nn.Module) -> str | None:

@@ -91,6 +91,11 @@ def _prepare_alone(given: StageInput, leader: Leader | None = None) -> StageResu
         _refuse_arguments(given.job.training)  # before a GPU is taken
     job, commit = pinned(given.job)
     given = replace(given, job=job)
+    if job.training is not None and job.training.precision == "fp8":
+        from finetune_trainer.facts import model_without_weights
+        from finetune_trainer.float8 import refuse_without_layers
+
+        refuse_without_layers(model_without_weights(job))
     made = _prepare_rows(given, leader) if job.script is None else _prepare_script(given, job.script)
     return replace(made, model_revision=commit)
 
