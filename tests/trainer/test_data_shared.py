@@ -253,7 +253,8 @@ logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 made = module._made
 def slowly(*given):
     print("prepares", flush=True)
-    time.sleep(float(sys.argv[3]))
+    while not Path(sys.argv[3]).exists():
+        time.sleep(0.05)
     return made(*given)
 module._made = slowly
 paths = JobPaths(Path(sys.argv[2]))
@@ -262,36 +263,42 @@ print("done", flush=True)
 """
 
 
-def start(workspace: Workspace, name: str, seconds: float) -> subprocess.Popen[str]:
-    arguments = [workspace.job(name).to_json(), str(workspace.paths(name).root), str(seconds)]
+def start(workspace: Workspace, name: str) -> subprocess.Popen[str]:
+    """A process that prepares once the file `go` is there; what it takes it takes at once."""
+    arguments = [workspace.job(name).to_json(), str(workspace.paths(name).root), str(workspace.folder / "go")]
     return subprocess.Popen([sys.executable, "-c", STARTED, *arguments], stdout=subprocess.PIPE, text=True)
 
 
+def said(process: subprocess.Popen[str]) -> str:
+    """Its next line."""
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
 def test_two_jobs_at_once_prepare_once(workspace: Workspace):
-    first = start(workspace, "one", 8)
-    assert first.stdout is not None
-    assert first.stdout.readline() == "prepares\n"
-    second = start(workspace, "two", 0)
-    said = [process.communicate(timeout=120)[0] for process in (first, second)]
+    first = start(workspace, "one")
+    assert said(first) == "prepares\n"
+    second = start(workspace, "two")
+    assert "waiting for it" in said(second)
+    (workspace.folder / "go").touch()
+    told = [process.communicate(timeout=120)[0] for process in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0)
-    assert "done" in said[0]
-    assert "waiting for it" in said[1]
-    assert "Taken from" in said[1]
-    assert "prepares\n" not in said[1]
+    assert "done" in told[0]
+    assert "Taken from" in told[1]
+    assert "prepares\n" not in told[1]
     assert workspace.linked("one", "two")
 
 
 def test_a_job_that_is_killed_lets_the_one_that_waits_prepare(workspace: Workspace):
-    first = start(workspace, "one", 600)
-    assert first.stdout is not None
-    assert first.stdout.readline() == "prepares\n"
-    second = start(workspace, "two", 0)
-    assert second.stdout is not None
-    assert "waiting for it" in second.stdout.readline()
+    first = start(workspace, "one")
+    assert said(first) == "prepares\n"
+    second = start(workspace, "two")
+    assert "waiting for it" in said(second)
     first.send_signal(signal.SIGKILL)
     first.communicate(timeout=20)
-    rest, _ = second.communicate(timeout=120)
+    assert said(second) == "prepares\n"
+    (workspace.folder / "go").touch()
+    second.communicate(timeout=120)
     assert second.returncode == 0
-    assert "prepares\n" in rest
     assert not workspace.paths("one").prepared.exists()
     assert len(PreparedData.open(workspace.paths("two")).split("train")) > 0
