@@ -148,7 +148,6 @@ def test_what_a_build_copies_is_there_and_is_not_kept_from_it(image: str) -> Non
     [
         (["operator/pyproject.toml", "--extra", "operator"], {"kopf", "kubernetes", "pydantic", "aiohttp"}),
         (["trainer_image/pyproject.toml"], {"torch", "deepspeed", "transformers", "pydantic"}),
-        (["trainer_image/pyproject.toml", "--extra", "fp8", "--extra", "qlora"], {"torch", "torchao", "bitsandbytes"}),
     ],
 )
 def test_the_layer_of_requirements_holds_pinned_packages_of_others(arguments: list[str], some: set[str]) -> None:

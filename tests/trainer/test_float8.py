@@ -380,8 +380,22 @@ def test_the_library_is_kept_out_of_runs_in_another_precision(precision: str, im
         # Put back as they were when the test ends.
         monkeypatch.setitem(sys.modules, name, sys)
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [*sys.path])
     leave_out_unused(bench.with_training(precision=precision).job)
     assert (find_spec("torchao") is not None) == importable
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+def test_a_job_in_fp8_alone_finds_what_the_image_keeps_apart(precision: str, bench, tmp_path: Path, monkeypatch):
+    from finetune_trainer.stages import leave_out_unused
+
+    (tmp_path / "fp8").mkdir()
+    (tmp_path / "fp8" / "kept_apart.py").touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", {**sys.modules})
+    leave_out_unused(bench.with_training(precision=precision).job)
+    assert (find_spec("kept_apart") is not None) == (precision == "fp8")
 
 
 # ---------------------------------------------------------------------------------------------------------------- runs

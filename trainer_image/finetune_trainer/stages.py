@@ -65,6 +65,9 @@ def leave_out_unused(job: TrainerJob) -> None:
         unused.append("bitsandbytes")
     if training is None or training.precision != "fp8":
         unused.append("torchao")
+    else:
+        # Where our image has it, out of the way of everything else.
+        sys.path.append(str(Path(sys.prefix) / "fp8"))
     for name in unused:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]  # how Python says "not to be imported"
 
