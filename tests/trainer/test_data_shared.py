@@ -119,7 +119,7 @@ def test_a_job_with_other_settings_or_rows_prepares_for_itself(workspace: Worksp
 
 def test_tokens_of_other_libraries_are_not_taken(workspace: Workspace, monkeypatch: pytest.MonkeyPatch):
     workspace.prepared("one")
-    monkeypatch.setattr(module, "version", lambda name: "0.1")
+    monkeypatch.setattr("finetune_trainer.data.prepare.version", lambda name: "0.1")
     workspace.prepared("two")
     assert not workspace.linked("one", "two")
 

@@ -27,7 +27,7 @@ from torch import nn
 from finetune_contract.choices import Precision
 from finetune_contract.job import Adapter, TrainerJob
 from finetune_contract.layout import FailureClass
-from finetune_trainer.failures import StageError, first_of
+from finetune_trainer.failures import StageError, first_of, needed_library
 from finetune_trainer.models import weights_digest
 from finetune_trainer.uris import public_uri
 
@@ -197,17 +197,13 @@ def _base(model: nn.Module, name: str) -> nn.Module:
 
 def four_bits() -> ModuleType:
     """`finetune_trainer.four_bits`; StageError CONFIG `BitsAndBytesMissing` without its library."""
-    try:
+    with needed_library(
+        "bitsandbytes",
+        "BitsAndBytesMissing",
+        "model.adapter.method is qlora, and bitsandbytes, which holds weights in 4 bits",
+        "Add pip install 'finetune-trainer[qlora]' to the image, or set model.adapter.method to lora.",
+    ):
         from finetune_trainer import four_bits
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "bitsandbytes":
-            raise
-        raise StageError(
-            FailureClass.CONFIG,
-            "BitsAndBytesMissing",
-            "model.adapter.method is qlora, and bitsandbytes, which holds weights in 4 bits, is not installed.",
-            "Add pip install 'finetune-trainer[qlora]' to the image, or set model.adapter.method to lora.",
-        ) from error
     return four_bits
 
 

@@ -38,9 +38,12 @@ def trainer_facts(job: TrainerJob) -> TrainerFacts:
 
 def model_without_weights(job: TrainerJob) -> PreTrainedModel:
     """The job's model with a head for two labels, on the meta device."""
+    return _without_weights(job, load_config(job))
+
+
+def _without_weights(job: TrainerJob, config: PretrainedConfig) -> PreTrainedModel:
     import torch
 
-    config = load_config(job)
     with torch.device("meta"):
         return task_module(job.task).empty_model(config, _head_labels(job, config))
 
@@ -52,7 +55,8 @@ def model_facts(job: TrainerJob) -> ModelFacts:
 
     from finetune_trainer.adapters import head_parameters
 
-    config, model = load_config(job), model_without_weights(job)
+    config = load_config(job)
+    model = _without_weights(job, config)
     parameters = sum(parameter.numel() for parameter in model.parameters())  # shared ones come once
     embeddings = {
         id(p): p.numel() for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()

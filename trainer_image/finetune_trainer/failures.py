@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import errno
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from finetune_contract.layout import FailureClass
@@ -28,6 +29,17 @@ class StageError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         """From a worker process to the one that waits for it: exceptions go there by their `args`, the message."""
         return StageError, (self.failure_class, self.reason, self.message, self.hint)
+
+
+@contextmanager
+def needed_library(package: str, reason: str, needed_by: str, hint: str) -> Iterator[None]:
+    """Around an import: StageError CONFIG where `package` is not installed. `needed_by` says for what it is."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        raise StageError(FailureClass.CONFIG, reason, f"{needed_by}, is not installed.", hint) from error
 
 
 def first_of(names: Sequence[str], most: int) -> str:

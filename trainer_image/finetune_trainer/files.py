@@ -5,14 +5,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from finetune_contract.base import Message
-
-_BLOCK_BYTES = 1 << 20
 
 
 class FileEntry(Message):
@@ -51,6 +50,19 @@ def replaced(path: Path, *, folder: bool = True) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+@contextmanager
+def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
+    """A new folder in `parent`, which is gone in the end unless it was moved. Readable as the umask says, unlike those
+    of `tempfile`: other pods of the job may run as another user.
+    """
+    folder = parent / f"{prefix}{uuid.uuid4().hex}"
+    folder.mkdir()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def share(folder: Path) -> None:
     """Lets those read the files below `folder` who may read the folder: safetensors writes each for its owner alone,
     and who loads a model from a claim is often another user.
@@ -86,11 +98,8 @@ def _entry(path: Path) -> FileEntry:
 
 
 def _sha256(path: Path) -> str:
-    value = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            value.update(block)
-    return value.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from torch import nn
 from finetune_contract.choices import Device
 from finetune_contract.layout import FailureClass
 from finetune_trainer.adapters import block_linears
-from finetune_trainer.failures import StageError
+from finetune_trainer.failures import StageError, needed_library
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -84,17 +84,13 @@ def _names(model: nn.Module, kind: type[nn.Module]) -> set[str]:
 
 def refuse_without_library() -> None:
     """StageError CONFIG `TorchaoMissing` where torchao is not installed."""
-    try:
+    with needed_library(
+        "torchao",
+        "TorchaoMissing",
+        "training.precision is fp8, and torchao, which multiplies in it",
+        "Add pip install 'finetune-trainer[fp8]' to the image, or set training.precision to bf16.",
+    ):
         import_module("torchao.float8")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "torchao":
-            raise
-        raise StageError(
-            FailureClass.CONFIG,
-            "TorchaoMissing",
-            "training.precision is fp8, and torchao, which multiplies in it, is not installed.",
-            "Add pip install 'finetune-trainer[fp8]' to the image, or set training.precision to bf16.",
-        ) from error
 
 
 def refuse_without_units(device: Device) -> None:

@@ -346,7 +346,8 @@ def _mask_bytes_per_token(work: Workload) -> int:
     """
     if _unfused_scores(work) or not (work.packed or work.micro_batch * work.sequences > 1):
         return 0
-    return work.length * work.compute_bytes
+    # A process has whole sequences of some heads where it has slices of all of them elsewhere.
+    return work.length * work.compute_bytes * work.strategy.sequence
 
 
 def activation_bytes_per_token(work: Workload) -> int:
@@ -371,9 +372,7 @@ def activation_bytes_per_token(work: Workload) -> int:
     scores = _unfused_scores(work)
     dropped = (4 if work.world.device == "cpu" else 1) if scores and shape.attention_dropout else 0
     attention = model.attention_heads / tensor * work.length * (scores * score_width + dropped)
-    return int(
-        linear + attention + _mask_bytes_per_token(work) * work.strategy.sequence + _adapter_bytes_per_token(work, mask)
-    )
+    return int(linear + attention + _mask_bytes_per_token(work) + _adapter_bytes_per_token(work, mask))
 
 
 def _adapter_bytes_per_token(work: Workload, mask: int) -> float:

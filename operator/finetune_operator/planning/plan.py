@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
-from finetune_contract.choices import LANGUAGE_TASKS, Precision, Stage, Task
+from finetune_contract.choices import FP8_STRATEGIES, LANGUAGE_TASKS, Precision, Stage, Task
 from finetune_contract.facts import ModelFacts
 from finetune_contract.job import (
     Columns,
@@ -44,7 +44,7 @@ from finetune_operator.planning.quantities import parse_quantity
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
 from finetune_operator.planning.script import SCRIPT, choose_script, script_order
 from finetune_operator.planning.sequence import check_sequence
-from finetune_operator.planning.strategy import IN_FP8, check_parallelism, choose_strategy
+from finetune_operator.planning.strategy import check_parallelism, choose_strategy
 from finetune_operator.planning.types import Adaptation, Estimate, Facts, JobPlan, PlanRefused
 
 Phase: TypeAlias = Callable[[Draft], Draft]
@@ -384,11 +384,11 @@ def choose_precision(draft: Draft) -> Draft:
 def _choose_fp8(draft: Draft, device: str) -> Draft:
     """fp8 on a device that has units for it, unless a strategy is asked for with which it has not been seen to work."""
     strategy = asked_strategy(draft.spec.parallelism)
-    if strategy not in (None, *IN_FP8):
+    if strategy not in (None, *FP8_STRATEGIES):
         return draft.refusing(
             ("training", "precision"),
             "fp8",
-            f"layers multiply in fp8 with strategies {', '.join(IN_FP8)}, and {strategy} is asked for",
+            f"layers multiply in fp8 with strategies {', '.join(FP8_STRATEGIES)}, and {strategy} is asked for",
             "set it to bf16, or parallelism.strategy to fsdp or auto",
             "NotSupported",
         )

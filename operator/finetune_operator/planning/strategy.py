@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from finetune_contract.choices import AdapterMethod, CheckpointingMode, OffloadDevice, Stage
+from finetune_contract.choices import FP8_STRATEGIES, AdapterMethod, CheckpointingMode, OffloadDevice, Stage
 from finetune_contract.job import Strategy, World
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
@@ -296,9 +296,10 @@ def _open(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
     found = ladder(asked, decided(draft.world), offload_allowed=optimizer == "adamw")
     undivided = optimizer == "adafactor" or (adapter is not None and adapter.method == "qlora")
     if draft.precision == "fp8":
+        # Where all is left open fsdp takes the place of DeepSpeed's stages.
         if asked_strategy(asked) is None and decided(draft.world).size > 1:
             found = chain(found, ladder(asked.model_copy(update={"strategy": "fsdp"}), decided(draft.world)))
-        found = (rung for rung in found if rung.name in IN_FP8)
+        found = (rung for rung in found if rung.name in FP8_STRATEGIES)
     return tuple(rung for rung in found if not undivided or rung.name in WHOLE)
 
 
@@ -306,12 +307,6 @@ WHOLE = ("single", "ddp")
 """Strategies that leave matrices whole. Adafactor keeps sums of a matrix's rows and columns: DeepSpeed makes one long
 vector of all weights, and transformers' Adafactor has no form for torch's DTensor. Weights in 4 bits are packed layer
 by layer.
-"""
-
-
-IN_FP8 = ("single", "ddp", "fsdp")
-"""Strategies with which layers were seen to multiply in fp8, so that `finetune_trainer.strategies.select` allows it.
-Where all is left open fsdp takes the place of DeepSpeed's stages.
 """
 
 

@@ -61,12 +61,15 @@ class Storage:
 
     workspace: str
     """Folder that holds the job's folder."""
-    hub_cache: str
-    """HF_HOME: what was fetched from the Hub."""
     cache: str | None
     """Folder for what jobs share, in a claim of its own; None: in the workspace."""
     volumes: tuple[Volume, ...]
     mounts: tuple[Mount, ...]
+
+    @property
+    def hub_cache(self) -> str:
+        """HF_HOME: what was fetched from the Hub."""
+        return self.cache or f"{self.workspace}/.cache/huggingface"
 
 
 def storage(spec: FineTuneJobSpec, names: JobNames, stage: Stage) -> Storage:
@@ -76,17 +79,16 @@ def storage(spec: FineTuneJobSpec, names: JobNames, stage: Stage) -> Storage:
         workspace = ClaimPath.parse(spec.storage.workspace, "spec.storage.workspace")
     volumes = {workspace.claim: "workspace"}
     mounts = [Mount("workspace", WORKSPACE)]
-    hub_cache, shared = f"{workspace.below(WORKSPACE)}/.cache/huggingface", None
+    shared = None
     if spec.storage.cache is not None:
         cache = ClaimPath.parse(spec.storage.cache, "spec.storage.cache")
         mounts.append(Mount(volumes.setdefault(cache.claim, "cache"), CACHE))
-        hub_cache = shared = cache.below(CACHE)
+        shared = cache.below(CACHE)
     for claim, writable in sorted(_claims_of(spec, stage).items()):
         name = volumes.setdefault(claim, f"claim-{len(volumes)}")
         mounts.append(Mount(name, f"{CLAIMS}/{claim}", read_only=not writable))
     return Storage(
         workspace=workspace.below(WORKSPACE),
-        hub_cache=hub_cache,
         cache=shared,
         volumes=tuple(claim_volume(name, claim) for claim, name in volumes.items()),
         mounts=tuple(mounts),

@@ -33,6 +33,8 @@ worse.
 LabelForm: TypeAlias = Literal["single_label_classification", "multi_label_classification", "regression"]
 """As `problem_type` of a model's config has them."""
 StrategyName: TypeAlias = Literal["single", "ddp", "fsdp", "deepspeed"]
+FP8_STRATEGIES: tuple[StrategyName, ...] = ("single", "ddp", "fsdp")
+"""Those with which layers were seen to multiply in fp8."""
 ZeroStage: TypeAlias = Literal[0, 1, 2, 3]
 OffloadDevice: TypeAlias = Literal["none", "cpu", "nvme"]
 ActivationOffload: TypeAlias = Literal["none", "cpu"]

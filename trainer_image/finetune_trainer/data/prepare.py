@@ -11,9 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +39,7 @@ from finetune_trainer.data.shared import Entry, SharedData
 from finetune_trainer.data.sources import ColumnNeed, RawSplit, Role, SplitSource, predict_split, splits_by_role
 from finetune_trainer.data.spool import write_tables
 from finetune_trainer.failures import StageError
-from finetune_trainer.files import locked
+from finetune_trainer.files import locked, temporary_folder
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.tasks.base import Coding, Labels, Targets, TaskModule, task_of
@@ -55,6 +55,8 @@ _VALIDATION_SHARE = 0.05
 _TEMPORARY = "prepared.tmp-"
 _SCRATCH = "raw"
 """Folder inside of it for rows that are on their way."""
+_LIBRARIES = ("tokenizers", "transformers")
+"""What makes tokens. Within one job's folder they are the image's, a cache outlives images."""
 _TARGETS = ("label", "tags", "answers", "target", "chosen", "rejected")
 """Roles of columns that rows to predict need not have, and that nothing would read there."""
 
@@ -115,7 +117,7 @@ def prepare(
         # What a repository's own code makes of a text is not in the key.
         if shared is None or job.model.trust_remote_code:
             return _made(order, paths, progress, leader)
-        with shared.entry(order.key) as entry:
+        with shared.entry(_shared_name(order.key)) as entry:
             if entry is None:
                 return _made(order, paths, progress, leader)
             done = _taken(entry, order, paths, progress)
@@ -136,28 +138,22 @@ def _found(order: _Order, paths: JobPaths, progress: ProgressSink) -> DataFacts 
 
 def _taken(entry: Entry, order: _Order, paths: JobPaths, progress: ProgressSink) -> DataFacts | None:
     """What another job has prepared, in its place; None: nothing whole."""
-    temporary = _new_folder(paths.root)
-    try:
+    with temporary_folder(paths.root, _TEMPORARY) as temporary:
         if not entry.take(temporary):
             return None
         _move(temporary, paths.prepared)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return _found(order, paths, progress)
 
 
 def _made(order: _Order, paths: JobPaths, progress: ProgressSink, leader: Leader | None) -> DataFacts:
     """Reads, checks, tokenises and writes."""
-    temporary = _new_folder(paths.root)
-    scratch = temporary / _SCRATCH
-    try:
+    with temporary_folder(paths.root, _TEMPORARY) as temporary:
+        scratch = temporary / _SCRATCH
         scratch.mkdir()
         rows, targets, set_aside = _checked_rows(order, scratch)
         facts = _write(temporary, order, rows, targets.labels, set_aside, progress, leader)
         _discard(scratch, paths.root)
         _move(temporary, paths.prepared)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     return facts
 
 
@@ -175,18 +171,10 @@ def _same(paths: JobPaths, key: str) -> DataFacts | None:
     return facts if inputs.key == key and whole else None
 
 
-def _new_folder(parent: Path) -> Path:
-    """Readable as the umask says, unlike `tempfile.mkdtemp`: other pods of the job may run as another user."""
-    folder = parent / f"{_TEMPORARY}{uuid.uuid4().hex}"
-    folder.mkdir()
-    return folder
-
-
 def _discard(folder: Path, parent: Path) -> None:
     """Takes the folder away in one step: somebody who was given up may still write into it."""
-    aside = _new_folder(parent)
-    folder.replace(aside / "old")
-    shutil.rmtree(aside, ignore_errors=True)
+    with temporary_folder(parent, _TEMPORARY) as aside:
+        folder.replace(aside / "old")
 
 
 def _move(temporary: Path, place: Path) -> None:
@@ -195,10 +183,9 @@ def _move(temporary: Path, place: Path) -> None:
     """
     (temporary / COMPLETION_MARKER).write_text("", encoding="utf-8")
     if place.exists():
-        old = _new_folder(place.parent)
-        place.replace(old / "old")
-        temporary.replace(place)
-        shutil.rmtree(old, ignore_errors=True)
+        with temporary_folder(place.parent, _TEMPORARY) as aside:
+            place.replace(aside / "old")
+            temporary.replace(place)
     else:
         temporary.replace(place)
 
@@ -300,6 +287,11 @@ def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     else:
         content = sorted(tokenizer.get_vocab().items())
     return _digest([type(tokenizer).__name__, content, tokenizer.model_input_names, tokenizer.truncation_side])
+
+
+def _shared_name(key: str) -> str:
+    """Of the entry for all jobs whose order has that key, and whose image has the same libraries."""
+    return _digest([key, {name: version(name) for name in _LIBRARIES}])
 
 
 def _digest(value: object) -> str:

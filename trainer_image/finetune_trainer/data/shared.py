@@ -13,24 +13,20 @@ and the job prepares for itself.
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import logging
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from finetune_contract.base import Message
 from finetune_contract.layout import COMPLETION_MARKER, ENV_CACHE, JobPaths
-from finetune_trainer.files import FileEntry, entries_of, first_difference, locked, write_synced
+from finetune_trainer.files import FileEntry, entries_of, first_difference, locked, temporary_folder, write_synced
 
 log = logging.getLogger(__name__)
 
@@ -39,8 +35,6 @@ KEPT_SECONDS = 30 * 24 * 3600
 _MANIFEST = "manifest.json"
 _DATA = "data"
 _TEMPORARY = "tmp-"
-_LIBRARIES = ("tokenizers", "transformers")
-"""What makes tokens. Within one job's folder they are the image's, a cache outlives images."""
 
 
 class _Manifest(Message):
@@ -62,10 +56,8 @@ class SharedData:
         return cls((Path(named) if named else paths.root.parent / ".cache") / "prepared")
 
     @contextmanager
-    def entry(self, key: str) -> Iterator[Entry | None]:
-        """The place of what `key` names, which no other job works at; None where the cache cannot be used."""
-        versions = {name: version(name) for name in _LIBRARIES}
-        name = hashlib.sha256(json.dumps([key, versions], sort_keys=True).encode()).hexdigest()
+    def entry(self, name: str) -> Iterator[Entry | None]:
+        """The place of that name, which no other job works at; None where the cache cannot be used."""
         entry = Entry(self.folder / name)
         with ExitStack() as stack:
             try:
@@ -84,10 +76,8 @@ class SharedData:
             entry = Entry(folder)
             if folder != wanted and folder.is_dir() and entry.used() < since:
                 # Aside first: nobody takes half of it.
-                aside = self.folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
-                with suppress(FileNotFoundError):  # another job was earlier
-                    folder.rename(aside)
-                shutil.rmtree(aside, ignore_errors=True)
+                with temporary_folder(self.folder, _TEMPORARY) as aside, suppress(FileNotFoundError):
+                    folder.rename(aside / _DATA)  # or another job was earlier
                 log.info("No job had taken %s for %d days; it is removed.", folder, KEPT_SECONDS // 86400)
 
 
@@ -107,7 +97,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Entry:
-    """What one key names."""
+    """What one name stands for."""
 
     folder: Path
 
@@ -151,21 +141,19 @@ class Entry:
 
     def give(self, prepared: Path) -> None:
         """Keeps a copy of a whole folder of prepared data for other jobs. A failure is told and changes nothing."""
-        temporary = self.folder / f"{_TEMPORARY}{uuid.uuid4().hex}"
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             for leftover in self.folder.glob(f"{_TEMPORARY}*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            files = entries_of(prepared)
-            files.pop(COMPLETION_MARKER, None)
-            _link_all(prepared, temporary, files)
-            write_synced(temporary / _MANIFEST, _Manifest(files=files).to_json())
-            temporary.rename(self.folder / _DATA)
+            with temporary_folder(self.folder, _TEMPORARY) as temporary:
+                files = entries_of(prepared)
+                files.pop(COMPLETION_MARKER, None)
+                _link_all(prepared, temporary, files)
+                write_synced(temporary / _MANIFEST, _Manifest(files=files).to_json())
+                temporary.rename(self.folder / _DATA)
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody without a lock was earlier
                 log.warning("What was prepared cannot be kept in %s for other jobs: %s", self.folder, error)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _link_all(source: Path, target: Path, names: Mapping[str, FileEntry]) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, assert_never
 
+from finetune_contract.choices import FP8_STRATEGIES
 from finetune_contract.job import Strategy as StrategySettings
 from finetune_contract.job import Training
 from finetune_contract.layout import FailureClass
@@ -90,7 +91,7 @@ def _around_whole_models(training: Training, deepspeed: Mapping[str, Any] | None
 def _refuse_fp8(training: Training) -> None:
     """StageError for ways to train in which nothing has been seen to multiply in fp8."""
     settings, others = training.strategy, ""
-    if settings.name not in ("single", "ddp", "fsdp"):
+    if settings.name not in FP8_STRATEGIES:
         others = f"strategy {settings.name}"
     elif settings.model_ranks > 1:
         others = "parallelism.tensor or pipeline"
