@@ -52,15 +52,33 @@ def replaced(path: Path, *, folder: bool = True) -> Iterator[Path]:
 
 @contextmanager
 def temporary_folder(parent: Path, prefix: str) -> Iterator[Path]:
-    """A new folder in `parent`, which is gone in the end unless it was moved. Readable as the umask says, unlike those
-    of `tempfile`: other pods of the job may run as another user.
+    """A new folder in `parent`, which is gone in the end unless it was moved, also when somebody still writes into it.
+    Readable as the umask says, unlike those of `tempfile`: other pods of the job may run as another user.
     """
-    folder = parent / f"{prefix}{uuid.uuid4().hex}"
+    folder = _unused(parent, prefix)
     folder.mkdir()
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        discard(folder, parent, prefix)
+
+
+def discard(folder: Path, parent: Path, prefix: str) -> bool:
+    """Takes the folder away, and then apart; False when it was not there, or not ours to take. It goes in one step, to
+    a name in `parent` that begins with `prefix`: who would go on writing into it finds it no more, and cannot keep it
+    from being removed.
+    """
+    aside = _unused(parent, prefix)
+    try:
+        folder.rename(aside)
+    except OSError:
+        return False
+    shutil.rmtree(aside, ignore_errors=True)
+    return True
+
+
+def _unused(parent: Path, prefix: str) -> Path:
+    return parent / f"{prefix}{uuid.uuid4().hex}"
 
 
 def share(folder: Path) -> None:

@@ -39,7 +39,7 @@ from finetune_trainer.data.shared import Entry, SharedData
 from finetune_trainer.data.sources import ColumnNeed, RawSplit, Role, SplitSource, predict_split, splits_by_role
 from finetune_trainer.data.spool import write_tables
 from finetune_trainer.failures import StageError
-from finetune_trainer.files import locked, temporary_folder
+from finetune_trainer.files import discard, locked, temporary_folder
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.tasks.base import Coding, Labels, Targets, TaskModule, task_of
@@ -152,7 +152,7 @@ def _made(order: _Order, paths: JobPaths, progress: ProgressSink, leader: Leader
         scratch.mkdir()
         rows, targets, set_aside = _checked_rows(order, scratch)
         facts = _write(temporary, order, rows, targets.labels, set_aside, progress, leader)
-        _discard(scratch, paths.root)
+        discard(scratch, paths.root, _TEMPORARY)  # whom pod 0 has given up may still write into it
         _move(temporary, paths.prepared)
     return facts
 
@@ -169,12 +169,6 @@ def _same(paths: JobPaths, key: str) -> DataFacts | None:
     names = [shard_name(role, number, of) for role, of in inputs.shards.items() for number in range(of)]
     whole = all((paths.prepared / name).is_file() for name in names)
     return facts if inputs.key == key and whole else None
-
-
-def _discard(folder: Path, parent: Path) -> None:
-    """Takes the folder away in one step: somebody who was given up may still write into it."""
-    with temporary_folder(parent, _TEMPORARY) as aside:
-        folder.replace(aside / "old")
 
 
 def _move(temporary: Path, place: Path) -> None:

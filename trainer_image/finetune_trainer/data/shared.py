@@ -26,7 +26,15 @@ from pydantic import ValidationError
 
 from finetune_contract.base import Message
 from finetune_contract.layout import COMPLETION_MARKER, ENV_CACHE, JobPaths
-from finetune_trainer.files import FileEntry, entries_of, first_difference, locked, temporary_folder, write_synced
+from finetune_trainer.files import (
+    FileEntry,
+    discard,
+    entries_of,
+    first_difference,
+    locked,
+    temporary_folder,
+    write_synced,
+)
 
 log = logging.getLogger(__name__)
 
@@ -74,10 +82,8 @@ class SharedData:
         since = time.time() - KEPT_SECONDS
         for folder in self.folder.iterdir():
             entry = Entry(folder)
-            if folder != wanted and folder.is_dir() and entry.used() < since:
-                # Aside first: nobody takes half of it.
-                with temporary_folder(self.folder, _TEMPORARY) as aside, suppress(FileNotFoundError):
-                    folder.rename(aside / _DATA)  # or another job was earlier
+            unused = folder != wanted and folder.is_dir() and entry.used() < since
+            if unused and discard(folder, self.folder, _TEMPORARY):
                 log.info("No job had taken %s for %d days; it is removed.", folder, KEPT_SECONDS // 86400)
 
 
@@ -136,7 +142,7 @@ class Entry:
 
     def _throw_away(self, why: str) -> bool:
         log.warning("%s is damaged: %s. It is removed, and the data are prepared again.", self.folder, why)
-        shutil.rmtree(self.folder / _DATA, ignore_errors=True)
+        discard(self.folder / _DATA, self.folder, _TEMPORARY)
         return False
 
     def give(self, prepared: Path) -> None:
