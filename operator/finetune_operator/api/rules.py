@@ -17,7 +17,7 @@ from typing import Literal
 from pydantic import JsonValue
 from pydantic.alias_generators import to_snake
 
-from finetune_contract.choices import WRITING_TASKS, Task
+from finetune_contract.choices import WHOLE_STRATEGIES, WRITING_TASKS, Task
 from finetune_operator.api.shapes import Number, Shape, find, spec_shape
 from finetune_operator.api.types import (
     DNS_SUBDOMAIN_PATTERN,
@@ -605,10 +605,10 @@ RULES: tuple[Rule, ...] = (
         "qlora-keeps-layers-whole",
         "parallelism.strategy",
         "self.model.adapter.method != 'qlora'"
-        " || (self.parallelism.strategy in ['auto', 'single', 'ddp'] && type(self.parallelism.zeroStage) != int)",
+        f" || (self.parallelism.strategy in {['auto', *WHOLE_STRATEGIES]} && type(self.parallelism.zeroStage) != int)",
         lambda spec: (
             spec.model.adapter.method != "qlora"
-            or (spec.parallelism.strategy in ("auto", "single", "ddp") and spec.parallelism.zero_stage == "auto")
+            or (spec.parallelism.strategy in ("auto", *WHOLE_STRATEGIES) and spec.parallelism.zero_stage == "auto")
         ),
         "with zeroStage would divide layers, which spec.model.adapter.method qlora packs as a whole",
         "set it to auto, single or ddp and leave zeroStage out, or set spec.model.adapter.method to lora",

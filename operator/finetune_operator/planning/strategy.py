@@ -11,7 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from finetune_contract.choices import FP8_STRATEGIES, AdapterMethod, CheckpointingMode, OffloadDevice, Stage
+from finetune_contract.choices import (
+    FP8_STRATEGIES,
+    WHOLE_STRATEGIES,
+    AdapterMethod,
+    CheckpointingMode,
+    OffloadDevice,
+    Stage,
+)
 from finetune_contract.job import Strategy, World
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
@@ -65,7 +72,7 @@ def check_parallelism(draft: Draft) -> Draft:
             )
     draft = replace(draft, problems=(*draft.problems, *override_problems(asked.deepspeed_config)))
     name = asked_strategy(asked)
-    if draft.training.optimizer == "adafactor" and name not in (None, *WHOLE):
+    if draft.training.optimizer == "adafactor" and name not in (None, *WHOLE_STRATEGIES):
         draft = draft.refusing(
             ("training", "optimizer"),
             "adafactor",
@@ -300,14 +307,7 @@ def _open(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
         if asked_strategy(asked) is None and decided(draft.world).size > 1:
             found = chain(found, ladder(asked.model_copy(update={"strategy": "fsdp"}), decided(draft.world)))
         found = (rung for rung in found if rung.name in FP8_STRATEGIES)
-    return tuple(rung for rung in found if not undivided or rung.name in WHOLE)
-
-
-WHOLE = ("single", "ddp")
-"""Strategies that leave matrices whole. Adafactor keeps sums of a matrix's rows and columns: DeepSpeed makes one long
-vector of all weights, and transformers' Adafactor has no form for torch's DTensor. Weights in 4 bits are packed layer
-by layer.
-"""
+    return tuple(rung for rung in found if not undivided or rung.name in WHOLE_STRATEGIES)
 
 
 def rungs(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:

@@ -35,6 +35,11 @@ LabelForm: TypeAlias = Literal["single_label_classification", "multi_label_class
 StrategyName: TypeAlias = Literal["single", "ddp", "fsdp", "deepspeed"]
 FP8_STRATEGIES: tuple[StrategyName, ...] = ("single", "ddp", "fsdp")
 """Those with which layers were seen to multiply in fp8."""
+WHOLE_STRATEGIES: tuple[StrategyName, ...] = ("single", "ddp")
+"""Those that leave matrices whole. Adafactor keeps sums of a matrix's rows and columns: DeepSpeed makes one long vector
+of all weights, and transformers' Adafactor has no form for torch's DTensor. Weights in 4 bits are packed layer by
+layer.
+"""
 ZeroStage: TypeAlias = Literal[0, 1, 2, 3]
 OffloadDevice: TypeAlias = Literal["none", "cpu", "nvme"]
 ActivationOffload: TypeAlias = Literal["none", "cpu"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, assert_never
 
-from finetune_contract.choices import FP8_STRATEGIES
+from finetune_contract.choices import FP8_STRATEGIES, WHOLE_STRATEGIES
 from finetune_contract.job import Strategy as StrategySettings
 from finetune_contract.job import Training
 from finetune_contract.layout import FailureClass
@@ -33,8 +33,7 @@ def strategy_for(training: Training, deepspeed: Mapping[str, Any] | None, scratc
     if settings.offload_activations == "cpu" and training.arguments.get("torch_compile"):
         # What is compiled as one saves nothing that could be moved.
         raise _unsupported("parallelism.offload.activations", "cpu", "none with training.arguments.torch_compile")
-    if training.optimizer == "adafactor" and settings.name not in ("single", "ddp"):
-        # It keeps sums of a matrix's rows and columns, and these divide or flatten matrices.
+    if training.optimizer == "adafactor" and settings.name not in WHOLE_STRATEGIES:
         raise _unsupported("training.optimizer", "adafactor", f"adamw and sgd with strategy {settings.name}")
     if training.in_four_bits:
         _refuse_qlora(training)
@@ -105,7 +104,7 @@ def _refuse_fp8(training: Training) -> None:
 
 def _refuse_qlora(training: Training) -> None:
     """StageError for what does not go together with weights in 4 bits, which are packed as their whole layer."""
-    if training.strategy.name not in ("single", "ddp"):
+    if training.strategy.name not in WHOLE_STRATEGIES:
         others = f"lora and dora with strategy {training.strategy.name}"
         raise _unsupported("model.adapter.method", "qlora", others)
     if training.arguments.get("torch_compile"):
