@@ -6,15 +6,16 @@ import datetime
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import pytest
 
 from cluster_support.access import Object, path_of, wait_until
+from cluster_support.kubelet import CAPACITY, ON_STAND_IN
 from cluster_support.operator_process import USER
 from cluster_support.plays import RUNS, SUCCEEDS, Play
-from cluster_support.world import BASE, History, World, condition, conditions, stage_of, states
+from cluster_support.world import BASE, History, World, condition, conditions, merged, stage_of, states
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 
 ONE_EACH = dict.fromkeys(("prepare", "train", "evaluate", "predict"), ("Succeeded", 1))
@@ -142,6 +143,8 @@ def test_training_runs_under_the_launcher_that_was_asked_for(world: World, case:
 
 def test_several_pods_prepare_and_the_first_one_tells_what_they_have_measured(world: World) -> None:
     world.kubelet.playbook.set("many", "prepare", Play(lasts=0.5))
+    # Those that still run when it ends are removed.
+    world.kubelet.playbook.set("many", "prepare", Play(lasts=2), index=0)
     world.apply("many", {"preparation": {"engine": "job", "workers": 3}, "predict": None})
     status = world.wait_phase("many", "Succeeded", 60)
     assert status["measured"]["data"]["splits"]["train"]["rows"] == 8192
@@ -155,6 +158,50 @@ def test_several_pods_prepare_and_the_first_one_tells_what_they_have_measured(wo
     assert "metadata.labels['batch.kubernetes.io/controller-uid']" in attempt
     (claim,) = world.of_job("many", "v1", "persistentvolumeclaims")
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_a_pod_that_never_gets_a_node_does_not_keep_a_preparation_by_pods_from_its_end(world: World) -> None:
+    # One node, with room for the first pod and not for the second; nor later, as it takes no more pods from then on.
+    node = world.kubelet.nodes[0]
+    template = merged(ON_STAND_IN, {"nodeSelector": {"kubernetes.io/hostname": node}})
+    room = {"cpu": str(int(CAPACITY["cpu"]) - 1)}
+    world.kubelet.playbook.set("crowded", "prepare", RUNS)
+    preparation = {"engine": "job", "workers": 2}
+    world.apply("crowded", {"preparation": preparation, "resources": room, "template": template, "predict": None})
+    world.wait_running("crowded", "prepare")
+    world.wait("crowded", "a pod waits", lambda found: "Insufficient cpu" in condition(found, "Running")["message"])
+    with cordoned(world, node):
+        assert world.kubelet.tell("crowded", "prepare", SUCCEEDS) == 1
+        status = world.wait("crowded", "it is prepared", lambda found: states(found)["prepare"][0] == "Succeeded")
+        path = world.path("batch/v1", "jobs", "crowded-prepare-1")
+        told = ("SuccessCriteriaMet", "SuccessPolicy"), ("Complete", "SuccessPolicy")
+        wait_until(lambda: _holding(world.api.get(path)) >= set(told), "the Job is complete")
+        assert [_index(pod) for pod in world.pods("crowded", "prepare")] == ["0"]
+    assert (states(status)["prepare"], status["restarts"]) == (("Succeeded", 1), 0)
+    assert status["measured"]["data"]["splits"]["train"]["rows"] == 8192
+    assert states(world.wait_phase("crowded", "Succeeded", 60))["train"] == ("Succeeded", 1)
+
+
+@contextmanager
+def cordoned(world: World, node: str) -> Iterator[None]:
+    """The node takes no more pods for as long as this lasts."""
+    path = path_of("v1", "nodes", None, node)
+    world.api.patch(path, {"spec": {"unschedulable": True}})
+    try:
+        yield
+    finally:
+        world.api.patch(path, {"spec": {"unschedulable": None}})
+
+
+def _holding(job: Object | None) -> set[tuple[str, str]]:
+    """Type and reason of the conditions that hold."""
+    found = [] if job is None else job["status"].get("conditions", [])
+    return {(one["type"], one["reason"]) for one in found if one["status"] == "True"}
+
+
+def _index(pod: Object) -> str:
+    index: str = pod["metadata"]["labels"]["batch.kubernetes.io/job-completion-index"]
+    return index
 
 
 def test_spark_prepares_and_its_driver_tells_what_it_has_measured(world: World) -> None:

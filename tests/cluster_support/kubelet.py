@@ -56,7 +56,7 @@ class Kubelet:
         self.complaints: list[str] = []
         self._api = api
         self._background = background
-        self._nodes = [f"stand-in-{index}" for index in range(nodes)]
+        self.nodes = [f"stand-in-{index}" for index in range(nodes)]
         self._pods: dict[str, _Running] = {}
         self._labels: dict[str, dict[str, str]] = {}
         self._logs: dict[tuple[str, str], str] = {}
@@ -104,7 +104,7 @@ class Kubelet:
             "provisioner": "kubernetes.io/no-provisioner",
         }
         await self._api.quietly("POST", path_of("storage.k8s.io/v1", "storageclasses"), storage)
-        for name in self._nodes:
+        for name in self.nodes:
             await self._join(name)
 
     async def _join(self, name: str) -> None:
@@ -129,7 +129,7 @@ class Kubelet:
         """Renew the leases, well below the 40 s after which a node counts as lost."""
         namespace = "kube-node-lease"
         while True:
-            for name in self._nodes:
+            for name in self.nodes:
                 stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
                 spec = {"holderIdentity": name, "leaseDurationSeconds": 40, "renewTime": stamp}
                 path = path_of("coordination.k8s.io/v1", "leases", namespace, name)
@@ -148,7 +148,7 @@ class Kubelet:
             await asyncio.sleep(10)
 
     async def _down(self) -> None:
-        for name in self._nodes:
+        for name in self.nodes:
             await self._api.quietly("DELETE", path_of("v1", "nodes", None, name))
         await self._api.quietly("DELETE", path_of("storage.k8s.io/v1", "storageclasses", None, STORAGE_CLASS))
         if self._runner is not None:
@@ -188,7 +188,7 @@ class Kubelet:
         async for there, pod in self._api.follow(path_of("v1", "pods")):
             meta = pod["metadata"]
             uid = meta["uid"]
-            if pod["spec"].get("nodeName") not in self._nodes:
+            if pod["spec"].get("nodeName") not in self.nodes:
                 continue
             if uid not in self._pods and there:
                 self._pods[uid] = _Running(self._play(pod))

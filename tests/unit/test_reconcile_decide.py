@@ -12,8 +12,9 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.report import MeasuredFacts
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import ChildReference, CostStatus, FailureStatus, ProgressStatus, StageStatus
+from finetune_operator.reconcile.times import stamp
 from finetune_operator.reconcile.types import Decision, EventNote, ObjectRef
-from reconcile_world import BERT, NOON, SPEC, World, report
+from reconcile_world import BERT, GRACE, NOON, SPEC, World, report
 
 TWO_NODES = {**SPEC, "resources": {"nodes": 2}}
 AT = "2026-01-01T12:00:00Z"
@@ -219,6 +220,28 @@ def test_costs_are_counted_at_the_end_of_each_attempt():
     assert world.job().status.cost == CostStatus(
         node_seconds=used, billable_seconds=used, currency="USD", amount=used / 3600 * 2.0
     )
+
+
+def test_a_preparation_has_succeeded_with_its_first_pod_whatever_becomes_of_those_that_are_removed():
+    world = World()
+    world.spec["preparation"] = {"engine": "job", "workers": 4}
+    world.settle()
+    child = world.start()
+    first, stopped, lost, unplaced = world.pods_of(child)
+    world.pods[unplaced]["status"] = {"phase": "Pending"}
+    world.settle()
+    world.end_pod(first, 0, report("prepare"))
+    # The Job is not Complete before all others have ended, and the node of one of them does not answer.
+    world.children[child]["status"]["conditions"] = [world.condition("SuccessCriteriaMet", "SuccessPolicy")]
+    for pod in (stopped, lost, unplaced):
+        world.pods[pod]["metadata"]["deletionTimestamp"] = stamp(world.now + GRACE)
+    world.pods[lost]["stuck"] = True
+    world.end_pod(stopped, 143, report("prepare", (FailureClass.PREEMPTED, 10.0), rank=1))
+    world.settle()
+    world.wait(600)
+    assert (world.stage("prepare"), world.stage("train")) == (("Succeeded", 1), ("Running", 1))
+    assert world.created == ["reviews-prepare-1", "reviews-train-1"]
+    assert "StageFailed" not in world.told()
 
 
 # -------------------------------------------------------------------------------------------- jobs that are not begun

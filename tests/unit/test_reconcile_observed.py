@@ -62,9 +62,13 @@ CHILDREN: dict[str, tuple[dict[str, Any], tuple[str, str, datetime | None]]] = {
     "a Job whose pods only wait counts them as active and is not running": (job({"active": 2}), ("Pending", "", None)),
     "a Job with a ready pod": (job({"active": 2, "ready": 1, "startTime": AT}), ("Running", "", None)),
     "a Job that is done": (job({"conditions": [says("Complete")], "completionTime": LATER}), ("Succeeded", "R", END)),
-    "a Job that is about to be done still ends its pods": (
-        job({"conditions": [says("SuccessCriteriaMet")], "ready": 1}),
-        ("Running", "", None),
+    "a Job that has succeeded and still ends the pods that it does not need": (
+        job({"conditions": [says("SuccessCriteriaMet", reason="SuccessPolicy")], "ready": 1}),
+        ("Succeeded", "SuccessPolicy", END),
+    ),
+    "a Job that has succeeded and ended its pods": (
+        job({"conditions": [says("SuccessCriteriaMet", reason="SuccessPolicy"), says("Complete")]}),
+        ("Succeeded", "R", END),
     ),
     "a Job that is about to fail still ends its pods": (
         job({"conditions": [says("FailureTarget", reason="PodFailurePolicy")]}),

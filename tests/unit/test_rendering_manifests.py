@@ -608,6 +608,7 @@ def test_pods_that_prepare_are_one_indexed_job_without_a_service_and_know_their_
     assert [job[name] for name in ("completionMode", "completions", "parallelism", "backoffLimit")] == [
         "Indexed", 5, 5, 0,
     ]  # fmt: skip
+    assert job["podFailurePolicy"]["rules"], "a pod that fails ends the Job all the same"
     (container,) = job["template"]["spec"]["containers"]
     assert container["command"][-2:] == ["--with", "index"]
     assert {"name": "FINETUNE_ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{JOB_UID}']"}}} in (
@@ -620,6 +621,22 @@ def test_pods_that_prepare_are_one_indexed_job_without_a_service_and_know_their_
 
 
 JOB_UID = "batch.kubernetes.io/controller-uid"
+
+
+def test_the_success_of_one_pod_is_the_jobs_in_a_preparation_by_pods_alone():
+    def decided_by_one(**spec: Any) -> dict[str, Any]:
+        manifests = rendered(spec_with(resources={"nodes": 2}, launcher="job", **spec))
+        jobs = [each for each in manifests if each["kind"] == "Job"]
+        assert len(jobs) == 4
+        return {
+            each["metadata"]["name"]: each["spec"]["successPolicy"]  # type: ignore[index, call-overload, misc]
+            for each in jobs
+            if "successPolicy" in each["spec"]  # type: ignore[operator]
+        }
+
+    by_pods = decided_by_one(preparation={"engine": "job", "workers": 5})
+    assert by_pods == {"reviews-prepare-1": {"rules": [{"succeededIndexes": "0"}]}}
+    assert decided_by_one(preparation={"workers": 5}) == {}
 
 
 def test_only_pods_with_a_gpu_wait_for_its_product():

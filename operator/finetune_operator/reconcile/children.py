@@ -80,9 +80,12 @@ def attempt_of(metadata: Meta) -> tuple[Stage, int] | None:
 def _job(raw: RawChild) -> Verdict:
     """batch/v1. `FailureTarget` comes before `Failed`, and `SuccessCriteriaMet` before `Complete`: pods still end then.
 
+    Of a failure they may tell the cause, and it is waited for. A success stays one, however the pods end that are not
+    needed any more (KEP-3998 of kubernetes/enhancements), and one on a node that is gone may never end.
+
     A Job counts pods that only wait as active, so it is running when one of them is ready.
     """
-    if done := raw.condition("Complete"):
+    if done := raw.condition("Complete") or raw.condition("SuccessCriteriaMet"):
         return Verdict("Succeeded", done, raw.status.completion_time or done.last_transition_time)
     if failed := raw.condition("Failed"):
         return Verdict("Failed", failed, failed.last_transition_time)

@@ -161,6 +161,8 @@ def _job(pods: StagePods) -> Manifest:
         metadata=_metadata(pods, pods.name),
         nodes=pods.nodes,
         container=CONTAINER_NAME,
+        # Of pods that prepare, the first ends well once all is done, whoever did it; of a gang each one's end counts.
+        first_pod_decides=pods.stage is Stage.PREPARE and pods.plan.trainer.preparation.engine == "job",
         pod=replace(stage_pod(pods), subdomain=pods.service).manifest(),
     )
 

@@ -11,10 +11,11 @@ import pytest
 
 from box_support.box import Box
 from box_support.team import INPUTS, Team, stage_of, tiny_spec
-from cluster_support.access import Object
+from cluster_support.access import Object, path_of
 from finetune_operator.rendering.trainer_pod import JOB_UID_LABEL
 
 PODS = 3
+INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 
 
 def by_pods(**spec: Any) -> Object:
@@ -40,11 +41,20 @@ def test_pods_on_two_nodes_prepare_and_the_training_reads_what_they_have_made(
     status = team.succeeds(name, 400)
     assert stage_of(status, "prepare")["attempt"] == 1
     assert status["artifacts"]["datasetFingerprint"] == fingerprint
-    pods = team.pods(name, "prepare")
-    assert len(pods) == PODS
-    assert {pod["status"]["phase"] for pod in pods} == {"Succeeded"}
-    assert len({pod["spec"]["nodeName"] for pod in pods}) == len(box.nodes)
-    assert len({pod["metadata"]["labels"][JOB_UID_LABEL] for pod in pods}) == 1
+    pods = {pod["metadata"]["labels"][INDEX_LABEL]: pod for pod in team.pods(name, "prepare")}
+    assert pods["0"]["status"]["phase"] == "Succeeded"
+    assert len({pod["metadata"]["labels"][JOB_UID_LABEL] for pod in pods.values()}) == 1
+    # Pods that had not ended with the first one are removed; the scheduler has told where they were.
+    placed = _places(team, f"{name}-prepare-1-")
+    assert len(placed) == PODS
+    assert set(placed.values()) == set(box.nodes)
+
+
+def _places(team: Team, stem: str) -> dict[str, str]:
+    """Pod -> node, of all pods ever whose names begin so."""
+    told = team.box.api.items(path_of("v1", "events", team.namespace), fieldSelector="reason=Scheduled")
+    messages = {event["involvedObject"]["name"]: event["message"] for event in told}
+    return {pod: message.rpartition(" ")[2] for pod, message in messages.items() if pod.startswith(stem)}
 
 
 def test_a_wrong_column_is_told_by_the_pod_that_reads_and_the_others_end(team: Team) -> None:
