@@ -32,7 +32,7 @@ NOT_FOR_PEOPLE = re.compile(
     r"\bNone\b|\bTrue\b|\bFalse\b|<[A-Z]\w+[.:]|\b(FailureClass|OperatorCause|Stage)\.|\w+\(\w+="
 )
 """What Python calls things."""
-CHILD_KINDS = ("Job", "PyTorchJob", "MPIJob")
+CHILD_KINDS = ("Job", "PyTorchJob", "MPIJob", "SparkApplication")
 BERT = model_facts(
     {
         "model_type": "bert",
@@ -90,6 +90,7 @@ class World:
     spec: dict[str, Any] = field(default_factory=lambda: json.loads(json.dumps(SPEC)))
     settings: Settings = CLUSTER_SETTINGS
     served: tuple[LauncherName, ...] = ("job",)
+    spark: bool = False
     now: datetime = NOON
     generation: int = 1
     deleting: bool = False
@@ -132,8 +133,8 @@ class World:
         children = tuple(view for raw in self.children.values() if (view := child_view(raw)) is not None)
         pods = tuple(view for raw in self.pods.values() if (view := pod_view(raw)) is not None)
         seen = Observed(
-            children, pods, self.progress, served=self.served, refusals=self.refusals, moved=self.moved,
-            heard_since=self.heard_since,
+            children, pods, self.progress, served=self.served, spark=self.spark, refusals=self.refusals,
+            moved=self.moved, heard_since=self.heard_since,
         )  # fmt: skip
         wanted = wanted_logs(self.job(), seen, self.now, self.settings)
         logs = tuple((name, self.logs.get(name, "")) for name in wanted)
@@ -294,6 +295,8 @@ class World:
         elif raw["kind"] == "PyTorchJob":
             count = spec["pytorchReplicaSpecs"]["Worker"]["replicas"]
             names = [(f"{name}-worker-{i}", {"training.kubeflow.org/replica-index": str(i)}) for i in range(count)]
+        elif raw["kind"] == "SparkApplication":
+            names = [(f"{name}-driver", {})]
         else:
             count = spec["mpiReplicaSpecs"]["Worker"]["replicas"]
             role, index = "training.kubeflow.org/job-role", "training.kubeflow.org/replica-index"
@@ -322,6 +325,8 @@ class World:
         began = stamp(self.now)
         if raw["kind"] == "Job":
             raw["status"] = {"active": 1, "ready": 1, "startTime": began}
+        elif raw["kind"] == "SparkApplication":
+            raw["status"] = {"applicationState": {"state": "RUNNING"}, "lastSubmissionAttemptTime": began}
         else:
             raw["status"] = {"startTime": began, "conditions": [self.condition("Running")]}
         return name
@@ -349,6 +354,10 @@ class World:
     def end_child(self, name: str, succeeded: bool, reason: str = "BackoffLimitExceeded") -> None:
         """Its controller says that it is over."""
         raw = self.children[name]
+        if raw["kind"] == "SparkApplication":
+            told = {"state": "COMPLETED" if succeeded else "FAILED"}
+            raw["status"] |= {"applicationState": told, "terminationTime": stamp(self.now)}
+            return
         word = ("Complete" if raw["kind"] == "Job" else "Succeeded") if succeeded else "Failed"
         status = raw.setdefault("status", {})
         status["conditions"] = [*status.get("conditions", []), self.condition(word, "Done" if succeeded else reason)]

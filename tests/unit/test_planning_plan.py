@@ -1115,6 +1115,8 @@ def test_in_a_cluster_spark_needs_its_operator_and_what_an_administrator_grants_
     assert refused(spark) == [not_served, not_granted]
     assert refused(spark, spark=True) == [not_granted]
     assert refused(spark, SPARK_SETTINGS) == [not_served]
+    # What has prepared goes on without: no other stage needs it.
+    assert planned(spark, prepared=True).trainer.preparation.engine == "spark"
     result = planned(spark, SPARK_SETTINGS, spark=True)
     assert (result.trainer.preparation.engine, result.trainer.preparation.pods) == ("spark", 4)
     assert result.reasons[1] == (

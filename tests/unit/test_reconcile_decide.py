@@ -173,6 +173,56 @@ def test_the_plan_of_a_running_job_outlives_a_change_of_what_the_cluster_serves(
     assert world.children["reviews-train-2"]["kind"] == "PyTorchJob"
 
 
+GRANTED = Settings.model_validate({"spark": {"image": "spark:1", "serviceAccountName": "spark-driver"}})
+
+
+def prepared_by_spark() -> World:
+    """Spark prepares, and then neither settings nor cluster grant it any more."""
+    world = World(settings=GRANTED, spark=True)
+    world.spec["preparation"] = {"engine": "spark", "workers": 2}
+    world.settle()
+    assert world.children[world.start()]["kind"] == "SparkApplication"
+    world.settle()
+    world.settings, world.spark = Settings(), False
+    world.settle()
+    return world
+
+
+def test_a_job_that_spark_prepares_goes_on_when_its_settings_are_taken_away():
+    world = prepared_by_spark()
+    assert world.stage("prepare") == ("Running", 1)
+    world.succeed()
+    world.settle()
+    assert (world.stage("prepare"), world.stage("train")) == (("Succeeded", 1), ("Running", 1))
+    plan = world.job().status.plan
+    world.fail(FailureClass.COLLECTIVE)
+    world.settle()
+    world.wait(10)
+    for _ in range(3):
+        world.succeed()
+        world.settle()
+    assert world.created == [
+        "reviews-prepare-1", "reviews-train-1", "reviews-train-2", "reviews-evaluate-1", "reviews-predict-1",
+    ]  # fmt: skip
+    status = world.job().status
+    assert (status.phase, status.failure, status.plan) == ("Succeeded", None, plan)
+
+
+def test_another_attempt_at_preparing_by_spark_needs_its_settings_and_says_which():
+    world = prepared_by_spark()
+    world.fail(FailureClass.COLLECTIVE)
+    world.settle()
+    world.wait(10)
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (world.phase, failure.failure_class, failure.attempt) == ("Failed", "PlanRefused", 2)
+    assert failure.message == (
+        'Attempt 2 cannot be planned: spec.preparation.engine (value "spark"): '
+        "the operator's settings have to name an image with Spark, and an account for its driver; "
+        "have an administrator set spark.image and spark.serviceAccountName (docs/data.md), or set it to job or auto."
+    )
+
+
 def test_a_job_that_has_failed_has_no_time_left():
     world = training()
     told = ProgressStatus(step=5, total_steps=20, percent=25, loss=0.7, remaining_seconds=30)

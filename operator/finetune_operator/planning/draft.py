@@ -70,6 +70,8 @@ class Draft:
     served: tuple[LauncherName, ...]
     spark: bool
     """Whether SparkApplications are served."""
+    prepared: bool
+    """Whether prepare has succeeded."""
     settings: Settings
     adaptation: Adaptation
     hardware: HardwareFacts

@@ -138,6 +138,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         local=facts.local,
         served=facts.served,
         spark=facts.spark,
+        prepared=facts.prepared,
         settings=settings,
         adaptation=adaptation,
         hardware=hardware,
@@ -255,9 +256,9 @@ def choose_engine(draft: Draft) -> Draft:
 
 
 def _by_spark(draft: Draft) -> Draft:
-    """A SparkApplication, and what it needs of the cluster and of the job."""
+    """A SparkApplication, and what it needs of the cluster and of the settings until it has succeeded."""
     path, instead = ("preparation", "engine"), "set it to job or auto"
-    if not draft.spark:
+    if not (draft.spark or draft.prepared):
         draft = draft.refusing(
             path,
             "spark",
@@ -265,7 +266,8 @@ def _by_spark(draft: Draft) -> Draft:
             f"install the Kubeflow Spark Operator, or {instead}",
             "NotSupported",
         )
-    if draft.settings.spark.image is None or draft.settings.spark.service_account_name is None:
+    granted = draft.settings.spark.image is not None and draft.settings.spark.service_account_name is not None
+    if not (granted or draft.prepared):
         draft = draft.refusing(
             path,
             "spark",

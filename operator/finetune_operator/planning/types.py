@@ -36,6 +36,8 @@ class Facts:
     """Launchers whose kinds the cluster serves; Jobs are there in every one."""
     spark: bool = False
     """Whether the cluster serves SparkApplications."""
+    prepared: bool = False
+    """Whether prepare has succeeded, so that nothing is asked any more of what only it runs with."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
+from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, ModelFacts
 from finetune_contract.job import CheckpointSchedule
 from finetune_contract.report import MeasuredFacts
@@ -57,6 +58,7 @@ def _facts(course: Course) -> Facts:
         served=_launchers(course),
         # What has begun goes on, whatever is taken away later.
         spark=course.observed.spark or course.started,
+        prepared=any((one.name, one.state) == (Stage.PREPARE.value, "Succeeded") for one in course.status.stages),
     )
 
 
