@@ -410,6 +410,26 @@ def bench_of() -> Callable[[Path, Path, Path], Bench]:
 
 
 @pytest.fixture(scope="session")
+def family_bench(
+    tmp_path_factory: pytest.TempPathFactory,
+    tiny_family: Callable[..., Path],
+    bench_of: Callable[[Path, Path, Path], Bench],
+    tiny_data: Path,
+) -> Callable[..., Bench]:
+    """Family and config -> a bench with its tiny model, prepared once."""
+    made: dict[Any, Bench] = {}
+
+    def of(family: str, config: tuple[tuple[str, Any], ...] = ()) -> Bench:
+        if (family, config) not in made:
+            folder = tmp_path_factory.mktemp(family)
+            model = tiny_family(folder / "model", family, **dict(config))
+            made[family, config] = bench_of(folder / "bench", model, tiny_data)
+        return made[family, config]
+
+    return of
+
+
+@pytest.fixture(scope="session")
 def prepared() -> Callable[[Path, TrainerJob], Bench]:
     """The function, for tests cannot import this file."""
     return prepared_bench

@@ -108,23 +108,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="session")
-def family_bench(
-    tmp_path_factory: pytest.TempPathFactory, tiny_family: Callable[..., Path], bench_of: Any, tiny_data: Path
-):
-    """Family and config -> a bench with its tiny model, prepared once."""
-    made: dict[Any, Any] = {}
-
-    def of(family: str, config: tuple[tuple[str, Any], ...] = ()) -> Any:
-        if (family, config) not in made:
-            folder = tmp_path_factory.mktemp(family)
-            model = tiny_family(folder / "model", family, **dict(config))
-            made[family, config] = bench_of(folder / "bench", model, tiny_data)
-        return made[family, config]
-
-    return of
-
-
 def spread(bench: Any, case: Case) -> Any:
     """The bench's training as the case has it."""
     return bench.in_replicas(case.strategy, case.replicas, case.micro, **case.training)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -44,6 +45,13 @@ def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return sorted(found, key=lambda child: int(child.environ()["RANK"]))
 
 
+def over_two(bench, settings: dict[str, Any]):
+    """The bench's training over two processes: two replicas, or one of which each process has a part."""
+    strategy = Strategy(name="ddp", **settings)
+    replicas = 2 // strategy.model_ranks
+    return bench.in_replicas(strategy, replicas, 4 if strategy.pipeline else 16 // replicas)
+
+
 @pytest.mark.parametrize(
     ("strategy", "settings", "how"),
     [
@@ -64,27 +72,44 @@ def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
             id="fsdp in host memory when rank 1 alone gets SIGTERM",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            "ddp",
+            {"pipeline": {"degree": 2, "micro_batches": 4, "schedule": "1f1b"}},
+            signal.SIGTERM,
+            id="pipeline when rank 1 alone gets SIGTERM",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "ddp",
+            {"tensor": 2},
+            signal.SIGTERM,
+            id="tensor when rank 1 alone gets SIGTERM",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(
     strategy: str,
-    settings: dict[str, int],
+    settings: dict[str, Any],
     how: signal.Signals,
     bench,
     dropout_bench,
+    family_bench,
     whole_run,
     spread_of,
     tmp_path: Path,
 ):
     if strategy == "ddp":
         # With dropout, so that a lost random state shows; how it is restored is the same for all strategies.
-        undisturbed = dropout_bench.at(tmp_path / "whole").spread("ddp", 2)
-        assert undisturbed.run(processes=2).exit_code == 0
-        run = dropout_bench.at(tmp_path / "w")
+        whole_model = Strategy(name="ddp", **settings).model_ranks == 1
+        base = dropout_bench if whole_model else family_bench("gpt2", (("resid_pdrop", 0.1), ("embd_pdrop", 0.1)))
+        undisturbed, run = (over_two(base.at(tmp_path / folder), settings) for folder in ("whole", "w"))
+        whole = undisturbed.run(processes=2)
+        assert whole.exit_code == 0, whole.output
     else:
         undisturbed, _ = whole_run(spread_of(strategy, settings=tuple(settings.items())))
-        run = bench.at(tmp_path / "w")
-    run = run.spread(strategy, 2, **settings).with_training(checkpoints=SCHEDULE)
+        run = bench.at(tmp_path / "w").spread(strategy, 2, **settings)
+    run = run.with_training(checkpoints=SCHEDULE)
     config = run.deepspeed_config() if strategy == "deepspeed" else None
     kill_at = random.randint(5, 10)
     process = run.start(processes=2, deepspeed=config)
