@@ -13,6 +13,11 @@ AVERAGED_ELEMENTS = 25_000_000
 gradients.
 """
 
+JUDGED_LOGITS = 1 << 25
+"""Logits that are converted to float32 at a time when answers are judged, 128 MiB of them: some hundred tokens of a
+large vocabulary, which keep a GPU busy.
+"""
+
 PIPELINE_FAMILIES = ("bert", "gemma", "gpt2", "llama", "mistral", "qwen2", "roberta", "xlm-roberta")
 """Values of a config's `model_type` that are known to be cut into stages, whatever the task's head: `auto` takes a
 pipeline for these alone. Others are looked at when they are to be cut.

@@ -46,6 +46,7 @@ from finetune_trainer.tasks.rows import (
     row_error,
     wanted_texts,
 )
+from finetune_trainer.tasks.writing import judged
 
 if TYPE_CHECKING:
     import torch
@@ -246,11 +247,9 @@ def likelihoods(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tu
 
     said = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
     found = []
-    # Row by row, and of the answers alone: in float32 all logits would be there twice.
     for logits, labels in zip(said.logits[:, :-1], batch["labels"][:, 1:], strict=True):
-        learnt = labels != NOT_LEARNT
-        lost = torch.nn.functional.cross_entropy(logits[learnt].float(), labels[learnt], reduction="sum")
-        found.append(-lost)
+        lost = [torch.nn.functional.cross_entropy(*each, reduction="sum") for each in judged(logits, labels)]
+        found.append(-torch.stack(lost).sum())
     chosen, rejected = torch.stack(found).chunk(2)
     return chosen, rejected
 

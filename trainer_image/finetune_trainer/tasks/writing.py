@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -11,6 +11,7 @@ import pyarrow as pa
 from finetune_contract.choices import Stage
 from finetune_contract.job import Generation
 from finetune_contract.layout import FailureClass
+from finetune_contract.plans import JUDGED_LOGITS
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import position_limit
@@ -143,13 +144,26 @@ def surprises(logits: torch.Tensor, labels: torch.Tensor) -> list[Answer]:
     import torch
 
     answers: list[Answer] = []
-    # Row by row: the logits are by far the largest thing here, and in float32 they would be there twice.
     for said, wanted in zip(logits, labels, strict=True):
-        counted = wanted != NOT_LEARNT
-        chosen, right = said[counted].float(), wanted[counted]
-        lost = torch.nn.functional.cross_entropy(chosen, right, reduction="none")
-        answers.append({"surprise": lost.cpu().numpy(), "hit": (chosen.argmax(-1) == right).cpu().numpy()})
+        lost, hit = [], []
+        for chosen, right in judged(said, wanted):
+            lost.append(torch.nn.functional.cross_entropy(chosen, right, reduction="none"))
+            hit.append(chosen.argmax(-1) == right)
+        answers.append({"surprise": torch.cat(lost).cpu().numpy(), "hit": torch.cat(hit).cpu().numpy()})
     return answers
+
+
+def judged(logits: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The logits of one row, shape (tokens, vocabulary), in float32 where there is a label, with these labels: at most
+    `JUDGED_LOGITS` at a time, but at least those of a token. The logits are by far the largest thing in a pass, and in
+    float32 they would be there several times. Where gradients are wanted all of it is kept anyway, and comes at once.
+    """
+    import torch
+
+    (places,) = torch.where(labels != NOT_LEARNT)
+    most = max(1, len(places) if logits.requires_grad else JUDGED_LOGITS // logits.shape[-1])
+    for some in torch.split(places, most):
+        yield logits[some].float(), labels[some]
 
 
 def token_figures(answers: Sequence[Answer]) -> dict[str, float]:
