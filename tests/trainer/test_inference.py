@@ -83,7 +83,7 @@ def one_by_one(model: Path, texts: list[str]) -> np.ndarray:
 def test_logits_come_in_the_order_of_the_rows_and_padding_does_not_change_them(model, data, paths):
     job = a_job(model, data)
     prepare(job, paths, NoProgress())
-    network = task_module(job.task).load_model(job, str(model), {})
+    network = task_module(job.task).load_model(job, str(model), {}, torch.float32)
     network.train()
     progress = Recorder()
     answers = answers_of(Stage.PREDICT, job, network, PreparedData.open(paths).of("test"), **SMALL, progress=progress)

@@ -341,7 +341,7 @@ def test_beams_and_draws_are_those_asked_for_and_draws_come_again(llama, data, p
     job = task_job("text-generation", llama, data, ["text"], training=training_of(steps=1))
     trained(job, paths)
     split = PreparedData.open(paths).of("test")
-    model = TextGeneration().load_model(job, str(paths.model), {})
+    model = TextGeneration().load_model(job, str(paths.model), {}, torch.float32)
 
     def said(**generation: Any) -> list[str]:
         asked = task_job("text-generation", llama, data, ["text"], training=training_of(steps=1), generation=generation)

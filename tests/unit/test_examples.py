@@ -82,5 +82,5 @@ def test_the_plan_of_a_spread_example_fits_and_has_the_degrees_that_it_is_an_exa
     assert (strategy.offload_optimizer, strategy.offload_activations, strategy.zero_stage) == (
         ("cpu", "cpu", 3) if name.endswith("sharded") else ("none", "none", None)
     )
-    # No GPU holds the larger ones whole, so that nothing evaluates them at the end.
-    assert (Stage.EVALUATE in made.stages) == (name == "mnli-pipeline")
+    # No GPU holds the largest one whole, in bf16 either, so that nothing evaluates it at the end.
+    assert (Stage.EVALUATE in made.stages) == (name != "gpt2-175b")

@@ -1,61 +1,202 @@
-"""Evaluation and prediction are one process with the whole model: what does not fit there is left out or refused."""
+"""Evaluation and prediction are one process with the whole model: what does not fit there in fp32 computes in bf16, and
+what does not fit so is left out or refused.
+"""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
 
-from finetune_contract.choices import Stage
+from finetune_contract.choices import InferencePrecision, Stage, Task
+from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
+from finetune_contract.plans import JUDGED_LOGITS
 from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.api.types import FineTuneJob
+from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.planning.memory import inference_bytes
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
+from planning_support.cases import BERT, job
 
 NODE = parse_hardware("gpu=H100,gpus=8,cpu=96,hostMemory=2Ti")
 
 
 def planned(model: str, **spec: Any) -> JobPlan:
-    document = {
-        "apiVersion": "finetune.dev/v1alpha1",
-        "kind": "FineTuneJob",
-        "metadata": {"name": "job"},
-        "spec": {
-            "task": "text-generation",
-            "model": {"uri": f"hf://org/{model}"},
-            "dataset": {"uri": "hf://org/texts", "columns": {"text": "text"}},
-            "training": {"globalBatchSize": 64, "maxSteps": 10},
-            "parallelism": {"tensor": 8, "activationCheckpointing": "full"},
-            "resources": {"nodes": 1, "gpusPerNode": 8},
-            **spec,
-        },
+    """On nodes of eight GPUs, of a model that nobody has read."""
+    whole = {
+        "task": "text-generation",
+        "model": {"uri": f"hf://org/{model}"},
+        "dataset": {"uri": "hf://org/texts", "columns": {"text": "text"}},
+        "training": {"globalBatchSize": 64, "maxSteps": 10},
+        "parallelism": {"tensor": 8, "activationCheckpointing": "full"},
+        "resources": {"nodes": 1, "gpusPerNode": 8},
     }
-    job = FineTuneJob.model_validate_json(json.dumps(document))
-    return plan(job, Facts(hardware=NODE), CLUSTER_SETTINGS)
+    return plan(job({**whole, **spec}), Facts(hardware=NODE), CLUSTER_SETTINGS)
 
 
-def test_an_evaluation_that_nobody_asked_for_is_left_out_when_no_gpu_holds_the_model():
-    pipelined = {"parallelism": {"tensor": 8, "pipeline": {"degree": 2}, "activationCheckpointing": "full"}}
-    made = planned("gpt2-30b", resources={"nodes": 2, "gpusPerNode": 8}, **pipelined)
-    assert made.stages == (Stage.PREPARE, Stage.TRAIN)
-    assert made.trainer.evaluation is None
-    assert any(
-        "no evaluation at the end: one process with the whole model does it, whose weights take 111.7 GiB of 79.6 GiB"
-        in reason
-        for reason in made.reasons
-    ), made.reasons
+def llama(h: int, layers: int, heads: int, key_value: int, inner: int, vocabulary: int) -> ModelFacts:
+    config = {
+        "model_type": "llama",
+        "hidden_size": h,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_value,
+        "intermediate_size": inner,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 131_072,
+    }
+    return model_facts(config, "text-generation")
+
+
+LLAMA_8B = llama(4096, 32, 32, 8, 14_336, 128_256)
+"""The shape of Llama 3.1 8B: 29.9 GiB in fp32."""
+LLAMA_3B = llama(3072, 28, 24, 8, 8192, 128_256)
+"""The shape of Llama 3.2 3B, with an output layer of its own: 13.4 GiB in fp32."""
+LLAMA_70B = llama(8192, 80, 64, 8, 28_672, 128_256)
+QLORA = {"uri": "hf://org/llama", "adapter": {"method": "qlora"}}
+WRITES = {
+    "task": "text-generation",
+    "model": QLORA,
+    "dataset": {"uri": "hf://org/texts", "columns": {"text": "text"}},
+    "training": {"globalBatchSize": 16, "microBatchSize": 1, "maxSteps": 10},
+    "parallelism": {"activationCheckpointing": "full"},
+    "resources": {"gpusPerNode": 1},
+}
+
+
+PREDICTS: dict[str, Any] = {"training": None, "parallelism": None, "model": {"uri": "hf://org/llama"}, "predict": {}}
+LONG = {"preparation": {"maxLength": 16_384}}
+CLASSIFIES: dict[str, Any] = {
+    "task": "text-classification",
+    "dataset": {"uri": "hf://org/reviews"},
+    "parallelism": None,
+}
+BEGUN = DataFacts(fingerprint="f", splits={"train": SplitFacts(rows=1000, tokens=64_000, longest=64)}, max_length=512)
+
+
+def precisions(made: JobPlan) -> tuple[str | None, str | None]:
+    """Of evaluation and prediction; None where there is none."""
+    evaluation, prediction = made.trainer.evaluation, made.trainer.predict
+    return evaluation and evaluation.precision, prediction and prediction.precision
+
+
+def on(gpu: str, shape: ModelFacts | None = LLAMA_8B, data: DataFacts | None = None, **spec: Any) -> JobPlan:
+    """One GPU of a node; `shape`: of the model that was read."""
+    hardware = parse_hardware(f"gpu={gpu},gpus=1,cpu=16,hostMemory=512Gi")
+    return plan(job({**WRITES, **spec}), Facts(hardware=hardware, model=shape, data=data), CLUSTER_SETTINGS)
+
+
+CHOSEN: dict[str, tuple[dict[str, Any], tuple[str | None, str | None]]] = {
+    "8B in 24 GB": ({"gpu": "A10G"}, ("bf16", None)),
+    "8B in 40 GB": ({"gpu": "A100-40GB"}, ("fp32", None)),
+    "8B in 40 GB, with 8 GB of logits in fp32": ({"gpu": "A100-40GB", **LONG}, ("bf16", None)),
+    "8B in 24 GB, with 4 GB of logits in bf16": ({"gpu": "A10G", **LONG}, (None, None)),
+    "8B in 32 GB, which has room for its weights alone, without units for bf16": ({"gpu": "V100-32GB"}, (None, None)),
+    "3B in 32 GB without units for bf16": ({"gpu": "V100-32GB", "shape": LLAMA_3B}, ("fp32", None)),
+    "a small encoder": ({"gpu": "T4", "shape": BERT, **CLASSIFIES, "model": {"uri": "hf://org/bert"}}, ("fp32", None)),
+    "prediction alone": ({"gpu": "A10G", **PREDICTS}, (None, "bf16")),
+    "prediction alone, with many beams": (
+        {"gpu": "A10G", **PREDICTS, "generation": {"numBeams": 64, "maxNewTokens": 512}},
+        (None, None),
+    ),
+    "both": ({"gpu": "A10G", "evaluation": {}, "predict": {}}, ("bf16", "bf16")),
+    "on the CPU": ({"gpu": "A10G", **PREDICTS, "resources": {"gpusPerNode": 0}}, (None, "fp32")),
+    "by a name that says 8B": (
+        {"gpu": "A10G", **PREDICTS, "shape": None, "model": {"uri": "hf://o/m-8B"}},
+        (None, "bf16"),
+    ),
+    "a job that has begun and hardly fits": (
+        {"gpu": "A10G", "shape": LLAMA_70B, "data": BEGUN, **PREDICTS},
+        (None, "bf16"),
+    ),
+    "the same without units for bf16": ({"gpu": "V100-32GB", "data": BEGUN}, ("fp32", None)),
+}
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_it_is_fp32_where_that_fits_and_bf16_where_that_does_and_the_gpu_has_units_for_it(case: str):
+    given, expected = CHOSEN[case]
+    if expected == (None, None) and "predict" in given:
+        with pytest.raises(PlanRefused):
+            on(**given)
+        return
+    made = on(**given)
+    assert precisions(made) == expected
+    assert any("in bf16: in fp32 one process" in reason for reason in made.reasons) == ("bf16" in expected)
+    # fp32 is what images compute in that do not know the field, and refuse it.
+    assert ('"precision"' in made.trainer.model_copy(update={"training": None}).to_json()) == ("bf16" in expected)
+
+
+def test_the_plan_says_why_it_is_bf16():
+    assert (
+        "evaluation and prediction compute in bf16: in fp32 one process with the whole model takes 33.3 GiB of 22.5 "
+        "GiB (29.9 GiB for its weights), in bf16 17.3 GiB"
+    ) in on("A10G", predict={}).reasons
 
 
 def test_a_model_that_one_gpu_holds_is_evaluated_however_its_training_is_spread():
-    assert planned("gpt2-medium").stages[-1] is Stage.EVALUATE
+    made = planned("gpt2-medium")
+    assert made.stages[-1] is Stage.EVALUATE
+    assert precisions(made) == ("fp32", None)
 
 
-@pytest.mark.parametrize(("field", "value"), [("evaluation", {}), ("predict", {})])
-def test_an_evaluation_or_prediction_that_was_asked_for_is_refused(field: str, value: dict[str, Any]):
+def test_an_evaluation_that_nobody_asked_for_is_left_out_when_no_gpu_holds_the_model_even_in_bf16():
+    pipelined = {"parallelism": {"tensor": 8, "pipeline": {"degree": 16}, "activationCheckpointing": "full"}}
+    made = planned("gpt2-175b", resources={"nodes": 16, "gpusPerNode": 8}, **pipelined)
+    assert made.stages == (Stage.PREPARE, Stage.TRAIN)
+    assert precisions(made) == (None, None)
+    assert (
+        "no evaluation at the end: one process with the whole model does it, which takes 696.9 GiB of 79.6 GiB in fp32 "
+        "and 349.2 GiB in bf16; the training measures its loss"
+    ) in made.reasons
+
+
+REFUSED: dict[str, tuple[str, ModelFacts, str, str]] = {
+    "bf16 is not enough": (
+        "A10G",
+        LLAMA_70B,
+        "which takes 267.0 GiB of 22.5 GiB in fp32 and 134.3 GiB in bf16",
+        "leave it out, or use devices of more than 134.3 GiB",
+    ),
+    "bf16 would do": (
+        "V100-16GB",
+        LLAMA_3B,
+        "which takes 16.5 GiB of 15.8 GiB in fp32, and V100-16GB does not compute in bf16",
+        "leave it out, or use devices of more than 16.5 GiB, or of 8.9 GiB that compute in bf16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("field", ["evaluation", "predict"])
+def test_an_evaluation_or_prediction_that_was_asked_for_is_refused(case: str, field: str):
+    gpu, shape, rule, way_out = REFUSED[case]
     with pytest.raises(PlanRefused) as refused:
-        planned("gpt2-30b", **{field: value})
+        on(gpu, shape, **{field: {}})
     (problem,) = refused.value.problems
     assert (problem.path, problem.reason) == (f"spec.{field}", "NotSupported")
-    assert "leave it out, or use devices of more than 111.7 GiB" in problem.way_out
+    assert problem.rule == f"one process with the whole model does it, {rule}"
+    assert problem.way_out == way_out
+
+
+def test_memory_is_that_of_weights_and_of_what_a_batch_needs_at_a_time():
+    def takes(task: Task, precision: InferencePrecision = "bf16", cached: int = 0) -> int:
+        return inference_bytes(LLAMA_8B, task, precision, tokens=4096, length=512, cached=cached)
+
+    beside = 1.1  # what the allocator loses
+    weights = 2 * LLAMA_8B.parameters
+    layer = takes("text-classification") - weights - (1 << 30)
+    # Queries, keys, values and results of attention, and the feed-forward layer's three: less than this is impossible.
+    assert layer > beside * 4096 * 2 * (2 * 4096 + 2 * 1024 + 3 * 14_336)
+    assert layer < 2 * beside * 4096 * 2 * (8 * 4096 + 3 * 14_336)
+    logits = 4096 * 128_256
+    pieces = 2 * JUDGED_LOGITS + 2 * 4 * JUDGED_LOGITS
+    more = takes("text-generation") - takes("text-classification")
+    assert more == pytest.approx(beside * (2 * logits + pieces), rel=1e-6)
+    more = takes("summarization") - takes("text-generation")
+    assert more == pytest.approx(beside * 2 * logits, rel=1e-6)
+    keys_and_values = 100_000 * 32 * 2 * 1024 * 2
+    written = takes("text-generation", cached=100_000) - takes("text-classification")
+    assert written == pytest.approx(beside * keys_and_values, rel=1e-6)
+    assert takes("text-classification", "fp32") - takes("text-classification") > 2 * LLAMA_8B.parameters

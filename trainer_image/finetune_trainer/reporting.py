@@ -277,6 +277,7 @@ def write_report(
             result=_result_rows(metrics),
             split=metrics.get("evaluate", {}).get("split"),
             rows=metrics.get("evaluate", {}).get("rows"),
+            computed_in=metrics.get("evaluate", {}).get("computed_in"),
             run=_run_rows(metrics.get("train", {})),
             charts=training_charts(History(paths.history).read()),
             time=_time_shown(job, metrics.get("train", {})),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeVar
 
-from finetune_contract.choices import Device, Precision, Stage
+from finetune_contract.choices import Device, InferencePrecision, Precision, Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
 from finetune_contract.job import Adapter, Batch, CheckpointSchedule, Strategy, World
 from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
@@ -27,6 +27,9 @@ from finetune_operator.api.types import (
 from finetune_operator.planning.types import Adaptation, MemoryEstimate, PlanLauncher
 
 Value = TypeVar("Value")
+
+DEFAULT_LENGTH = 512
+"""Truncation length in tokens that the trainer takes when the job gives none and the model allows it."""
 
 
 def decided(value: Value | None) -> Value:
@@ -86,6 +89,7 @@ class Draft:
     stages: tuple[Stage, ...] = ()
     engine: Literal["local", "job", "spark"] = "local"
     """What prepares."""
+    inference_precision: InferencePrecision = "fp32"
     launcher: PlanLauncher | None = None
     world: World | None = None
     adapter: Adapter | None = None
@@ -145,6 +149,13 @@ class Draft:
     def train_split(self) -> SplitFacts | None:
         """The prepared train split, when prepare has run."""
         return None if self.data is None else self.data.splits.get("train")
+
+    @property
+    def length_limit(self) -> int:
+        """Truncation length in tokens."""
+        if self.data is not None:
+            return self.data.max_length
+        return self.spec.preparation.max_length or min(self.model.max_positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
 
     @property
     def inference_device(self) -> Device:

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from finetune_contract.choices import LANGUAGE_TASKS, Device, OptimizerName, Precision, Task
+from finetune_contract.choices import LANGUAGE_TASKS, Device, InferencePrecision, OptimizerName, Precision, Task
 from finetune_contract.facts import ModelFacts
 from finetune_contract.job import Adapter, Strategy, World
-from finetune_contract.plans import AVERAGED_ELEMENTS
+from finetune_contract.plans import AVERAGED_ELEMENTS, JUDGED_LOGITS
 from finetune_operator.planning.adapters import (
     FOUR_BIT_BYTES,
     adapted_layers,
@@ -613,3 +613,34 @@ def estimate(work: Workload, capacity_bytes: int) -> MemoryEstimate:
         host_bytes=host,
         disk_bytes=states.disk * processes,
     )
+
+
+def inference_bytes(
+    model: ModelFacts, task: Task, precision: InferencePrecision, *, tokens: int, length: int, cached: int
+) -> int:
+    """Memory of a GPU on which one process with the whole model answers batches of `tokens` padded tokens, in rows of
+    `length`; `cached`: tokens of which it keeps keys and values while it writes.
+
+    Of activations there is one layer's at a time, at most what training keeps of it. Logits are there whole, and once
+    more where the model computes a loss of its own, as of text to text; of `JUDGED_LOGITS` there are a copy, its
+    float32 form and the log-probabilities. Nothing is judged while the model writes. Weights come once, in blocks of
+    their size: only what comes and goes is subject to the allocator's losses.
+    """
+    alone = World(nodes=1, processes_per_node=1, device="cuda", threads_per_process=1)
+    work = Workload(
+        model=model,
+        task=task,
+        strategy=Strategy(name="single"),
+        precision=precision,
+        optimizer="sgd",
+        world=alone,
+        micro_batch=max(1, tokens // length),
+        length=length,
+    )
+    width, judged = work.compute_bytes, 0
+    if task in LANGUAGE_TASKS:
+        logits, copies = tokens * model.vocabulary_size, 2 if task in ("summarization", "translation") else 1
+        judged = copies * width * logits + (width + 8) * min(logits, JUDGED_LOGITS)
+    kept = model.hidden_size * (model.key_value_heads or model.attention_heads) // model.attention_heads
+    passing = tokens * activation_bytes_per_token(work) + max(judged, cached * 2 * model.layers * kept * width)
+    return width * model.parameters + int((1 + ALLOCATOR_SHARE) * passing) + CUDA_CONTEXT_BYTES

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
-from finetune_contract.choices import FP8_STRATEGIES, LANGUAGE_TASKS, Precision, Stage, Task
-from finetune_contract.facts import ModelFacts
+from finetune_contract.choices import FP8_STRATEGIES, Precision, Stage, Task
 from finetune_contract.job import (
     Columns,
     DataSource,
@@ -37,7 +36,7 @@ from finetune_operator.planning.cost import estimate_training
 from finetune_operator.planning.devices import has_fp8
 from finetune_operator.planning.draft import Draft, Lengths, decided
 from finetune_operator.planning.facts import assumed_device, assumed_hardware, assumed_model, is_well_known, node_words
-from finetune_operator.planning.inference import check_inference
+from finetune_operator.planning.inference import choose_inference, inference_tokens
 from finetune_operator.planning.model_parallel import check_model_parallel
 from finetune_operator.planning.placement import asked_strategy, check_place, choose_launcher, choose_world
 from finetune_operator.planning.quantities import parse_quantity
@@ -49,18 +48,6 @@ from finetune_operator.planning.types import Adaptation, Estimate, Facts, JobPla
 
 Phase: TypeAlias = Callable[[Draft], Draft]
 
-DEFAULT_LENGTH = 512
-"""Truncation length in tokens that the trainer takes when the job gives none and the model allows it."""
-GPU_BATCH_TOKENS = 16_384
-"""Padded tokens of one inference batch: enough to fill any GPU of the table, and below 1 GB of activations up to 2,048
-wide.
-"""
-GPU_BATCH_TOKENS_WIDE = 4_096
-"""The same for models wider than that."""
-CPU_BATCH_TOKENS = 2_048
-"""On CPU larger batches gain nothing and leave the caches; see `batch.CPU_TOKENS`."""
-LOGITS_BYTES = 1 << 30
-"""Most memory for the logits of an inference batch of a language model, 4 bytes for each word of its vocabulary."""
 NOT_ADAPTED = Adaptation()
 """Of a first attempt."""
 
@@ -71,7 +58,7 @@ def plan(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptat
     Raises PlanRefused with all problems of the first group of phases that found any.
     """
     draft = _begin(job, facts, settings, adaptation)
-    first = (choose_stages, choose_engine, check_inference, check_place, check_lengths)
+    first = (choose_stages, choose_engine, choose_inference, check_place, check_lengths)
     draft = _walk(draft, *first, choose_packing, choose_launcher)
     if draft.script is not None:
         draft = _walk(draft, choose_world, choose_script, choose_capacity)
@@ -156,7 +143,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
 def _with_lengths(draft: Draft) -> Draft:
     """Lengths of the prepared rows; before prepare, every row counts as being as long as the limit."""
     split = draft.train_split
-    limit = draft.data.max_length if draft.data else _length_limit(draft.spec.preparation.max_length, draft.model)
+    limit = draft.length_limit
     # A row with two answers is two sequences, each with the prompt.
     sequences = 2 if draft.compares else 1
     if split is not None and split.rows and split.longest:
@@ -170,10 +157,6 @@ def _with_lengths(draft: Draft) -> Draft:
     each = "every row is" if sequences == 1 else f"the {sequences} sequences of every row are"
     most = "the most it can have" if sequences == 1 else "the most they can have"
     return draft.assuming(f"lengths: nothing is prepared yet; {each} taken to have {limit} tokens, {most}")
-
-
-def _length_limit(asked: int | None, model: ModelFacts) -> int:
-    return asked if asked is not None else min(model.max_positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
 
 
 # --------------------------------------------------------------------------------------------------------------- phases
@@ -452,18 +435,6 @@ def data_source(task: Task, dataset: DatasetSpec, with_answers: bool = True) -> 
     )
 
 
-def inference_tokens(draft: Draft) -> int:
-    """Padded tokens of one inference batch; never fewer than the longest row."""
-    if draft.inference_device == "cpu":
-        tokens = CPU_BATCH_TOKENS
-    else:
-        tokens = GPU_BATCH_TOKENS if draft.model.hidden_size <= 2048 else GPU_BATCH_TOKENS_WIDE
-    if draft.spec.task in LANGUAGE_TASKS:
-        tokens = min(tokens, LOGITS_BYTES // (4 * draft.model.vocabulary_size))
-    longest = draft.data.max_length if draft.data else _length_limit(draft.spec.preparation.max_length, draft.model)
-    return max(tokens, longest)
-
-
 def _training(draft: Draft) -> Training:
     asked, steps = draft.training, decided(draft.steps)
     stopping = asked.early_stopping
@@ -495,7 +466,13 @@ def _evaluation(draft: Draft) -> Evaluation | None:
     asked = draft.spec.evaluation
     metrics = None if asked is None or asked.metrics == "auto" else asked.metrics
     gate = None if asked is None or asked.gate is None else Gate(metric=asked.gate.metric, minimum=asked.gate.minimum)
-    return Evaluation(metrics=metrics, gate=gate, device=draft.inference_device, batch_tokens=inference_tokens(draft))
+    return Evaluation(
+        metrics=metrics,
+        gate=gate,
+        device=draft.inference_device,
+        batch_tokens=inference_tokens(draft),
+        precision=draft.inference_precision,
+    )
 
 
 def _prediction(draft: Draft) -> Prediction | None:
@@ -509,6 +486,7 @@ def _prediction(draft: Draft) -> Prediction | None:
         columns=asked.columns,
         device=draft.inference_device,
         batch_tokens=inference_tokens(draft),
+        precision=draft.inference_precision,
     )
 
 

@@ -101,7 +101,7 @@ def _expected_bytes(plan: JobPlan, stage: Stage) -> int:
     if stage is Stage.PREPARE:
         # One reads. Of what tokenises each pod of an Indexed Job has one process.
         return (1 + plan.trainer.preparation.workers // plan.trainer.preparation.pods) * CPU_PROCESS_BYTES
-    # The weights in fp32, and once more while they are read.
+    # The weights in fp32, of which bf16 takes half, and once more while they are read.
     return CPU_PROCESS_BYTES + 2 * 4 * plan.model.parameters + INFERENCE_BATCH_BYTES
 
 

@@ -52,6 +52,8 @@ RankOrder: TypeAlias = Literal["DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]
 """Dimensions of a mesh of processes, data, pipeline and tensor, the one in which neighbouring ranks differ last."""
 CheckpointingMode: TypeAlias = Literal["none", "full", "selective"]
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16", "fp8"]
+InferencePrecision: TypeAlias = Literal["fp32", "bf16"]
+"""Of evaluation and prediction, which scale nothing as fp16 wants it."""
 Device: TypeAlias = Literal["cpu", "cuda"]
 SchedulerName: TypeAlias = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"

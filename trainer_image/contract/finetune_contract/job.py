@@ -6,7 +6,7 @@ the trainer, and a field that the trainer does not know is refused rather than i
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, model_validator
 
@@ -16,6 +16,7 @@ from finetune_contract.choices import (
     AdapterMethod,
     CheckpointingMode,
     Device,
+    InferencePrecision,
     OffloadDevice,
     OptimizerName,
     PipelineSchedule,
@@ -335,6 +336,10 @@ class Gate(Order):
     minimum: float
 
 
+_InferencePrecision: TypeAlias = Annotated[InferencePrecision, Field(exclude_if=lambda precision: precision == "fp32")]
+"""Left out where it is fp32, which images that do not know the field compute in: they read such jobs."""
+
+
 class Evaluation(Order):
     """What is measured on the test split (on validation when there is no test split)."""
 
@@ -344,6 +349,8 @@ class Evaluation(Order):
     device: Device
     batch_tokens: int = Field(gt=0)
     """Padded tokens of one inference batch (longest row x rows)."""
+    precision: _InferencePrecision = "fp32"
+    """Of the weights and what is computed with them; losses, probabilities and metrics are computed in fp32."""
 
 
 class Generation(Order):
@@ -374,6 +381,8 @@ class Prediction(Order):
     """Input columns copied into the output."""
     device: Device
     batch_tokens: int = Field(gt=0)
+    precision: _InferencePrecision = "fp32"
+    """As of an evaluation."""
 
 
 class TrainerJob(Order):

@@ -14,9 +14,11 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.inference.runner import (
     DEFAULT_BATCH_TOKENS,
     DEFAULT_DEVICE,
+    DEFAULT_PRECISION,
     answers_of,
     model_to_use,
     reference_model,
+    told_precision,
 )
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, write_model_card, write_samples
@@ -35,15 +37,15 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
     prepared = PreparedData.open(paths)
     split = _labelled_split(task, prepared)
     wanted = _wanted(job, task.metrics[prepared.facts.label_form])
-    device, batch_tokens = DEFAULT_DEVICE, DEFAULT_BATCH_TOKENS
-    if job.evaluation:
-        device, batch_tokens = job.evaluation.device, job.evaluation.batch_tokens
+    device, batch_tokens, precision = DEFAULT_DEVICE, DEFAULT_BATCH_TOKENS, DEFAULT_PRECISION
+    if asked := job.evaluation:
+        device, batch_tokens, precision = asked.device, asked.batch_tokens, asked.precision
     answers_by = partial(
         answers_of, Stage.EVALUATE, job, split=split, device=device, batch_tokens=batch_tokens, progress=progress
     )
     # One model at a time.
-    reference = None if task.objective is None else answers_by(reference_model(job, task))
-    answers = answers_by(model_to_use(job, paths, prepared))
+    reference = None if task.objective is None else answers_by(reference_model(job, task, precision))
+    answers = answers_by(model_to_use(job, paths, prepared, precision))
     if reference is not None:
         answers = [{**answer, **_of_reference(said)} for answer, said in zip(answers, reference, strict=True)]
     measured = task.score(answers, split)
@@ -54,6 +56,7 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
             "loss": measured["loss"],
             "rows": split.rows,
             "split": split.role,
+            **told_precision(precision),
         },
         "majority": {name: baseline[name] for name in wanted if name in baseline},
     }

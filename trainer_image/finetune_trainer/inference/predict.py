@@ -25,7 +25,14 @@ from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit, arrow_table
 from finetune_trainer.failures import StageError
-from finetune_trainer.inference.runner import DEFAULT_BATCH_TOKENS, DEFAULT_DEVICE, answers_of, model_to_use
+from finetune_trainer.inference.runner import (
+    DEFAULT_BATCH_TOKENS,
+    DEFAULT_DEVICE,
+    DEFAULT_PRECISION,
+    answers_of,
+    model_to_use,
+    told_precision,
+)
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.tasks.base import Answer, task_module, task_of
 from finetune_trainer.uris import Uri, local_path
@@ -34,7 +41,7 @@ _CHUNK_ROWS = 4096
 
 
 def predict(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[str, Any]:
-    """Writes the predictions and returns `rows`, `path` (file or URI) and `split`.
+    """Writes the predictions and returns `rows`, `path` (file or URI), `split`, and what was computed in unless fp32.
 
     StageError DATA, MODEL, STRATEGY_NOT_IN_EFFECT `DeviceMissing`, or CONFIG for an output that cannot be written; an
     earlier result stays when it fails.
@@ -50,14 +57,14 @@ def predict(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[st
         )
     copies = _output_names(job.predict.columns if job.predict else (), {"row", *task_of(job).answer_columns})
     output = _output(job, paths)
-    model = model_to_use(job, paths, prepared)
-    device, batch_tokens = DEFAULT_DEVICE, DEFAULT_BATCH_TOKENS
-    if job.predict:
-        device, batch_tokens = job.predict.device, job.predict.batch_tokens
+    device, batch_tokens, precision = DEFAULT_DEVICE, DEFAULT_BATCH_TOKENS, DEFAULT_PRECISION
+    if asked := job.predict:
+        device, batch_tokens, precision = asked.device, asked.batch_tokens, asked.precision
+    model = model_to_use(job, paths, prepared, precision)
     split = prepared.of(role)
     answers = answers_of(Stage.PREDICT, job, model, split, device=device, batch_tokens=batch_tokens, progress=progress)
     output.write(_tables(split, answers, copies), parquet=output.name.endswith(".parquet"))
-    return {"rows": split.rows, "path": output.name, "split": role}
+    return {"rows": split.rows, "path": output.name, "split": role, **told_precision(precision)}
 
 
 def _output_names(columns: tuple[str, ...], own: Collection[str]) -> dict[str, str]:

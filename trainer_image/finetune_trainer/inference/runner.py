@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
-from finetune_contract.choices import Device, Stage
+from finetune_contract.choices import Device, InferencePrecision, Stage
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.batches import inference_batches
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedModel
 
+log = logging.getLogger(__name__)
+
 _Answering: TypeAlias = Callable[[Sequence[Feature]], list[Answer]]
 
 DEFAULT_BATCH_TOKENS = 8192
@@ -29,10 +32,14 @@ DEFAULT_BATCH_TOKENS = 8192
 """
 DEFAULT_DEVICE: Device = "cpu"
 """Where a stage computes for which the job has no settings."""
+DEFAULT_PRECISION: InferencePrecision = "fp32"
+"""What such a stage computes in."""
 
 
-def model_to_use(job: TrainerJob, paths: JobPaths, prepared: PreparedData) -> PreTrainedModel:
-    """The model that the job trained, or `model.uri` when it trains nothing.
+def model_to_use(
+    job: TrainerJob, paths: JobPaths, prepared: PreparedData, precision: InferencePrecision
+) -> PreTrainedModel:
+    """The model that the job trained, or `model.uri` when it trains nothing; in `precision`.
 
     StageError MODEL `ModelNotTrained` when training has not ended with a model, `LabelsChanged` when the model was
     trained for other labels than the prepared data have.
@@ -50,7 +57,7 @@ def model_to_use(job: TrainerJob, paths: JobPaths, prepared: PreparedData) -> Pr
             )
         name = str(paths.model)
         arguments = {"trust_remote_code": job.model.trust_remote_code, "local_files_only": True}
-    model = task.load_model(job, name, arguments)
+    model = _loaded(task, job, name, arguments, precision)
     labels = task.model_labels(model.config)
     if labels != labels_of(prepared.facts):
         raise StageError(
@@ -63,8 +70,8 @@ def model_to_use(job: TrainerJob, paths: JobPaths, prepared: PreparedData) -> Pr
     return model
 
 
-def reference_model(job: TrainerJob, task: TaskModule) -> PreTrainedModel:
-    """The model that the job began with; StageError CONFIG when it has trained none."""
+def reference_model(job: TrainerJob, task: TaskModule, precision: InferencePrecision) -> PreTrainedModel:
+    """The model that the job began with, in `precision`; StageError CONFIG when it has trained none."""
     if job.training is None:
         raise StageError(
             FailureClass.CONFIG,
@@ -74,7 +81,23 @@ def reference_model(job: TrainerJob, task: TaskModule) -> PreTrainedModel:
         )
     began_with, _ = pinned(job)
     name, arguments = resolve_model(began_with.model.uri, began_with.model.revision, job.model.trust_remote_code)
-    return task.load_model(began_with, name, arguments)
+    return _loaded(task, began_with, name, arguments, precision)
+
+
+def _loaded(
+    task: TaskModule, job: TrainerJob, name: str, arguments: Mapping[str, Any], precision: InferencePrecision
+) -> PreTrainedModel:
+    import torch
+
+    model = task.load_model(job, name, arguments, {"fp32": torch.float32, "bf16": torch.bfloat16}[precision])
+    if precision != "fp32":
+        log.info("%s computes in %s.", name, precision)
+    return model
+
+
+def told_precision(precision: InferencePrecision) -> dict[str, str]:
+    """What a stage's result says of it: nothing of fp32. `precision` would be the metric of that name."""
+    return {} if precision == "fp32" else {"computed_in": precision}
 
 
 def answers_of(

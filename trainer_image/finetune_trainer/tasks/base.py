@@ -190,8 +190,10 @@ class TaskModule(Protocol):
     def empty_model(self, config: PretrainedConfig, labels: int) -> PreTrainedModel:
         """The architecture with a head for that many labels, without weights of a checkpoint."""
 
-    def load_model(self, job: TrainerJob, name_or_path: str, arguments: Mapping[str, Any]) -> PreTrainedModel:
-        """A model that has its head already, in float32, to run inference."""
+    def load_model(
+        self, job: TrainerJob, name_or_path: str, arguments: Mapping[str, Any], dtype: torch.dtype
+    ) -> PreTrainedModel:
+        """A model that has its head already, to run inference in `dtype`."""
 
     # ------------------------------------------------------------------------------------------------------ results
 
@@ -201,7 +203,9 @@ class TaskModule(Protocol):
     def answer(
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
-        """What the model says about each of `features`, of which `batch` was made; on the CPU."""
+        """What the model says about each of `features`, of which `batch` was made; on the CPU, and in float32 however
+        the model computes.
+        """
 
     def labelled(self, split: PreparedSplit) -> bool:
         """Whether the targets of a split are known."""

@@ -87,13 +87,13 @@ class WithHead:
         model: PreTrainedModel = self._class().from_config(config)
         return model
 
-    def load_model(self, job: TrainerJob, name_or_path: str, arguments: Mapping[str, Any]) -> PreTrainedModel:
+    def load_model(
+        self, job: TrainerJob, name_or_path: str, arguments: Mapping[str, Any], dtype: torch.dtype
+    ) -> PreTrainedModel:
         """Refuses a checkpoint whose head is missing: its answers would be random."""
-        import torch
-
         try:
             model, info = self._class().from_pretrained(
-                name_or_path, dtype=torch.float32, output_loading_info=True, **arguments
+                name_or_path, dtype=dtype, output_loading_info=True, **arguments
             )
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise load_error(job.model, error, part="weights") from error
