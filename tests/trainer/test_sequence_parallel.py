@@ -180,19 +180,32 @@ def test_losses_gradients_and_weights_are_those_of_one_process(name: str, run_of
     assert ran == (case.spread.label, case.processes, STEPS)
 
 
+SCHEDULE = {"checkpoints": CheckpointSchedule(every_steps=4, keep=9)}
+ZERO: dict[str, Any] = {"settings": {"zero_stage": 2}, "training": SCHEDULE}
+WAYS = {
+    "checkpoints of whole models": [
+        Case("llama", training=SCHEDULE, replicas=2, micro=4),
+        Case("llama", "fsdp", training=SCHEDULE, sequence=4),
+        Case("llama", "single", training=SCHEDULE, sequence=1),
+    ],
+    # Shards belong to so many processes, whatever rows they read.
+    "a stage's shards": [
+        Case("llama", "deepspeed", sequence=1, replicas=4, micro=2, **ZERO),
+        Case("llama", "deepspeed", sequence=2, replicas=2, micro=4, **ZERO),
+        Case("llama", "deepspeed", sequence=4, micro=8, **ZERO),
+    ],
+}
+
+
 @pytest.mark.slow
-def test_a_run_goes_on_at_the_same_row_however_rows_are_divided(bench_of, compared, tmp_path: Path):
-    schedule = {"checkpoints": CheckpointSchedule(every_steps=4, keep=9)}
+@pytest.mark.parametrize("ways", WAYS.values(), ids=WAYS)
+def test_a_run_goes_on_at_the_same_row_however_rows_are_divided(ways: list[Case], bench_of, compared, tmp_path: Path):
     bench = bench_of(Case("llama"))
     alone, run = bench.at(tmp_path / "alone"), bench.at(tmp_path / "run")
     assert alone.run().exit_code == 0
-    ways = [
-        Case("llama", training=schedule, replicas=2, micro=4),
-        Case("llama", "fsdp", training=schedule, sequence=4),
-        Case("llama", "single", training=schedule, sequence=1),
-    ]
     for index, way in enumerate(ways):
-        ended = divided(run, way).run(processes=way.processes)
+        part = divided(run, way)
+        ended = part.run(processes=way.processes, deepspeed=deepspeed_of(part))
         assert ended.exit_code == 0, ended.output
         assert index == 0 or f"Resuming from {run.paths.checkpoints}/step-{4 * index}" in ended.output
         # The next way finds the run as it was after 4 steps of this one.
