@@ -1,4 +1,4 @@
-"""Degrees of tensor and pipeline parallelism that `auto` chooses, and those that a refusal names as a way out."""
+"""Degrees of parallelism that `auto` chooses, and those that a refusal names as a way out."""
 
 from __future__ import annotations
 
@@ -23,9 +23,13 @@ from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Adaptation, Facts, JobPlan, PlanRefused
 from planning_support.cases import encoder, job
 
-ROWS = DataFacts(
-    fingerprint="f", splits={"train": SplitFacts(rows=100_000, tokens=25_000_000, longest=512)}, max_length=512
-)
+
+def rows(length: int) -> DataFacts:
+    """The longest has `length` tokens, a usual one half of them."""
+    split = SplitFacts(rows=100_000, tokens=50_000 * length, longest=length)
+    return DataFacts(fingerprint="f", splits={"train": split}, max_length=length)
+
+
 EIGHT_V100 = "gpu=V100,memory=32Gi,gpus=8,cpu=64,hostMemory=192Gi"
 """GPUs without bf16, and too little host memory for the optimizer's state of what they can train."""
 
@@ -48,10 +52,11 @@ def planned(
     shape: ModelFacts | None,
     hardware: str = EIGHT_V100,
     adaptation: Adaptation = Adaptation(),  # noqa: B008 - frozen
+    length: int = 512,
     **spec: Any,
 ) -> JobPlan:
     whole = {"task": "text-generation", "training": {"globalBatchSize": 64}, "resources": {"gpusPerNode": 8}, **spec}
-    facts = Facts(model=shape, hardware=parse_hardware(hardware), data=ROWS)
+    facts = Facts(model=shape, hardware=parse_hardware(hardware), data=rows(length))
     return plan(job(whole), facts, CLUSTER_SETTINGS, adaptation)
 
 
@@ -256,6 +261,8 @@ def test_a_degree_that_is_named_as_a_way_out_fits_as_told(model: ModelFacts, spe
 
 # ----------------------------------------------------------------------------------------------- after memory ran out
 
+RECOMPUTED, OFFLOAD = "+activation-checkpointing", "+optimizer-offload"
+
 
 def adapted(*skipped: str, form: str | None = None) -> str:
     spec = {"resources": {"gpusPerNode": 8}}
@@ -289,6 +296,12 @@ def adapted(*skipped: str, form: str | None = None) -> str:
             "deepspeed-zero1+optimizer-offload",
             id="and with its optimizer in host memory",
         ),
+        pytest.param(
+            tuple(f"deepspeed-zero1{tail}{end}" for tail in ("", RECOMPUTED) for end in ("", OFFLOAD)),
+            "deepspeed-zero1",
+            "deepspeed-zero1+sequence2",
+            id="and with rows in slices",
+        ),
     ],
 )
 def test_after_a_checkpoint_only_what_goes_on_from_it_is_tried(skipped: tuple[str, ...], form: str, following: str):
@@ -297,7 +310,10 @@ def test_after_a_checkpoint_only_what_goes_on_from_it_is_tried(skipped: tuple[st
 
 def test_when_nothing_is_left_that_goes_on_from_the_checkpoints_a_new_job_is_the_way_out():
     stage = "deepspeed-zero1"
-    skipped = tuple(f"{stage}{tail}{end}" for tail in ("", "+activation-checkpointing") for end in ("", OFFLOAD))
+    degrees = ("", "+sequence2", "+sequence4")
+    skipped = tuple(
+        f"{stage}{degree}{tail}{end}" for degree in degrees for tail in ("", RECOMPUTED) for end in ("", OFFLOAD)
+    )
     with pytest.raises(PlanRefused) as caught:
         adapted(*skipped, form=stage)
     (problem,) = caught.value.problems
@@ -308,14 +324,12 @@ def test_when_nothing_is_left_that_goes_on_from_the_checkpoints_a_new_job_is_the
     assert problem.way_out.startswith("create a new job with checkpoints.resume never, and parallelism for ddp; or ")
 
 
-OFFLOAD = "+optimizer-offload"
-
 # ----------------------------------------------------------------------------------------------------------- properties
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[ModelFacts, str, dict[str, Any]]:
-    """Models, nodes and settings among which what fits and what does not are both common."""
+def jobs(draw: st.DrawFn) -> tuple[ModelFacts, str, int, dict[str, Any]]:
+    """Models, nodes, lengths of rows and settings among which what fits and what does not are both common."""
     heads = draw(st.sampled_from([12, 16, 25, 32, 40, 64]))
     h, layers = heads * draw(st.sampled_from([64, 128])), draw(st.sampled_from([12, 24, 48, 80]))
     kind = draw(st.sampled_from(["gpt2", "llama", "bert"]))
@@ -335,23 +349,24 @@ def jobs(draw: st.DrawFn) -> tuple[ModelFacts, str, dict[str, Any]]:
     parallelism = draw(st.sampled_from([{}, {}, {"activationCheckpointing": "none"}]))
     task = "text-classification" if kind == "bert" else "text-generation"
     spec = {"task": task, "training": training, "parallelism": parallelism}
-    return model, hardware, {**spec, "resources": {"gpusPerNode": gpus, "nodes": nodes}}
+    length = draw(st.sampled_from([512, 512, 32768]))
+    return model, hardware, length, {**spec, "resources": {"gpusPerNode": gpus, "nodes": nodes}}
 
 
 def written_out(made: JobPlan, asked: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that ask for the degrees of a plan."""
     chosen = strategy(made)
     degree = 1 if chosen.pipeline is None else chosen.pipeline.degree
-    return {**asked, "tensor": chosen.tensor, "pipeline": {"degree": degree}}
+    return {**asked, "tensor": chosen.tensor, "pipeline": {"degree": degree}, "sequence": chosen.sequence}
 
 
 @seed(20261122)
-@settings(max_examples=600, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=800, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(jobs())
-def check(counts: Counter[str], case: tuple[ModelFacts, str, dict[str, Any]]) -> None:
-    model, hardware, spec = case
+def check(counts: Counter[str], case: tuple[ModelFacts, str, int, dict[str, Any]]) -> None:
+    model, hardware, length, spec = case
     try:
-        made = planned(model, hardware, **spec)
+        made = planned(model, hardware, length=length, **spec)
     except PlanRefused:
         counts["refused"] += 1
         return
@@ -365,16 +380,20 @@ def check(counts: Counter[str], case: tuple[ModelFacts, str, dict[str, Any]]) ->
     asked = spec["resources"]
     assert (world.nodes, world.processes_per_node) == (asked["nodes"], asked["gpusPerNode"])
     assert batch.global_batch_size == spec["training"]["globalBatchSize"]
-    assert batch.data_parallel * chosen.model_ranks == world.size
-    if chosen.model_ranks == 1:
+    assert batch.data_parallel * chosen.replica_ranks == world.size
+    if chosen.replica_ranks == 1:
         counts["whole"] += 1
         return
-    counts["tensor" if chosen.pipeline is None else "stages" if chosen.tensor == 1 else "both"] += 1
+    kind = "tensor" if chosen.pipeline is None else "stages" if chosen.tensor == 1 else "both"
+    counts["slices" if chosen.sequence > 1 else kind] += 1
     assert world.processes_per_node % chosen.tensor == 0
     explicit = {**spec, "parallelism": written_out(made, spec["parallelism"])}
+    if chosen.sequence > 1:
+        # Who asks for slices has packs only by asking for them, too.
+        explicit["preparation"] = {"packing": "always" if made.trainer.preparation.packing else "never"}
     document = job(explicit).model_dump(mode="json", by_alias=True, exclude_unset=True)
     assert validate_job(document)[1] == []
-    again = planned(model, hardware, **explicit)
+    again = planned(model, hardware, length=length, **explicit)
     assert (again.trainer, again.memory, again.strategy) == (made.trainer, memory, made.strategy)
 
 
@@ -382,4 +401,4 @@ def test_degrees_that_are_chosen_are_those_that_could_be_written_and_fit() -> No
     counts: Counter[str] = Counter()
     check(counts)
     print(dict(counts))
-    assert all(counts[kind] >= 5 for kind in ("refused", "whole", "tensor", "stages", "both")), counts
+    assert all(counts[kind] >= 5 for kind in ("refused", "whole", "tensor", "stages", "both", "slices")), counts

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from finetune_contract.facts import DataFacts, SplitFacts
+from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
+from finetune_contract.job import Batch, Strategy
+from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.cli.jobview import plan_lines
+from finetune_operator.planning.architectures import model_facts
+from finetune_operator.planning.cost import exchanged_bytes, state_bytes
+from finetune_operator.planning.devices import link_bytes
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
@@ -138,3 +144,254 @@ def test_degrees_of_tensor_parallelism_are_not_chosen_beside_slices():
     narrow = parse_hardware("gpu=H100,memory=8Gi,gpus=8,cpu=64,hostMemory=32Gi")
     with pytest.raises(PlanRefused, match=r"does not go together with spec\.parallelism\.tensor"):
         planned({"parallelism": {"sequence": 2}}, narrow)
+
+
+# --------------------------------------------------------------------------------------------------- chosen by `auto`
+
+EIGHT_BILLION = llama_1b(
+    "text-generation",
+    hidden_size=4096,
+    num_hidden_layers=32,
+    intermediate_size=14336,
+    max_position_embeddings=131072,
+)
+"""The shape of Llama 3.1 8B."""
+HALF_A_BILLION = model_facts(
+    {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "intermediate_size": 4864,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+    },
+    "text-generation",
+)
+"""That of Qwen2.5 0.5B."""
+PROMPTS = {"uri": "hf://org/answers", "columns": {"source": "question", "target": "answer"}}
+QLORA = {"uri": "hf://org/model", "adapter": {"method": "qlora"}}
+EIGHT_H100, EIGHT_L4 = "gpu=H100,gpus=8,cpu=128,hostMemory=1Ti", "gpu=L4,gpus=8,cpu=96,hostMemory=384Gi"
+TWO_SMALL = "gpu=A10G,memory=12Gi,gpus=2,cpu=16,hostMemory=64Gi"
+
+
+@dataclass(frozen=True)
+class Long:
+    """A job of rows of `length` tokens, all with that many."""
+
+    model: ModelFacts
+    hardware: str
+    length: int
+    spec: Mapping[str, Any] = field(default_factory=dict)
+
+    def plan(self, parallelism: Mapping[str, Any] | None = None) -> JobPlan:
+        hardware = parse_hardware(self.hardware)
+        split = SplitFacts(rows=10_000, tokens=10_000 * self.length, longest=self.length)
+        data = DataFacts(fingerprint="f", splits={"train": split}, max_length=self.length)
+        usual = {
+            "task": "text-generation",
+            "dataset": PROMPTS,
+            "training": {"globalBatchSize": 16},
+            "resources": {"gpusPerNode": hardware.gpus_per_node},
+        }
+        asked = {} if parallelism is None else {"parallelism": parallelism}
+        facts = Facts(model=self.model, hardware=hardware, data=data)
+        return plan(job({**usual, **self.spec, **asked}), facts, CLUSTER_SETTINGS)
+
+    def refusal(self) -> Problem:
+        with pytest.raises(PlanRefused) as caught:
+            self.plan()
+        (problem,) = caught.value.problems
+        return problem
+
+
+def compiled(**arguments: bool) -> dict[str, Any]:
+    return {"training": {"globalBatchSize": 16, "arguments": arguments}}
+
+
+CHOSEN: dict[str, tuple[Long, str]] = {
+    "8 billion parameters on rows of 32k tokens fit without": (
+        Long(EIGHT_BILLION, EIGHT_H100, 32768),
+        "deepspeed-zero1+activation-checkpointing+optimizer-offload",
+    ),
+    "on rows of 128k tokens, in as many slices as leave the optimizer on the GPUs": (
+        Long(EIGHT_BILLION, EIGHT_H100, 131072),
+        "deepspeed-zero2+sequence8+activation-checkpointing",
+    ),
+    "as on a GPU whose speed nobody knows": (
+        Long(EIGHT_BILLION, "gpu=X9,memory=80Gi,gpus=8,cpu=128,hostMemory=1Ti", 131072),
+        "deepspeed-zero2+sequence8+activation-checkpointing",
+    ),
+    "packs have a mask of all their tokens": (
+        Long(EIGHT_BILLION, EIGHT_H100, 131072, {"dataset": {"uri": "hf://org/books"}}),
+        "deepspeed-zero3+sequence8+activation-checkpointing+optimizer-offload",
+    ),
+    "a small model on two small GPUs": (
+        Long(HALF_A_BILLION, TWO_SMALL, 8192),
+        "deepspeed-zero1+sequence2+activation-checkpointing+optimizer-offload",
+    ),
+    "over several nodes where a node has one process": (
+        Long(
+            HALF_A_BILLION, TWO_SMALL.replace("gpus=2", "gpus=1"), 8192, {"resources": {"nodes": 2, "gpusPerNode": 1}}
+        ),
+        "deepspeed-zero1+sequence2+activation-checkpointing+optimizer-offload",
+    ),
+    "weights in 4 bits": (
+        Long(EIGHT_BILLION, EIGHT_L4, 32768, {"model": QLORA}),
+        "ddp+sequence8+activation-checkpointing",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHOSEN)
+def test_auto_divides_rows_where_nothing_else_fits(case: str):
+    long, label = CHOSEN[case]
+    made = long.plan()
+    assert made.strategy == label
+    assert made.memory is not None
+    assert made.memory.total_bytes <= made.memory.capacity_bytes
+    training = made.trainer.training
+    assert training is not None
+    assert training.batch.global_batch_size == 16
+    assert training.batch.data_parallel * training.strategy.sequence == training.world.size
+    # What is chosen could have been written, but for packs, which then have to be asked for.
+    if made.trainer.preparation.packing:
+        long = Long(long.model, long.hardware, long.length, {**long.spec, "preparation": {"packing": "always"}})
+    again = long.plan({"sequence": training.strategy.sequence})
+    assert (again.trainer, again.memory) == (made.trainer, made.memory)
+
+
+def test_the_plan_tells_why_rows_are_divided_and_what_that_costs():
+    (sentence,) = (each for each in CHOSEN["weights in 4 bits"][0].plan().reasons if each.startswith("strategy "))
+    assert sentence == (
+        "strategy ddp+sequence8+activation-checkpointing: rows in 8 slices fit (20.3 GiB of 22.5 GiB); with whole rows "
+        "on each GPU nothing does: ddp+activation-checkpointing with micro-batch 1 needs 85.0 GiB a GPU, and there are "
+        "22.5 GiB; it is the quickest degree that does, and to exchange heads for tokens takes 4% of the time "
+        "(105.0 GiB a process and step)"
+    )
+
+
+NOT_CHOSEN: dict[str, tuple[Long, str, str]] = {
+    "a task whose rows stay whole": (
+        Long(EIGHT_BILLION, EIGHT_H100, 131072, {"task": "summarization"}),
+        "",
+        "use devices of at least ",
+    ),
+    "a compiled model": (
+        Long(EIGHT_BILLION, EIGHT_H100, 131072, compiled(torch_compile=True)),
+        "parallelism.sequence is not chosen: rows are divided among processes (parallelism.sequence) as the model's "
+        "own code has them, without torch_compile",
+        "leave training.arguments.torch_compile out and set parallelism.sequence to 8 (65.8 GiB of 79.6 GiB a GPU)",
+    ),
+    "Liger's kernels and fp8": (
+        Long(
+            EIGHT_BILLION,
+            EIGHT_H100,
+            131072,
+            {"training": {**compiled(use_liger_kernel=True)["training"], "precision": "fp8"}},
+        ),
+        "without use_liger_kernel, and rows that are divided among processes (parallelism.sequence) do not multiply in "
+        "fp8",
+        "leave training.arguments.use_liger_kernel out and set training.precision to bf16 and set parallelism.sequence "
+        "to 8 (65.8 GiB of 79.6 GiB a GPU)",
+    ),
+    "another strategy": (
+        Long(EIGHT_BILLION, EIGHT_H100, 131072, {"parallelism": {"zeroStage": 3}}),
+        "",
+        "leave parallelism.zeroStage out, and the plan takes deepspeed-zero2+sequence8+activation-checkpointing "
+        "(65.8 GiB of 79.6 GiB a GPU); or set parallelism.sequence to 8 (53.7 GiB of 79.6 GiB a GPU)",
+    ),
+    "a degree that is too small": (
+        Long(EIGHT_BILLION, EIGHT_H100, 131072, {"parallelism": {"sequence": 2}}),
+        "",
+        "set parallelism.sequence to 8 (65.8 GiB of 79.6 GiB a GPU)",
+    ),
+    "packs": (
+        Long(EIGHT_BILLION, "gpu=A100-40GB,gpus=8,cpu=128,hostMemory=1Ti", 131072, {"dataset": {"uri": "hf://o/d"}}),
+        "deepspeed-zero3+sequence8+activation-checkpointing+optimizer-offload+parameter-offload with micro-batch 1 "
+        "needs 68.3 GiB a GPU, and there are 40.0 GiB",
+        "set parallelism.sequence to 8 (35.2 GiB of 40.0 GiB a GPU, where rows are not packed)",
+    ),
+    "a degree of tensor parallelism": (
+        Long(EIGHT_BILLION, EIGHT_H100, 131072, {"parallelism": {"tensor": 8}}),
+        "",
+        "leave parallelism out, and the plan takes deepspeed-zero2+sequence8+activation-checkpointing (65.8 GiB of "
+        "79.6 GiB a GPU)",
+    ),
+    "too few GPUs for slices that are short enough": (
+        Long(EIGHT_BILLION, EIGHT_L4.replace("gpus=8", "gpus=2"), 32768, {"model": QLORA}),
+        "ddp+sequence2+activation-checkpointing with micro-batch 1 needs 48.0 GiB a GPU, and there are 22.5 GiB",
+        "use devices of at least 85.0 GiB, or a smaller preparation.maxLength or model",
+    ),
+    "a family that nobody has seen in slices": (
+        Long(
+            EIGHT_BILLION.model_copy(update={"model_type": "olmo2"}),
+            EIGHT_H100,
+            131072,
+        ),
+        "parallelism.sequence is not chosen: rows of models of type olmo2 are not known to be cut into slices",
+        "use devices of at least ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_CHOSEN)
+def test_rows_that_are_not_divided_are_refused_with_why_and_with_the_degree_that_would_fit(case: str):
+    long, why, way_out = NOT_CHOSEN[case]
+    problem = long.refusal()
+    assert why in problem.rule
+    assert ("sequence" in problem.rule) is (bool(why) or "sequence" in long.spec.get("parallelism", {}))
+    assert problem.way_out.startswith(way_out)
+
+
+def test_a_way_out_in_slices_fits_as_told():
+    written = {
+        "packs": ({"sequence": 8}, {}),
+        "another strategy": ({"zeroStage": 3, "sequence": 8}, {}),
+        "a compiled model": ({"sequence": 8}, {"training": {"globalBatchSize": 16}}),
+    }
+    for case, (parallelism, spec) in written.items():
+        long, _, way_out = NOT_CHOSEN[case]
+        made = Long(long.model, long.hardware, long.length, {**long.spec, **spec}).plan(parallelism)
+        assert made.memory is not None
+        assert f"set parallelism.sequence to 8 ({made.memory.total_bytes / 2**30:.1f} GiB of " in way_out
+
+
+def test_the_exchange_is_4_n_h_elements_over_the_slices_less_what_a_process_keeps():
+    own_heads = EIGHT_BILLION.model_copy(update={"key_value_heads": None})
+    sliced, recomputed = (Strategy(name="ddp", sequence=4, activation_checkpointing=mode) for mode in ("none", "full"))
+    tokens, layers = 1000, 32
+    # DeepSpeed-Ulysses: 4 N h / P for a layer and pass, of which 3 of 4 parts leave; forward and backward.
+    assert exchanged_bytes(own_heads, sliced, tokens, 2) == 2 * layers * 2 * (4 * tokens * 4096 / 4) * 3 / 4
+    # 8 of 32 heads have keys and values, so that 2 and a half are left of 4.
+    assert exchanged_bytes(EIGHT_BILLION, sliced, tokens, 2) == 2 * layers * 2 * (2.5 * tokens * 4096 / 4) * 3 / 4
+    assert exchanged_bytes(EIGHT_BILLION, recomputed, tokens, 2) == 1.5 * exchanged_bytes(
+        EIGHT_BILLION, sliced, tokens, 2
+    )
+    assert exchanged_bytes(EIGHT_BILLION, Strategy(name="ddp"), tokens, 2) == 0
+
+
+def test_weights_and_gradients_are_sent_as_often_as_the_stage_divides_them():
+    batch = Batch(global_batch_size=16, micro_batch_size=1, gradient_accumulation=8, data_parallel=2)
+
+    def sent(**strategy: Any) -> float:
+        return state_bytes(Strategy(**strategy), held=1000, trained=100, width=2, batch=batch, ranks=4) / (2 * 3 / 4)
+
+    assert [sent(name="ddp"), sent(name="deepspeed", zero_stage=1)] == [200, 200]
+    assert sent(name="deepspeed", zero_stage=2) == 100 * (1 + 8)
+    assert sent(name="deepspeed", zero_stage=3) == sent(name="fsdp") == 8 * (2 * 1000 + 100)
+
+
+@pytest.mark.parametrize(
+    ("product", "gigabytes"),
+    [
+        ("NVIDIA-H100-80GB-HBM3", 450),
+        ("NVIDIA-H100-PCIe", 16),
+        ("Tesla-V100-SXM2-32GB", 150),
+        ("NVIDIA-L4", 32),
+        ("MI300X", None),
+    ],
+)
+def test_a_gpu_sends_by_nvlink_where_it_has_it(product: str, gigabytes: float | None):
+    assert link_bytes(product) == (None if gigabytes is None else gigabytes * 1e9)

@@ -473,7 +473,7 @@ class ParallelismSpec(SpecModel):
     strategy: StrategyChoice = Field(
         default="auto",
         description="single, ddp, fsdp or deepspeed. Default auto: the cheapest that fits the memory; where none does, "
-        "ddp with the smallest tensor and pipeline degrees that fit.",
+        "ddp with the smallest tensor and pipeline degrees that fit, or rows of text in slices.",
     )
     zero_stage: Auto | Annotated[int, Field(ge=0, le=3)] = Field(
         default="auto",
@@ -500,7 +500,7 @@ class ParallelismSpec(SpecModel):
         default=1,
         description="Processes that the tokens of a row are divided among, a count that divides the model's attention "
         "and key-value heads, which they exchange for tokens: for rows whose activations are too large for one "
-        "process. Needs task text-generation. Default 1: none.",
+        "process. Needs task text-generation. Default 1: none, unless auto has to.",
     )
     activation_checkpointing: Literal["auto", "none", "full", "selective"] = Field(
         default="auto",

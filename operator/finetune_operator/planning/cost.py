@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from finetune_contract.choices import Precision
 from finetune_contract.facts import HardwareFacts, ModelFacts
-from finetune_contract.job import Adapter
+from finetune_contract.job import Adapter, Batch, Strategy
 from finetune_operator.api.settings import Price, Settings
 from finetune_operator.planning.adapters import trained_parameters
-from finetune_operator.planning.devices import find_gpu
+from finetune_operator.planning.devices import find_gpu, link_bytes
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.model_parallel import bubble
 from finetune_operator.planning.types import Estimate
@@ -37,6 +37,14 @@ CPU_FLOPS_PER_CORE = 80e9
 """fp32 peak of one server core with AVX-512, measured on 2 cores (160 to 180 GFLOP/s together)."""
 CPU_UTILISATION = 0.5
 """Measured: a 22M-parameter BERT with length-grouped batches trains at 50 rows/s of 27 tokens on those 2 cores."""
+LINK_UTILISATION = 0.5
+"""Share of a link's bandwidth that messages reach; an assumption, as is the next one. It is the same for all that is
+compared, and nothing is taken to be sent while something is computed.
+"""
+NETWORK_BYTES = 12.5e9
+"""Bytes a second that a GPU sends to other nodes: 100 Gbit/s for each of them, as nodes with 8 GPUs and 8 adapters of
+that speed have; no fact tells of the network.
+"""
 
 
 @dataclass(frozen=True)
@@ -98,12 +106,99 @@ def process_speed(
     return Speed(peak * share, f"{share:.0%} of {gpu.name}'s {peak / 1e12:g} TFLOP/s in {precision}")
 
 
+def _speed(draft: Draft) -> Speed | None:
+    """Of one process of a draft whose precision is decided."""
+    world, compiled = decided(draft.world), bool(draft.training.arguments.get("torch_compile"))
+    on_gpu = world.device == "cuda"
+    return process_speed(draft.hardware, on_gpu, world.threads_per_process, decided(draft.precision), compiled)
+
+
+# ------------------------------------------------------------------------------------------------------------ messages
+
+
+def exchanged_bytes(model: ModelFacts, strategy: Strategy, tokens: float, width: int) -> float:
+    """Bytes that one process sends in attention while its group reads `tokens` tokens, forward and backward.
+
+    Queries, keys, values and what attention says are exchanged in each layer, N h elements each for N tokens of width h
+    of which a P-th belongs to one process: 4 N h / P (Jacobs et al., "DeepSpeed Ulysses", 2023, section on the analysis
+    of communication). Of heads that share keys and values these are narrower, and a P-th of its part a process keeps.
+    Gradients go back in the same way; recomputation repeats the forward pass.
+    """
+    degree = strategy.sequence
+    shared = (model.key_value_heads or model.attention_heads) / model.attention_heads
+    elements = tokens * model.hidden_size * (2 + 2 * shared) / degree * (degree - 1) / degree
+    passes = 3 if strategy.activation_checkpointing == "full" else 2
+    return elements * width * model.layers * passes
+
+
+def state_bytes(strategy: Strategy, held: int, trained: int, width: int, batch: Batch, ranks: int) -> float:
+    """Bytes of weights and gradients that one of `ranks` processes sends in a step, of weights `width` bytes wide.
+
+    Rajbhandari et al., "ZeRO" (2020), section 7: a sum of gradients that all get is 2 a parameter, as is what stages 1
+    and 2 send: each its part of the sums, and the weights after the step. Stage 3, and fsdp, sends the weights once for
+    each pass in place of that. From stage 2 on gradients leave with every micro-batch.
+    """
+    micros, share = batch.gradient_accumulation, width * (ranks - 1) / ranks
+    if strategy.name == "fsdp" or strategy.zero_stage == 3:
+        return share * micros * (2 * held + trained)
+    return share * trained * (1 + (micros if strategy.zero_stage == 2 else 1))
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """How long an optimizer step takes whose rows are in slices."""
+
+    computing: float
+    """Seconds."""
+    exchanging: float
+    """Seconds in which heads are exchanged for tokens."""
+    sending: float
+    """Seconds in which weights and gradients are sent."""
+    exchanged_bytes: float
+    """That one process sends to exchange heads for tokens."""
+
+    @property
+    def total(self) -> float:
+        """Seconds; nothing is taken to happen at once."""
+        return self.computing + self.exchanging + self.sending
+
+    @property
+    def exchanging_share(self) -> str:
+        """Of the total, in words."""
+        share = self.exchanging / self.total
+        return "less than 1%" if share < 0.01 else f"{share:.0%}"
+
+
+def step_time(draft: Draft, strategy: Strategy, batch: Batch) -> StepTime | None:
+    """Of a draft with these; None where the device's speed or that of its links is not known, as on a CPU."""
+    world, speed = decided(draft.world), _speed(draft)
+    link = link_bytes(decided(draft.hardware.gpu).product) if world.device == "cuda" else None
+    if speed is None or link is None:
+        return None
+    tokens, parts = batch.global_batch_size * draft.lengths.row, trained_parameters(draft.model, draft.adapter)
+    recompute = strategy.activation_checkpointing == "full"
+    flops = training_flops(draft.model, tokens, draft.lengths.typical, recompute, draft.adapter)
+    compute_bytes = 4 if draft.precision == "fp32" else 2
+    width = compute_bytes if strategy.name == "deepspeed" else 4
+    sent = state_bytes(strategy, draft.model.parameters + parts.added, parts.trained, width, batch, world.size)
+    inside = world.processes_per_node % strategy.sequence == 0
+    exchanged = exchanged_bytes(draft.model, strategy, tokens / batch.data_parallel, compute_bytes)
+    between = link if world.nodes == 1 else NETWORK_BYTES
+    return StepTime(
+        computing=flops / (speed.flops * world.size),
+        exchanging=exchanged / ((link if inside else NETWORK_BYTES) * LINK_UTILISATION),
+        sending=sent / (between * LINK_UTILISATION),
+        exchanged_bytes=exchanged,
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- estimate
+
+
 def estimate_training(draft: Draft) -> Estimate:
     """Time and cost of the whole training of a finished draft."""
     world, batch, steps = decided(draft.world), decided(draft.batch), decided(draft.steps)
-    on_gpu = world.device == "cuda"
-    compiled = bool(draft.training.arguments.get("torch_compile"))
-    speed = process_speed(draft.hardware, on_gpu, world.threads_per_process, decided(draft.precision), compiled)
+    speed = _speed(draft)
     if speed is None:
         product = decided(draft.hardware.gpu).product
         return Estimate(basis=f"no estimate: the speed of {product} is not in the table of GPUs")

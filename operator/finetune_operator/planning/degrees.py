@@ -1,8 +1,8 @@
-"""Degrees of tensor and pipeline parallelism that a job leaves open: the same job with the degrees written out, kept to
-every rule that such a job has to keep. So what is chosen here is what its user could have written.
+"""Degrees of tensor, pipeline and sequence parallelism that a job leaves open: the same job with the degrees written
+out, kept to every rule that such a job has to keep. So what is chosen here is what its user could have written.
 
-No degree is tried that is not known to work: the model's family has to have a plan, and to be known to be cut. Which of
-the degrees fit the memory is for others to say.
+No degree is tried that is not known to work: the model's family has to have a plan, and to be known to be cut, or its
+rows to be. Which of the degrees fit the memory is for others to say.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from finetune_contract.plans import PIPELINE_FAMILIES
+from finetune_contract.plans import PIPELINE_FAMILIES, SEQUENCE_FAMILIES
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.rules import RULES
 from finetune_operator.api.types import FineTuneJobSpec, ParallelismSpec
 from finetune_operator.planning.batch import check_batch, divisors
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.model_parallel import check_model_parallel
+from finetune_operator.planning.sequence import check_sequence
 
 
 def with_spec(draft: Draft, spec: FineTuneJobSpec) -> Draft:
@@ -39,13 +40,31 @@ def with_degrees(draft: Draft, tensor: int, pipeline: int) -> Draft:
     stages = asked.pipeline.model_copy(update={"degree": pipeline})
     changed = with_parallelism(draft, asked.model_copy(update={"tensor": tensor, "pipeline": stages}))
     if not draft.model_known:
-        rule, way_out = "nobody has read the model yet, and not every family can be split", "set the degree yourself"
-        changed = changed.refusing(("parallelism",), None, rule, way_out)
+        changed = _unread(changed)
     elif pipeline > 1 and model.model_type not in PIPELINE_FAMILIES:
         rule = f"models of type {model.model_type} are not known to be cut into stages"
         way_out = "set the degree yourself, and the trainer looks at the model"
         changed = changed.refusing(("parallelism", "pipeline", "degree"), pipeline, rule, way_out)
     return check_batch(check_model_parallel(changed))
+
+
+def with_slices(draft: Draft, degree: int) -> Draft:
+    """The draft of the same job with rows in so many slices, and the problems that it then has. Rows are packed or not
+    as they are without: what a step learns from does not follow from what fits.
+    """
+    changed = with_parallelism(draft, draft.spec.parallelism.model_copy(update={"sequence": degree}))
+    if not draft.model_known:
+        changed = _unread(changed)
+    elif draft.model.model_type not in SEQUENCE_FAMILIES:
+        rule = f"rows of models of type {draft.model.model_type} are not known to be cut into slices"
+        way_out = "set the degree yourself, and the trainer looks at the model"
+        changed = changed.refusing(("parallelism", "sequence"), degree, rule, way_out)
+    return check_batch(check_sequence(changed))
+
+
+def _unread(draft: Draft) -> Draft:
+    rule, way_out = "nobody has read the model yet, and not every family can be split", "set the degree yourself"
+    return draft.refusing(("parallelism",), None, rule, way_out)
 
 
 def degrees(nodes: int, processes_per_node: int) -> Iterator[tuple[int, int]]:
@@ -64,6 +83,16 @@ def spreads(draft: Draft) -> Iterator[Draft]:
     world = decided(draft.world)
     for tensor, stages in degrees(world.nodes, world.processes_per_node):
         yield with_degrees(draft, tensor, stages)
+
+
+def slices(draft: Draft) -> Iterator[tuple[Draft, ...]]:
+    """The drafts of all sequence-parallel degrees that the processes allow, each group the smallest first: those inside
+    of a node, then those over several.
+    """
+    world = decided(draft.world)
+    inside, everywhere = (tuple(reversed(divisors(count)))[1:] for count in (world.processes_per_node, world.size))
+    yield tuple(with_slices(draft, degree) for degree in inside)
+    yield tuple(with_slices(draft, degree) for degree in everywhere if degree not in inside)
 
 
 def obstacles(problems: tuple[Problem, ...]) -> tuple[str, ...]:

@@ -33,6 +33,10 @@ class GpuModel:
     """
     fp32_tflops: float
     """Peak of plain fp32; TF32 is not counted, as PyTorch leaves it off."""
+    link_gigabytes: float
+    """What one GPU sends to others of its node, in 10^9 bytes a second: one direction of NVLink as on the boards with 8
+    of them (half of what data sheets add up), of 16 lanes of PCIe where there is none.
+    """
 
     def facts(self) -> DeviceFacts:
         """This product as the planner sees a device."""
@@ -49,17 +53,17 @@ class GpuModel:
 
 
 GPU_MODELS: tuple[GpuModel, ...] = (
-    GpuModel("T4", "T4", 16, 15_360, False, 65.0, 8.1),
-    GpuModel("V100-16GB", "V100", 16, 16_160, False, 125.0, 15.7),
-    GpuModel("V100-32GB", "V100", 32, 32_510, False, 125.0, 15.7),
-    GpuModel("A10G", "A10G", 24, 23_028, True, 70.0, 35.0),
-    GpuModel("L4", "L4", 24, 23_034, True, 121.0, 30.3),
-    GpuModel("L40S", "L40S", 48, 46_068, True, 362.0, 91.6),
-    GpuModel("A100-40GB", "A100", 40, 40_960, True, 312.0, 19.5),
-    GpuModel("A100-80GB", "A100", 80, 81_920, True, 312.0, 19.5),
-    GpuModel("H100", "H100", 80, 81_559, True, 989.0, 67.0),
-    GpuModel("H200", "H200", 141, 143_771, True, 989.0, 67.0),
-    GpuModel("B200", "B200", 180, 183_359, True, 2250.0, 75.0),
+    GpuModel("T4", "T4", 16, 15_360, False, 65.0, 8.1, 16.0),
+    GpuModel("V100-16GB", "V100", 16, 16_160, False, 125.0, 15.7, 150.0),
+    GpuModel("V100-32GB", "V100", 32, 32_510, False, 125.0, 15.7, 150.0),
+    GpuModel("A10G", "A10G", 24, 23_028, True, 70.0, 35.0, 32.0),
+    GpuModel("L4", "L4", 24, 23_034, True, 121.0, 30.3, 32.0),
+    GpuModel("L40S", "L40S", 48, 46_068, True, 362.0, 91.6, 32.0),
+    GpuModel("A100-40GB", "A100", 40, 40_960, True, 312.0, 19.5, 300.0),
+    GpuModel("A100-80GB", "A100", 80, 81_920, True, 312.0, 19.5, 300.0),
+    GpuModel("H100", "H100", 80, 81_559, True, 989.0, 67.0, 450.0),
+    GpuModel("H200", "H200", 141, 143_771, True, 989.0, 67.0, 450.0),
+    GpuModel("B200", "B200", 180, 183_359, True, 2250.0, 75.0, 900.0),
 )
 """Ordered by chip and memory: a name that does not tell variants apart means the smaller one."""
 
@@ -74,6 +78,21 @@ def find_gpu(product: str) -> GpuModel | None:
         if words & {f"{gpu.memory_gb}GB", f"{gpu.memory_gb}G", str(gpu.memory_gb)}:
             return gpu
     return variants[0] if variants else None
+
+
+PCIE_GIGABYTES = 16.0
+"""Of 16 lanes of the third generation, in 10^9 bytes a second and direction; later ones have twice that and more."""
+
+
+def link_bytes(product: str) -> float | None:
+    """Bytes a second that a GPU sends to others of its node; None for a product that is not in the table. One that is
+    named a PCIe card has no NVLink to all others.
+    """
+    gpu = find_gpu(product)
+    if gpu is None:
+        return None
+    is_card = "PCIE" in product.upper()
+    return 1e9 * (min(gpu.link_gigabytes, PCIE_GIGABYTES) if is_card else gpu.link_gigabytes)
 
 
 _WITHOUT_FP8 = frozenset({"T4", "V100", "A10G", "A100"})

@@ -7,18 +7,22 @@ from __future__ import annotations
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.model_parallel import heads
 
+WHOLE_ROWS = ("torch_compile", "use_liger_kernel")
+"""Of `training.arguments`, what does not go together with slices."""
+
 
 def check_sequence(draft: Draft) -> Draft:
     """Refuse what does not go together with slices of rows, or not with this model."""
     path, degree = ("parallelism", "sequence"), draft.spec.parallelism.sequence
     if degree == 1 or draft.world is None:
         return draft
-    for name in ("torch_compile", "use_liger_kernel"):
+    for name in WHOLE_ROWS:
         if draft.training.arguments.get(name):
             draft = draft.refusing(
                 ("training", "arguments", name),
                 True,
-                "rows are divided among processes (parallelism.sequence) as the model's own code has them",
+                "rows are divided among processes (parallelism.sequence) as the model's own code has them, without "
+                f"{name}",
                 "leave it out",
                 "NotSupported",
             )

@@ -1,5 +1,6 @@
 """How the model is spread: the first rung of a ladder, from the cheapest to the most frugal, on which a micro-batch
-fits. Where none does, layers are split and the model is cut into stages, in the smallest degrees that fit.
+fits. Where none does, layers are split and the model is cut into stages, in the smallest degrees that fit. Where these
+do not fit either, rows of text are divided.
 
 An explicit choice leaves one rung, or a few; it is met or refused, never replaced. What fits on no rung is refused with
 the arithmetic and each change that would fit.
@@ -32,11 +33,13 @@ from finetune_operator.planning.batch import (
     less_padded,
     micro_batches,
 )
-from finetune_operator.planning.degrees import obstacles, spreads, with_parallelism, with_spec
+from finetune_operator.planning.cost import step_time
+from finetune_operator.planning.degrees import obstacles, slices, spreads, with_parallelism, with_spec
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.model_parallel import explain_pipeline, filled, spread
 from finetune_operator.planning.placement import asked_strategy
 from finetune_operator.planning.quantities import human_bytes
+from finetune_operator.planning.sequence import WHOLE_ROWS
 from finetune_operator.planning.types import MemoryEstimate
 
 MOST_NODES = 4096
@@ -341,14 +344,19 @@ def first_fit(draft: Draft, asked: ParallelismSpec, micros: tuple[int, ...]) -> 
 
 def best_fit(draft: Draft) -> tuple[Draft, Fit] | None:
     """The first rung that fits, and the draft of the job that it belongs to: this one, or where all is left open and no
-    rung fits, the one with the first degrees of tensor and pipeline parallelism on which one does.
+    rung fits, the one with the first degrees of tensor and pipeline parallelism on which one does, and else one whose
+    rows are divided.
+
+    Slices come after the degrees also where they would be quicker, as which are depends on links between GPUs that no
+    fact tells: what can be planned without them is.
     """
     asked = draft.spec.parallelism
     found = first_fit(draft, asked, micro_batches(draft))
     if found is not None:
         return draft, found
-    is_open = asked_strategy(asked) is None and asked.model_ranks == 1
-    return next(_fitting(spreads(draft)), None) if is_open else None
+    if asked_strategy(asked) is not None or asked.replica_ranks > 1:
+        return None
+    return next(_fitting(spreads(draft)), None) or _quickest_slices(draft)
 
 
 def _fitting(drafts: Iterable[Draft]) -> Iterator[tuple[Draft, Fit]]:
@@ -359,6 +367,29 @@ def _fitting(drafts: Iterable[Draft]) -> Iterator[tuple[Draft, Fit]]:
             yield draft, found
 
 
+def _quickest_slices(draft: Draft) -> tuple[Draft, Fit] | None:
+    """Of degrees of sequence parallelism above the job's own on which a rung fits the quickest, inside of a node if
+    there is one; None: there is none.
+    """
+    own = draft.spec.parallelism.sequence
+    for drafts in slices(draft):
+        fitting = tuple(_fitting(each for each in drafts if each.spec.parallelism.sequence > own))
+        if fitting:
+            return min(fitting, key=_slowness)
+    return None
+
+
+def _slowness(chosen: tuple[Draft, Fit]) -> tuple[int, float]:
+    """What orders fits: offload last, as on the ladder, since nobody knows the host's speed; then the time of a step.
+    Where that is not known all are alike.
+    """
+    draft, found = chosen
+    strategy = found.strategy
+    offloads = (strategy.offload_optimizer, strategy.offload_parameters)
+    time = step_time(draft, strategy, batch_of(draft, found.micro_batch))
+    return sum(where != "none" for where in offloads), 0.0 if time is None else time.total
+
+
 def choose_strategy(draft: Draft) -> Draft:
     """Strategy, degrees, checkpointing, offload and micro-batch together: each depends on the others through the
     memory.
@@ -367,9 +398,12 @@ def choose_strategy(draft: Draft) -> Draft:
     if chosen is not None:
         changed, found = chosen
         batch = batch_of(changed, found.micro_batch)
-        sentence = _explain_strategy(draft, found)
+        sentence, nothing = _explain_strategy(draft, found), "nothing fits without"
+        if found.strategy.sequence > draft.spec.parallelism.sequence:
+            sentence += _explain_exchange(changed, found)
+            nothing += " in as many slices"
         draft = replace(changed, strategy=found.strategy, batch=batch, memory=found.memory).because(sentence)
-        return explain_pipeline(_explain_extras(draft.because(explain_batch(draft, batch)), found.strategy))
+        return explain_pipeline(_explain_extras(draft.because(explain_batch(draft, batch)), found.strategy, nothing))
     if not rungs(draft, draft.spec.parallelism):
         return _refuse_more(draft)
     if not _may_fit(draft):
@@ -412,6 +446,11 @@ def _explain_strategy(draft: Draft, found: Fit) -> str:
             f"strategy {words}: the smallest degrees that fit ({need}); with whole layers on each {_unit(draft)} "
             f"nothing does: {_lacking(draft, _most_frugal(draft))}"
         )
+    if found.strategy.sequence > asked.sequence:
+        return (
+            f"strategy {words}: rows in {found.strategy.sequence} slices fit ({need}); with whole rows on each "
+            f"{_unit(draft)} nothing does: {_lacking(draft, _most_frugal(draft))}"
+        )
     if asked.zero_stage != "auto" or asked.strategy not in ("auto", "deepspeed"):
         alone = "; with one process nothing is divided" if world.size == 1 and asked.strategy != "single" else ""
         return f"strategy {words}: as asked; one process needs {need}{alone}"
@@ -423,10 +462,25 @@ def _explain_strategy(draft: Draft, found: Fit) -> str:
     return f"strategy {words}: the first that fits ({need}); {', '.join(skipped)} would need more"
 
 
-def _explain_extras(draft: Draft, strategy: Strategy) -> Draft:
+def _explain_exchange(draft: Draft, found: Fit) -> str:
+    """Why as many slices, and what they cost, of the draft that has them."""
+    time = step_time(draft, found.strategy, batch_of(draft, found.micro_batch))
+    if time is None:
+        return (
+            "; it is the smallest degree that does with as little in host memory, and how long it takes to exchange "
+            "heads for tokens is not known"
+        )
+    return (
+        "; it is the quickest degree that does, and to exchange heads for tokens takes "
+        f"{time.exchanging_share} of the time ({human_bytes(time.exchanged_bytes)} a process and step)"
+    )
+
+
+def _explain_extras(draft: Draft, strategy: Strategy, nothing: str) -> Draft:
+    """`nothing`: in words, that nothing fits without."""
     asked = draft.spec.parallelism
     if strategy.activation_checkpointing != "none":
-        why = "nothing fits without" if asked.activation_checkpointing == "auto" else "as asked"
+        why = nothing if asked.activation_checkpointing == "auto" else "as asked"
         twice = "layers are" if strategy.activation_checkpointing == "full" else "all but matrix products is"
         draft = draft.because(
             f"activation checkpointing {strategy.activation_checkpointing}: {why}; {twice} computed twice"
@@ -442,7 +496,7 @@ def _explain_extras(draft: Draft, strategy: Strategy) -> Draft:
             continue
         why = "as asked" if given != "none" else "fsdp moves it with the parameters"
         if given == "none" and strategy.name != "fsdp":
-            why = "nothing fits without"
+            why = nothing
         what = "its state lies" if name == "optimizer" else "they lie"
         draft = draft.because(f"{name} offload: {why}; {what} in {where[device]}")
     if strategy.offload_activations != "none":
@@ -511,11 +565,15 @@ def _lacking(draft: Draft, fit: Fit, with_terms: bool = False) -> str:
 
 
 def _why_whole(draft: Draft) -> Iterator[str]:
-    """Why neither layers are split nor the model is cut: what forbids it, or what the most frugal degrees need."""
+    """Why neither layers are split, nor the model is cut, nor rows of text are divided: what forbids it, or what the
+    most frugal degrees need.
+    """
     tried = tuple(spreads(draft))
+    divides = draft.spec.task == "text-generation" and draft.spec.parallelism.sequence == 1
     for name, drafts in (
         ("tensor", [each for each in tried if each.spec.parallelism.pipeline.degree == 1]),
         ("pipeline", [each for each in tried if each.spec.parallelism.pipeline.degree > 1]),
+        ("sequence", [*chain.from_iterable(slices(draft))] if divides else []),
     ):
         best = [_most_frugal(each) for each in drafts if not each.problems and rungs(each, each.spec.parallelism)]
         if best:
@@ -523,7 +581,7 @@ def _why_whole(draft: Draft) -> Iterator[str]:
         elif drafts:
             whys = dict.fromkeys(why for each in drafts for why in obstacles(each.problems))
             yield f"parallelism.{name} is not chosen: {', and '.join(whys)}"
-        elif tried:
+        elif tried and name == "tensor":
             yield f"parallelism.{name} is not chosen: layers are split inside of a node, which has one process"
 
 
@@ -575,6 +633,29 @@ def _ways_out(draft: Draft) -> Iterator[str]:
                 f"({_takes(draft, found)})"
             )
             break
+    yield from _shorter_rows(draft, seen)
+
+
+def _shorter_rows(draft: Draft, seen: set[str]) -> Iterator[str]:
+    """Rows in slices, without what keeps them whole: settings that do not go together with slices, and packs, which a
+    job that asks for slices has only when it asks for them as well.
+    """
+    spec, training = draft.spec, draft.training
+    kept = {name: value for name, value in training.arguments.items() if name not in WHOLE_ROWS}
+    steps = [f"leave training.arguments.{name} out" for name in WHOLE_ROWS if training.arguments.get(name)]
+    precision = draft.precision
+    if precision == "fp8":
+        precision = "bf16"
+        steps.append("set training.precision to bf16")
+    training = training.model_copy(update={"arguments": kept, "precision": precision})
+    changed = with_spec(draft, spec.model_copy(update={"training": training}))
+    packing = spec.preparation.packing == "always"
+    chosen = _quickest_slices(replace(changed, precision=precision, packing=packing))
+    if chosen is None or chosen[1].strategy.label in seen:
+        return
+    steps.append(f"set parallelism.sequence to {chosen[1].strategy.sequence}")
+    packs = ", where rows are not packed" if draft.packing and not packing else ""
+    yield f"{' and '.join(steps)} ({_takes(draft, chosen[1])}{packs})"
 
 
 def _greater_ways_out(draft: Draft) -> Iterator[str]:
