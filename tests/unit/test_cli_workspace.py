@@ -245,8 +245,8 @@ def test_a_tail_gives_whole_lines_once_and_the_newest_progress_is_shown(tmp_path
 STUBBORN = (
     "import signal, subprocess, sys, time\n"
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
-    "print(child.pid, flush=True)\n"
     "signal.signal(signal.SIGTERM, lambda *_: (print('told', flush=True), sys.exit(143)))\n"
+    "print(child.pid, flush=True)\n"
     "time.sleep(60)\n"
 )
 
