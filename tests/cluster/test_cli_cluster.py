@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster_support.access import PATIENCE_SECONDS
 from cluster_support.plays import PREEMPTED, RUNS, WRONG_COLUMN, Play
 from cluster_support.told_jobs import FAILED, JOB, NOW, SUCCEEDED, TRAINING, Jobs
 from cluster_support.world import World
@@ -219,7 +220,7 @@ def test_watch_writes_a_line_for_each_change_and_ends_with_the_job(
     until(process, lambda line: "Training  train running, attempt 2  45 %" in line)
     jobs.tell("reviews", {**TRAINING, "progress": {**TRAINING["progress"], "step": 460, "percent": 46}})
     jobs.tell("reviews", end)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, err) == (code, "")
     assert out.count("\n") == 1, "one percent more is no line of its own"
     assert told in out
@@ -230,7 +231,7 @@ def test_watch_ends_with_1_when_the_job_is_deleted(jobs: Jobs) -> None:
     process = jobs.start("watch", "reviews")
     until(process, lambda line: "Training" in line)
     jobs.api.must("delete", "ftj", "reviews", "-n", jobs.namespace)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, err) == (1, "Error: FineTuneJob reviews was deleted.\n")
 
 
@@ -252,7 +253,7 @@ def test_following_logs_of_pods_that_never_show_ends_with_the_job(
     assert process.stderr is not None
     assert process.stderr.readline().startswith("Note: no pod of reviews has started yet ")
     jobs.tell("reviews", end)
-    assert (*process.communicate(timeout=60), process.returncode) == (shown, told, code)
+    assert (*process.communicate(timeout=PATIENCE_SECONDS), process.returncode) == (shown, told, code)
 
 
 # ----------------------------------------------------------------------------------------------------- with an operator

@@ -165,12 +165,12 @@ def test_for_given_namespaces_progress_is_live_without_a_right_to_review_tokens_
     team.kubelet.playbook.set("hung", "train", SUCCEEDS, attempt=2)
     team.apply("hung", HANGS)
     try:
-        team.wait_running("hung", "train", seconds=90)
+        team.wait_running("hung", "train")
         (pod,) = team.pods("hung", "train")
         assert team.report("hung", pod, {"step": 5, "total_steps": 9}).status_code == 200
         early = team.token(pod)
         team.wait("hung", "progress", lambda status: (status.get("progress") or {}).get("step") == 5)
-        status = team.wait_phase("hung", "Succeeded", 90)
+        status = team.wait_phase("hung", "Succeeded")
         assert (states(status)["train"], status["countedRestarts"]) == (("Succeeded", 2), 1)
         # The pod is gone, its token has most of its hour left and a good signature.
         assert team.report("hung", pod, {"step": 6, "total_steps": 9}, token=early).status_code == 403

@@ -146,7 +146,7 @@ def test_without_an_operator_a_closed_door_stays_closed_and_an_open_one_open(gua
     assert "failed calling webhook" in refused.stderr
     patch = json.dumps([{"op": "replace", "path": "/webhooks/0/failurePolicy", "value": "Ignore"}])
     guarded.cluster.must("patch", "validatingwebhookconfiguration", CONFIGURATION, "--type=json", "-p", patch)
-    wait_until(lambda: guarded.apply("reviews", GOOD).returncode == 0, "jobs are stored without being asked about", 30)
+    wait_until(lambda: guarded.apply("reviews", GOOD).returncode == 0, "jobs are stored without being asked about")
 
 
 def certificate_ends(operator: OperatorProcess) -> dict[str, float]:

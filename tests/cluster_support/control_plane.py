@@ -110,7 +110,7 @@ class Cluster:
             answer = session.get(f"{access.host}/readyz", headers=access.headers, verify=access.ca, timeout=5)
             return answer.status_code == 200
 
-        wait_until(ready, "the API server is ready again", 60)
+        wait_until(ready, "the API server is ready again")
         (folder / "kube-apiserver.pid").write_text(str(started.pid))
 
     @contextmanager
