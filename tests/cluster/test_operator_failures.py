@@ -87,7 +87,7 @@ def test_a_webhook_that_does_not_answer_is_told_and_the_job_goes_on_when_it_is_g
 
 def test_the_first_cause_is_told_and_not_its_echo(world: World) -> None:
     world.kubelet.playbook.set("two", "train", WRONG_COLUMN, index=1)
-    echo = fails(FailureClass.COLLECTIVE, "ConnectionLost", "rank 1 has gone", lasts=0.6)
+    echo = fails(FailureClass.COLLECTIVE, "ConnectionLost", "rank 1 has gone", lasts=None)
     world.kubelet.playbook.set("two", "train", echo, index=0)
     short(world, "two", {"resources": {"nodes": 2}})
     failure = world.wait_phase("two", "Failed")["failure"]
@@ -97,7 +97,7 @@ def test_the_first_cause_is_told_and_not_its_echo(world: World) -> None:
 
 def test_of_pods_that_prepare_the_one_that_failed_is_told_with_its_rank(world: World) -> None:
     world.kubelet.playbook.set("third", "prepare", WRONG_COLUMN, index=2)
-    echo = fails(FailureClass.COLLECTIVE, "PodFailed", "Pod 2 of the 3 that prepare has failed", lasts=0.6)
+    echo = fails(FailureClass.COLLECTIVE, "PodFailed", "Pod 2 of the 3 that prepare has failed", lasts=None)
     world.kubelet.playbook.set("third", "prepare", echo, index=0)
     short(world, "third", {"preparation": {"engine": "job", "workers": 3}})
     failure = world.wait_phase("third", "Failed")["failure"]

@@ -297,6 +297,8 @@ def test_nothing_is_written_while_nothing_changes(world: World) -> None:
     world.kubelet.playbook.set("calm", "train", RUNS)
     world.apply("calm")
     world.wait_running("calm", "train")
+    # Events follow the status, in the order of all that has happened.
+    world.wait_event(world.catch_up(), "refused", lambda _, reason, __: reason == "InvalidSpec")
     settled = _settled(world, "calm")
     mark = world.cluster.audit_mark()
     (pod,) = world.pods("calm", "train")

@@ -210,11 +210,14 @@ class World:
         path = self.path(API_VERSION, PLURAL, name)
         wait_until(lambda: self.api.get(path) is None, f"job {name} is gone", seconds)
 
-    def catch_up(self) -> None:
-        """Wait until the operator has answered something that is newer than all that it was told before."""
+    def catch_up(self) -> str:
+        """Wait until the operator has answered something that is newer than all that it was told before, which is a
+        job that it refuses; gives the name of that.
+        """
         name = f"barrier-{secrets.token_hex(4)}"
         self.apply(name, {"model": {"trustRemoteCode": True}})
         self.wait(name, "refused", lambda status: condition(status, "Accepted").get("status") == "False")
+        return name
 
     def tell(self, name: str) -> str:
         """Everything that helps to understand why a test failed."""
