@@ -46,7 +46,7 @@ def ready(cluster: Cluster) -> Cluster:
     install_kinds(cluster)
     for file in files:
         cluster.must("apply", "--server-side", "-f", str(file))
-    cluster.must("wait", "--for=condition=Established", "--timeout=60s", *[
+    cluster.must("wait", "--for=condition=Established", "--timeout=120s", *[
         f"crd/{name}.monitoring.coreos.com" for name in MONITORING
     ])  # fmt: skip
     for name in (NAMESPACE, TEAM, OTHER, "0815", "ml-team", HELM, ALICES):

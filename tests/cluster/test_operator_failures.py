@@ -26,7 +26,7 @@ def test_a_stage_that_fails_ends_the_job_with_the_whole_story(world: World) -> N
     log = "GLHF! \N{BEACH WITH UMBRELLA}\ufe0f\nKeyError: 'text'"
     world.kubelet.playbook.set("wrong", "train", replace(WRONG_COLUMN, log=f"{log}\n"))
     short(world, "wrong")
-    world.cluster.must("wait", "ftj/wrong", "--for=condition=Failed", "--timeout=60s", "-n", world.namespace)
+    world.cluster.must("wait", "ftj/wrong", "--for=condition=Failed", "--timeout=120s", "-n", world.namespace)
     status = world.status("wrong")
     failure = status["failure"]
     (pod,) = world.pods("wrong", "train")

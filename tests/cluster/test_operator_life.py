@@ -154,10 +154,10 @@ def test_a_job_that_is_deleted_leaves_nothing_but_the_claim(world: World, moment
         return set(world.everything("gone")) - may_stay
 
     # The garbage collector learns of a new kind of owner every 30 s.
-    wait_until(lambda: not left(), "it is gone", 90, left)
+    wait_until(lambda: not left(), "it is gone", tell=left)
     world.catch_up()
     # What the operator had under way when the job went is collected as well, and its Job's pod with it.
-    wait_until(lambda: not left(), "it is gone for good", 90, left)
+    wait_until(lambda: not left(), "it is gone for good", tell=left)
 
 
 def test_a_job_that_is_deleted_in_the_foreground_gets_no_more_children(world: World) -> None:
@@ -168,7 +168,7 @@ def test_a_job_that_is_deleted_in_the_foreground_gets_no_more_children(world: Wo
     world.api.delete(world.path(API_VERSION, PLURAL, "slow"), propagationPolicy="Foreground")
     world.wait_gone("slow")
     may_stay = {"persistentvolumeclaims/slow-workspace"}
-    wait_until(lambda: set(world.everything("slow")) <= may_stay, "it is gone", 90, lambda: world.everything("slow"))
+    wait_until(lambda: set(world.everything("slow")) <= may_stay, "it is gone", tell=lambda: world.everything("slow"))
     world.catch_up()
     assert [name for _, name in _creations(world, mark) if name.startswith("slow-")] == []
 

@@ -39,7 +39,7 @@ def finished(new_world: Callable[[], AbstractContextManager[World]]) -> Iterator
         history = world.record("whole")
         world.kubelet.playbook.set("whole", "evaluate", Play(metrics={"accuracy": 0.91}))
         made = world.apply("whole")
-        for_it = ("wait", "ftj/whole", "--for=condition=Succeeded", "--timeout=60s", "-n", world.namespace)
+        for_it = ("wait", "ftj/whole", "--for=condition=Succeeded", "--timeout=120s", "-n", world.namespace)
         waited = world.cluster.kubectl(*for_it).returncode
         yield Finished(world, made, history, waited)
 

@@ -115,7 +115,7 @@ def guarded(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Guarde
     operator = OperatorProcess(cluster, tmp_path, CLOSED, name="operator-webhook", options=options)
     operator.start()
     try:
-        wait_until(lambda: bundle_of(cluster), "the configuration trusts the operator", 30, lambda: operator.logs())
+        wait_until(lambda: bundle_of(cluster), "the configuration trusts the operator", tell=operator.logs)
         yield Guarded(cluster, namespace, operator)
     finally:
         operator.terminate()

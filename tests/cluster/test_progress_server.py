@@ -116,7 +116,7 @@ def allow_secrets(cluster: Cluster) -> None:
 @pytest.fixture(scope="module")
 def given(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Given]:
     cluster.must("apply", "--server-side", "-f", "-", stdin=crd_yaml())
-    cluster.must("wait", "--for=condition=Established", "--timeout=60s", f"crd/{CRD}")
+    cluster.must("wait", "--for=condition=Established", "--timeout=120s", f"crd/{CRD}")
     found = Given(cluster, tmp_path_factory.mktemp("account") / "kubeconfig")
     try:
         for namespace in (OURS, THEIRS, OPERATORS):
@@ -141,7 +141,7 @@ def given(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield found
     finally:
         cluster.kubectl("delete", "namespace", OURS, THEIRS, OPERATORS, "--wait=false")
-        cluster.kubectl("delete", "crd", CRD, "--timeout=60s")
+        cluster.kubectl("delete", "crd", CRD, "--timeout=120s")
 
 
 @dataclass

@@ -241,6 +241,5 @@ def needs_controllers(cluster: Cluster) -> None:
     wait_until(
         lambda: cluster.kubectl("get", "serviceaccount", "default", "-n", "default").returncode == 0,
         "the controllers have made the service account `default`",
-        60,
-        lambda: (folder / "kube-controller-manager.log").read_text()[-2000:],
+        tell=lambda: (folder / "kube-controller-manager.log").read_text()[-2000:],
     )

@@ -70,7 +70,7 @@ def install_kinds(cluster: Cluster) -> None:
     for path in foreign:
         cluster.must("apply", "--server-side", "--force-conflicts", "-f", str(path))
     names = [f"{PLURAL}.finetune.dev", *[yaml.safe_load(path.read_text())["metadata"]["name"] for path in foreign]]
-    cluster.must("wait", "--for=condition=Established", "--timeout=60s", *[f"crd/{name}" for name in names])
+    cluster.must("wait", "--for=condition=Established", "--timeout=120s", *[f"crd/{name}" for name in names])
 
 
 @contextmanager
