@@ -123,9 +123,9 @@ def test_for_given_namespaces_it_runs_their_jobs_and_asks_for_nothing_that_it_ma
         api.create(path_of(API_VERSION, PLURAL, namespace), body)
     try:
         planned = lambda: conditions(api, TEAM, "first").get("Planned") == "True"  # noqa: E731
-        wait_until(planned, "the job is planned", 60, lambda: process.logs()[-4000:])
+        wait_until(planned, "the job is planned", tell=lambda: process.logs()[-4000:])
         stage = path_of("batch/v1", "jobs", TEAM, "first-prepare-1")
-        wait_until(lambda: api.get(stage), "its first stage is made", 60, lambda: process.logs()[-4000:])
+        wait_until(lambda: api.get(stage), "its first stage is made", tell=lambda: process.logs()[-4000:])
         assert conditions(api, OTHER, "first") == {}
         assert refused(ready, mark) == []
     finally:
