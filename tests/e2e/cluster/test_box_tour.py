@@ -106,10 +106,10 @@ def watched(words: list[str], team: Team, environment: dict[str, str]) -> str:
     try:
         team.succeeds(JOB, 400)
         # The last line is on its way when the API server says so.
-        wait_until(lambda: team.status(JOB).get("completionTime"), "the job is over", 10)
+        wait_until(lambda: team.status(JOB).get("completionTime"), "the job is over")
     finally:
         process.terminate()
-    said, _ = process.communicate(timeout=10)
+    said, _ = process.communicate(timeout=120)
     return said
 
 
