@@ -44,7 +44,7 @@ class Cluster:
     """State of a control plane that these tests started; None: somebody else's cluster."""
 
     def kubectl(
-        self, *arguments: str, stdin: str | None = None, seconds: float = 120
+        self, *arguments: str, stdin: str | None = None, seconds: float = 300
     ) -> subprocess.CompletedProcess[str]:
         """Run kubectl; the caller looks at the exit code."""
         command = [self.kubectl_program, "--kubeconfig", str(self.kubeconfig), *arguments]

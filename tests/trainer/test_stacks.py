@@ -38,7 +38,7 @@ def ran(tmp_path: Path, then: str) -> str:
     script = tmp_path / "rank.py"
     script.write_text(PROGRAM.format(then=then))
     done = subprocess.run(
-        [sys.executable, str(script)], env={ENV_STACKS_SECONDS: "2"}, capture_output=True, text=True, timeout=60
+        [sys.executable, str(script)], env={ENV_STACKS_SECONDS: "2"}, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stderr
