@@ -381,10 +381,10 @@ def test_pods_of_an_indexed_job_prepare_as_the_ranks_that_their_numbers_say(benc
     (cluster.paths.state / "prepare.json").unlink()
     alone = cluster.start(Stage.PREPARE, "--with", "index", JOB_COMPLETION_INDEX="1", FINETUNE_ATTEMPT="uid-2")
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not alone.ranks():
+    while not (ranks := alone.ranks()):
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    alone.ranks()[0].kill()
+    ranks[0].kill()
     code, report, output = alone.end()
     assert (code, report.rank, report.failure.reason) == (137, 1, "Killed"), output
 
