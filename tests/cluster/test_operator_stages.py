@@ -178,7 +178,7 @@ def test_a_pod_that_never_gets_a_node_does_not_keep_a_preparation_by_pods_from_i
         assert [_index(pod) for pod in world.pods("crowded", "prepare")] == ["0"]
     assert (states(status)["prepare"], status["restarts"]) == (("Succeeded", 1), 0)
     assert status["measured"]["data"]["splits"]["train"]["rows"] == 8192
-    assert states(world.wait_phase("crowded", "Succeeded", 60))["train"] == ("Succeeded", 1)
+    assert states(world.wait_phase("crowded", "Succeeded"))["train"] == ("Succeeded", 1)
 
 
 @contextmanager
