@@ -35,7 +35,7 @@ def program(name: str) -> str:
     return found
 
 
-def helm(*arguments: str, stdin: str | None = None, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+def helm(*arguments: str, stdin: str | None = None, seconds: float = 300) -> subprocess.CompletedProcess[str]:
     """Run Helm; the caller looks at the exit code."""
     return subprocess.run([program("helm"), *arguments], input=stdin, capture_output=True, text=True, timeout=seconds)
 
@@ -70,7 +70,7 @@ def render(values: Mapping[str, Any] | None = None, *names: str, chart: Path = C
 
 def kustomize(folder: Path) -> tuple[Object, ...]:
     """The objects that `kubectl apply -k` would send."""
-    ran = subprocess.run([program("kubectl"), "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([program("kubectl"), "kustomize", str(folder)], capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr
     return objects(ran.stdout)
 

@@ -27,7 +27,7 @@ def tracked_files() -> list[Path]:
 
 def test_imports_point_down_only() -> None:
     found = subprocess.run(
-        [str(Path(sys.executable).parent / "lint-imports")], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [str(Path(sys.executable).parent / "lint-imports")], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert found.returncode == 0, found.stdout + found.stderr
     kept = re.search(r"Contracts: (\d+) kept, 0 broken", found.stdout)
@@ -55,7 +55,7 @@ def test_the_finetune_command_starts_without_a_deep_learning_library() -> None:
         "import sys, finetune_operator.cli.main; "
         "print([m for m in ('torch', 'transformers', 'deepspeed', 'datasets', 'numpy') if m in sys.modules])"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert ran.stdout.strip() == "[]", ran.stdout + ran.stderr
 
 

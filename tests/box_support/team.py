@@ -86,7 +86,7 @@ class Team:
 
     # -------------------------------------------------------------------------------------------------------- waiting
 
-    def wait(self, name: str, look: Callable[[Object], T | None], what: str, seconds: float = 120) -> T:
+    def wait(self, name: str, look: Callable[[Object], T | None], what: str, seconds: float = 240) -> T:
         """The first value of `look` at the job's status that counts; a job that ends before has failed the test."""
 
         def see() -> T | None:
@@ -98,10 +98,10 @@ class Team:
 
         return wait_until(see, f"{name}: {what}", seconds, lambda: self.tell(name))
 
-    def wait_phase(self, name: str, phase: str, seconds: float = 120) -> Object:
+    def wait_phase(self, name: str, phase: str, seconds: float = 240) -> Object:
         return self.wait(name, lambda status: status if status.get("phase") == phase else None, phase, seconds)
 
-    def wait_step(self, name: str, step: int, attempt: int = 1, seconds: float = 120) -> Object:
+    def wait_step(self, name: str, step: int, attempt: int = 1, seconds: float = 240) -> Object:
         """Until attempt `attempt` (or a later one) of the training has reported `step`; the status then."""
 
         def reached(status: Object) -> Object | None:

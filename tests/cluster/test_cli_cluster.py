@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster_support.plays import PREEMPTED, RUNS, WRONG_COLUMN, Play
+from cluster_support.access import PATIENCE_SECONDS
+from cluster_support.plays import PREEMPTED, RUNS, SUCCEEDS, WRONG_COLUMN
 from cluster_support.told_jobs import FAILED, JOB, NOW, SUCCEEDED, TRAINING, Jobs
 from cluster_support.world import World
 
@@ -219,7 +220,7 @@ def test_watch_writes_a_line_for_each_change_and_ends_with_the_job(
     until(process, lambda line: "Training  train running, attempt 2  45 %" in line)
     jobs.tell("reviews", {**TRAINING, "progress": {**TRAINING["progress"], "step": 460, "percent": 46}})
     jobs.tell("reviews", end)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, err) == (code, "")
     assert out.count("\n") == 1, "one percent more is no line of its own"
     assert told in out
@@ -230,7 +231,7 @@ def test_watch_ends_with_1_when_the_job_is_deleted(jobs: Jobs) -> None:
     process = jobs.start("watch", "reviews")
     until(process, lambda line: "Training" in line)
     jobs.api.must("delete", "ftj", "reviews", "-n", jobs.namespace)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, err) == (1, "Error: FineTuneJob reviews was deleted.\n")
 
 
@@ -252,7 +253,7 @@ def test_following_logs_of_pods_that_never_show_ends_with_the_job(
     assert process.stderr is not None
     assert process.stderr.readline().startswith("Note: no pod of reviews has started yet ")
     jobs.tell("reviews", end)
-    assert (*process.communicate(timeout=60), process.returncode) == (shown, told, code)
+    assert (*process.communicate(timeout=PATIENCE_SECONDS), process.returncode) == (shown, told, code)
 
 
 # ----------------------------------------------------------------------------------------------------- with an operator
@@ -263,16 +264,27 @@ def written(world: World, tmp_path: Path) -> Jobs:
 
 
 def test_logs_are_followed_from_pod_to_pod_over_attempts_and_stages(world: World, tmp_path: Path) -> None:
-    world.kubelet.playbook.set("reviews", "prepare", Play(lasts=3, log="tokens\n"))
-    world.kubelet.playbook.set("reviews", "train", replace(PREEMPTED, lasts=1, log="epoch 1\n"), attempt=1)
-    world.kubelet.playbook.set("reviews", "train", Play(lasts=1, log="epoch 1 again\n"), attempt=2)
+    parts = (
+        ("prepare", 1, 1, SUCCEEDS, "tokens\n"),
+        ("train", 1, 2, PREEMPTED, "epoch 1\n"),
+        ("train", 2, 2, SUCCEEDS, "epoch 1 again\n"),
+    )
+    for stage, attempt, _, _, log in parts:
+        world.kubelet.playbook.set("reviews", stage, replace(RUNS, log=log), attempt=attempt)
     world.apply("reviews", {"resources": {"nodes": 2}})
     process = written(world, tmp_path).start("logs", "reviews", "-f")
-    out, err = process.communicate(timeout=120)
+    assert process.stdout is not None
+    lines: list[str] = []
+    for stage, attempt, pods, end, log in parts:
+        # Pods of an attempt that is over are removed, and their logs with them: each runs until it has been heard.
+        lines += [process.stdout.readline() for _ in range(pods)]
+        assert world.kubelet.tell("reviews", stage, replace(end, log=log), attempt) == pods
+    out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0, err
-    stages = [line.partition("/")[0] for line in out.splitlines()]
+    lines = [line.rstrip("\n") for line in lines + out.splitlines()]
+    stages = [line.partition("/")[0] for line in lines]
     assert list(dict.fromkeys(stages)) == ["[prepare-1", "[train-1", "[train-2"]
-    assert sorted(out.splitlines()) == [
+    assert sorted(lines) == [
         "[prepare-1/0] tokens",
         "[train-1/0] epoch 1",
         "[train-1/1] epoch 1",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from cluster_support.access import PATIENCE_SECONDS
 from cluster_support.told_jobs import FAILED, SUCCEEDED, TRAINING, Jobs
 
 CANARY = "canary-4f1c9b2e77"
@@ -94,13 +95,13 @@ def test_a_job_that_the_api_server_would_not_take_again_is_not_deleted(jobs: Job
 def test_a_running_job_is_stopped_and_goes_on_as_another_attempt(jobs: Jobs) -> None:
     jobs.make("reviews", TRAINING)
     with jobs.start("restart", "reviews") as process:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + PATIENCE_SECONDS
         while not stored(jobs, "reviews")["spec"].get("runPolicy", {}).get("suspend"):
             assert time.monotonic() < deadline
             time.sleep(0.1)
         # The operator's part: the attempt has saved its checkpoint and is gone.
         jobs.tell("reviews", {**TRAINING, "phase": "Suspended", "observedGeneration": 2})
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, err) == (0, "")
     assert out == "FineTuneJob reviews begins another attempt, from its last checkpoint.\n"
     assert stored(jobs, "reviews")["spec"]["runPolicy"]["suspend"] is False
@@ -142,11 +143,11 @@ def test_waiting_ends_with_what_can_be_said(jobs: Jobs, status: Any, goal: str, 
 def test_waiting_for_several_jobs_ends_with_the_last_of_them(jobs: Jobs) -> None:
     jobs.make("one", TRAINING)
     jobs.make("two", SUCCEEDED)
-    with jobs.start("wait", "one", "two", "--timeout", "60s", "-o", "json") as process:
+    with jobs.start("wait", "one", "two", "--timeout", "120s", "-o", "json") as process:
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(timeout=3)
         jobs.tell("one", SUCCEEDED)
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0
     assert [(one["name"], one["reached"], one["phase"]) for one in json.loads(out)] == [
         ("one", True, "Succeeded"),
@@ -157,10 +158,12 @@ def test_waiting_for_several_jobs_ends_with_the_last_of_them(jobs: Jobs) -> None
 def test_waiting_for_a_deletion_ends_when_the_job_is_gone_also_before(jobs: Jobs) -> None:
     assert jobs.finetune("wait", "never-there", "--for", "deleted")[0] == 0
     jobs.make("reviews", TRAINING)
-    with jobs.start("wait", "reviews", "--for", "deleted") as process:
-        time.sleep(6)  # on a busy machine a program takes seconds to begin
+    with jobs.start("wait", "reviews", "never-there", "--for", "deleted") as process:
+        assert process.stdout is not None
+        # Both are looked for at the same time: by now it knows that the other one is there.
+        assert process.stdout.readline() == "FineTuneJob never-there is not there.\n"
         jobs.api.must("delete", "ftj", "reviews", "-n", jobs.namespace)
-        out, _ = process.communicate(timeout=30)
+        out, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert (process.returncode, out) == (0, "FineTuneJob reviews was deleted.\n")
 
 

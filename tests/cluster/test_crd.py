@@ -116,13 +116,13 @@ def api(cluster: Cluster) -> Iterator[Cluster]:
     cluster.must("apply", "--server-side", "-f", "-", stdin=crd_yaml())
     _wait_until_established(cluster)
     yield cluster
-    cluster.must("delete", "crd", CRD, "--timeout=60s")
+    cluster.must("delete", "crd", CRD, "--timeout=120s")
 
 
 def _wait_until_established(cluster: Cluster) -> None:
     """`kubectl wait` gives up at once on an object whose status is still empty."""
-    deadline = time.monotonic() + 60
-    while (ran := cluster.kubectl("wait", "--for=condition=Established", "--timeout=60s", f"crd/{CRD}")).returncode:
+    deadline = time.monotonic() + 120
+    while (ran := cluster.kubectl("wait", "--for=condition=Established", "--timeout=120s", f"crd/{CRD}")).returncode:
         assert time.monotonic() < deadline, ran.stderr
         time.sleep(0.2)
 

@@ -112,7 +112,7 @@ def test_nothing_is_lost_and_nothing_done_twice_whatever_breaks(chaotic: World, 
     if not world.operator.running:
         world.operator.start()
     for name in names:
-        world.wait_phase(name, expected[name][0], 90)
+        world.wait_phase(name, expected[name][0])
     assert {name: (world.status(name)["phase"], states(world.status(name))) for name in names} == expected
 
     made = Counter(
@@ -176,9 +176,9 @@ def test_an_api_server_that_refuses_everything_for_a_while_is_waited_for(
     proxy.cut_watches()
     wait_until(lambda: _restarted(world) and proxy.refused >= before + 3, "the operator has been refused three times")
     proxy.faults = NONE
-    wait_until(lambda: _restarted(world) and world.operator.ready(), "the operator is ready", 60)
+    wait_until(lambda: _restarted(world) and world.operator.ready(), "the operator is ready")
     world.kubelet.tell("patient", "train", SUCCEEDS)
-    status = world.wait_phase("patient", "Succeeded", 60)
+    status = world.wait_phase("patient", "Succeeded")
     assert (states(status), status["restarts"]) == (WELL[1], 0)
 
 

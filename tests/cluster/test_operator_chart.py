@@ -46,7 +46,7 @@ def ready(cluster: Cluster) -> Cluster:
     install_kinds(cluster)
     for file in files:
         cluster.must("apply", "--server-side", "-f", str(file))
-    cluster.must("wait", "--for=condition=Established", "--timeout=60s", *[
+    cluster.must("wait", "--for=condition=Established", "--timeout=120s", *[
         f"crd/{name}.monitoring.coreos.com" for name in MONITORING
     ])  # fmt: skip
     for name in (NAMESPACE, TEAM, OTHER, "0815", "ml-team", HELM, ALICES):
@@ -123,9 +123,9 @@ def test_for_given_namespaces_it_runs_their_jobs_and_asks_for_nothing_that_it_ma
         api.create(path_of(API_VERSION, PLURAL, namespace), body)
     try:
         planned = lambda: conditions(api, TEAM, "first").get("Planned") == "True"  # noqa: E731
-        wait_until(planned, "the job is planned", 60, lambda: process.logs()[-4000:])
+        wait_until(planned, "the job is planned", tell=lambda: process.logs()[-4000:])
         stage = path_of("batch/v1", "jobs", TEAM, "first-prepare-1")
-        wait_until(lambda: api.get(stage), "its first stage is made", 60, lambda: process.logs()[-4000:])
+        wait_until(lambda: api.get(stage), "its first stage is made", tell=lambda: process.logs()[-4000:])
         assert conditions(api, OTHER, "first") == {}
         assert refused(ready, mark) == []
     finally:
@@ -165,12 +165,12 @@ def test_for_given_namespaces_progress_is_live_without_a_right_to_review_tokens_
     team.kubelet.playbook.set("hung", "train", SUCCEEDS, attempt=2)
     team.apply("hung", HANGS)
     try:
-        team.wait_running("hung", "train", seconds=90)
+        team.wait_running("hung", "train")
         (pod,) = team.pods("hung", "train")
         assert team.report("hung", pod, {"step": 5, "total_steps": 9}).status_code == 200
         early = team.token(pod)
         team.wait("hung", "progress", lambda status: (status.get("progress") or {}).get("step") == 5)
-        status = team.wait_phase("hung", "Succeeded", 90)
+        status = team.wait_phase("hung", "Succeeded")
         assert (states(status)["train"], status["countedRestarts"]) == (("Succeeded", 2), 1)
         # The pod is gone, its token has most of its hour left and a good signature.
         assert team.report("hung", pod, {"step": 6, "total_steps": 9}, token=early).status_code == 403

@@ -53,7 +53,7 @@ def test_a_file_that_is_applied_twenty_times_while_its_job_runs_changes_and_rest
     drift = world.cluster.kubectl("diff", *options, "-f", "-", stdin=text)
     assert (drift.returncode, drift.stdout) == (0, ""), drift.stderr
     world.kubelet.tell(name, "train", SUCCEEDS)
-    status = world.wait_phase(name, "Succeeded", 60)
+    status = world.wait_phase(name, "Succeeded")
     after = stored(world, name)
     assert (after["spec"], after["metadata"]["generation"]) == (before["spec"], 1)
     assert (states(status)["train"], status["restarts"]) == (("Succeeded", 1), 0)
@@ -63,7 +63,7 @@ def test_a_file_that_is_applied_twenty_times_while_its_job_runs_changes_and_rest
 
 def test_the_operator_owns_the_status_and_nothing_that_a_file_says(world: World) -> None:
     world.cluster.must("apply", *FROM_GIT, "-f", "-", stdin=manifest(world, "owned"))
-    world.wait_phase("owned", "Succeeded", 60)
+    world.wait_phase("owned", "Succeeded")
     owners = {
         entry["manager"]: (entry.get("subresource", ""), sorted(entry["fieldsV1"]))
         for entry in stored(world, "owned")["metadata"]["managedFields"]
@@ -77,9 +77,9 @@ def test_the_operator_owns_the_status_and_nothing_that_a_file_says(world: World)
 def test_a_file_that_goes_takes_its_job_and_comes_back_as_another(world: World) -> None:
     text = manifest(world, "moved")
     world.cluster.must("apply", *FROM_GIT, "-f", "-", stdin=text)
-    world.wait_phase("moved", "Succeeded", 60)
+    world.wait_phase("moved", "Succeeded")
     uid = stored(world, "moved")["metadata"]["uid"]
     world.cluster.must("delete", PLURAL, "moved", "-n", world.namespace)
     world.cluster.must("apply", *FROM_GIT, "-f", "-", stdin=text)
     wait_until(lambda: stored(world, "moved")["metadata"]["uid"] != uid, "it is another job")
-    assert states(world.wait_phase("moved", "Succeeded", 60))["train"] == ("Succeeded", 1)
+    assert states(world.wait_phase("moved", "Succeeded"))["train"] == ("Succeeded", 1)

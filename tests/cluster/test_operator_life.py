@@ -34,7 +34,7 @@ def test_an_operator_that_is_killed_in_each_stage_goes_on_where_it_was(world: Wo
         world.operator.start()
         if meanwhile == "the stage goes on":
             world.kubelet.tell("killed", stage, SUCCEEDS)
-    status = world.wait_phase("killed", "Succeeded", 60)
+    status = world.wait_phase("killed", "Succeeded")
     assert (states(status), status["restarts"]) == (ONE_EACH, 0)
     assert world.children("killed") == [f"killed-{stage}-1" for stage in STAGES]
 
@@ -46,14 +46,14 @@ def test_an_operator_that_is_told_to_stop_ends_well_and_another_goes_on(world: W
     assert world.operator.terminate() == 0
     world.operator.start()
     world.kubelet.tell("rolled", "train", SUCCEEDS)
-    assert states(world.wait_phase("rolled", "Succeeded", 60)) == ONE_EACH
+    assert states(world.wait_phase("rolled", "Succeeded")) == ONE_EACH
 
 
 def test_jobs_that_were_made_while_no_operator_ran_are_run(world: World) -> None:
     world.operator.kill()
     world.apply("early")
     world.operator.start()
-    assert states(world.wait_phase("early", "Succeeded", 60)) == ONE_EACH
+    assert states(world.wait_phase("early", "Succeeded")) == ONE_EACH
 
 
 def test_a_stand_by_does_nothing_until_the_leader_is_gone(world: World, cluster: Cluster, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_stand_by_does_nothing_until_the_leader_is_gone(world: World, cluster:
         world.wait_running("two", "train")
         world.operator.kill()
         world.kubelet.tell("two", "train", SUCCEEDS)
-        status = world.wait_phase("two", "Succeeded", 90)
+        status = world.wait_phase("two", "Succeeded")
         assert (states(status), status["restarts"]) == (ONE_EACH, 0)
     finally:
         second.terminate()
@@ -78,7 +78,7 @@ def test_an_api_server_that_restarts_loses_nothing(world: World) -> None:
     world.wait_running("away", "train")
     world.cluster.restart_api_server()
     world.kubelet.tell("away", "train", SUCCEEDS)
-    status = world.wait_phase("away", "Succeeded", 60)
+    status = world.wait_phase("away", "Succeeded")
     assert (states(status), status["restarts"]) == (ONE_EACH, 0)
 
 
@@ -91,7 +91,7 @@ def test_a_suspended_job_stops_what_runs_and_goes_on_when_it_may(world: World) -
     assert conditions(status)["Ready"] == "False"
     wait_until(lambda: not world.pods("pause", "train"), "nothing runs any more", tell=lambda: world.tell("pause"))
     world.change("pause", {"runPolicy": {"suspend": False}})
-    status = world.wait_phase("pause", "Succeeded", 60)
+    status = world.wait_phase("pause", "Succeeded")
     assert (states(status)["train"], status["restarts"]) == (("Succeeded", 2), 0)
 
 
@@ -154,10 +154,10 @@ def test_a_job_that_is_deleted_leaves_nothing_but_the_claim(world: World, moment
         return set(world.everything("gone")) - may_stay
 
     # The garbage collector learns of a new kind of owner every 30 s.
-    wait_until(lambda: not left(), "it is gone", 90, left)
+    wait_until(lambda: not left(), "it is gone", tell=left)
     world.catch_up()
     # What the operator had under way when the job went is collected as well, and its Job's pod with it.
-    wait_until(lambda: not left(), "it is gone for good", 90, left)
+    wait_until(lambda: not left(), "it is gone for good", tell=left)
 
 
 def test_a_job_that_is_deleted_in_the_foreground_gets_no_more_children(world: World) -> None:
@@ -168,7 +168,7 @@ def test_a_job_that_is_deleted_in_the_foreground_gets_no_more_children(world: Wo
     world.api.delete(world.path(API_VERSION, PLURAL, "slow"), propagationPolicy="Foreground")
     world.wait_gone("slow")
     may_stay = {"persistentvolumeclaims/slow-workspace"}
-    wait_until(lambda: set(world.everything("slow")) <= may_stay, "it is gone", 90, lambda: world.everything("slow"))
+    wait_until(lambda: set(world.everything("slow")) <= may_stay, "it is gone", tell=lambda: world.everything("slow"))
     world.catch_up()
     assert [name for _, name in _creations(world, mark) if name.startswith("slow-")] == []
 
@@ -176,14 +176,14 @@ def test_a_job_that_is_deleted_in_the_foreground_gets_no_more_children(world: Wo
 def test_a_job_of_the_same_name_can_follow_at_once(world: World) -> None:
     """What the first one has made is still there then, in a cluster whose garbage collector has much to do."""
     first = world.apply("again")
-    world.wait_phase("again", "Succeeded", 60)
+    world.wait_phase("again", "Succeeded")
     mark = world.cluster.audit_mark()
     with world.cluster.slow_controllers():
         world.delete("again")
         second = world.apply("again")
         wait_until(lambda: (409, "again-network") in _creations(world, mark), "the operator has met the old objects")
     assert first["metadata"]["uid"] != second["metadata"]["uid"]
-    status = world.wait_phase("again", "Succeeded", 60)
+    status = world.wait_phase("again", "Succeeded")
     assert (states(status), status["restarts"]) == (ONE_EACH, 0)
     assert len(world.of_job("again", "v1", "persistentvolumeclaims")) == 1
 
@@ -203,7 +203,7 @@ def test_a_job_of_the_same_name_waits_for_pods_that_still_write_to_its_place(wor
 
         world.wait("heir", "it waits", waits)
         assert [name for _, name in _creations(world, mark) if name.startswith("heir-")] == []
-    status = world.wait_phase("heir", "Succeeded", 60)
+    status = world.wait_phase("heir", "Succeeded")
     assert (states(status), status["restarts"]) == (ONE_EACH, 0)
 
 

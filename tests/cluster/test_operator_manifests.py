@@ -29,7 +29,7 @@ class Cluster(Protocol):
 def installed(cluster: Cluster) -> Iterator[Cluster]:
     cluster.must("apply", "-k", str(OPERATOR))
     yield cluster
-    cluster.kubectl("delete", "-k", str(OPERATOR), "--wait=true", "--timeout=60s", "--ignore-not-found")
+    cluster.kubectl("delete", "-k", str(OPERATOR), "--wait=true", "--timeout=120s", "--ignore-not-found")
 
 
 def test_applying_a_second_time_changes_nothing(installed: Cluster) -> None:
@@ -48,7 +48,7 @@ def test_every_object_passes_strict_validation(installed: Cluster) -> None:
 
 
 def test_podsecurity_restricted_lets_both_replicas_in(installed: Cluster) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     names: list[str] = []
     while time.monotonic() < deadline and len(names) < 2:
         names = installed.must(
@@ -86,7 +86,7 @@ def test_who_may_edit_a_namespace_may_create_jobs_there_and_not_write_their_stat
     create = ("auth", "can-i", "create", "finetunejobs.finetune.dev", "-n", "default", "--as", "someone")
     patch_status = ("auth", "can-i", "patch", "finetunejobs.finetune.dev", "--subresource=status", *create[-4:])
     try:
-        deadline = time.monotonic() + 30  # a controller fills the aggregated roles
+        deadline = time.monotonic() + 120  # a controller fills the aggregated roles
         while installed.kubectl(*create).stdout.strip() != "yes" and time.monotonic() < deadline:
             time.sleep(0.5)
         assert installed.kubectl(*create).stdout.strip() == "yes"

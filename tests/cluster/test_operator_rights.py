@@ -162,7 +162,7 @@ def whole_jobs(world: World) -> None:
     """One of each launcher to the end, one that fails, and one whose time to live is over."""
     for launcher in ("job", "pytorchjob", "mpijob"):
         world.apply(f"whole-{launcher}", {"launcher": launcher, "resources": {"nodes": 2}})
-        world.wait_phase(f"whole-{launcher}", "Succeeded", 60)
+        world.wait_phase(f"whole-{launcher}", "Succeeded")
         world.kubelet.playbook.set(f"stopped-{launcher}", "train", RUNS)
         world.apply(f"stopped-{launcher}", {"launcher": launcher, "resources": {"nodes": 2}})
         world.wait_running(f"stopped-{launcher}", "train")
@@ -177,7 +177,7 @@ def whole_jobs(world: World) -> None:
     world.apply("failing")
     world.wait_phase("failing", "Failed")
     world.apply("brief", {"runPolicy": {"ttlSecondsAfterFinished": 0}})
-    world.wait_gone("brief", 60)
+    world.wait_gone("brief")
 
 
 def damage_certificate(world: World) -> None:
@@ -203,7 +203,7 @@ def meet_a_quota(world: World) -> None:
     )
     assert told["phase"] != "Failed"
     world.api.delete(path)
-    world.wait_phase("crowded", "Succeeded", 60)
+    world.wait_phase("crowded", "Succeeded")
 
 
 def write_beside_it(world: World, mark: int) -> None:
@@ -219,7 +219,7 @@ def write_beside_it(world: World, mark: int) -> None:
             world.change("disputed", {"runPolicy": {"suspend": suspended}})
         return ("finetune.dev", PLURAL, "get") in used(world.cluster, mark)[0]
 
-    wait_until(read_again, "the operator has met a conflict and read the job again", 90)
+    wait_until(read_again, "the operator has met a conflict and read the job again")
 
 
 def used(cluster: Cluster, mark: int) -> tuple[set[Right], list[str]]:

@@ -60,7 +60,7 @@ def test_a_batch_job_runs_on_a_stand_in_node_and_its_log_can_be_read(
 ) -> None:
     stand_ins.kubelet.playbook.other = Play(message="well done", log="one\ntwo\nthree\n")
     api.create(path_of("batch/v1", "jobs", namespace), batch_job("fine", pod_spec()))
-    cluster.must("wait", "--for=condition=Complete", "job/fine", "-n", namespace, "--timeout=30s")
+    cluster.must("wait", "--for=condition=Complete", "job/fine", "-n", namespace, "--timeout=120s")
     (pod,) = api.items(path_of("v1", "pods", namespace))
     ended = pod["status"]["containerStatuses"][0]["state"]["terminated"]
     assert pod["spec"]["nodeName"].startswith("stand-in-")
@@ -184,7 +184,7 @@ def test_the_proxy_passes_on_refuses_and_cuts(cluster: Cluster, namespace: str, 
     assert through.get(f"{path}/a") == api.get(f"{path}/a")
     headers = {"Authorization": f"Bearer {cluster.access.token}"}
     with new_session().get(
-        f"{proxy.url}{path}?watch=true", headers=headers, verify=str(proxy.ca), stream=True, timeout=20
+        f"{proxy.url}{path}?watch=true", headers=headers, verify=str(proxy.ca), stream=True, timeout=120
     ) as watch:
         lines = watch.iter_lines()
         assert json.loads(next(lines))["object"]["metadata"]["name"]

@@ -115,7 +115,7 @@ def guarded(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Guarde
     operator = OperatorProcess(cluster, tmp_path, CLOSED, name="operator-webhook", options=options)
     operator.start()
     try:
-        wait_until(lambda: bundle_of(cluster), "the configuration trusts the operator", 30, lambda: operator.logs())
+        wait_until(lambda: bundle_of(cluster), "the configuration trusts the operator", tell=operator.logs)
         yield Guarded(cluster, namespace, operator)
     finally:
         operator.terminate()
@@ -146,7 +146,7 @@ def test_without_an_operator_a_closed_door_stays_closed_and_an_open_one_open(gua
     assert "failed calling webhook" in refused.stderr
     patch = json.dumps([{"op": "replace", "path": "/webhooks/0/failurePolicy", "value": "Ignore"}])
     guarded.cluster.must("patch", "validatingwebhookconfiguration", CONFIGURATION, "--type=json", "-p", patch)
-    wait_until(lambda: guarded.apply("reviews", GOOD).returncode == 0, "jobs are stored without being asked about", 30)
+    wait_until(lambda: guarded.apply("reviews", GOOD).returncode == 0, "jobs are stored without being asked about")
 
 
 def certificate_ends(operator: OperatorProcess) -> dict[str, float]:

@@ -116,7 +116,7 @@ def allow_secrets(cluster: Cluster) -> None:
 @pytest.fixture(scope="module")
 def given(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Given]:
     cluster.must("apply", "--server-side", "-f", "-", stdin=crd_yaml())
-    cluster.must("wait", "--for=condition=Established", "--timeout=60s", f"crd/{CRD}")
+    cluster.must("wait", "--for=condition=Established", "--timeout=120s", f"crd/{CRD}")
     found = Given(cluster, tmp_path_factory.mktemp("account") / "kubeconfig")
     try:
         for namespace in (OURS, THEIRS, OPERATORS):
@@ -141,7 +141,7 @@ def given(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield found
     finally:
         cluster.kubectl("delete", "namespace", OURS, THEIRS, OPERATORS, "--wait=false")
-        cluster.kubectl("delete", "crd", CRD, "--timeout=60s")
+        cluster.kubectl("delete", "crd", CRD, "--timeout=120s")
 
 
 @dataclass
@@ -434,12 +434,13 @@ def test_too_large_and_too_fast_are_refused_and_a_known_token_is_not_asked_about
     token = given.token(pod_of(given, OURS, 1))
 
     async def post(running: Replica) -> Any:
-        codes = [(await running.post(token, body=b" " * (BODY_LIMIT_BYTES + 1)))[0]]
-        codes += [(await running.post(token))[0] for _ in range(4)]
-        return codes, await running.get("/metrics")
+        large, _ = await running.post(token, body=b" " * (BODY_LIMIT_BYTES + 1))
+        at_once = await asyncio.gather(*(running.post(token) for _ in range(30)))
+        return large, [code for code, _ in at_once], await running.get("/metrics")
 
-    codes, (_, metrics) = ask(given, post)
-    assert codes == [413, 200, 200, 200, 429]
+    large, codes, (_, metrics) = ask(given, post)
+    assert (large, set(codes)) == (413, {200, 429})
+    assert codes.count(200) >= 3  # and one more for each second that they took
     assert 'finetune_api_requests_total{code="200",resource="tokenreviews",verb="create"} 1.0' in metrics
 
 

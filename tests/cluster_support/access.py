@@ -22,6 +22,8 @@ from kubernetes import client, config
 Object = dict[str, Any]
 T = TypeVar("T")
 
+PATIENCE_SECONDS = 120.0
+"""For what takes a moment: a machine on which other suites run at the same time needs many of them."""
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
 APPLY = "application/apply-patch+yaml"
@@ -145,7 +147,7 @@ class Api:
 
 
 def wait_until(
-    look: Callable[[], T | None], what: str, seconds: float = 30.0, tell: Callable[[], object] | None = None
+    look: Callable[[], T | None], what: str, seconds: float = PATIENCE_SECONDS, tell: Callable[[], object] | None = None
 ) -> T:
     """The first value of `look` that is neither None, False nor empty; fails with what `tell` says after `seconds`.
 

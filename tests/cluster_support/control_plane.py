@@ -44,7 +44,7 @@ class Cluster:
     """State of a control plane that these tests started; None: somebody else's cluster."""
 
     def kubectl(
-        self, *arguments: str, stdin: str | None = None, seconds: float = 120
+        self, *arguments: str, stdin: str | None = None, seconds: float = 300
     ) -> subprocess.CompletedProcess[str]:
         """Run kubectl; the caller looks at the exit code."""
         command = [self.kubectl_program, "--kubeconfig", str(self.kubeconfig), *arguments]
@@ -110,7 +110,7 @@ class Cluster:
             answer = session.get(f"{access.host}/readyz", headers=access.headers, verify=access.ca, timeout=5)
             return answer.status_code == 200
 
-        wait_until(ready, "the API server is ready again", 60)
+        wait_until(ready, "the API server is ready again")
         (folder / "kube-apiserver.pid").write_text(str(started.pid))
 
     @contextmanager
@@ -241,6 +241,5 @@ def needs_controllers(cluster: Cluster) -> None:
     wait_until(
         lambda: cluster.kubectl("get", "serviceaccount", "default", "-n", "default").returncode == 0,
         "the controllers have made the service account `default`",
-        60,
-        lambda: (folder / "kube-controller-manager.log").read_text()[-2000:],
+        tell=lambda: (folder / "kube-controller-manager.log").read_text()[-2000:],
     )

@@ -103,12 +103,12 @@ class OperatorProcess:
     def ready(self) -> bool:
         return new_session().get(f"http://127.0.0.1:{self.http_port}/readyz", timeout=5).status_code == 200
 
-    def wait_ready(self, seconds: float = 60) -> None:
+    def wait_ready(self) -> None:
         def ready() -> bool:
             assert self.running, f"the operator ended: {self.logs()[-4000:]}"
             return self.ready()
 
-        wait_until(ready, "the operator is ready", seconds, lambda: self.logs()[-4000:])
+        wait_until(ready, "the operator is ready", tell=lambda: self.logs()[-4000:])
 
     def kill(self) -> None:
         """SIGKILL: no time for anything."""

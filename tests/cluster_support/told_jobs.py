@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from cluster_support.access import PATIENCE_SECONDS
+
 FINETUNE = Path(sys.executable).parent / "finetune"
 NOW = "2026-01-05T10:00:00Z"
 JOB: dict[str, Any] = {
@@ -150,6 +152,6 @@ class Jobs:
     def finetune(self, *arguments: str) -> tuple[int, str, str]:
         """Exit code, standard output, standard error."""
         process = self.start(*arguments)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=PATIENCE_SECONDS)
         assert "Traceback" not in err, err
         return process.returncode, out, err

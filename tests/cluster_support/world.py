@@ -13,7 +13,7 @@ from typing import Any
 import requests
 import yaml
 
-from cluster_support.access import Api, AsyncApi, Object, new_session, path_of, wait_until
+from cluster_support.access import PATIENCE_SECONDS, Api, AsyncApi, Object, new_session, path_of, wait_until
 from cluster_support.background import Background
 from cluster_support.control_plane import SHARED, Cluster
 from cluster_support.gangs import Gangs
@@ -70,7 +70,7 @@ def install_kinds(cluster: Cluster) -> None:
     for path in foreign:
         cluster.must("apply", "--server-side", "--force-conflicts", "-f", str(path))
     names = [f"{PLURAL}.finetune.dev", *[yaml.safe_load(path.read_text())["metadata"]["name"] for path in foreign]]
-    cluster.must("wait", "--for=condition=Established", "--timeout=60s", *[f"crd/{name}" for name in names])
+    cluster.must("wait", "--for=condition=Established", "--timeout=120s", *[f"crd/{name}" for name in names])
 
 
 @contextmanager
@@ -180,7 +180,9 @@ class World:
     def delete(self, name: str) -> None:
         self.api.delete(self.path(API_VERSION, PLURAL, name))
 
-    def wait(self, name: str, what: str, holds: Callable[[Object], object], seconds: float = 40) -> Object:
+    def wait(
+        self, name: str, what: str, holds: Callable[[Object], object], seconds: float = PATIENCE_SECONDS
+    ) -> Object:
         """The status once `holds` is true of it."""
 
         def look() -> Object | None:
@@ -189,10 +191,10 @@ class World:
 
         return wait_until(look, f"job {name}: {what}", seconds, lambda: self.tell(name))
 
-    def wait_phase(self, name: str, phase: str, seconds: float = 40) -> Object:
+    def wait_phase(self, name: str, phase: str, seconds: float = PATIENCE_SECONDS) -> Object:
         return self.wait(name, f"phase {phase}", lambda status: status.get("phase") == phase, seconds)
 
-    def wait_running(self, name: str, stage: str, attempt: int = 1, seconds: float = 40) -> Object:
+    def wait_running(self, name: str, stage: str, attempt: int = 1, seconds: float = PATIENCE_SECONDS) -> Object:
         """The status once a pod of this attempt runs and the operator says so."""
 
         def runs() -> Object | None:
@@ -204,15 +206,18 @@ class World:
 
         return wait_until(runs, f"job {name}: {stage} {attempt} runs", seconds, lambda: self.tell(name))
 
-    def wait_gone(self, name: str, seconds: float = 40) -> None:
+    def wait_gone(self, name: str, seconds: float = PATIENCE_SECONDS) -> None:
         path = self.path(API_VERSION, PLURAL, name)
         wait_until(lambda: self.api.get(path) is None, f"job {name} is gone", seconds)
 
-    def catch_up(self) -> None:
-        """Wait until the operator has answered something that is newer than all that it was told before."""
+    def catch_up(self) -> str:
+        """Wait until the operator has answered something that is newer than all that it was told before, which is a
+        job that it refuses; gives the name of that.
+        """
         name = f"barrier-{secrets.token_hex(4)}"
         self.apply(name, {"model": {"trustRemoteCode": True}})
         self.wait(name, "refused", lambda status: condition(status, "Accepted").get("status") == "False")
+        return name
 
     def tell(self, name: str) -> str:
         """Everything that helps to understand why a test failed."""
@@ -263,6 +268,14 @@ class World:
         selector = f"involvedObject.name={name},involvedObject.kind={KIND}"
         items = self.api.items(self.path("v1", "events"), fieldSelector=selector)
         return [(item["type"], item["reason"], item["message"]) for item in items]
+
+    def wait_event(self, name: str, what: str, holds: Callable[[str, str, str], object]) -> None:
+        """Until there is an event of whose type, reason and message that is true: the status does not wait for it."""
+        wait_until(
+            lambda: any(holds(*event) for event in self.events(name)),
+            f"an event of {name}: {what}",
+            tell=lambda: self.events(name),
+        )
 
     # ---- what a trainer does
 
@@ -322,7 +335,7 @@ class World:
             data=update.to_json(),
             headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
             verify=str(authority),
-            timeout=10,
+            timeout=60,
         )
 
 

@@ -108,7 +108,7 @@ class Started:
 
     process: subprocess.Popen[str]
 
-    def wait_until(self, true: Callable[[], object], seconds: float = 60) -> None:
+    def wait_until(self, true: Callable[[], object], seconds: float = 300) -> None:
         """Returns as soon as `true()` is; fails when the command ends before, or when it takes too long."""
         end = time.monotonic() + seconds
         while not true():
@@ -120,7 +120,7 @@ class Started:
         """All processes that it has started, and theirs."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
-    def end(self, seconds: float = 90) -> tuple[int, str, str]:
+    def end(self, seconds: float = 300) -> tuple[int, str, str]:
         """Exit code, standard output and standard error."""
         out, err = self.process.communicate(timeout=seconds)
         return self.process.returncode, out, err
@@ -157,7 +157,7 @@ class Command:
             )
         )
 
-    def __call__(self, *arguments: str, seconds: float = 150) -> tuple[int, str, str]:
+    def __call__(self, *arguments: str, seconds: float = 500) -> tuple[int, str, str]:
         """Runs it to its end."""
         return self.start(*arguments).end(seconds)
 

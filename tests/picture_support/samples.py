@@ -191,17 +191,17 @@ def engine(samples: Samples) -> Iterator[Engine]:
             yield found
         finally:
             server.terminate()
-            server.wait(30)
+            server.wait(300)
 
 
 def _wait(found: Engine, server: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while True:
         assert server.poll() is None, log.read_text(errors="replace")
         try:
             if found.session.get(f"{found.url}/-/ready", timeout=5).ok:
                 return
-        except requests.ConnectionError:
+        except (requests.ConnectionError, requests.Timeout):
             pass
         assert time.monotonic() < end, f"Prometheus is not ready: {log.read_text(errors='replace')}"
         time.sleep(0.1)

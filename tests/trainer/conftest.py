@@ -156,12 +156,14 @@ class Bench:
 
         return load_file(self.paths.model / "model.safetensors")
 
-    def command(self, stage: Stage, deepspeed: Mapping[str, Any] | None) -> list[str]:
-        """What one process is started with."""
+    def command(
+        self, stage: Stage, deepspeed: Mapping[str, Any] | None, program: Sequence[str] = ("finetune_trainer",)
+    ) -> list[str]:
+        """What one process is started with; `program`: the module, and what it takes before what the stage takes."""
         self.workspace.mkdir(parents=True, exist_ok=True)
         job = self.workspace / f"{self.job.name}.job.json"
         job.write_text(self.job.to_json(), encoding="utf-8")
-        command = ["-m", "finetune_trainer", str(stage), "--job", str(job), "--workspace", str(self.workspace)]
+        command = ["-m", *program, str(stage), "--job", str(job), "--workspace", str(self.workspace)]
         if deepspeed is not None:
             config = self.workspace / f"{self.job.name}.deepspeed.json"
             config.write_text(json.dumps(deepspeed), encoding="utf-8")
@@ -174,6 +176,7 @@ class Bench:
         *,
         processes: int = 1,
         launcher: Sequence[str] | None = None,
+        program: Sequence[str] = ("finetune_trainer",),
         deepspeed: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         wrapper: Sequence[str] = (),
@@ -184,7 +187,7 @@ class Bench:
             launcher = [sys.executable]
             if processes > 1:
                 launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        command = self.command(stage, deepspeed)
+        command = self.command(stage, deepspeed, program)
         settled = {
             **{k: v for k, v in os.environ.items() if not k.startswith(("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_"))},
             "HF_HUB_OFFLINE": "1",

@@ -30,7 +30,11 @@ from trainer_support.tasks import training_of
 ROWS = 250
 COLLECTIVE = EXIT_CODES[FailureClass.COLLECTIVE]
 DATA = EXIT_CODES[FailureClass.DATA]
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 240
+PATIENCE_SECONDS = 4.0
+"""Of a pod that shall give up on pod 0, and not before pod 0 is gone: of 20 signs of life, each of which waits for the
+disk.
+"""
 
 
 class Gang:
@@ -206,15 +210,17 @@ def test_the_failure_of_another_pod_ends_pod_0_and_is_the_cause(gang: Gang):
 
 @pytest.mark.parametrize("when", ["hangs before it orders", "hangs in a shard"])
 def test_after_a_killed_pod_0_nothing_looks_done_the_others_end_and_the_next_attempt_prepares(gang: Gang, when):
-    all_pods = gang.pods(2, silent_seconds=1.0)
+    all_pods = gang.pods(2)
     all_pods[0] = all_pods[0].other(trouble=when)
+    if when == "hangs before it orders":
+        all_pods[1] = all_pods[1].other(silent_seconds=PATIENCE_SECONDS)
     processes = gang.start(all_pods)
     wait_until(all_pods[0].hangs.exists, "pod 0 has come so far")
     wait_until(lambda: when != "hangs in a shard" or ordered(gang), "the order is there")
     wait_until((gang.paths.state / "prepare.pods.json").exists, "pod 0 has said that it lives")
     if when == "hangs before it orders":
         # Pod 0 lives, however long it reads: it is waited for.
-        processes[1].join(3.0)
+        processes[1].join(1.5 * PATIENCE_SECONDS)
         assert processes[1].exitcode is None, said(all_pods)
     processes[0].kill()
     codes = ends(processes)
@@ -233,7 +239,8 @@ def test_after_a_killed_pod_0_nothing_looks_done_the_others_end_and_the_next_att
 
 
 def test_pod_0_does_the_work_of_one_that_never_comes_and_that_finds_nothing_to_do(gang: Gang):
-    all_pods = gang.pods(3, silent_seconds=0.5)
+    all_pods = gang.pods(3)
+    all_pods[0] = all_pods[0].other(silent_seconds=0.5)
     assert ends(gang.start(all_pods[:2])) == [0, 0], said(all_pods)
     assert "Pod 2 of 3 is silent; pod 0 writes shard 2 itself." in said(all_pods[:1])
     assert files_of(gang.paths) == gang.built_in()
@@ -243,7 +250,8 @@ def test_pod_0_does_the_work_of_one_that_never_comes_and_that_finds_nothing_to_d
 
 
 def test_a_pod_that_was_taken_for_dead_cannot_touch_the_result(gang: Gang):
-    all_pods = [pod.other(trouble="hangs in a shard") for pod in gang.pods(2, silent_seconds=0.5)]
+    all_pods = [pod.other(trouble="hangs in a shard") for pod in gang.pods(2)]
+    all_pods[0] = all_pods[0].other(silent_seconds=0.5)
     processes = gang.start(all_pods)
     wait_until(lambda: all(pod.hangs.exists() for pod in all_pods), "both are in the midst of a shard")
     all_pods[0].hangs.unlink()

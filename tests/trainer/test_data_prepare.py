@@ -650,7 +650,7 @@ def test_the_hub_out_of_reach_is_worth_another_try(part, data, paths, monkeypatc
     job = a_job(missing) if part == "dataset" else a_job(data, model={"uri": missing})
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(paths.root / "hub")}
     run = [sys.executable, "-c", code, job.to_json(), str(paths.root)]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.startswith(f"HubUnavailable {part}.uri is '{missing}'"), done.stdout + done.stderr
 
 
@@ -754,7 +754,7 @@ def test_a_kill_half_way_leaves_nothing_that_looks_done(data, paths):
     assert process.stdout.readline().startswith("row")
     assert list(paths.root.glob("prepared.tmp-*"))
     process.send_signal(signal.SIGKILL)
-    process.wait(20)
+    process.wait(300)
     process.stdout.close()
     assert not paths.prepared.exists()
     prepare(a_job(data), paths, NoProgress())

@@ -281,7 +281,7 @@ def test_two_jobs_at_once_prepare_once(workspace: Workspace):
     second = start(workspace, "two")
     assert "waiting for it" in said(second)
     (workspace.folder / "go").touch()
-    told = [process.communicate(timeout=120)[0] for process in (first, second)]
+    told = [process.communicate(timeout=300)[0] for process in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0)
     assert "done" in told[0]
     assert "Taken from" in told[1]
@@ -295,10 +295,10 @@ def test_a_job_that_is_killed_lets_the_one_that_waits_prepare(workspace: Workspa
     second = start(workspace, "two")
     assert "waiting for it" in said(second)
     first.send_signal(signal.SIGKILL)
-    first.communicate(timeout=20)
+    first.communicate(timeout=300)
     assert said(second) == "prepares\n"
     (workspace.folder / "go").touch()
-    second.communicate(timeout=120)
+    second.communicate(timeout=300)
     assert second.returncode == 0
     assert not workspace.paths("one").prepared.exists()
     assert len(PreparedData.open(workspace.paths("two")).split("train")) > 0

@@ -16,10 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
+from finetune_trainer.distributed import free_port
 from finetune_trainer.failures import StageError
 from finetune_trainer.launching.sshd import _session_variables
+from process_support.left import left
 
-TIMEOUT_SECONDS = 30
+TIMEOUT_SECONDS = 180
 TOOLS = ("ssh", "ssh-keygen")
 Client = Callable[..., subprocess.Popen[str]]
 
@@ -48,9 +50,7 @@ def privilege_folder() -> Iterator[None]:
 @pytest.fixture
 def server(key: Path, privilege_folder: None, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Client]]:
     """The server, and a way to run a command by it."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "finetune_trainer", "sshd", "--port", str(port)]
     environment = {**os.environ, "PYTHONPATH": '/some where/"x"', "FINETUNE_GRACE_SECONDS": "20", "SECRET": "canary"}
     process = subprocess.Popen([*command, "--authorized-keys", str(key) + ".pub"], env=environment)
@@ -122,7 +122,7 @@ def test_at_its_end_ranks_are_told_first_and_nothing_is_left(server, tmp_path: P
     client.communicate(timeout=TIMEOUT_SECONDS)
     assert saved.exists()
     assert below
-    assert not [each for each in below if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+    assert not left(below)
 
 
 def test_a_line_break_in_a_variable_is_refused_before_it_can_become_a_setting():

@@ -79,8 +79,9 @@ def test_the_first_and_the_last_update_are_posted_with_the_token_of_the_moment(s
     token.write_text("first\n")
     sink = progress_for(Stage.TRAIN, 0, environment(server, token))
     sink.update(0, 10)
-    deadline = time.monotonic() + 5
-    while not server.posts and time.monotonic() < deadline:
+    deadline = time.monotonic() + 60
+    while not server.posts:
+        assert time.monotonic() < deadline
         time.sleep(0.01)
     token.write_text("second\n")
     for step in range(1, 11):
@@ -117,19 +118,19 @@ def test_a_server_in_trouble_never_disturbs_the_run_and_is_logged_once(
     if trouble == "refuses":
         server.status = 503
     if trouble == "is slow":
-        server.delay_seconds = 30
+        server.delay_seconds = 60
     if trouble == "is away":
         url = "https://localhost:1/status"
     if trouble == "has another certificate":
         ca_file = None  # Then the public authorities count, and ours is none.
     outlet = KubeflowProgress(url, ca_file, token)
-    started = time.monotonic()
     for step in range(3):
+        started = time.monotonic()
         outlet.tell(Progress(stage=Stage.TRAIN, step=step, total_steps=3, time=time.time()))
-        assert time.monotonic() - started < 0.5
+        assert time.monotonic() - started < 2, "as long as a post that is waited for takes to be given up"
         time.sleep(0.1)
     outlet.close()
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 30, "half of what the slow server takes"
     assert len([record for record in caplog.records if "Progress cannot be sent" in record.getMessage()]) == 1
 
 
@@ -188,7 +189,9 @@ def test_the_file_gets_json_lines_from_rank_0_alone(tmp_path: Path):
         sink.update(row, 1000)
     sink.close()
     lines = [Progress.model_validate_json(line) for line in path.read_text().splitlines()]
-    assert [(line.stage, line.step, line.percent) for line in lines] == [("prepare", 0, 0), ("prepare", 1000, 100)]
+    # What is between them depends on how long it all took.
+    told = [(line.stage, line.step, line.percent) for line in (lines[0], lines[-1])]
+    assert told == [("prepare", 0, 0), ("prepare", 1000, 100)]
     assert lines[-1].samples_per_second
 
 

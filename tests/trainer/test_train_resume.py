@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,30 +19,44 @@ import pytest
 from finetune_contract.choices import Stage
 from finetune_contract.job import CheckpointSchedule, Strategy
 from finetune_contract.layout import FailureClass
-from trainer_support.forking import fork_server
+from trainer_support.forking import TESTS, fork_server
 from trainer_support.tasks import largest_difference
 
 STEPS = 20
 SCHEDULE = CheckpointSchedule(every_steps=5, keep=2)
+TIMEOUT_SECONDS = 300
 
 
-def wait_for_step(bench, step: int, process: subprocess.Popen[str]) -> None:
-    """Until the history tells of `step`."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        if bench.paths.history.exists() and bench.paths.history.read_text(encoding="utf-8").count('"loss"') > step:
-            return
-        time.sleep(0.005)
-    pytest.fail(
-        f"the run ended or hung before step {step}: {process.communicate()[0] if process.poll() is not None else ''}"
+def interrupted(bench, step: int, how: signal.Signals, ranks: Sequence[int], **settings: Any):
+    """How a run of two processes ended that gave those ranks the signal behind that step."""
+    on = bench.workspace / "go on"
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    process = bench.start(
+        processes=2,
+        program=["process_support.held", str(step), str(on)],
+        environment={"PYTHONPATH": os.pathsep.join(paths)},
+        **settings,
     )
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    while not any(f'"step": {step},' in line for line in history(bench)):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline, f"step {step} did not come"
+        time.sleep(0.02)
+    trains = workers(process)
+    for rank in ranks:
+        trains[rank].send_signal(how)
+    on.touch()
+    return bench.end(process)
+
+
+def history(bench) -> list[str]:
+    """The lines that are there."""
+    return bench.paths.history.read_text(encoding="utf-8").splitlines() if bench.paths.history.exists() else []
 
 
 def workers(process: subprocess.Popen[str]) -> list[psutil.Process]:
     """The processes that train, in the order of their ranks."""
-    found = [
-        child for child in psutil.Process(process.pid).children() if "finetune_trainer" in " ".join(child.cmdline())
-    ]
+    found = [child for child in psutil.Process(process.pid).children() if "process_support.held" in child.cmdline()]
     return sorted(found, key=lambda child: int(child.environ()["RANK"]))
 
 
@@ -111,22 +126,16 @@ def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(
         run = bench.at(tmp_path / "w").spread(strategy, 2, **settings)
     run = run.with_training(checkpoints=SCHEDULE)
     config = run.deepspeed_config() if strategy == "deepspeed" else None
-    kill_at = random.randint(5, 10)
-    process = run.start(processes=2, deepspeed=config)
-    wait_for_step(run, kill_at, process)
-    victims = workers(process)
-    for victim in victims if how == signal.SIGINT else victims[1:]:
-        victim.send_signal(how)
-    interrupted = run.end(process)
+    ended = interrupted(run, random.randint(6, 11), how, [0, 1] if how == signal.SIGINT else [1], deepspeed=config)
 
-    assert interrupted.exit_code != 0
+    assert ended.exit_code != 0
     assert not (run.paths.state / "train.json").exists()
     latest = int((run.paths.checkpoints / "latest").read_text().strip().removeprefix("step-"))
     if how == signal.SIGKILL:
         assert latest % 5 == 0
-        assert interrupted.first_failure.failure.failure_class is FailureClass.COLLECTIVE
+        assert ended.first_failure.failure.failure_class is FailureClass.COLLECTIVE
     else:
-        failures = {rank: report.failure for rank, report in interrupted.reports.items()}
+        failures = {rank: report.failure for rank, report in ended.reports.items()}
         assert {rank: (failure.failure_class, failure.exit_code) for rank, failure in failures.items()} == {
             0: (FailureClass.PREEMPTED, 143),
             1: (FailureClass.PREEMPTED, 143),
@@ -147,11 +156,7 @@ def test_a_checkpoint_of_two_processes_goes_on_in_one_and_under_another_strategy
 ):
     run = bench.at(tmp_path / "w").with_training(checkpoints=SCHEDULE)
     spread = run.spread("fsdp", 2)
-    process = spread.start(processes=2)
-    wait_for_step(spread, 10, process)
-    for worker in workers(process):
-        worker.send_signal(signal.SIGKILL)
-    assert spread.end(process).exit_code != 0
+    assert interrupted(spread, 11, signal.SIGKILL, [0, 1]).exit_code != 0
     # A damaged file makes the newest checkpoint useless; the one before it is taken, and the file is named.
     newest = run.paths.checkpoints / (run.paths.checkpoints / "latest").read_text().strip()
     victim = newest / "state" / "weights.pt"
@@ -215,21 +220,16 @@ def test_state_in_files_and_state_in_memory_do_not_go_on_from_each_other():
 def test_what_rank_0_does_alone_may_take_longer_than_a_collective_operation_waits(bench, tmp_path: Path):
     saving = CheckpointSchedule(every_steps=2, keep=2)
     run = bench.at(tmp_path / "w").with_training(max_steps=4, checkpoints=saving).spread("ddp", 2)
-    call = {"call": "process_support.slow_rank:train"}
-
-    def attempt() -> str:
-        case = run.case(processes=2)
-        codes, output = fork_server().run({**case, **call, "arguments": {"arguments": case["arguments"]}})
-        assert codes == [0, 0], output
-        return output
-
-    assert "rank 0 alone: commit" in attempt()
+    assert run.run(processes=2).exit_code == 0
     shutil.rmtree(run.paths.checkpoints / "step-4")
     (run.paths.checkpoints / "latest").write_text("step-2\n", encoding="utf-8")
     (run.paths.state / "train.json").unlink()
-    again = attempt()
-    assert "Resuming from" in again
-    assert all(f"rank 0 alone: {what}" in again for what in ("newest", "load", "commit"))
+    case = run.case(processes=2)
+    call = {"call": "process_support.slow_rank:train", "arguments": {"arguments": case["arguments"]}}
+    codes, output = fork_server().run({**case, **call})
+    assert codes == [0, 0], output
+    assert "Resuming from" in output
+    assert all(f"rank 0 alone: {what}" in output for what in ("newest", "load", "commit"))
 
 
 def handles(process: int, number: signal.Signals) -> bool:

@@ -13,7 +13,7 @@ from finetune_contract import arguments as contract
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport, TrainerReport
-from finetune_trainer.distributed import ProcessWorld, discover, settle_environment
+from finetune_trainer.distributed import ProcessWorld, discover, free_port, settle_environment
 from finetune_trainer.failures import StageError
 from finetune_trainer.outcome import report_path, write_report
 
@@ -79,6 +79,13 @@ def test_the_process_number_of_mpich_does_not_part_the_processes_of_one_run():
         return environment["MASTER_PORT"]
 
     assert port(0) == port(1)
+
+
+def test_a_free_port_is_none_that_the_kernel_may_give_to_somebody_else_meanwhile():
+    given = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if not given.exists() or (lowest := int(given.read_text().split()[0])) < 20_000:
+        pytest.skip("this machine gives clients ports of any number")
+    assert all(1024 <= free_port() < lowest for _ in range(100))
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def finetune(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
 
 

@@ -32,7 +32,7 @@ GLOB_NOTE = "Note: jobs may name further images, those like *; give the job file
 
 def images(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [str(BIN / "finetune"), "images", *arguments], cwd=folder, capture_output=True, text=True, timeout=60
+        [str(BIN / "finetune"), "images", *arguments], cwd=folder, capture_output=True, text=True, timeout=300
     )
 
 

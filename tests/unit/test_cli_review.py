@@ -33,7 +33,7 @@ def a_job(name: str, **spec: object) -> str:
 
 def review(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [str(BIN / "finetune"), "review", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
 
 
 @pytest.fixture

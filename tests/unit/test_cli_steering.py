@@ -69,7 +69,7 @@ class Told(Cluster):
 
 
 def restarted(cluster: Told) -> str:
-    return asyncio.run(asyncio.wait_for(restart(cluster, "reviews"), 5)).text
+    return asyncio.run(asyncio.wait_for(restart(cluster, "reviews"), 60)).text
 
 
 def test_a_job_is_let_go_on_as_soon_as_the_watch_tells_that_it_has_stopped():

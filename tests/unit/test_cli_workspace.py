@@ -177,7 +177,7 @@ def test_results_of_training_move_aside_and_the_prepared_data_stay(paths: JobPat
 def test_a_second_writer_is_told_who_the_first_is_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
     program = (
         "import sys, time; from pathlib import Path; from finetune_operator.cli.workspace import locked\n"
-        "with locked(Path(sys.argv[1]), 'one'): print('ready', flush=True); time.sleep(60)"
+        "with locked(Path(sys.argv[1]), 'one'): print('ready', flush=True); time.sleep(600)"
     )
     other = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert other.stdout is not None
@@ -241,19 +241,22 @@ def test_a_tail_gives_whole_lines_once_and_the_newest_progress_is_shown(tmp_path
     assert (duration(7), duration(3725)) == ("0:07", "1:02:05")
 
 
+SECONDS = 120
+"""Longer than a busy machine takes to start two interpreters."""
+
 # A stage that starts a process in a session of its own, as torchrun does with its workers.
 STUBBORN = (
     "import signal, subprocess, sys, time\n"
-    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
-    "print(child.pid, flush=True)\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
     "signal.signal(signal.SIGTERM, lambda *_: (print('told', flush=True), sys.exit(143)))\n"
-    "time.sleep(60)\n"
+    "print(child.pid, flush=True)\n"
+    "time.sleep(600)\n"
 )
 
 
 def started(log: Path) -> tuple[StageProcess, psutil.Process]:
     stage = StageProcess([sys.executable, "-c", STUBBORN], os.environ, log)
-    end = time.monotonic() + 20
+    end = time.monotonic() + SECONDS
     while not log.read_text().strip():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -261,7 +264,7 @@ def started(log: Path) -> tuple[StageProcess, psutil.Process]:
 
 
 def ended(stage: StageProcess) -> int:
-    end = time.monotonic() + 20
+    end = time.monotonic() + SECONDS
     while (code := stage.exit_code()) is None:
         assert time.monotonic() < end
         time.sleep(0.02)

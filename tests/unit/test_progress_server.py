@@ -250,7 +250,7 @@ def test_the_standard_librarys_client_is_heard_as_transformers_uses_it() -> None
     def send(running: Running) -> int:
         headers = {"Authorization": f"Bearer {GOOD}", "Content-Type": "application/json"}
         request = urllib.request.Request(running.base + PATH, BODY.encode(), headers, method="POST")
-        with urllib.request.urlopen(request, timeout=10, context=trusting(CERTIFICATES)) as answer:
+        with urllib.request.urlopen(request, timeout=60, context=trusting(CERTIFICATES)) as answer:
             return int(answer.status)
 
     operator = Operator()

@@ -308,7 +308,7 @@ def test_transformers_finds_no_difference_to_its_own_arguments(tmp_path):
         env=os.environ | {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]

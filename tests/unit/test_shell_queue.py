@@ -13,7 +13,7 @@ def queued(work: Callable[[WorkQueue], Awaitable[None]]) -> None:
     """Run `work` with a queue, and fail rather than wait for ever."""
 
     async def run() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await work(WorkQueue())
 
     asyncio.run(run())

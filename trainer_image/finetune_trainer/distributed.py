@@ -8,11 +8,13 @@ the plan says.
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 import socket
 import zlib
 from collections.abc import Mapping, MutableMapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
@@ -43,6 +45,8 @@ START_SECONDS = 1800
 LOOPBACK = "127.0.0.1"
 _MPI_PORTS = (20000, 10000)
 """First port and number of ports among which processes started by one mpirun agree without talking."""
+_FREE_PORTS = (10000, 10000)
+"""First port and number of ports among which one process chooses for itself and those that it tells."""
 
 # Rank, size, local rank, local size as each process manager names them; the first whose rank and size are set counts.
 _MPI_VARIABLES = (
@@ -172,10 +176,17 @@ def _rendezvous(environment: Mapping[str, str], world: ProcessWorld) -> tuple[st
 
 
 def free_port() -> int:
-    """A port of this machine that nobody uses now."""
-    with closing(socket.socket()) as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine that nobody uses now. Who is told of it binds it seconds later, so it is below those that
+    the kernel gives to clients and to whoever asks for any: one of them could be gone by then. OSError when 100 are
+    taken.
+    """
+    first, count = _FREE_PORTS
+    for _ in range(100):
+        port = first + secrets.randbelow(count)  # `random` may have been seeded alike in two jobs
+        with closing(socket.socket()) as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+    raise OSError(errno.EADDRINUSE, f"no free port among 100 from {first} to {first + count - 1}")
 
 
 def connect(world: ProcessWorld, device: Device, threads: int, strategy: StrategyName) -> None:

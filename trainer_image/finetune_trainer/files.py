@@ -73,7 +73,8 @@ def discard(folder: Path, parent: Path, prefix: str) -> bool:
         folder.rename(aside)
     except OSError:
         return False
-    shutil.rmtree(aside, ignore_errors=True)
+    for _ in range(2):  # a file that was being made while it was renamed may be there after its content was listed
+        shutil.rmtree(aside, ignore_errors=True)
     return True
 
 

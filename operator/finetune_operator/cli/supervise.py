@@ -35,8 +35,12 @@ def main(command: list[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    stage = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_listen_to_interrupts)
+    # A SIGTERM that comes while the stage is being started waits until it can be passed on; it would end this process
+    # alone, and leave the stage behind.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    stage = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_listen_to_signals)
     signal.signal(signal.SIGTERM, lambda *_: stage.send_signal(signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     while stage.poll() is None:
         if _command_is_gone():
             break
@@ -46,8 +50,9 @@ def main(command: list[str]) -> int:
     return 128 - code if code < 0 else code
 
 
-def _listen_to_interrupts() -> None:
+def _listen_to_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _command_is_gone() -> bool:

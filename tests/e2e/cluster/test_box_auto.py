@@ -36,20 +36,20 @@ def test_auto_follows_what_the_cluster_serves_and_an_absent_launcher_is_told_wit
     team.apply(auto, tiny_spec(launcher="auto", runPolicy=HELD))
     team.apply(wants_mpi, tiny_spec(launcher="mpijob", runPolicy=HELD))
 
-    team.wait(auto, planned("job"), "planned for the Indexed Job", 30)
-    told = team.wait(wants_mpi, refusal, "the refusal of a launcher that is not served", 30)
+    team.wait(auto, planned("job"), "planned for the Indexed Job")
+    told = team.wait(wants_mpi, refusal, "the refusal of a launcher that is not served")
     assert "spec.launcher" in told
     assert "install the MPI Operator, which serves MPIJob (kubeflow.org/v2beta1)" in told
 
     box.install_controller("mpi-operator")
-    team.wait(auto, planned("mpijob"), "planned for MPIJob after its operator came", 60)
-    team.wait(wants_mpi, planned("mpijob"), "the asked-for launcher is served now", 60)
+    team.wait(auto, planned("mpijob"), "planned for MPIJob after its operator came")
+    team.wait(wants_mpi, planned("mpijob"), "the asked-for launcher is served now")
 
     box.install_controller("training-operator")
-    team.wait(auto, planned("pytorchjob"), "planned for PyTorchJob after its operator came", 60)
+    team.wait(auto, planned("pytorchjob"), "planned for PyTorchJob after its operator came")
 
     box.kubectl("delete", "crd", "pytorchjobs.kubeflow.org", seconds=60)
-    team.wait(auto, planned("mpijob"), "planned for MPIJob after PyTorchJob has gone", 60)
+    team.wait(auto, planned("mpijob"), "planned for MPIJob after PyTorchJob has gone")
     box.controllers.discard("training-operator")
 
     for name in (auto, wants_mpi):

@@ -128,7 +128,7 @@ def story(release: Release, team: Team, tmp_path_factory: pytest.TempPathFactory
 
 def _taken_over(box: Box) -> float:
     """Seconds from the acting replica's death until another one acts: it cannot give its Lease back, nor start anew."""
-    before = wait_until(lambda: faults.acting_operator(box), "one of the replicas acts", 60)
+    before = wait_until(lambda: faults.acting_operator(box), "one of the replicas acts")
     began = time.monotonic()
     faults.kill_operator(box, "acting")
     box.kubectl("delete", "pod", before, "-n", NAMESPACE, "--grace-period=0", "--force")

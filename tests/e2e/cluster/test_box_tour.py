@@ -27,7 +27,7 @@ import yaml
 from box_support.box import Box
 from box_support.hub import Hub
 from box_support.recording import Excerpt, Said, terminal_svg
-from box_support.team import RESTRICTED, Team
+from box_support.team import RESTRICTED, TERMINAL, Team
 from cluster_support.access import Object, wait_until
 from cluster_support.control_plane import ROOT
 
@@ -101,16 +101,19 @@ def shell(box: Box, namespace: str, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def watched(words: list[str], team: Team, environment: dict[str, str]) -> str:
-    """The watch, ended as the reader would: when the job has ended."""
-    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        team.succeeds(JOB, 400)
-        # The last line is on its way when the API server says so.
-        wait_until(lambda: team.status(JOB).get("completionTime"), "the job is over", 10)
-    finally:
+    """The watch, ended as the reader would: when it shows that the job has ended."""
+    said: list[str] = []
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            said.append(line)
+            if set(TERMINAL) & set(line.split()):
+                break
         process.terminate()
-    said, _ = process.communicate(timeout=10)
-    return said
+    team.succeeds(JOB, 400)
+    # Events follow the status, and the next line of the tour shows them.
+    wait_until(lambda: "Succeeded" in [event["reason"] for event in team.events(JOB)], "the end is told in an event")
+    return "".join(said)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
+from process_support.left import left
+
 
 def last_step(job_folder: Path) -> int:
     try:
@@ -31,10 +33,10 @@ def weights(job_folder: Path) -> bytes:
     return (job_folder / "model/model.safetensors").read_bytes()
 
 
-def all_gone(processes: list[psutil.Process], seconds: float = 15) -> list[psutil.Process]:
+def all_gone(processes: list[psutil.Process], seconds: float = 60) -> list[psutil.Process]:
     """Those that still run after so long."""
     end = time.monotonic() + seconds
-    while alive := [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]:
+    while alive := left(processes):
         if time.monotonic() > end:
             return alive
         time.sleep(0.1)
@@ -204,10 +206,10 @@ def test_a_failed_stage_says_class_message_way_out_and_log(finetune: Any) -> Non
 def two_processes(finetune: Any) -> Callable[[], tuple[Any, Path, list[psutil.Process]]]:
     """Starts a run with two training processes and returns it in mid-training, with its folder and the
     workers by rank."""
-    job = finetune.job("pair", epochs=200)
+    job = finetune.job("pair", epochs=20_000)  # much longer than anybody waits for its end
     job["spec"]["parallelism"] = {"strategy": "ddp"}
     job["spec"]["resources"] = {"processesPerNode": 2}
-    job["spec"]["checkpoints"] = {"every": {"steps": 100_000}}
+    job["spec"]["checkpoints"] = {"every": {"steps": 1_000_000}}
     finetune.write("pair.yaml", job)
     folder = finetune.folder / "runs/pair"
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -112,8 +111,8 @@ def prepare(
         done = _found(order, paths, progress)
         if done is not None:
             return done
-        for leftover in paths.root.glob(f"{_TEMPORARY}*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in list(paths.root.glob(f"{_TEMPORARY}*")):
+            discard(leftover, paths.root, _TEMPORARY)  # pods of the attempt that left it may still write into it
         # What a repository's own code makes of a text is not in the key.
         if shared is None or job.model.trust_remote_code:
             return _made(order, paths, progress, leader)

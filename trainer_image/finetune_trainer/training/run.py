@@ -200,7 +200,8 @@ def train(
         load_tokenizer(job).save_pretrained(str(model_folder))
         for folder in (model_folder, adapter_folder):
             share(folder)
-    observer.on_pause(steps, clock.lap())
+    spent, seconds = clock.lap(), time.monotonic() - started
+    observer.on_pause(steps, spent)
     course = RunFigures(history.read())
     figures = {
         **course.losses(),
@@ -208,7 +209,7 @@ def train(
         "peak_memory_bytes": max(peaks),
         "strategy": training.strategy.label,
         "world_size": world.size,
-        "seconds": time.monotonic() - started,
+        "seconds": seconds,
         "steps": steps,
         **course.last_validation(),
     }
