@@ -13,7 +13,7 @@ from cluster_support.access import Object, wait_until
 from cluster_support.plays import RUNS, SUCCEEDS
 from cluster_support.world import World, condition, stage_of, states
 
-SECONDS = 6
+SECONDS = 10
 SPEC = {"evaluation": None, "predict": None, "runPolicy": {"progressDeadlineSeconds": SECONDS}}
 
 
