@@ -94,6 +94,54 @@ def test_logits_come_in_the_order_of_the_rows_and_padding_does_not_change_them(m
     assert network.training
 
 
+def small_memory(network: torch.nn.Module, tokens: int) -> list[int]:
+    """Lets passes over more padded tokens end as on a GPU whose memory is too small for them; the list gets those of
+    each pass that is tried.
+    """
+    tried: list[int] = []
+
+    def look(_module: torch.nn.Module, _given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        tried.append(named["input_ids"].numel())
+        if tried[-1] > tokens:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    network.register_forward_pre_hook(look, with_kwargs=True)
+    return tried
+
+
+def test_batches_that_the_memory_does_not_hold_are_halved_and_all_rows_are_answered(model, data, paths, caplog):
+    job = a_job(model, data)
+    prepare(job, paths, NoProgress())
+    network = task_module(job.task).load_model(job, str(model), {}, torch.float32)
+    tried, progress = small_memory(network, 160), Recorder()
+    settings = {**SMALL, "batch_tokens": 500}
+    with caplog.at_level("WARNING"):
+        answers = answers_of(
+            Stage.PREDICT, job, network, PreparedData.open(paths).of("test"), **settings, progress=progress
+        )
+    logits = np.stack([answer["logits"] for answer in answers])
+    np.testing.assert_allclose(logits, one_by_one(model, [row["text"] for row in ROWS]), rtol=1e-4, atol=1e-5)
+    assert progress.said[-1] == (41, 41)
+    # Of what does not fit each size is tried once, and not with every batch anew.
+    assert [each > 160 for each in tried] == [True, True, *[False] * (len(tried) - 2)]
+    told = [record.getMessage() for record in caplog.records if "do not fit" in record.getMessage()]
+    assert len(told) == 2
+    assert told[0].endswith("rows at once do not fit the GPU's memory: batches are half as large from here on.")
+
+
+def test_a_row_that_the_memory_does_not_hold_by_itself_is_told_with_a_way_out(model, data, paths):
+    job = a_job(model, data)
+    prepare(job, paths, NoProgress())
+    network = task_module(job.task).load_model(job, str(model), {}, torch.float32)
+    small_memory(network, 8)
+    with pytest.raises(StageError) as caught:
+        answers_of(Stage.PREDICT, job, network, PreparedData.open(paths).of("test"), **SMALL, progress=NoProgress())
+    told = caught.value
+    assert (told.failure_class, told.reason) == (FailureClass.OUT_OF_MEMORY, "RowTooLong")
+    assert "A row of 26 tokens by itself does not fit" in told.message
+    assert "preparation.maxLength" in told.hint
+
+
 def test_evaluation_counts_what_a_plain_loop_counts(model, data, paths):
     job = a_job(model, data)
     prepare(job, paths, NoProgress())

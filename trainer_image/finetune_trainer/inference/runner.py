@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -113,8 +114,9 @@ def answers_of(
     """One answer for each feature of the split and in its order; what the model writes is in that of each row's last
     feature. StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` without the GPU that `device` counts on.
 
-    `batch_tokens` bounds the padded tokens of a batch. The model keeps its dtype; `progress` counts features, twice
-    where they are both judged and written to. Drawing begins with the job's seed.
+    `batch_tokens` bounds the padded tokens of a batch; batches that the GPU's memory does not hold are halved until it
+    does, and StageError OUT_OF_MEMORY tells of a single row that it does not hold. The model keeps its dtype;
+    `progress` counts features, twice where they are both judged and written to. Drawing begins with the job's seed.
     """
     import torch
     from torch import nn
@@ -133,8 +135,7 @@ def answers_of(
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(job.seed)
             for answering, batches in rounds:
-                for wanted in batches:
-                    said = answering(split.data.features(split.role, wanted))
+                for wanted, said in _asked(answering, batches, split):
                     for at, answer in zip(wanted, said, strict=True):
                         result[at] = {**result[at], **answer}
                     done += len(wanted)
@@ -160,6 +161,43 @@ def _rounds(
         batches = [chosen[batch] for batch in inference_batches(room, batch_tokens=batch_tokens)]
         rounds.append((partial(writer.write, model, load_tokenizer(job), generation=job.generation), batches))
     return rounds
+
+
+def _asked(
+    answering: _Answering, batches: Sequence[NDArray[np.int64]], split: PreparedSplit
+) -> Iterator[tuple[NDArray[np.int64], list[Answer]]]:
+    """Each batch with its answers. Batches are of about as many padded tokens each, so that with one that does not fit
+    those after it are halved, too.
+    """
+    import numpy as np
+    import torch
+
+    waiting = deque(batches)
+    while waiting:
+        wanted, said = waiting.popleft(), None
+        try:
+            said = answering(split.data.features(split.role, wanted))
+        except torch.OutOfMemoryError as error:
+            if len(wanted) == 1:
+                raise _too_long(int(split.data.lengths(split.role)[wanted[0]]), error) from error
+        if said is not None:
+            yield wanted, said
+            continue
+        # Not before the error is gone, which holds the tensors of the pass.
+        torch.cuda.empty_cache()
+        log.warning("%d rows at once do not fit the GPU's memory: batches are half as large from here on.", len(wanted))
+        halves = (half for batch in (wanted, *waiting) for half in np.array_split(batch, 2))
+        waiting = deque(half for half in halves if len(half))
+
+
+def _too_long(tokens: int, error: Exception) -> StageError:
+    return StageError(
+        FailureClass.OUT_OF_MEMORY,
+        "RowTooLong",
+        f"A row of {tokens} tokens by itself does not fit the GPU's memory beside the model: {error}",
+        "Set preparation.maxLength lower, use a GPU with more memory, or leave the stage out. A model that was trained "
+        "is kept.",
+    )
 
 
 def _reading(task: TaskModule, model: PreTrainedModel, pad_token_id: int) -> _Answering:
