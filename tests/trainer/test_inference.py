@@ -16,9 +16,9 @@ from transformers import AutoModelForSequenceClassification
 
 from finetune_contract.choices import Stage
 from finetune_contract.job import TrainerJob
-from finetune_contract.layout import FailureClass
+from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.prepare import prepare
-from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.predict import predict
@@ -71,6 +71,14 @@ def data(tmp_path: Path) -> Path:
     return write_lines(tmp_path / "data" / "test.jsonl", ROWS)
 
 
+def ready(model: Path, data: Path, paths: JobPaths) -> tuple[TrainerJob, Any, PreparedSplit]:
+    """The job, its model and its prepared test split."""
+    job = a_job(model, data)
+    prepare(job, paths, NoProgress())
+    network = task_module(job.task).load_model(job, str(model), {}, torch.float32)
+    return job, network, PreparedData.open(paths).of("test")
+
+
 def one_by_one(model: Path, texts: list[str]) -> np.ndarray:
     """Logits without padding, batches or anything of ours."""
     tokenizer = load_tokenizer(a_job(model, None))
@@ -81,12 +89,10 @@ def one_by_one(model: Path, texts: list[str]) -> np.ndarray:
 
 
 def test_logits_come_in_the_order_of_the_rows_and_padding_does_not_change_them(model, data, paths):
-    job = a_job(model, data)
-    prepare(job, paths, NoProgress())
-    network = task_module(job.task).load_model(job, str(model), {}, torch.float32)
+    job, network, split = ready(model, data, paths)
     network.train()
     progress = Recorder()
-    answers = answers_of(Stage.PREDICT, job, network, PreparedData.open(paths).of("test"), **SMALL, progress=progress)
+    answers = answers_of(Stage.PREDICT, job, network, split, **SMALL, progress=progress)
     logits = np.stack([answer["logits"] for answer in answers])
     np.testing.assert_allclose(logits, one_by_one(model, [row["text"] for row in ROWS]), rtol=1e-4, atol=1e-5)
     assert progress.said[-1] == (41, 41)
@@ -110,15 +116,11 @@ def small_memory(network: torch.nn.Module, tokens: int) -> list[int]:
 
 
 def test_batches_that_the_memory_does_not_hold_are_halved_and_all_rows_are_answered(model, data, paths, caplog):
-    job = a_job(model, data)
-    prepare(job, paths, NoProgress())
-    network = task_module(job.task).load_model(job, str(model), {}, torch.float32)
+    job, network, split = ready(model, data, paths)
     tried, progress = small_memory(network, 160), Recorder()
     settings = {**SMALL, "batch_tokens": 500}
     with caplog.at_level("WARNING"):
-        answers = answers_of(
-            Stage.PREDICT, job, network, PreparedData.open(paths).of("test"), **settings, progress=progress
-        )
+        answers = answers_of(Stage.PREDICT, job, network, split, **settings, progress=progress)
     logits = np.stack([answer["logits"] for answer in answers])
     np.testing.assert_allclose(logits, one_by_one(model, [row["text"] for row in ROWS]), rtol=1e-4, atol=1e-5)
     assert progress.said[-1] == (41, 41)
@@ -130,12 +132,10 @@ def test_batches_that_the_memory_does_not_hold_are_halved_and_all_rows_are_answe
 
 
 def test_a_row_that_the_memory_does_not_hold_by_itself_is_told_with_a_way_out(model, data, paths):
-    job = a_job(model, data)
-    prepare(job, paths, NoProgress())
-    network = task_module(job.task).load_model(job, str(model), {}, torch.float32)
+    job, network, split = ready(model, data, paths)
     small_memory(network, 8)
     with pytest.raises(StageError) as caught:
-        answers_of(Stage.PREDICT, job, network, PreparedData.open(paths).of("test"), **SMALL, progress=NoProgress())
+        answers_of(Stage.PREDICT, job, network, split, **SMALL, progress=NoProgress())
     told = caught.value
     assert (told.failure_class, told.reason) == (FailureClass.OUT_OF_MEMORY, "RowTooLong")
     assert "A row of 26 tokens by itself does not fit" in told.message

@@ -78,6 +78,12 @@ def discard(folder: Path, parent: Path, prefix: str) -> bool:
     return True
 
 
+def discard_leftovers(parent: Path, prefix: str) -> None:
+    """Does so with all folders in `parent` whose names begin with `prefix`, which somebody who was killed has left."""
+    for leftover in list(parent.glob(f"{prefix}*")):  # the names that they go to begin with it as well
+        discard(leftover, parent, prefix)
+
+
 def _unused(parent: Path, prefix: str) -> Path:
     return parent / f"{prefix}{uuid.uuid4().hex}"
 

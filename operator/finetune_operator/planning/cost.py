@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from finetune_contract.choices import Precision
-from finetune_contract.facts import HardwareFacts, ModelFacts
+from finetune_contract.facts import ModelFacts
 from finetune_contract.job import Adapter, Batch, Strategy
 from finetune_operator.api.settings import Price, Settings
 from finetune_operator.planning.adapters import trained_parameters
 from finetune_operator.planning.devices import find_gpu, link_bytes
 from finetune_operator.planning.draft import Draft, decided
+from finetune_operator.planning.memory import compute_bytes, weight_bytes
 from finetune_operator.planning.model_parallel import bubble
 from finetune_operator.planning.types import Estimate
 
@@ -79,20 +80,18 @@ def forward_flops(model: ModelFacts, tokens: float, length: float) -> float:
     return training_flops(model, tokens, length, recompute=False) / 3
 
 
-def process_speed(
-    hardware: HardwareFacts, on_gpu: bool, threads: int, precision: Precision, compiled: bool = False
-) -> Speed | None:
-    """What one process reaches; None for a GPU that is not in the table. `compiled`: by torch.compile, which only fp8
-    is told apart by.
-    """
-    if not on_gpu:
+def process_speed(draft: Draft) -> Speed | None:
+    """What one process of a draft whose precision is decided reaches; None for a GPU that is not in the table."""
+    world = decided(draft.world)
+    precision: Precision = decided(draft.precision)
+    if world.device == "cpu":
+        threads = world.threads_per_process
         peak = threads * CPU_FLOPS_PER_CORE
         return Speed(
             peak * CPU_UTILISATION,
             f"{CPU_UTILISATION:.0%} of {threads} x {CPU_FLOPS_PER_CORE / 1e9:.0f} GFLOP/s",
         )
-    device = decided(hardware.gpu)
-    gpu = find_gpu(device.product)
+    gpu = find_gpu(decided(draft.hardware.gpu).product)
     if gpu is None:
         return None
     peak = gpu.peak_flops(precision)
@@ -100,17 +99,11 @@ def process_speed(
         case "fp32":
             share = GPU_UTILISATION_FP32
         case "fp8":
+            compiled = draft.training.arguments.get("torch_compile")
             share = GPU_UTILISATION_FP8 if compiled else GPU_UTILISATION_FP8_EAGER
         case _:
             share = GPU_UTILISATION
     return Speed(peak * share, f"{share:.0%} of {gpu.name}'s {peak / 1e12:g} TFLOP/s in {precision}")
-
-
-def _speed(draft: Draft) -> Speed | None:
-    """Of one process of a draft whose precision is decided."""
-    world, compiled = decided(draft.world), bool(draft.training.arguments.get("torch_compile"))
-    on_gpu = world.device == "cuda"
-    return process_speed(draft.hardware, on_gpu, world.threads_per_process, decided(draft.precision), compiled)
 
 
 # ------------------------------------------------------------------------------------------------------------ messages
@@ -125,8 +118,7 @@ def exchanged_bytes(model: ModelFacts, strategy: Strategy, tokens: float, width:
     Gradients go back in the same way; recomputation repeats the forward pass.
     """
     degree = strategy.sequence
-    shared = (model.key_value_heads or model.attention_heads) / model.attention_heads
-    elements = tokens * model.hidden_size * (2 + 2 * shared) / degree * (degree - 1) / degree
+    elements = tokens * 2 * (model.hidden_size + model.key_value_width) / degree * (degree - 1) / degree
     passes = 3 if strategy.activation_checkpointing == "full" else 2
     return elements * width * model.layers * passes
 
@@ -171,18 +163,18 @@ class StepTime:
 
 def step_time(draft: Draft, strategy: Strategy, batch: Batch) -> StepTime | None:
     """Of a draft with these; None where the device's speed or that of its links is not known, as on a CPU."""
-    world, speed = decided(draft.world), _speed(draft)
+    world, speed = decided(draft.world), process_speed(draft)
+    precision: Precision = decided(draft.precision)
     link = link_bytes(decided(draft.hardware.gpu).product) if world.device == "cuda" else None
     if speed is None or link is None:
         return None
     tokens, parts = batch.global_batch_size * draft.lengths.row, trained_parameters(draft.model, draft.adapter)
     recompute = strategy.activation_checkpointing == "full"
     flops = training_flops(draft.model, tokens, draft.lengths.typical, recompute, draft.adapter)
-    compute_bytes = 4 if draft.precision == "fp32" else 2
-    width = compute_bytes if strategy.name == "deepspeed" else 4
+    width = weight_bytes(strategy, precision)
     sent = state_bytes(strategy, draft.model.parameters + parts.added, parts.trained, width, batch, world.size)
     inside = world.processes_per_node % strategy.sequence == 0
-    exchanged = exchanged_bytes(draft.model, strategy, tokens / batch.data_parallel, compute_bytes)
+    exchanged = exchanged_bytes(draft.model, strategy, tokens / batch.data_parallel, compute_bytes(precision))
     between = link if world.nodes == 1 else NETWORK_BYTES
     return StepTime(
         computing=flops / (speed.flops * world.size),
@@ -198,7 +190,7 @@ def step_time(draft: Draft, strategy: Strategy, batch: Batch) -> StepTime | None
 def estimate_training(draft: Draft) -> Estimate:
     """Time and cost of the whole training of a finished draft."""
     world, batch, steps = decided(draft.world), decided(draft.batch), decided(draft.steps)
-    speed = _speed(draft)
+    speed = process_speed(draft)
     if speed is None:
         product = decided(draft.hardware.gpu).product
         return Estimate(basis=f"no estimate: the speed of {product} is not in the table of GPUs")

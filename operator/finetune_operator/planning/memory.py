@@ -59,6 +59,16 @@ NVME_PARAMETER_BUFFERS = 5
 """DeepSpeed's own default of buffers that parameters from files are read into."""
 
 
+def compute_bytes(precision: Precision) -> int:
+    """Bytes of one element of a matrix product."""
+    return 4 if precision == "fp32" else 2
+
+
+def weight_bytes(strategy: Strategy, precision: Precision) -> int:
+    """Bytes of one weight on the device: DeepSpeed converts the model, autocast leaves it in fp32."""
+    return compute_bytes(precision) if strategy.name == "deepspeed" else 4
+
+
 @dataclass(frozen=True)
 class Workload:
     """Everything that the memory of one process depends on."""
@@ -87,12 +97,12 @@ class Workload:
     @property
     def compute_bytes(self) -> int:
         """Bytes of one element of a matrix product."""
-        return 4 if self.precision == "fp32" else 2
+        return compute_bytes(self.precision)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of one weight on the device: DeepSpeed converts the model, autocast leaves it in fp32."""
-        return self.compute_bytes if self.deepspeed else 4
+        """Bytes of one weight on the device."""
+        return weight_bytes(self.strategy, self.precision)
 
     @property
     def replicas(self) -> int:
@@ -641,6 +651,6 @@ def inference_bytes(
     if task in LANGUAGE_TASKS:
         logits, copies = tokens * model.vocabulary_size, 2 if task in ("summarization", "translation") else 1
         judged = copies * width * logits + (width + 8) * min(logits, JUDGED_LOGITS)
-    kept = model.hidden_size * (model.key_value_heads or model.attention_heads) // model.attention_heads
-    passing = tokens * activation_bytes_per_token(work) + max(judged, cached * 2 * model.layers * kept * width)
+    kept = cached * 2 * model.layers * model.key_value_width * width
+    passing = tokens * activation_bytes_per_token(work) + max(judged, kept)
     return width * model.parameters + int((1 + ALLOCATOR_SHARE) * passing) + CUDA_CONTEXT_BYTES

@@ -51,6 +51,11 @@ class ModelFacts(Message):
     adapters can adapt; empty when nobody has looked.
     """
 
+    @property
+    def key_value_width(self) -> int:
+        """Elements of the keys of one token in a layer, and of its values."""
+        return self.hidden_size * (self.key_value_heads or self.attention_heads) // self.attention_heads
+
 
 class SplitFacts(Message):
     """One prepared split."""

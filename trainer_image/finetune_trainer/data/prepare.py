@@ -38,7 +38,7 @@ from finetune_trainer.data.shared import Entry, SharedData
 from finetune_trainer.data.sources import ColumnNeed, RawSplit, Role, SplitSource, predict_split, splits_by_role
 from finetune_trainer.data.spool import write_tables
 from finetune_trainer.failures import StageError
-from finetune_trainer.files import discard, locked, temporary_folder
+from finetune_trainer.files import discard, discard_leftovers, locked, temporary_folder
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.tasks.base import Coding, Labels, Targets, TaskModule, task_of
@@ -111,8 +111,7 @@ def prepare(
         done = _found(order, paths, progress)
         if done is not None:
             return done
-        for leftover in list(paths.root.glob(f"{_TEMPORARY}*")):
-            discard(leftover, paths.root, _TEMPORARY)  # pods of the attempt that left it may still write into it
+        discard_leftovers(paths.root, _TEMPORARY)  # pods of the attempt that left one may still write into it
         # What a repository's own code makes of a text is not in the key.
         if shared is None or job.model.trust_remote_code:
             return _made(order, paths, progress, leader)

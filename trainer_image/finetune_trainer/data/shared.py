@@ -29,6 +29,7 @@ from finetune_contract.layout import COMPLETION_MARKER, ENV_CACHE, JobPaths
 from finetune_trainer.files import (
     FileEntry,
     discard,
+    discard_leftovers,
     entries_of,
     first_difference,
     locked,
@@ -149,8 +150,7 @@ class Entry:
         """Keeps a copy of a whole folder of prepared data for other jobs. A failure is told and changes nothing."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for leftover in self.folder.glob(f"{_TEMPORARY}*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+            discard_leftovers(self.folder, _TEMPORARY)
             with temporary_folder(self.folder, _TEMPORARY) as temporary:
                 files = entries_of(prepared)
                 files.pop(COMPLETION_MARKER, None)

@@ -11,15 +11,7 @@ from finetune_contract.job import Gate, TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.failures import StageError
-from finetune_trainer.inference.runner import (
-    DEFAULT_BATCH_TOKENS,
-    DEFAULT_DEVICE,
-    DEFAULT_PRECISION,
-    answers_of,
-    model_to_use,
-    reference_model,
-    told_precision,
-)
+from finetune_trainer.inference.runner import Means, answers_of, model_to_use, reference_model
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, write_model_card, write_samples
 from finetune_trainer.tasks.base import LOWER_IS_BETTER, REFERENCE, Answer, TaskModule, task_of
@@ -37,15 +29,19 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
     prepared = PreparedData.open(paths)
     split = _labelled_split(task, prepared)
     wanted = _wanted(job, task.metrics[prepared.facts.label_form])
-    device, batch_tokens, precision = DEFAULT_DEVICE, DEFAULT_BATCH_TOKENS, DEFAULT_PRECISION
-    if asked := job.evaluation:
-        device, batch_tokens, precision = asked.device, asked.batch_tokens, asked.precision
+    means = Means.of(job.evaluation)
     answers_by = partial(
-        answers_of, Stage.EVALUATE, job, split=split, device=device, batch_tokens=batch_tokens, progress=progress
+        answers_of,
+        Stage.EVALUATE,
+        job,
+        split=split,
+        device=means.device,
+        batch_tokens=means.batch_tokens,
+        progress=progress,
     )
     # One model at a time.
-    reference = None if task.objective is None else answers_by(reference_model(job, task, precision))
-    answers = answers_by(model_to_use(job, paths, prepared, precision))
+    reference = None if task.objective is None else answers_by(reference_model(job, task, means.precision))
+    answers = answers_by(model_to_use(job, paths, prepared, means.precision))
     if reference is not None:
         answers = [{**answer, **_of_reference(said)} for answer, said in zip(answers, reference, strict=True)]
     measured = task.score(answers, split)
@@ -56,7 +52,7 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
             "loss": measured["loss"],
             "rows": split.rows,
             "split": split.role,
-            **told_precision(precision),
+            **means.told,
         },
         "majority": {name: baseline[name] for name in wanted if name in baseline},
     }

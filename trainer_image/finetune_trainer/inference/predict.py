@@ -25,14 +25,7 @@ from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit, arrow_table
 from finetune_trainer.failures import StageError
-from finetune_trainer.inference.runner import (
-    DEFAULT_BATCH_TOKENS,
-    DEFAULT_DEVICE,
-    DEFAULT_PRECISION,
-    answers_of,
-    model_to_use,
-    told_precision,
-)
+from finetune_trainer.inference.runner import Means, answers_of, model_to_use
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.tasks.base import Answer, task_module, task_of
 from finetune_trainer.uris import Uri, local_path
@@ -57,14 +50,14 @@ def predict(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[st
         )
     copies = _output_names(job.predict.columns if job.predict else (), {"row", *task_of(job).answer_columns})
     output = _output(job, paths)
-    device, batch_tokens, precision = DEFAULT_DEVICE, DEFAULT_BATCH_TOKENS, DEFAULT_PRECISION
-    if asked := job.predict:
-        device, batch_tokens, precision = asked.device, asked.batch_tokens, asked.precision
-    model = model_to_use(job, paths, prepared, precision)
+    means = Means.of(job.predict)
+    model = model_to_use(job, paths, prepared, means.precision)
     split = prepared.of(role)
-    answers = answers_of(Stage.PREDICT, job, model, split, device=device, batch_tokens=batch_tokens, progress=progress)
+    answers = answers_of(
+        Stage.PREDICT, job, model, split, device=means.device, batch_tokens=means.batch_tokens, progress=progress
+    )
     output.write(_tables(split, answers, copies), parquet=output.name.endswith(".parquet"))
-    return {"rows": split.rows, "path": output.name, "split": role, **told_precision(precision)}
+    return {"rows": split.rows, "path": output.name, "split": role, **means.told}
 
 
 def _output_names(columns: tuple[str, ...], own: Collection[str]) -> dict[str, str]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from finetune_contract.choices import Device, InferencePrecision, Stage
-from finetune_contract.job import TrainerJob
+from finetune_contract.job import Evaluation, Prediction, TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
@@ -28,13 +29,25 @@ log = logging.getLogger(__name__)
 
 _Answering: TypeAlias = Callable[[Sequence[Feature]], list[Answer]]
 
-DEFAULT_BATCH_TOKENS = 8192
-"""Padded tokens of a batch when the job has no settings for the stage; some 100 MB of activations for a small encoder.
-"""
-DEFAULT_DEVICE: Device = "cpu"
-"""Where a stage computes for which the job has no settings."""
-DEFAULT_PRECISION: InferencePrecision = "fp32"
-"""What such a stage computes in."""
+
+@dataclass(frozen=True)
+class Means:
+    """What a stage computes with; as here when the job has no settings for it."""
+
+    device: Device = "cpu"
+    batch_tokens: int = 8192
+    """Padded tokens of a batch; some 100 MB of activations for a small encoder."""
+    precision: InferencePrecision = "fp32"
+
+    @classmethod
+    def of(cls, asked: Evaluation | Prediction | None) -> Means:
+        """As the job has it."""
+        return cls() if asked is None else cls(asked.device, asked.batch_tokens, asked.precision)
+
+    @property
+    def told(self) -> dict[str, str]:
+        """What a stage's result says of it: nothing of fp32. `precision` would be the metric of that name."""
+        return {} if self.precision == "fp32" else {"computed_in": self.precision}
 
 
 def model_to_use(
@@ -94,11 +107,6 @@ def _loaded(
     if precision != "fp32":
         log.info("%s computes in %s.", name, precision)
     return model
-
-
-def told_precision(precision: InferencePrecision) -> dict[str, str]:
-    """What a stage's result says of it: nothing of fp32. `precision` would be the metric of that name."""
-    return {} if precision == "fp32" else {"computed_in": precision}
 
 
 def answers_of(
