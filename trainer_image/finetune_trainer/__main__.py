@@ -24,6 +24,7 @@ from finetune_contract.report import TrainerReport
 from finetune_trainer import runs
 from finetune_trainer.console import quiet_libraries, settle_console
 from finetune_trainer.distributed import ProcessWorld, current, disconnect
+from finetune_trainer.ending import let_collectives_end
 from finetune_trainer.failures import StageError, chain, classify
 from finetune_trainer.jobs import read_job
 from finetune_trainer.outcome import report_path, write_report
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if code != EXIT_OK:
         # A process group whose peers are gone, or a thread inside a collective, can hold up an orderly end for minutes.
         os._exit(code)
+    let_collectives_end()
     sys.exit(code)
 
 

@@ -24,9 +24,11 @@ from finetune_trainer.failures import StageError
 _CHUNK_ROWS = 65_536
 """Rows turned into one Arrow chunk at most."""
 _CHUNK_BYTES = 16 << 20
-"""Bytes of rows as they are written in the file, after which a chunk ends: bounds the Python objects alive at a time
-to some tens of MB, however long the rows are.
+"""Bytes of rows as they are written in the file, after which a chunk ends: bounds what is alive at a time to some tens
+of MB, however long the rows are.
 """
+_BATCH_ROWS = 1024
+"""Rows that are read from Parquet at once: more of them are not read any faster."""
 TEXT = "text"
 """Column of a file of plain text."""
 
@@ -317,10 +319,31 @@ def _read_parquet(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -
             names = _column_names(file, parquet.schema_arrow)
             seen.update(dict.fromkeys(names))
             columns = [name for name in wanted if name in names]
-            for batch in parquet.iter_batches(_CHUNK_ROWS, columns=columns):
-                yield pa.Table.from_batches([batch])
+            yield from _gathered(parquet.iter_batches(_batch_rows(parquet.metadata), columns=columns))
     except (pa.ArrowInvalid, pa.ArrowIOError, OSError) as error:
         raise unreadable(file, error) from error
+
+
+def _batch_rows(metadata: pq.FileMetaData) -> int:
+    """As many rows as are a chunk where they are longest, `_BATCH_ROWS` at most."""
+    groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
+    longest = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+    return max(1, min(_BATCH_ROWS, _CHUNK_BYTES // max(longest, 1)))
+
+
+def _gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
+    """The batches, as many at a time as a chunk has."""
+    chunk: list[pa.RecordBatch] = []
+    rows = size = 0
+    for batch in batches:
+        chunk.append(batch)
+        rows += batch.num_rows
+        size += batch.nbytes
+        if rows >= _CHUNK_ROWS or size >= _CHUNK_BYTES:
+            yield pa.Table.from_batches(chunk)
+            chunk, rows, size = [], 0, 0
+    if chunk:
+        yield pa.Table.from_batches(chunk)
 
 
 def _read_arrow(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -> Iterator[pa.Table]:

@@ -41,6 +41,7 @@ from finetune_trainer.launching.launch import grace_seconds
 from finetune_trainer.models import WEIGHT_FILES
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics
+from finetune_trainer.scripts import site
 from finetune_trainer.scripts.code import Program, open_code
 from finetune_trainer.scripts.inputs import Origin, check_origin, former_model, make_folders, variables
 from finetune_trainer.scripts.relay import relayed
@@ -127,7 +128,8 @@ def program_environment(
     if script.world.device == "cpu":
         # As `accelerate launch --cpu` does: without it every process would train alone, and say nothing.
         found["ACCELERATE_USE_CPU"] = "true"
-    found["PYTHONPATH"] = os.pathsep.join([str(program.folder.absolute()), *filter(None, [base.get("PYTHONPATH")])])
+    folders = [str(program.folder.absolute()), *filter(None, [base.get("PYTHONPATH")]), *site.__path__]
+    found["PYTHONPATH"] = os.pathsep.join(folders)
     return found | variables(job, script, paths)
 
 

@@ -1,0 +1,89 @@
+"""A process ends after the threads of its collectives, also one of a user's program."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event, Thread, get_native_id
+from types import SimpleNamespace
+
+import pytest
+
+from finetune_trainer import ending
+from finetune_trainer.scripts import site
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are seen in /proc")
+
+PROGRAM = """
+import hashlib, pathlib, sys, threading
+def compute():
+    pathlib.Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text("pt_gloo_runloop")
+    named.set()
+    hashlib.pbkdf2_hmac("sha512", b"", b"", 100_000)  # some hundredths of a second without the interpreter
+    pathlib.Path(sys.argv[1]).write_text("let go")
+named = threading.Event()
+threading.Thread(target=compute, daemon=True).start()
+named.wait()
+"""
+
+
+def run(program: str, *arguments: Path, folders: tuple[Path, ...]) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, folders), *site.__path__])}
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_a_program_ends_after_a_thread_that_still_lets_go_of_a_collective(tmp_path: Path):
+    run(PROGRAM, tmp_path / "seen", folders=())
+    assert (tmp_path / "seen").read_text() == "let go"
+
+
+@pytest.mark.parametrize("theirs_first", [True, False])
+def test_the_sitecustomize_of_the_environment_is_imported_too(theirs_first: bool, tmp_path: Path):
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.theirs = 'imported'\n")
+    program = "import sys; print(theirs, sys.modules['sitecustomize'].__file__)"
+    if theirs_first:
+        printed = run(program, folders=(tmp_path,))
+    else:
+        added = f"import site, sys; sys.path.append({str(tmp_path)!r}); sys.modules.pop('sitecustomize', None)\n"
+        ours = f"sys.path.insert(0, {next(iter(site.__path__))!r}); import sitecustomize\n"
+        printed = run(added + ours + program, folders=())
+    assert printed.split() == ["imported", str(tmp_path / "sitecustomize.py")]
+
+
+@pytest.fixture
+def sleeping() -> Iterator[None]:
+    """A thread of this process that looks like one that waits for a collective."""
+    named, over = Event(), Event()
+
+    def sleep() -> None:
+        Path(f"/proc/self/task/{get_native_id()}/comm").write_text("pt_gloo_runloop")
+        named.set()
+        over.wait()
+
+    thread = Thread(target=sleep)
+    thread.start()
+    named.wait()
+    yield
+    over.set()
+    thread.join()
+
+
+@pytest.mark.timeout(60)
+def test_a_thread_that_waits_holds_nobody_up(sleeping: None, monkeypatch: pytest.MonkeyPatch):
+    slept = []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        time.sleep(seconds)
+
+    # Patience never runs out.
+    monkeypatch.setattr(ending, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
+    ending.let_collectives_end()
+    assert slept

@@ -1,0 +1,52 @@
+"""An orderly end of a process that took part in collectives.
+
+gloo's threads hold the tensors of a collective until a moment after it is done, and need the interpreter to let go of
+them. One that asks for it while the interpreter ends is ended by it, and takes the process along: `terminate called
+without an active exception`, SIGABRT, after everything was done well (torch 2.15; discussed in pytorch/pytorch#179291).
+destroy_process_group waits for these threads only where nothing else, such as a DistributedDataParallel, knows the
+group. Standard library only: every Python process of a user's program imports this.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+_THREADS = Path("/proc/self/task")
+_NAME = "pt_gloo"
+"""How torch's threads begin to be called there."""
+_LOOK_SECONDS = 0.01
+_PATIENCE_SECONDS = 5.0
+_BLIND_SECONDS = 0.1
+"""Where threads cannot be seen: a hundred times what letting go takes."""
+
+
+def let_collectives_end() -> None:
+    """Waits until no thread of a gloo group computes, 5 s at most; at once where there is none."""
+    if not _THREADS.is_dir():
+        if "torch.distributed" in sys.modules:
+            time.sleep(_BLIND_SECONDS)
+        return
+    states = _states()
+    until = time.monotonic() + _PATIENCE_SECONDS
+    while states and time.monotonic() < until:
+        # Sleeping gives them the interpreter; whoever sleeps after that waits for peers or for work.
+        time.sleep(_LOOK_SECONDS)
+        states = _states()
+        if all(state == "S" for state in states):
+            return
+
+
+def _states() -> list[str]:
+    """The kernel's letter for what each of them does: R runs or would like to, D waits for a disk, S sleeps."""
+    found = []
+    for thread in _THREADS.iterdir():
+        try:
+            stat = (thread / "stat").read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue  # ended meanwhile
+        name, _, rest = stat.partition("(")[2].rpartition(")")
+        if name.startswith(_NAME):
+            found.append(rest.split()[0])
+    return found
