@@ -28,13 +28,13 @@ def let_collectives_end() -> None:
         if "torch.distributed" in sys.modules:
             time.sleep(_BLIND_SECONDS)
         return
-    states = _states()
+    if not _states():
+        return
     until = time.monotonic() + _PATIENCE_SECONDS
-    while states and time.monotonic() < until:
+    while time.monotonic() < until:
         # Sleeping gives them the interpreter; whoever sleeps after that waits for peers or for work.
         time.sleep(_LOOK_SECONDS)
-        states = _states()
-        if all(state == "S" for state in states):
+        if all(state == "S" for state in _states()):
             return
 
 

@@ -319,7 +319,8 @@ def _read_parquet(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -
             names = _column_names(file, parquet.schema_arrow)
             seen.update(dict.fromkeys(names))
             columns = [name for name in wanted if name in names]
-            yield from _gathered(parquet.iter_batches(_batch_rows(parquet.metadata), columns=columns))
+            for batch in parquet.iter_batches(_batch_rows(parquet.metadata), columns=columns):
+                yield pa.Table.from_batches([batch])
     except (pa.ArrowInvalid, pa.ArrowIOError, OSError) as error:
         raise unreadable(file, error) from error
 
@@ -329,21 +330,6 @@ def _batch_rows(metadata: pq.FileMetaData) -> int:
     groups = (metadata.row_group(number) for number in range(metadata.num_row_groups))
     longest = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
     return max(1, min(_BATCH_ROWS, _CHUNK_BYTES // max(longest, 1)))
-
-
-def _gathered(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Table]:
-    """The batches, as many at a time as a chunk has."""
-    chunk: list[pa.RecordBatch] = []
-    rows = size = 0
-    for batch in batches:
-        chunk.append(batch)
-        rows += batch.num_rows
-        size += batch.nbytes
-        if rows >= _CHUNK_ROWS or size >= _CHUNK_BYTES:
-            yield pa.Table.from_batches(chunk)
-            chunk, rows, size = [], 0, 0
-    if chunk:
-        yield pa.Table.from_batches(chunk)
 
 
 def _read_arrow(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -> Iterator[pa.Table]:
