@@ -94,7 +94,7 @@ def _script(playbook: Playbook, dice: random.Random, name: str, number: int) -> 
 @pytest.mark.timeout(420)
 def test_nothing_is_lost_and_nothing_done_twice_whatever_breaks(chaotic: World, proxy: FaultProxy) -> None:
     world, dice = chaotic, random.Random(SEED)
-    mark = world.cluster.audit_mark()
+    mark, uids = world.cluster.audit_mark(), world.record_uids("batch/v1", "jobs")
     names = [f"storm-{number}" for number in range(JOBS)]
     expected = {name: _script(world.kubelet.playbook, dice, name, number) for number, name in enumerate(names)}
     acts = (
@@ -127,8 +127,11 @@ def test_nothing_is_lost_and_nothing_done_twice_whatever_breaks(chaotic: World, 
         for stage, (_, last) in expected[name][1].items()
         for attempt in range(1, last + 1)
     }
-    assert set(made) == wanted
-    assert [name for name, times in made.items() if times != 1] == []
+    # An API server that is killed can have stored an object and not told the audit log, which in turn knows of objects
+    # that came and went while the watch was broken.
+    wait_until(lambda: wanted <= uids.keys(), "each attempt was seen", tell=lambda: wanted - uids.keys())
+    assert set(made) | set(uids) == wanted
+    assert [name for name in wanted if made[name] > 1 or len(uids[name]) != 1] == []
 
 
 def test_watches_that_hang_on_a_server_that_is_gone_are_begun_again_when_another_answers(

@@ -157,6 +157,19 @@ class World:
         self.background.start(follow())
         return history
 
+    def record_uids(self, api_version: str, plural: str) -> dict[str, set[str]]:
+        """Name -> UIDs of all objects that had it, of those that are there or made from now on. A watch fills it, which
+        may be behind, and does not see what comes and goes while it is broken.
+        """
+        uids: dict[str, set[str]] = {}
+
+        async def follow() -> None:
+            async for _, item in self.watching.follow(self.path(api_version, plural)):
+                uids.setdefault(item["metadata"]["name"], set()).add(item["metadata"]["uid"])
+
+        self.background.start(follow())
+        return uids
+
     def apply(self, name: str, spec: Object | None = None) -> Object:
         """Create the job `name`: `BASE` with `spec` laid over it."""
         body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}}
