@@ -294,6 +294,29 @@ def test_a_preparation_has_succeeded_with_its_first_pod_whatever_becomes_of_thos
     assert "StageFailed" not in world.told()
 
 
+def test_a_preparation_goes_on_and_tells_of_it_while_pods_after_the_first_find_no_node():
+    world = World()
+    world.settings = limits(unschedulableSeconds=60)
+    world.spec["preparation"] = {"engine": "job", "workers": 2}
+    world.settle()
+    child = world.start()
+    first, unplaced = world.pods_of(child)
+    world.pods[unplaced]["status"] = {
+        "phase": "Pending",
+        "conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}],
+    }
+    world.settle()
+    world.progress = ProgressStatus(step=7)
+    world.wait(600)
+    assert (world.phase, world.said("Running")[2]) == ("Preparing", f"Waiting for 1 pod of {child}: 0/3 nodes")
+    assert world.job().status.progress == ProgressStatus(step=7)
+    world.pods[first]["status"] = {"phase": "Pending", "conditions": world.pods[unplaced]["status"]["conditions"]}
+    world.settle()
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (world.phase, failure.failure_class, failure.pod) == ("Failed", "Unschedulable", first)
+
+
 # -------------------------------------------------------------------------------------------- jobs that are not begun
 
 

@@ -145,6 +145,16 @@ WAITS: dict[str, tuple[tuple[PodView, ...], Limits, Waits | None]] = {
         Limits.model_validate({"unschedulableSeconds": 60}),
         Waits(f"{OF_ONE}: 0/1 nodes", until=NOON + timedelta(seconds=60)),
     ),
+    "a pod of a preparation that finds no node has no bound, as the first does its share": (
+        (pending("a", phase="Running"), pending("b", index=1, unschedulable="0/1 nodes")),
+        Limits.model_validate({"unschedulableSeconds": 60}),
+        Waits(f"{OF_ONE}: 0/1 nodes", idle=False),
+    ),
+    "the first pod of a preparation is waited for": (
+        (pending("b", index=1, unschedulable="no room for b"), pending("a", unschedulable="no room for a")),
+        Limits.model_validate({"unschedulableSeconds": 60}),
+        Waits("Waiting for 2 pods of reviews-prepare-1: no room for a", until=NOON + timedelta(seconds=60)),
+    ),
     "an image counts from when its pull first failed": (
         (pending("a", waiting=PULL, created=NOON - timedelta(days=1), scheduled=NOON - timedelta(days=1)),),
         Limits(),

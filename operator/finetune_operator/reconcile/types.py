@@ -133,6 +133,11 @@ class PodView:
         """Whether nothing of it runs any more."""
         return self.gone or self.phase in ("Succeeded", "Failed")
 
+    @property
+    def spare(self) -> bool:
+        """Whether its attempt ends well without it: the first pod of a preparation does what the others leave."""
+        return self.stage == Stage.PREPARE and bool(self.index)
+
 
 @dataclass(frozen=True)
 class Refusal:

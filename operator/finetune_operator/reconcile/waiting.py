@@ -48,6 +48,8 @@ class Waits:
     """When that will be, or when there will be more to say."""
     blocked_since: datetime | None = None
     """Since when a container cannot start; a long pull of its image before that does not count."""
+    idle: bool = True
+    """Whether nothing is done meanwhile."""
 
 
 def waits(
@@ -55,21 +57,21 @@ def waits(
 ) -> Waits | None:
     """What the attempt waits for; None when its pods run. `blocked_since`, as it was found the last time."""
     name = child.ref.name
-    pending = [pod for pod in pods if pod.phase == "Pending"]
+    pending = sorted((pod for pod in pods if pod.phase == "Pending"), key=lambda pod: pod.spare)
     if not pods and child.state in ("Pending", "Suspended"):
         return _without_pods(child, now)
     if not pending:
         return None
     count = f"{len(pending)} pod{'s' * (len(pending) > 1)} of {name}"
-    since = blocked_since or now
+    since, idle = blocked_since or now, not pending[0].spare
     told = [one for one in (_held(pod, now, limits, since) for pod in pending) if one is not None]
     if not told:
-        return Waits(f"Waiting for {count} to start.")
+        return Waits(f"Waiting for {count} to start.", idle=idle)
     overdue = next((one for one in told if one.cause is not None), None)
     first = overdue or told[0]
     ends = [one.until for one in told if one.until is not None]
     blocked = next((one.blocked_since for one in told if one.blocked_since is not None), None)
-    return Waits(f"Waiting for {count}: {first.message}", first.cause, min(ends, default=None), blocked)
+    return Waits(f"Waiting for {count}: {first.message}", first.cause, min(ends, default=None), blocked, idle)
 
 
 def _without_pods(child: ChildView, now: datetime) -> Waits:
@@ -113,7 +115,7 @@ def _kind(reason: str) -> OperatorCause | None:
 def _bounded(
     pod: PodView, kind: OperatorCause, reason: str, message: str, since: datetime, seconds: int | None, now: datetime
 ) -> Waits:
-    if seconds is None:
+    if seconds is None or pod.spare:
         return Waits(message)
     until = since + timedelta(seconds=seconds)
     if now < until:
