@@ -1,16 +1,23 @@
-"""Logits of long rows are judged a piece at a time, in memory that the plan counts."""
+"""Logits of long rows are asked for and judged a part at a time, in memory that the plan counts."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from finetune_contract.job import Preference
 from finetune_contract.plans import JUDGED_LOGITS
+from finetune_trainer.tasks import writing
+from finetune_trainer.tasks.preference_tuning import PreferenceTuning
+from finetune_trainer.tasks.text_generation import TextGeneration
 from finetune_trainer.tasks.writing import judged, surprises
 
 NOT_LEARNT = -100
@@ -26,11 +33,18 @@ def long_row(vocabulary: int, pieces: float, dtype: torch.dtype) -> tuple[torch.
     return logits, labels
 
 
+def allocated(profile: torch.profiler.profile, folder: Path) -> list[int]:
+    """Bytes in use after each allocation and release, as torch's own allocator tells it."""
+    profile.export_chrome_trace(str(folder / "trace.json"))
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    return [each["args"]["Total Allocated"] for each in events if each["name"] == "[memory]"]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_row_is_judged_in_pieces_as_it_would_be_at_once(dtype: torch.dtype):
     logits, labels = long_row(32_768, 1.3, dtype)
     nothing = torch.full_like(labels, NOT_LEARNT)
-    one, none = surprises(torch.stack([logits, logits]), torch.stack([labels, nothing]))
+    one, none = surprises([(torch.stack([logits, logits]), torch.stack([labels, nothing]))])
     learnt = labels != NOT_LEARNT
     whole = torch.nn.functional.cross_entropy(logits[learnt].float(), labels[learnt], reduction="none")
     assert len(whole) * 32_768 > JUDGED_LOGITS
@@ -57,12 +71,147 @@ def test_judging_takes_no_more_memory_than_the_plan_counts_however_long_the_row(
     logits, labels = long_row(65_536, 3.2, torch.bfloat16)
     batch = logits[None], labels[None]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        surprises(*batch)
-    profile.export_chrome_trace(str(tmp_path / "trace.json"))
-    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    totals = [each["args"]["Total Allocated"] for each in events if each["name"] == "[memory]"]
+        surprises([batch])
+    totals = allocated(profile, tmp_path)
     assert len(totals) > 10
     assert sum(later > before for before, later in pairwise(totals)) >= 8, "two tensors or more for each of four pieces"
     peak, counted = max(totals) - min(totals), (2 + 8) * JUDGED_LOGITS
     assert 0.5 * counted < peak < 1.02 * counted
     assert counted < 0.4 * (2 + 8) * logits.numel(), "a row that is long enough to tell"
+
+
+# ------------------------------------------------------------------------------------------- parts that are asked for
+
+VOCABULARY = 96
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4},
+    "qwen3": {"head_dim": 12},
+    # What these two do to logits comes after the head.
+    "gemma2": {"head_dim": 12, "final_logit_softcapping": 2.0},
+    "cohere": {"logit_scale": 0.25},
+}
+
+
+def decoder(family: str, **config: Any) -> PreTrainedModel:
+    """Random; its weights are so large that tokens differ."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCABULARY,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    given = {**sizes, **FAMILIES[family], **config}
+    if family == "gpt2":
+        given = {name: value for name, value in given.items() if not name.startswith(("hidden", "inter", "num_"))}
+    torch.manual_seed(7)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **given))
+    return cast(PreTrainedModel, model.eval())
+
+
+class Heard:
+    """How often a decoder reads, and what is asked of its head."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.read = 0
+        self.asked: list[int] = []
+        model.get_input_embeddings().register_forward_hook(self._reads)
+        model.get_output_embeddings().register_forward_hook(self._says)
+
+    def _reads(self, *_: object) -> None:
+        self.read += 1
+
+    def _says(self, _: object, __: object, logits: torch.Tensor) -> None:
+        self.asked.append(logits.numel())
+
+
+def rows_to_read(sizes: Sequence[int], prompt: int) -> list[dict[str, Any]]:
+    """Features of text-generation; the first `prompt` tokens are not learnt."""
+    drawn = np.random.default_rng(5)
+    features = []
+    for size in sizes:
+        ids = drawn.integers(3, VOCABULARY, size).tolist()
+        features.append({"input_ids": ids, "labels": [NOT_LEARNT] * len(ids[:prompt]) + ids[prompt:]})
+    return features
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_decoder_reads_long_rows_once_and_says_in_parts_what_it_says_at_once(
+    family: str, monkeypatch: pytest.MonkeyPatch
+):
+    model, task = decoder(family), TextGeneration()
+    batch = task.collate(rows_to_read([50, 41, 3], prompt=20), pad_token_id=0)
+    heard = Heard(model)
+    with torch.inference_mode():
+        whole = task.answer(model, batch, [])
+        assert (heard.read, heard.asked) == (1, [3 * 50 * VOCABULARY])
+        monkeypatch.setattr(writing, "ASKED_LOGITS", 3 * 8 * VOCABULARY + 5)
+        parts = task.answer(model, batch, [])
+    # Nothing of the prompts, where no row has a label; the last token has nothing to say.
+    assert (heard.read, heard.asked[1:]) == (2, [3 * 8 * VOCABULARY] * 3 + [3 * 6 * VOCABULARY])
+    assert [len(answer["surprise"]) for answer in parts] == [30, 21, 0]
+    for one, other in zip(parts, whole, strict=True):
+        np.testing.assert_allclose(one["surprise"], other["surprise"], rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(one["hit"], other["hit"])
+    again = task.collate(rows_to_read([9], prompt=2), pad_token_id=0)
+    with torch.inference_mode():
+        task.answer(model, again, [])
+    assert heard.read == 3, "a batch of its own is read for itself"
+
+
+def test_both_answers_of_a_pair_are_as_likely_in_parts(monkeypatch: pytest.MonkeyPatch):
+    model, task = decoder("llama"), PreferenceTuning(Preference())
+    pairs = zip(rows_to_read([50, 22], prompt=20), rows_to_read([31, 44], prompt=20), strict=True)
+    features = [
+        {**{name: one[name] + other[name] for name in one}, "chosen": len(one["input_ids"])} for one, other in pairs
+    ]
+    batch, heard = task.collate(features, pad_token_id=0), Heard(model)
+    with torch.inference_mode():
+        whole = task.answer(model, batch, [])
+        monkeypatch.setattr(writing, "ASKED_LOGITS", 4 * 8 * VOCABULARY)
+        parts = task.answer(model, batch, [])
+    assert (heard.read, len(heard.asked)) == (2, 1 + 4)
+    assert [list(answer) for answer in parts] == [["chosen", "rejected"]] * 2
+    for one, other in zip(parts, whole, strict=True):
+        np.testing.assert_allclose(list(one.values()), list(other.values()), rtol=1e-5)
+
+
+def test_rows_without_a_label_are_read_and_have_nothing_to_tell(monkeypatch: pytest.MonkeyPatch):
+    model, task = decoder("llama"), TextGeneration()
+    monkeypatch.setattr(writing, "ASKED_LOGITS", 1)
+    with torch.inference_mode():
+        answers = task.answer(model, task.collate(rows_to_read([7, 5], prompt=7), pad_token_id=0), [])
+    assert [answer["surprise"].shape for answer in answers] == [(0,), (0,)]
+
+
+def test_processes_that_may_share_a_model_ask_it_once_however_long_the_rows(monkeypatch: pytest.MonkeyPatch):
+    model, task = decoder("llama"), TextGeneration()
+    batch, heard = task.collate(rows_to_read([50, 41], prompt=0), pad_token_id=0), Heard(model)
+    monkeypatch.setattr(writing, "ASKED_LOGITS", 1)
+    with torch.no_grad():
+        task.answer(model, batch, [])
+    assert (heard.read, heard.asked) == (1, [2 * 50 * VOCABULARY])
+
+
+def test_logits_of_a_long_row_take_no_more_memory_than_the_plan_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    words, tokens, asked = 65_536, 4097, 1 << 26
+    model = decoder("llama", vocab_size=words, hidden_size=16, intermediate_size=16).to(torch.bfloat16)
+    batch = TextGeneration().collate(rows_to_read([tokens], prompt=1), pad_token_id=0)
+    monkeypatch.setattr(writing, "ASKED_LOGITS", asked)
+    with (
+        torch.inference_mode(),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+    ):
+        (answer,) = TextGeneration().answer(model, batch, [])
+    totals = allocated(profile, tmp_path)
+    peak, counted = max(totals) - min(totals), 2 * 2 * asked + (2 + 8) * JUDGED_LOGITS
+    assert len(answer["surprise"]) == tokens - 1
+    # Beside them the activations of a tiny model.
+    assert 0.5 * counted < peak < 1.05 * counted
+    assert counted < 0.7 * (2 * tokens * words + (2 + 8) * JUDGED_LOGITS), "a row that is long enough to tell"

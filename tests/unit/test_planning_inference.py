@@ -10,7 +10,7 @@ import pytest
 
 from finetune_contract.choices import InferencePrecision, Stage, Task
 from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
-from finetune_contract.plans import JUDGED_LOGITS
+from finetune_contract.plans import ASKED_LOGITS, JUDGED_LOGITS
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.facts import parse_hardware
@@ -90,8 +90,8 @@ def on(gpu: str, shape: ModelFacts | None = LLAMA_8B, data: DataFacts | None = N
 CHOSEN: dict[str, tuple[dict[str, Any], tuple[str | None, str | None]]] = {
     "8B in 24 GB": ({"gpu": "A10G"}, ("bf16", None)),
     "8B in 40 GB": ({"gpu": "A100-40GB"}, ("fp32", None)),
-    "8B in 40 GB, with 8 GB of logits in fp32": ({"gpu": "A100-40GB", **LONG}, ("bf16", None)),
-    "8B in 24 GB, with 4 GB of logits in bf16": ({"gpu": "A10G", **LONG}, (None, None)),
+    "8B in 40 GB, with rows of 16,384 tokens": ({"gpu": "A100-40GB", **LONG}, ("bf16", None)),
+    "8B in 24 GB, with rows of 16,384 tokens, whose logits would take 4 GB": ({"gpu": "A10G", **LONG}, ("bf16", None)),
     "8B in 32 GB, which has room for its weights alone, without units for bf16": ({"gpu": "V100-32GB"}, (None, None)),
     "3B in 32 GB without units for bf16": ({"gpu": "V100-32GB", "shape": LLAMA_3B}, ("fp32", None)),
     "a small encoder": ({"gpu": "T4", "shape": BERT, **CLASSIFIES, "model": {"uri": "hf://org/bert"}}, ("fp32", None)),
@@ -181,8 +181,8 @@ def test_an_evaluation_or_prediction_that_was_asked_for_is_refused(case: str, fi
 
 
 def test_memory_is_that_of_weights_and_of_what_a_batch_needs_at_a_time():
-    def takes(task: Task, precision: InferencePrecision = "bf16", cached: int = 0) -> int:
-        return inference_bytes(LLAMA_8B, task, precision, tokens=4096, length=512, cached=cached)
+    def takes(task: Task, precision: InferencePrecision = "bf16", cached: int = 0, tokens: int = 4096) -> int:
+        return inference_bytes(LLAMA_8B, task, precision, tokens=tokens, length=512, cached=cached)
 
     beside = 1.1  # what the allocator loses
     weights = 2 * LLAMA_8B.parameters
@@ -196,6 +196,12 @@ def test_memory_is_that_of_weights_and_of_what_a_batch_needs_at_a_time():
     assert more == pytest.approx(beside * (2 * logits + pieces), rel=1e-6)
     more = takes("summarization") - takes("text-generation")
     assert more == pytest.approx(beside * 2 * logits, rel=1e-6)
+    for task in ("text-generation", "preference-tuning"):
+        # A decoder is asked for a part of a long row's at a time, and the next part comes while the last is there.
+        more = takes(task, tokens=131_072) - takes("text-classification", tokens=131_072)
+        assert more == pytest.approx(beside * (2 * 2 * ASKED_LOGITS + pieces), rel=1e-6)
+    more = takes("masked-lm", tokens=131_072) - takes("text-classification", tokens=131_072)
+    assert more == pytest.approx(beside * (2 * 131_072 * 128_256 + pieces), rel=1e-6)
     keys_and_values = 100_000 * 32 * 2 * 1024 * 2
     written = takes("text-generation", cached=100_000) - takes("text-classification")
     assert written == pytest.approx(beside * keys_and_values, rel=1e-6)

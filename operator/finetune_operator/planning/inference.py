@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from finetune_contract.choices import LANGUAGE_TASKS, WRITING_TASKS, InferencePrecision, Stage
+from finetune_contract.plans import ASKED_LOGITS
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.facts import is_well_known
 from finetune_operator.planning.memory import inference_bytes
@@ -20,8 +21,6 @@ GPU_BATCH_TOKENS_WIDE = 4_096
 """The same for models wider than that."""
 CPU_BATCH_TOKENS = 2_048
 """On CPU larger batches gain nothing and leave the caches; see `batch.CPU_TOKENS`."""
-LOGITS_BYTES = 1 << 30
-"""Most memory for the logits of an inference batch of a language model, 4 bytes for each word of its vocabulary."""
 
 
 def inference_tokens(draft: Draft) -> int:
@@ -31,7 +30,7 @@ def inference_tokens(draft: Draft) -> int:
     else:
         tokens = GPU_BATCH_TOKENS if draft.model.hidden_size <= 2048 else GPU_BATCH_TOKENS_WIDE
     if draft.spec.task in LANGUAGE_TASKS:
-        tokens = min(tokens, LOGITS_BYTES // (4 * draft.model.vocabulary_size))
+        tokens = min(tokens, ASKED_LOGITS // draft.model.vocabulary_size)
     return max(tokens, draft.length_limit)
 
 

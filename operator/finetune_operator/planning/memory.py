@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from finetune_contract.choices import LANGUAGE_TASKS, Device, InferencePrecision, OptimizerName, Precision, Task
 from finetune_contract.facts import ModelFacts
 from finetune_contract.job import Adapter, Strategy, World
-from finetune_contract.plans import AVERAGED_ELEMENTS, JUDGED_LOGITS
+from finetune_contract.plans import ASKED_LOGITS, AVERAGED_ELEMENTS, JUDGED_LOGITS
 from finetune_operator.planning.adapters import (
     FOUR_BIT_BYTES,
     adapted_layers,
@@ -632,8 +632,9 @@ def inference_bytes(
     `length`; `cached`: tokens of which it keeps keys and values while it writes.
 
     Of activations there is one layer's at a time, at most what training keeps of it. Logits are there whole, and once
-    more where the model computes a loss of its own, as of text to text; of `JUDGED_LOGITS` there are a copy, its
-    float32 form and the log-probabilities. Nothing is judged while the model writes. Weights come once, in blocks of
+    more where the model computes a loss of its own, as of text to text; a decoder is asked for `ASKED_LOGITS` at a
+    time, and the next come while the last are there. Of `JUDGED_LOGITS` there are a copy, its float32 form and the
+    log-probabilities. Nothing is judged while the model writes. Weights come once, in blocks of
     their size: only what comes and goes is subject to the allocator's losses.
     """
     alone = World(nodes=1, processes_per_node=1, device="cuda", threads_per_process=1)
@@ -650,7 +651,8 @@ def inference_bytes(
     width, judged = work.compute_bytes, 0
     if task in LANGUAGE_TASKS:
         logits, copies = tokens * model.vocabulary_size, 2 if task in ("summarization", "translation") else 1
-        judged = copies * width * logits + (width + 8) * min(logits, JUDGED_LOGITS)
+        there = min(logits, 2 * ASKED_LOGITS) if task in ("text-generation", "preference-tuning") else copies * logits
+        judged = width * there + (width + 8) * min(logits, JUDGED_LOGITS)
     kept = cached * 2 * model.layers * model.key_value_width * width
     passing = tokens * activation_bytes_per_token(work) + max(judged, kept)
     return width * model.parameters + int((1 + ALLOCATOR_SHARE) * passing) + CUDA_CONTEXT_BYTES

@@ -18,6 +18,11 @@ JUDGED_LOGITS = 1 << 25
 large vocabulary, which keep a GPU busy.
 """
 
+ASKED_LOGITS = 1 << 28
+"""Logits that an evaluation asks a decoder for at a time, 512 MiB of them in bf16: those of a batch, but of a row that
+has more those of some thousand tokens.
+"""
+
 PIPELINE_FAMILIES = ("bert", "gemma", "gpt2", "llama", "mistral", "qwen2", "roberta", "xlm-roberta")
 """Values of a config's `model_type` that are known to be cut into stages, whatever the task's head: `auto` takes a
 pipeline for these alone. Others are looked at when they are to be cut.

@@ -173,7 +173,7 @@ class MaskedLm(LanguageTask):
     ) -> list[Answer]:
         """How likely each token was that was asked for."""
         said = model(**{name: value for name, value in batch.items() if name != "labels"})
-        return surprises(said.logits, batch["labels"])
+        return surprises([(said.logits, batch["labels"])])
 
     def labelled(self, split: PreparedSplit) -> bool:
         """Whether tokens are asked for."""

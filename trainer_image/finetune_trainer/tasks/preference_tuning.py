@@ -46,7 +46,7 @@ from finetune_trainer.tasks.rows import (
     row_error,
     wanted_texts,
 )
-from finetune_trainer.tasks.writing import judged
+from finetune_trainer.tasks.writing import judged, logits_at
 
 if TYPE_CHECKING:
     import torch
@@ -245,12 +245,12 @@ def likelihoods(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> tu
     """Of the chosen and of the rejected answers their log-likelihoods in nats, shape (pairs,) each."""
     import torch
 
-    said = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
-    found = []
-    for logits, labels in zip(said.logits[:, :-1], batch["labels"][:, 1:], strict=True):
-        lost = [torch.nn.functional.cross_entropy(*each, reduction="sum") for each in judged(logits, labels)]
-        found.append(-torch.stack(lost).sum())
-    chosen, rejected = torch.stack(found).chunk(2)
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    found: list[list[torch.Tensor]] = [[] for _ in batch["labels"]]
+    for parts in logits_at(model, given, batch["labels"][:, 1:]):
+        for of_row, *row in zip(found, *parts, strict=True):
+            of_row += [torch.nn.functional.cross_entropy(*each, reduction="sum") for each in judged(*row)]
+    chosen, rejected = torch.stack([-torch.stack(lost).sum() for lost in found]).chunk(2)
     return chosen, rejected
 
 

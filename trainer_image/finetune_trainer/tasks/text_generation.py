@@ -39,7 +39,7 @@ from finetune_trainer.tasks.rows import (
     row_error,
     wanted_texts,
 )
-from finetune_trainer.tasks.writing import surprises, token_figures
+from finetune_trainer.tasks.writing import logits_at, surprises, token_figures
 
 if TYPE_CHECKING:
     import torch
@@ -194,8 +194,7 @@ class TextGeneration(DecoderTask):
         """How likely each token was that follows."""
         given = {name: value for name, value in batch.items() if name not in LABELS}
         wanted = batch[FOLLOWING] if FOLLOWING in batch else batch["labels"][:, 1:]
-        said = model(**given, use_cache=False)
-        return surprises(said.logits[:, : wanted.shape[1]], wanted)
+        return surprises(logits_at(model, given, wanted))
 
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
         """See `token_figures`; of completions and replies alone where rows have prompts."""

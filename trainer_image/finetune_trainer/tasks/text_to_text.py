@@ -152,7 +152,7 @@ class TextToText(LanguageTask):
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
         """How likely each wanted token was after those before it."""
-        return surprises(model(**batch).logits, batch["labels"])
+        return surprises([(model(**batch).logits, batch["labels"])])
 
     def labelled(self, split: PreparedSplit) -> bool:
         """Whether wanted texts are known."""

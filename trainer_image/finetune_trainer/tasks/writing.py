@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -11,7 +13,7 @@ import pyarrow as pa
 from finetune_contract.choices import Stage
 from finetune_contract.job import Generation
 from finetune_contract.layout import FailureClass
-from finetune_contract.plans import JUDGED_LOGITS
+from finetune_contract.plans import ASKED_LOGITS, JUDGED_LOGITS
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import position_limit
@@ -137,20 +139,79 @@ def text_table(said: Sequence[str]) -> pa.Table:
     return pa.table({WRITTEN: pa.array(said, pa.string())})
 
 
-def surprises(logits: torch.Tensor, labels: torch.Tensor) -> list[Answer]:
+def surprises(said: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Answer]:
     """Of each row the cross-entropy of its labels in nats (`surprise`), and whether they were the likeliest token
-    (`hit`). `logits`: shape (rows, tokens, vocabulary), of the labels at the same place, (rows, tokens).
+    (`hit`). `said`: parts of all rows, one after the other, each as logits, shape (rows, tokens, vocabulary), and the
+    labels at the same places, (rows, tokens).
     """
     import torch
 
-    answers: list[Answer] = []
-    for said, wanted in zip(logits, labels, strict=True):
-        lost, hit = [], []
-        for chosen, right in judged(said, wanted):
-            lost.append(torch.nn.functional.cross_entropy(chosen, right, reduction="none"))
-            hit.append(chosen.argmax(-1) == right)
-        answers.append({"surprise": torch.cat(lost).cpu().numpy(), "hit": torch.cat(hit).cpu().numpy()})
-    return answers
+    found: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+    for logits, labels in said:
+        found = found or [[] for _ in labels]
+        for of_row, *row in zip(found, logits, labels, strict=True):
+            for chosen, right in judged(*row):
+                lost = torch.nn.functional.cross_entropy(chosen, right, reduction="none")
+                of_row.append((lost, chosen.argmax(-1) == right))
+    names = ("surprise", "hit")
+    return [
+        {name: torch.cat(each).cpu().numpy() for name, each in zip(names, zip(*of_row, strict=True), strict=True)}
+        for of_row in found
+    ]
+
+
+def logits_at(
+    model: torch.nn.Module, given: Mapping[str, torch.Tensor], labels: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What a decoder says to `given`, as `surprises` takes it: all at once, but where one process has the whole model,
+    which is in inference mode, at most `ASKED_LOGITS` at a time, and those alone at whose place a row has a label.
+
+    The logits of one row of 131,072 tokens are 34 GB in bf16, while the rest of a pass has one layer at a time.
+    Processes that share a model would ask it different numbers of times, and wait for each other for ever.
+    """
+    import torch
+    from transformers import PreTrainedModel
+
+    alone = torch.is_inference_mode_enabled() and isinstance(model, PreTrainedModel)
+    parts = _parts(cast(Any, model), labels) if alone else None
+    if parts is None:
+        yield model(**given, use_cache=False).logits[:, : labels.shape[1]], labels
+        return
+    with _reading_once(cast(Any, model).base_model):
+        for places in parts:
+            yield model(**given, use_cache=False, logits_to_keep=places).logits, labels[:, places]
+
+
+def _parts(model: PreTrainedModel, labels: torch.Tensor) -> Sequence[torch.Tensor] | None:
+    """Places of the labels, in parts; None where all are asked for at once: few, or by a model that cannot do it."""
+    import torch
+
+    of_place = len(labels) * model.config.get_text_config().vocab_size
+    body, takes = model.base_model, inspect.signature(model.forward).parameters
+    if labels.shape[1] * of_place <= ASKED_LOGITS or body is model or "logits_to_keep" not in takes:
+        return None
+    (places,) = torch.where((labels != NOT_LEARNT).any(0))
+    return torch.split(places, max(1, ASKED_LOGITS // of_place))
+
+
+@contextmanager
+def _reading_once(body: torch.nn.Module) -> Iterator[None]:
+    """What `body` says to the first call of its `forward` it says to all."""
+    own, read = vars(body).get("forward"), body.forward
+    said: list[Any] = []
+
+    def forward(*arguments: Any, **named: Any) -> Any:
+        if not said:
+            said.append(read(*arguments, **named))
+        return said[0]
+
+    body.forward = forward
+    try:
+        yield
+    finally:
+        del body.forward
+        if own is not None:
+            body.forward = own
 
 
 def judged(logits: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
