@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from finetune_contract.facts import LinearWidths, ModelFacts
 from finetune_contract.job import TrainerJob
@@ -48,6 +50,16 @@ def test_minilm_has_the_shape_that_its_paper_and_config_say():
             "output.dense": LinearWidths(inputs=6 * inner, outputs=6 * hidden, weights=6 * hidden * inner),
         },
     )
+
+
+@pytest.mark.parametrize(("family", "fused"), [("gemma", True), ("gemma2", False), ("gpt_neo", False)])
+def test_attention_that_keeps_its_scores_is_told(family: str, fused: bool, tmp_path: Path):
+    config = AutoConfig.for_model(family, vocab_size=90)
+    config.save_pretrained(tmp_path)
+    model = JOB.model.model_copy(update={"uri": f"file://{tmp_path}"})
+    facts = model_facts(JOB.model_copy(update={"model": model}))
+    assert (facts.model_type, facts.fused_attention) == (family, fused)
+    assert ("fusedAttention" in facts.to_json()) == (not fused)
 
 
 def test_facts_are_one_json_object_that_reads_back():

@@ -80,6 +80,7 @@ def model_facts(job: TrainerJob) -> ModelFacts:
         ),
         attention_heads=heads,
         key_value_heads=shared if isinstance(shared, int) and 0 < shared < heads else None,
+        fused_attention=getattr(model.config, "_attn_implementation", None) != "eager",
         vocabulary_size=_size(text, job, "vocab_size"),
         max_positions=position_limit(config),
         tied_embeddings=cast(Any, model).get_output_embeddings() is not None and bool(config.tie_word_embeddings),

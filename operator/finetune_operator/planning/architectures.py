@@ -10,7 +10,7 @@ Symbols: h hidden size, f width of the feed-forward layer, V vocabulary, P posit
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias, cast
 
 from pydantic import JsonValue
@@ -43,7 +43,7 @@ class ActivationShape:
     """Times h."""
     fused_attention: bool = True
     """Whether transformers runs it by scaled_dot_product_attention; if not, heads x length scores are kept for each
-    token.
+    token. Where this is True, what was found in the model itself counts (`ModelFacts.fused_attention`).
     """
     score_tensors: float = 2
     """Times heads x length when attention is not fused: the softmax and its dropped-out form (one mask more with
@@ -57,17 +57,37 @@ class ActivationShape:
 
 _ENCODER = ActivationShape()
 # The counts for the others were fitted to what torch saves for one layer (tests/unit/test_planning_memory.py repeats
-# it): DeBERTa gathers two more score matrices by relative position; GPT-2 writes its GELU out in Python and keeps
-# three more intermediates; Llama's norm keeps its normalised input and its feed-forward layer is gated.
+# it): DeBERTa gathers two more score matrices by relative position; GPT-2 and its kin write their GELU out in Python
+# and keep three more intermediates; Llama's norm keeps its normalised input and its feed-forward layer is gated. Others
+# have norms of queries and keys besides (counted for four heads of queries on one of keys), or behind attention and
+# feed-forward layer. Gemma 2 keeps its capped scores and their softmax, the latter in fp32.
+_DECODER = ActivationShape(dropout_masks=0, attention_dropout=False)
+_PYTHON_GELU = replace(_DECODER, feed_forward=5)
+_GATED = replace(_DECODER, norm_inputs=4, feed_forward=4)
 _SHAPES: dict[str, ActivationShape] = {
     "deberta": ActivationShape(fused_attention=False, score_tensors=10),
     "deberta-v2": ActivationShape(fused_attention=False, score_tensors=10),
     "longformer": ActivationShape(fused_attention=False),
+    "albert": _PYTHON_GELU,
+    "modernbert": replace(_DECODER, hidden=9, feed_forward=4),
     "gpt2": ActivationShape(feed_forward=5),
-    "llama": ActivationShape(norm_inputs=4, feed_forward=4, dropout_masks=0, attention_dropout=False),
-    "mistral": ActivationShape(norm_inputs=4, feed_forward=4, dropout_masks=0, attention_dropout=False),
-    "qwen2": ActivationShape(norm_inputs=4, feed_forward=4, dropout_masks=0, attention_dropout=False),
+    "gpt_neo": _PYTHON_GELU,
+    "gptj": replace(_PYTHON_GELU, hidden=5),
+    "codegen": replace(_PYTHON_GELU, hidden=5),
+    "phi": replace(_PYTHON_GELU, hidden=5),
+    "opt": ActivationShape(feed_forward=1, attention_dropout=False),
+    "gemma2": replace(_GATED, norm_inputs=8, fused_attention=False, score_tensors=4),
+    "gemma3_text": replace(_GATED, norm_inputs=11),
+    "glm4": replace(_GATED, norm_inputs=8, hidden=7),
+    "olmo2": replace(_GATED, norm_inputs=8),
+    "phi3": replace(_GATED, hidden=7),
+    "qwen3": replace(_GATED, norm_inputs=7),
     "t5": ActivationShape(norm_inputs=4, feed_forward=3, fused_attention=False),
+    **dict.fromkeys(("bloom", "falcon", "gpt_neox", "mpt", "starcoder2"), _DECODER),
+    **dict.fromkeys(
+        ("cohere", "cohere2", "gemma", "glm", "granite", "llama", "mistral", "olmo", "qwen2", "smollm3", "stablelm"),
+        _GATED,
+    ),
 }
 
 

@@ -345,7 +345,8 @@ def _unfused_scores(work: Workload) -> float:
     """
     shape = activation_shape(work.model.model_type)
     on_cpu = work.world.device == "cpu" and shape.attention_dropout
-    return 0.0 if shape.fused_attention and not on_cpu else shape.score_tensors
+    fused = shape.fused_attention and work.model.fused_attention
+    return 0.0 if fused and not on_cpu else shape.score_tensors
 
 
 def _mask_bytes_per_token(work: Workload) -> int:
@@ -380,6 +381,9 @@ def activation_bytes_per_token(work: Workload) -> int:
     )
     score_width = 4 if work.world.device == "cpu" else work.compute_bytes
     scores = _unfused_scores(work)
+    if shape.fused_attention and not work.model.fused_attention:
+        # transformers' own attention takes the softmax in fp32, and keeps that.
+        scores += (4 - score_width) / score_width
     dropped = (4 if work.world.device == "cpu" else 1) if scores and shape.attention_dropout else 0
     attention = model.attention_heads / tensor * work.length * (scores * score_width + dropped)
     return int(linear + attention + _mask_bytes_per_token(work) + _adapter_bytes_per_token(work, mask))

@@ -38,6 +38,10 @@ class ModelFacts(Message):
     attention_heads: int = Field(gt=0)
     key_value_heads: int | None = Field(default=None, gt=0, exclude_if=lambda heads: heads is None)
     """Heads of keys and values where several heads of queries share one; None: each has its own."""
+    fused_attention: bool = Field(default=True, exclude_if=lambda fused: fused)
+    """Whether transformers computes attention without keeping heads x length scores for each token, as far as somebody
+    has looked.
+    """
     vocabulary_size: int = Field(gt=0)
     max_positions: int | None = None
     """Longest input in tokens; None when the model sets no limit."""
