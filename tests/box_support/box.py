@@ -6,7 +6,6 @@ built from the Dockerfiles. Only there can a test take a node away; `Box.own` sk
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -139,7 +138,7 @@ class Box:
 
     def uninstall_operator(self) -> None:
         """Everything of ours, whoever installed it; jobs and the kind go as well."""
-        self.kubectl("delete", "-k", str(ROOT / "manifests" / "operator"), "--ignore-not-found", seconds=180)
+        self.kubectl("delete", "-k", str(ROOT / "manifests" / "operator"), "--ignore-not-found", seconds=400)
 
     def operator_log(self, lines: int = 60) -> str:
         """The end of what the operator's pods say, for a failed test."""
@@ -150,23 +149,22 @@ class Box:
 
     def claim_folder(self, namespace: str, claim: str) -> Path:
         """Where the files of a bound claim lie on this machine."""
+        folder = self.bound_folder(namespace, claim)
+        assert folder is not None, f"there is no bound claim {namespace}/{claim}"
+        return folder
+
+    def bound_folder(self, namespace: str, claim: str) -> Path | None:
+        """The same; None before the claim is bound."""
         volumes = self.own("looking into a claim") / "kubelet" / "volumes"
-        bound = self.api.get(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{claim}")
-        assert bound is not None, f"there is no claim {namespace}/{claim}"
-        return volumes / bound["spec"]["volumeName"]
+        found = self.api.get(f"/api/v1/namespaces/{namespace}/persistentvolumeclaims/{claim}") or {}
+        volume = found.get("spec", {}).get("volumeName")
+        return volumes / volume if volume else None
 
     def fill_claim(self, namespace: str, claim: str, files: Path, size: str = "2Gi") -> None:
         """Make a claim with a copy of the folder `files`, readable by anyone."""
-        document = {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": claim, "namespace": namespace},
-            "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": size}}},
-        }
-        filler = _filler(namespace, claim)
-        self.kubectl(
-            "apply", "-f", "-", stdin=json.dumps({"apiVersion": "v1", "kind": "List", "items": [document, filler]})
-        )
+        filler = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"filler-{claim}"}}
+        documents = [claim_of(claim, size), {**filler, "spec": pod_with_claim("filler", claim, "sleep", "3600")}]
+        self.kubectl("apply", "-n", namespace, "-f", "-", stdin=yaml.safe_dump_all(documents))
         where = ("-n", namespace, "pod/filler-" + claim)
         self.kubectl("wait", "--for=condition=Ready", *where, "--timeout=120s", seconds=150)
         if self.folder is not None:
@@ -181,27 +179,33 @@ class Box:
         self.kubectl("delete", *where, "--grace-period=1")
 
 
-def _filler(namespace: str, claim: str) -> Object:
+def claim_of(name: str, size: str) -> Object:
+    """A claim that many pods may use at a time."""
     return {
         "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": f"filler-{claim}", "namespace": namespace},
-        "spec": {
-            "restartPolicy": "Never",
-            "securityContext": {
-                "runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000, "seccompProfile": {"type": "RuntimeDefault"},
-            },
-            "containers": [
-                {
-                    "name": "filler",
-                    "image": trainer_image(),
-                    "command": ["sleep", "3600"],
-                    "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-                    "volumeMounts": [{"name": "in", "mountPath": "/in"}],
-                }
-            ],
-            "volumes": [{"name": "in", "persistentVolumeClaim": {"claimName": claim}}],
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": name},
+        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": size}}},
+    }
+
+
+def pod_with_claim(container: str, claim: str, *command: str) -> Object:
+    """The spec of a pod that runs a command once, with the claim at /in."""
+    return {
+        "restartPolicy": "Never",
+        "securityContext": {
+            "runAsNonRoot": True, "runAsUser": 1000, "fsGroup": 1000, "seccompProfile": {"type": "RuntimeDefault"},
         },
+        "containers": [
+            {
+                "name": container,
+                "image": trainer_image(),
+                "command": list(command),
+                "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+                "volumeMounts": [{"name": "in", "mountPath": "/in"}],
+            }
+        ],
+        "volumes": [{"name": "in", "persistentVolumeClaim": {"claimName": claim}}],
     }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from box_support.faults import puppet
-from box_support.team import Team, stage_of, tiny_spec
+from box_support.team import JOB_SECONDS, Team, stage_of, tiny_spec
 from cluster_support.access import ApiError, Object, path_of, wait_until
 from finetune_operator.rendering.pods import CONTAINER_NAME
 
@@ -21,6 +21,10 @@ STEP_SECONDS = 0.1
 """At least; so that a fault of a second finds the training under way."""
 _RESUMED = re.compile(r"Resuming from \S+ \(step (\d+)\)")
 _INDEX = "batch.kubernetes.io/job-completion-index"
+
+
+def _ended_by_itself(pod: Object) -> bool:
+    return pod["status"].get("phase") == "Failed" and "deletionTimestamp" not in pod["metadata"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class Broken:
     """When it told of the failure."""
     resumed: int = 0
     """The step that the next attempt went on from; 0 when the job is over."""
+    left: frozenset[str] = frozenset()
+    """Names of its pods that ended before anybody deleted them: of these there is a log to be told."""
 
     @property
     def failure(self) -> Object:
@@ -69,7 +75,7 @@ class Training:
     resumed: int = 0
     """The step that the current attempt went on from."""
     attempt: int = 1
-    seconds: float = field(default=240, kw_only=True)
+    seconds: float = field(default=JOB_SECONDS, kw_only=True)
     """How long anything of it may take on a busy machine."""
 
     @classmethod
@@ -114,25 +120,26 @@ class Training:
     def breaks(self, fault: Callable[[], object], over: bool = False) -> Broken:
         """The fault in the middle of the current attempt, and what follows: the next attempt, or (`over`) the end."""
         self.wait_step(self.resumed + BEFORE_FAULT)
-        pods, steps = self.pods(), [0]
+        pods, steps, left = self.pods(), [0], set[str]()
         fault()
 
         def told() -> Object | None:
             status = self.team.status(self.name)
             steps.append(self.team.step(self.name))
+            left.update(pod["metadata"]["name"] for pod in self.pods() if _ended_by_itself(pod))
             return status if status.get("failure", {}).get("attempt") == self.attempt else None
 
         status = wait_until(told, f"{self.name}: attempt {self.attempt} has failed", self.seconds, self.tell)
         if over:
             status = self.team.wait_end(self.name, self.seconds)
-            return Broken(self.attempt, pods, max(steps), status)
+            return Broken(self.attempt, pods, max(steps), status, left=frozenset(left))
 
         def resumed() -> int | None:
             steps.append(self.team.step(self.name))
             return self._resumed(self.attempt + 1)
 
         step = wait_until(resumed, f"{self.name}: attempt {self.attempt + 1} goes on", self.seconds, self.tell)
-        broken = Broken(self.attempt, pods, max(steps), status, step)
+        broken = Broken(self.attempt, pods, max(steps), status, step, frozenset(left))
         self.attempt, self.resumed = self.attempt + 1, step
         return broken
 

@@ -299,6 +299,8 @@ class Storm:
                     raise
             for more in range(3):
                 if left := self._take_spare():
+                    # The new job has a claim, which is bound late while the controllers miss the API server.
+                    faults.caught_up(self.team)
                     case = Case(f"storm-more-{more}", nodes=2, max_restarts=len(left))
                     self._live(Fate(case, tuple(replace(one, stage=TRAIN, together=False) for one in left)))
         self.overlaps, self.seen, self.worked = watch.overlaps, watch.seen, watch.worked

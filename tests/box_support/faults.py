@@ -19,7 +19,7 @@ from typing import Literal
 
 import psutil
 
-from box_support.box import Box
+from box_support.box import Box, claim_of, pod_with_claim
 from box_support.team import Team
 from cluster_support.access import Object, path_of, wait_until
 from cluster_support.operator_process import NAMESPACE
@@ -31,13 +31,25 @@ RAISE_SIGNAL = signal.SIGUSR2
 """On which a rank of a job with `puppet` raises; neither the trainer nor its launchers use it."""
 RAISED = "this row has no label"
 _PUPPET = "puppet"
+_CLAIMS = ("v1", "persistentvolumeclaims")
 _SITE = """
 # Imported by every interpreter of the pod before its program.
 import importlib.util, os, signal, sys, time
 
 
-def broken(number, frame):
-    raise ValueError({raised!r})
+told = False
+
+
+def tell(number, frame):
+    # Raised at the next step: in the midst of somebody's own `try` it might be no error at all.
+    global told
+    told = True
+
+
+def after_step(*_):
+    time.sleep(float(os.environ["PUPPET_STEP_SECONDS"]))
+    if told:
+        raise ValueError({raised!r})
 
 
 class AfterImport:
@@ -51,13 +63,13 @@ class AfterImport:
 
         def loaded(module):
             load(module)
-            module.register_optimizer_step_post_hook(lambda *_: time.sleep(float(os.environ["PUPPET_STEP_SECONDS"])))
+            module.register_optimizer_step_post_hook(after_step)
 
         spec.loader.exec_module = loaded
         return spec
 
 
-signal.signal({number}, broken)
+signal.signal({number}, tell)
 sys.meta_path.insert(0, AfterImport())
 """
 _EATER = """
@@ -110,7 +122,13 @@ def _processes(box: Box, namespace: str, pod: str) -> list[psutil.Process]:
 
 def kill_pod(team: Team, pod: str, by: str = "KILL") -> None:
     """The trainer's container of a pod: all of its processes are killed, or the first one gets another signal."""
-    team.box.fault("kill", pod, "-n", team.namespace, "-c", CONTAINER_NAME, "--signal", by)
+    said = team.box.fault("kill", pod, "-n", team.namespace, "-c", CONTAINER_NAME, "--signal", by)
+    assert _hit(said), f"the container of pod {pod} had ended before"
+
+
+def _hit(said: str) -> bool:
+    """Whether process-kubelet found anybody to kill; it tells the containers."""
+    return "[]" not in said
 
 
 def signal_rank(team: Team, pod: str, number: signal.Signals, rank: int | None = None) -> int:
@@ -135,7 +153,7 @@ def hang_rank(team: Team, pod: str, rank: int | None = None) -> int:
 
 
 def raise_in_rank(team: Team, pod: str, rank: int | None = None) -> int:
-    """An error of a program, ValueError(RAISED), in a job that was made with `puppet`."""
+    """An error of a program, ValueError(RAISED) after its next step, in a job that was made with `puppet`."""
     return signal_rank(team, pod, RAISE_SIGNAL, rank)
 
 
@@ -219,7 +237,7 @@ def node_off(box: Box, node: str) -> Iterator[None]:
         yield
     finally:
         box.fault("node-up", node)
-        wait_until(lambda: ready(box, node), f"node {node} is ready and takes pods again", 60)
+        wait_until(lambda: ready(box, node), f"node {node} is ready and takes pods again")
 
 
 def ready(box: Box, node: str) -> bool:
@@ -263,14 +281,8 @@ def small_claim(team: Team, name: str, megabytes: int) -> Iterator[SmallClaim]:
 
     Jobs that use it have to be gone at the end.
     """
-    document = {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {"name": name},
-        "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": f"{megabytes}Mi"}}},
-    }
-    team.apply_manifest(document)
-    path = path_of("v1", "persistentvolumeclaims", team.namespace, name)
+    team.apply_manifest(claim_of(name, f"{megabytes}Mi"))
+    path = path_of(*_CLAIMS, team.namespace, name)
     wait_until(lambda: _bound(team, path), f"{name} is bound")
     folder = team.box.claim_folder(team.namespace, name)
     kubelet = int((team.box.own("a small claim") / "kubelet.pid").read_text())
@@ -302,17 +314,17 @@ def acting_operator(box: Box) -> str | None:
 
 
 def kill_operator(box: Box, which: Literal["acting", "all"] = "all") -> list[str]:
-    """SIGKILL for the operator's processes; their kubelet starts them again. Names of the pods that were hit."""
+    """SIGKILL for the operator's processes; their kubelet starts them again. Names of the pods that were hit: there are
+    none while they are being started.
+    """
     running = [
         pod["metadata"]["name"]
         for pod in operator_pods(box)
         if "deletionTimestamp" not in pod["metadata"]
         and all("running" in one["state"] for one in pod["status"].get("containerStatuses", [{"state": {}}]))
     ]
-    hit = [name for name in running if which == "all" or name == acting_operator(box)]
-    for name in hit:
-        box.fault("kill", name, "-n", NAMESPACE)
-    return hit
+    chosen = [name for name in running if which == "all" or name == acting_operator(box)]
+    return [name for name in chosen if _hit(box.fault("kill", name, "-n", NAMESPACE))]
 
 
 @contextmanager
@@ -323,22 +335,26 @@ def api_server_away(box: Box) -> Iterator[None]:
 
 
 def caught_up(team: Team) -> None:
-    """Wait until the cluster's own controllers have found the API server again.
+    """Wait until the cluster's own controllers have found the API server again: a Job with a claim runs to its end.
 
-    They look for one that was away ever more seldom, and a job whose claim is bound a minute late has failed.
+    They look for one that was away ever more seldom, each for every kind by itself; and a job whose claim is bound, or
+    found by the scheduler, a minute late has failed.
     """
     name = team.new_name("probe")
-    path = path_of("v1", "persistentvolumeclaims", team.namespace, name)
+    job, claim = (path_of(*kind, team.namespace, name) for kind in (("batch/v1", "jobs"), _CLAIMS))
+    template = {"spec": pod_with_claim("probe", name, "true")}
     team.apply_manifest(
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": name},
-            "spec": {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": "1Mi"}}},
-        }
+        claim_of(name, "1Mi"),
+        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name}, "spec": {"template": template}},
     )
-    wait_until(lambda: _bound(team, path), "a new claim is bound", 150)
-    team.box.api.delete(path)
+
+    def done() -> bool:
+        found = team.box.api.get(job) or {}
+        return any(one["type"] == "Complete" for one in found.get("status", {}).get("conditions", []))
+
+    wait_until(done, "a new Job with a claim has run", 240)
+    for path in (job, claim):
+        team.box.api.delete(path)
     _ready_again(team.box)
 
 

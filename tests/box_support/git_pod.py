@@ -43,7 +43,7 @@ def git_pod(team: Team, repositories: Mapping[str, Mapping[str, str]], folder: P
     team.apply_manifest(
         {**authority, "data": {"ca.crt": secret["tls.crt"]}}, way_to(NAME, NAMESPACE, PORT, team.namespace)
     )
-    team.box.kubectl("wait", "--for=condition=Ready", *where, f"pod/{NAME}", "--timeout=60s", seconds=90)
+    team.box.kubectl("wait", "--for=condition=Ready", *where, f"pod/{NAME}", "--timeout=120s", seconds=150)
     try:
         yield
     finally:

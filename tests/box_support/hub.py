@@ -59,7 +59,7 @@ def hub_stand_in(team: Team, *, public: Mapping[str, str], private: Mapping[str,
     team.apply_manifest(*_server(options, token))
     team.box.kubectl("apply", "-f", "-", stdin=yaml.safe_dump_all(_policy(team.namespace)))
     where = ("-n", team.namespace)
-    team.box.kubectl("wait", "--for=condition=Ready", *where, f"pod/{NAME}", "--timeout=60s", seconds=90)
+    team.box.kubectl("wait", "--for=condition=Ready", *where, f"pod/{NAME}", "--timeout=120s", seconds=150)
     try:
         yield Hub(team.box, team.namespace, token)
     finally:

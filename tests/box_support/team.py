@@ -22,6 +22,8 @@ T = TypeVar("T")
 INPUTS = "inputs"
 """Claim with the folders tiny/{model,data}, minilm/, rotten_tomatoes/ and reviews/."""
 TERMINAL = ("Succeeded", "Failed")
+JOB_SECONDS = 600
+"""For a job of some stages, of which most is over within one minute on two cores that do nothing else."""
 RESTRICTED = {
     "pod-security.kubernetes.io/enforce": "restricted",
     "pod-security.kubernetes.io/enforce-version": "latest",
@@ -86,7 +88,7 @@ class Team:
 
     # -------------------------------------------------------------------------------------------------------- waiting
 
-    def wait(self, name: str, look: Callable[[Object], T | None], what: str, seconds: float = 240) -> T:
+    def wait(self, name: str, look: Callable[[Object], T | None], what: str, seconds: float = JOB_SECONDS) -> T:
         """The first value of `look` at the job's status that counts; a job that ends before has failed the test."""
 
         def see() -> T | None:
@@ -98,10 +100,10 @@ class Team:
 
         return wait_until(see, f"{name}: {what}", seconds, lambda: self.tell(name))
 
-    def wait_phase(self, name: str, phase: str, seconds: float = 240) -> Object:
+    def wait_phase(self, name: str, phase: str, seconds: float = JOB_SECONDS) -> Object:
         return self.wait(name, lambda status: status if status.get("phase") == phase else None, phase, seconds)
 
-    def wait_step(self, name: str, step: int, attempt: int = 1, seconds: float = 240) -> Object:
+    def wait_step(self, name: str, step: int, attempt: int = 1, seconds: float = JOB_SECONDS) -> Object:
         """Until attempt `attempt` (or a later one) of the training has reported `step`; the status then."""
 
         def reached(status: Object) -> Object | None:
@@ -111,7 +113,7 @@ class Team:
 
         return self.wait(name, reached, f"step {step} of attempt {attempt}", seconds)
 
-    def wait_end(self, name: str, seconds: float = 240) -> Object:
+    def wait_end(self, name: str, seconds: float = JOB_SECONDS) -> Object:
         """The status of a job that has ended, well or not."""
 
         def ended() -> Object | None:
@@ -120,13 +122,13 @@ class Team:
 
         return wait_until(ended, f"the end of {name}", seconds, lambda: self.tell(name))
 
-    def succeeds(self, name: str, seconds: float = 240) -> Object:
+    def succeeds(self, name: str, seconds: float = JOB_SECONDS) -> Object:
         """The status of a job that has to end well."""
         status = self.wait_end(name, seconds)
         assert status["phase"] == "Succeeded", self.tell(name)
         return status
 
-    def fails(self, name: str, seconds: float = 240) -> Object:
+    def fails(self, name: str, seconds: float = JOB_SECONDS) -> Object:
         """`status.failure` of a job that has to fail."""
         status = self.wait_end(name, seconds)
         assert status["phase"] == "Failed", self.tell(name)
@@ -166,8 +168,11 @@ class Team:
         return self.box.claim_folder(self.namespace, f"{name}-workspace") / name
 
     def step(self, name: str) -> int:
-        """The last step that the training has written down, without the delay of its reports; 0 before the first."""
-        return last_step(JobPaths(self.results(name)).history)
+        """The last step that the training has written down, without the delay of its reports; 0 before the first, also
+        while the job has no claim yet.
+        """
+        folder = self.box.bound_folder(self.namespace, f"{name}-workspace")
+        return 0 if folder is None else last_step(JobPaths(folder / name).history)
 
     def tell(self, name: str) -> str:
         """Everything that explains a failed test."""

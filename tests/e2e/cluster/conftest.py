@@ -24,10 +24,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-tour", action="store_true", help="write docs/tour.svg from what the tour's commands say")
 
 
+TEST_SECONDS = 2400
+"""For a test with the jobs of its fixtures; each of them has a limit of its own, which tells more."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What needs a cluster without training operators goes first, what takes our operator away last; else the order
     stays.
     """
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TEST_SECONDS))
     items.sort(key=lambda item: (item.get_closest_marker("last") is not None, item.get_closest_marker("bare") is None))
 
 

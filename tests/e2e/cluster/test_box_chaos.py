@@ -19,7 +19,7 @@ from cluster_support.access import wait_until
 
 FAULTS = int(os.environ.get("FINETUNE_FAULTS", "10"))
 SEED = int(os.environ.get("FINETUNE_SEED", "7"))
-SETTLED_SECONDS = 90.0
+SETTLED_SECONDS = 180.0
 """What may still run when the last job has ended: pods have 30 s to end, operators up to 10 s to be started again."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 + 120 * FAULTS)]

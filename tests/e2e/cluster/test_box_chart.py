@@ -16,7 +16,7 @@ import yaml
 
 from box_support import faults
 from box_support.box import SETTINGS, Box
-from box_support.team import Team, stage_of, tiny_spec
+from box_support.team import JOB_SECONDS, Team, stage_of, tiny_spec
 from chart_files import CHART
 from chart_rendering import helm
 from cluster_support.access import Object, path_of, wait_until
@@ -29,8 +29,10 @@ pytestmark = pytest.mark.last
 
 RELEASE = "finetune-operator"
 JOBS = int(os.environ.get("FINETUNE_UPGRADE_JOBS", "3"))
+STAGES = ("prepare", "train", "evaluate")
 STEPS, STEP_SECONDS = 60, 1.0
-TAKEOVER_SECONDS = 20
+TAKEOVER_SECONDS = 30
+"""A Lease ends after 15 s, and is looked at every 2 s; a busy machine kills late and answers late."""
 
 
 @dataclass
@@ -40,7 +42,7 @@ class Story:
     install_seconds: float = 0.0
     takeover_seconds: float = 0.0
     mark: int = 0
-    """Place in the audit log when the jobs trained."""
+    """Place in the audit log before the jobs."""
     names: list[str] = field(default_factory=list)
     pods: dict[str, list[str]] = field(default_factory=dict)
     """Job -> uids of its training's pods, before."""
@@ -104,12 +106,13 @@ def story(release: Release, team: Team, tmp_path_factory: pytest.TempPathFactory
         resources={"nodes": 1, "processesPerNode": 1, "cpu": "500m", "memory": "2Gi"},
         template=faults.puppet(team, STEP_SECONDS),
     )
-    seen.names = [team.new_name("upgraded") for _ in range(JOBS)]
+    seen.mark, seen.names = box.cluster.audit_mark(), [team.new_name("upgraded") for _ in range(JOBS)]
     for name in seen.names:
         team.apply(name, spec)
     for name in seen.names:
-        wait_until(lambda name=name: team.step(name), f"{name}: the first step", 300, lambda name=name: team.tell(name))
-    seen.mark = box.cluster.audit_mark()
+        wait_until(
+            lambda name=name: team.step(name), f"{name}: the first step", JOB_SECONDS, lambda name=name: team.tell(name)
+        )
     seen.pods = {name: [pod["metadata"]["uid"] for pod in team.pods(name, "train")] for name in seen.names}
 
     upgrade = ("upgrade", RELEASE, str(CHART), "--reuse-values", "--set", "replicas=3", "--set", "workers=8", "--wait")
@@ -122,7 +125,7 @@ def story(release: Release, team: Team, tmp_path_factory: pytest.TempPathFactory
     release.ready()
     seen.replicas.append(release.replicas())
     seen.revisions = [str(one["chart"]) for one in yaml.safe_load(release.helm("history", RELEASE, "--output", "json"))]
-    seen.statuses = {name: team.succeeds(name, 400) for name in seen.names}
+    seen.statuses = {name: team.succeeds(name) for name in seen.names}
     return seen
 
 
@@ -137,7 +140,7 @@ def _taken_over(box: Box) -> float:
         now = faults.acting_operator(box)
         return now if now is not None and now != before else None
 
-    wait_until(another, "another replica acts", 3 * TAKEOVER_SECONDS, lambda: box.operator_log())
+    wait_until(another, "another replica acts", 4 * TAKEOVER_SECONDS, lambda: box.operator_log())
     return time.monotonic() - began
 
 
@@ -153,9 +156,7 @@ def test_upgrade_and_rollback_happen_for_real(story: Story) -> None:
 
 def test_no_running_job_is_disturbed_by_either(story: Story, team: Team) -> None:
     for name, status in story.statuses.items():
-        assert [(one["name"], one["attempt"]) for one in status["stages"]] == [
-            ("prepare", 1), ("train", 1), ("evaluate", 1),
-        ], name  # fmt: skip
+        assert [(one["name"], one["attempt"]) for one in status["stages"]] == [(stage, 1) for stage in STAGES], name
         assert status.get("restarts", 0) == 0, name
         pods = [pod["metadata"]["uid"] for pod in team.pods(name, "train")]
         assert pods == story.pods[name], "the very pods that ran before"
@@ -171,7 +172,7 @@ def test_another_replica_takes_over_in_time_and_nothing_is_made_twice(story: Sto
         and entry["objectRef"]["resource"] in plurals
         and entry["responseStatus"].get("code") == 201
     ]
-    assert sorted(made) == sorted(f"{name}-evaluate-1" for name in story.names)
+    assert sorted(made) == sorted(f"{name}-{stage}-1" for name in story.names for stage in STAGES)
 
 
 def test_the_release_s_own_test_makes_a_job_and_sees_it_planned(story: Story, release: Release) -> None:
@@ -213,7 +214,7 @@ def test_the_api_server_asks_the_webhook_through_its_service(story: Story, relea
         # Until the Service knows the new replicas and the configuration their authority, nobody answers.
         return None if "failed calling webhook" in ran.stderr else ran.stderr
 
-    told = wait_until(refused, "the webhook answers", 60, lambda: release.box.operator_log())
+    told = wait_until(refused, "the webhook answers", tell=lambda: release.box.operator_log())
     assert "spec.training.script.git.url: is on a host that is not allowed" in told
     team.apply(name, tiny_spec(runPolicy={"suspend": True}))
     team.delete(name)

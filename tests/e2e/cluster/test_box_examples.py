@@ -27,7 +27,6 @@ from script_support.programs import documented
 
 AT_ONCE = 4
 """Examples that run at the same time: a pod that starts keeps a core busy for seconds, and then mostly waits."""
-SECONDS = 400
 SPOT_LABEL = ("karpenter.sh/capacity-type", "spot")
 """One of those by which the settings, as shipped, know a spot node."""
 PRIVATE = "your-organisation/your-private-model"
@@ -95,7 +94,7 @@ Run = Callable[[Team, Hub, str, Object], Object]
 
 def to_the_end(team: Team, hub: Hub, name: str, document: Object) -> Object:
     team.apply_manifest(document)
-    team.succeeds(name, SECONDS)
+    team.succeeds(name)
     return {}
 
 
@@ -110,7 +109,7 @@ def held_then_started(team: Team, hub: Hub, name: str, document: Object) -> Obje
     status = team.wait(name, planned, "suspended and planned")
     pods, children = team.pods(name), team.of_job(name, "batch/v1", "jobs")
     team.patch(name, {"runPolicy": {"suspend": False}})
-    team.succeeds(name, SECONDS)
+    team.succeeds(name)
     return {"held": status, "pods": pods, "children": children}
 
 
@@ -121,9 +120,9 @@ def refused_then_taken(team: Team, hub: Hub, name: str, document: Object) -> Obj
     refused = deepcopy(document)
     refused["metadata"]["name"] = f"{name}-refused"
     team.apply_manifest(refused)
-    failure = team.fails(refused["metadata"]["name"], SECONDS)
+    failure = team.fails(refused["metadata"]["name"])
     team.apply_manifest(_secret(own["name"], hub.token), document)
-    team.succeeds(name, SECONDS)
+    team.succeeds(name)
     return {"failure": failure}
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import pytest
 
 from box_support.box import SETTINGS, Box
-from box_support.team import Team, stage_of, tiny_spec
+from box_support.team import JOB_SECONDS, Team, stage_of, tiny_spec
 from cluster_support.access import Object, path_of, wait_until
 
 GPU = "nvidia.com/gpu"
@@ -94,7 +94,7 @@ def ended(box: Box, team: Team) -> dict[str, Ended]:
     with pretended_gpu(box, box.nodes[0]):
         for row, name in names.items():
             team.apply(name, SPECS[row])
-        wait_until(watched, "all jobs have ended", 240, lambda: "\n".join(map(team.tell, names.values())))
+        wait_until(watched, "all jobs have ended", JOB_SECONDS, lambda: "\n".join(map(team.tell, names.values())))
     return {row: Ended(name, "\n".join(waiting[row]), team.status(name)) for row, name in names.items()}
 
 

@@ -75,7 +75,8 @@ def test_a_pod_deleted_by_hand_is_the_cause_and_the_attempt_goes_on_from_where_i
         "Preempted", "train", 1, broken.name(1), broken.node(1), 143,
     ]  # fmt: skip
     assert broken.failure["hint"]
-    assert broken.failure["logTail"]
+    # The Job deletes the other pod a second after the first has ended, and a log goes with its pod.
+    assert broken.failure.get("logTail") or not broken.left
     assert broken.lost <= 1
 
 
@@ -91,7 +92,7 @@ def test_a_preemption_names_the_pod_that_was_hit_and_at_most_one_step_is_lost(
     ]  # fmt: skip
     assert broken.node(rank) in broken.failure["message"]
     assert "checkpoint" in broken.failure["hint"]
-    assert broken.failure["logTail"]
+    assert broken.failure.get("logTail") or not broken.left
     assert broken.lost <= 1
 
 

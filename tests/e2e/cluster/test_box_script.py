@@ -85,11 +85,11 @@ def test_an_unchanged_trainer_program_is_told_of_live_goes_on_after_a_lost_pod_a
 
     with watching(box, team.namespace, seen):
         team.apply(name, {**own_program(), "evaluation": {"gate": {"metric": "accuracy", "minimum": 0.9}}})
-        team.wait_step(name, 120, seconds=400)
+        team.wait_step(name, 120)
         # transformers' own callback tells the percentage, more than once.
-        wait_until(lambda: len(percentages()) >= 2, f"{name}: two percentages", 60, lambda: team.tell(name))
+        wait_until(lambda: len(percentages()) >= 2, f"{name}: two percentages", tell=lambda: team.tell(name))
         kill_pod(team, team.pods(name, "train", 1)[1]["metadata"]["name"])
-        status = team.succeeds(name, 400)
+        status = team.succeeds(name)
     assert any(float(line[4]) > 0 for line in training()), "and the loss"
 
     assert [(stage["name"], stage["state"], stage["attempt"]) for stage in status["stages"]] == [

@@ -26,7 +26,7 @@ def jobs(team: Team) -> tuple[str, str]:
     """One job that may only wait, and one that may go elsewhere; both under way."""
     patient, flexible = team.new_name("patient"), team.new_name("flexible")
     base = tiny_spec(parallelism=ALONE, resources=ONE_NODE)
-    team.apply(patient, {**base, "spot": {"enabled": True, "maxWaitSeconds": 5}})
+    team.apply(patient, {**base, "spot": {"enabled": True, "maxWaitSeconds": 20}})
     # What is not needed for the training is left for waiting: 3 s.
     bounds = {"maxRunSeconds": 600, "maxWaitSeconds": 603, "fallbackToOnDemand": True}
     team.apply(flexible, {**base, "spot": {"enabled": True, **bounds}})

@@ -110,7 +110,7 @@ def watched(words: list[str], team: Team, environment: dict[str, str]) -> str:
             if set(TERMINAL) & set(line.split()):
                 break
         process.terminate()
-    team.succeeds(JOB, 400)
+    team.succeeds(JOB)
     # Events follow the status, and the next line of the tour shows them.
     wait_until(lambda: "Succeeded" in [event["reason"] for event in team.events(JOB)], "the end is told in an event")
     return "".join(said)
@@ -180,7 +180,7 @@ def test_nothing_is_left_behind(tour: dict[str, str], box: Box, namespace: str) 
         kinds = ("pods", "persistentvolumeclaims", "services")
         return [one for kind in kinds for one in box.api.items(f"/api/v1/namespaces/{namespace}/{kind}")]
 
-    wait_until(lambda: not left(), "everything of the tour is gone", 60, lambda: str(left()))
+    wait_until(lambda: not left(), "everything of the tour is gone", tell=left)
 
 
 def test_the_picture_in_the_readme_shows_commands_of_the_tour() -> None:
