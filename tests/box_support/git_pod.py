@@ -15,7 +15,7 @@ from box_support.box import GIT_HOST
 from box_support.servers import server, way_to
 from box_support.team import Team
 from cluster_support import certificates
-from cluster_support.access import Object
+from cluster_support.access import Object, path_of, wait_until
 
 SERVER = Path(__file__).parents[1] / "script_support" / "git_server.py"
 NAME, NAMESPACE = GIT_HOST.split(".")[:2]
@@ -34,6 +34,7 @@ TEMPLATE: Object = {
 def git_pod(team: Team, repositories: Mapping[str, Mapping[str, str]], folder: Path) -> Iterator[None]:
     """Serves repositories (name -> file name -> text), each of one commit; `folder` is for its certificate."""
     pair = certificates.for_hosts(folder, "git", names=(GIT_HOST,))
+    wait_until(lambda: not _ending(team), f"the namespace {NAMESPACE} of an earlier host is gone")
     team.box.kubectl("apply", "-f", "-", stdin=yaml.safe_dump({"apiVersion": "v1", "kind": "Namespace",
                                                                "metadata": {"name": NAMESPACE}}))  # fmt: skip
     where = ("-n", NAMESPACE)
@@ -49,6 +50,11 @@ def git_pod(team: Team, repositories: Mapping[str, Mapping[str, str]], folder: P
     finally:
         team.box.kubectl("delete", "-n", team.namespace, f"configmap/{AUTHORITY}", f"networkpolicy/{NAME}")
         team.box.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+
+
+def _ending(team: Team) -> bool:
+    found = team.box.api.get(path_of("v1", "namespaces", name=NAMESPACE)) or {"metadata": {}}
+    return "deletionTimestamp" in found["metadata"]
 
 
 def _server(repositories: Mapping[str, Mapping[str, str]], secret: Mapping[str, str]) -> list[Object]:

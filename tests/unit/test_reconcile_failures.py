@@ -236,6 +236,13 @@ CASES = {
         ),
         ("Preempted", "PodDeleted", Remedy.FREE, "pod-1"),
     ),
+    "a pod that somebody deleted, and others that their controller deleted in the same second": Case(
+        (
+            pod(0, ended=ended(143, 12, told=FailureClass.PREEMPTED, at=T0 + 10.4), deleting_since=after(10)),
+            pod(1, ended=ended(143, 10, told=FailureClass.PREEMPTED, at=T0 + 10.1), deleting_since=after(10)),
+        ),
+        ("Preempted", "PodDeleted", Remedy.FREE, "pod-1"),
+    ),
     "a pod that was removed by force": Case(
         (
             pod(0, ended=ended(150, 13, told=FailureClass.COLLECTIVE, at=T0 + 12)),

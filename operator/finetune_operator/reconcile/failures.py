@@ -71,9 +71,10 @@ def _deleted(
     """The pod that somebody deleted, when all that is known besides may be an echo of it.
 
     Controllers delete the other pods of a gang once one has failed, so it has to have come before the first failure.
-    Times of deletions are whole seconds; where the first word is of having been told to stop, somebody was.
+    Times of deletions are whole seconds; where the first word is of having been told to stop, somebody was. Of several
+    in one second the first to end is why the others had to go.
     """
-    asked = [(pod.deleting_since, pod.name, pod) for pod in pods if pod.deleting_since and pod.phase != "Succeeded"]
+    asked = [(pod.deleting_since, _end(pod), pod) for pod in pods if pod.deleting_since and pod.phase != "Succeeded"]
     if not asked:
         return None
     since, _, pod = min(asked, key=lambda one: one[:2])

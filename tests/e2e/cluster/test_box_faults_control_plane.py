@@ -88,8 +88,8 @@ def survived(box: Box, team: Team) -> Survived:
     def told() -> Object | None:
         status = team.status(name)
         # Once the training is over the next stage's progress takes the place of its own.
-        caught_up = status.get("progress", {}).get("step", 0) >= after
-        return status if caught_up or stage_of(status, "train").get("state") == "Succeeded" else None
+        there = status.get("progress", {}).get("step", 0) >= after
+        return status if there or stage_of(status, "train").get("state") == "Succeeded" else None
 
     told_again = wait_until(told, f"{name}: the status tells of step {after}", JOB_SECONDS, lambda: team.tell(name))
     uids_after = _uids(team, name)
@@ -116,7 +116,7 @@ def test_the_operator_was_killed_in_each_stage_and_came_back(survived: Survived,
         return {name: containers[0]["restartCount"] for name, containers in told.items()}
 
     # The kubelet waits ever longer before it starts what was killed again.
-    wait_until(lambda: hits <= Counter(again()), f"each was started again {hits} times", tell=again)
+    wait_until(lambda: hits <= Counter(again()), f"started again as often as killed: {hits}", tell=again)
 
 
 def test_the_training_goes_on_without_an_api_server_and_the_status_catches_up(survived: Survived) -> None:
