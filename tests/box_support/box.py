@@ -39,7 +39,8 @@ SETTINGS: Object = {
         "restartDelaySeconds": 1,
         "imagePullSeconds": 15,
         "containerConfigSeconds": 10,
-        "unschedulableSeconds": 25,
+        # The scheduler finds claims and nodes again up to a minute after an API server that was away.
+        "unschedulableSeconds": 90,
     },
     "progress": {"statusSeconds": 1},
     "defaults": {"terminationGraceSeconds": 30},

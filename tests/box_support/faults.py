@@ -337,8 +337,8 @@ def api_server_away(box: Box) -> Iterator[None]:
 def caught_up(team: Team) -> None:
     """Wait until the cluster's own controllers have found the API server again: a Job with a claim runs to its end.
 
-    They look for one that was away ever more seldom, each for every kind by itself; and a job whose claim is bound, or
-    found by the scheduler, a minute late has failed.
+    They look for one that was away ever more seldom, each for every kind by itself; the last ones come back a minute
+    after it also when it was away for less.
     """
     name = team.new_name("probe")
     job, claim = (path_of(*kind, team.namespace, name) for kind in (("batch/v1", "jobs"), _CLAIMS))
