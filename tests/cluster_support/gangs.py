@@ -21,7 +21,10 @@ _LABELS = "training.kubeflow.org"
 
 
 class Gangs:
-    """Both training operators; level based: whenever a job or a pod of it changes, the whole job is looked at."""
+    """Both training operators; level based: whenever a job or a pod of it changes, the whole job is looked at.
+
+    A job may be deleted during any request that is made for it.
+    """
 
     def __init__(self, api: AsyncApi, background: Background) -> None:
         self._api = api
@@ -81,12 +84,13 @@ class Gangs:
             await self._tell(uid, "Succeeded", "Succeeded", over=True)
         elif phases and all(phase == "Running" for phase in phases.values()):
             await self._tell(uid, "Running", "Running")
-        if any(_has(self._jobs[uid], name) for name in ("Succeeded", "Failed")):
-            await self._clean(uid)
+        job = self._jobs.get(uid)
+        if job is not None and (_has(job, "Succeeded") or _has(job, "Failed")):
+            await self._clean(uid, job)
 
     async def _tell(self, uid: str, condition: str, reason: str, over: bool = False) -> None:
-        job, (version, plural, kind) = self._jobs[uid], self._kinds[uid]
-        if _has(job, condition):
+        job, (version, plural, kind) = self._jobs.get(uid), self._kinds[uid]
+        if job is None or _has(job, condition):
             return
         status = copy.deepcopy(job.get("status", {}))
         # The list's order is that of the last change; Running ends with the job.
@@ -111,11 +115,13 @@ class Gangs:
             status["completionTime"] = now()
         path = path_of(version, plural, job["metadata"]["namespace"], name, "status")
         changed = await self._api.quietly("PATCH", path, {"metadata": {"uid": uid}, "status": status}, MERGE)
-        if changed is not None:
+        if changed is not None and uid in self._jobs:
             self._jobs[uid] = changed
 
     async def _make(self, uid: str, name: str, template: Object, role: str, index: int) -> None:
-        job, (version, _, kind) = self._jobs[uid], self._kinds[uid]
+        job, (version, _, kind) = self._jobs.get(uid), self._kinds[uid]
+        if job is None:
+            return
         meta = job["metadata"]
         pod: Object = copy.deepcopy(template)
         labels = {
@@ -148,9 +154,9 @@ class Gangs:
         if made is not None:
             self._pods.setdefault(uid, {})[name] = made
 
-    async def _clean(self, uid: str) -> None:
+    async def _clean(self, uid: str, job: Object) -> None:
         """What cleanPodPolicy asks for."""
-        policy = self._jobs[uid]["spec"].get("runPolicy", {}).get("cleanPodPolicy", "None")
+        policy = job["spec"].get("runPolicy", {}).get("cleanPodPolicy", "None")
         for name, pod in list(self._pods.get(uid, {}).items()):
             if policy == "All" or (
                 policy == "Running" and pod.get("status", {}).get("phase") in ("Pending", "Running")

@@ -94,7 +94,9 @@ class SparkOperator:
         await self._tell(uid, "SUBMITTED")
 
     async def _tell(self, uid: str, state: str, message: str = "", ran: bool = True) -> None:
-        application = self._applications[uid]
+        application = self._applications.get(uid)
+        if application is None:
+            return  # deleted while its driver was made
         meta = application["metadata"]
         status = {
             "applicationState": {"state": state, "errorMessage": message},
@@ -104,5 +106,5 @@ class SparkOperator:
         }
         path = path_of(_VERSION, _PLURAL, meta["namespace"], meta["name"], "status")
         changed = await self._api.quietly("PATCH", path, {"metadata": {"uid": uid}, "status": status}, MERGE)
-        if changed is not None:
+        if changed is not None and uid in self._applications:
             self._applications[uid] = changed
