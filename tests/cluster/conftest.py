@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster_support.access import Api, path_of, wait_until
+from cluster_support.access import Api
 from cluster_support.control_plane import Cluster, running_cluster
 from cluster_support.operator_process import OperatorProcess, install
 from cluster_support.stand_ins import StandIns, running_stand_ins
 from cluster_support.told_jobs import Jobs
-from cluster_support.world import SETTINGS, World, fresh_namespace, install_kinds
+from cluster_support.world import SETTINGS, World, fresh_namespace, install_kinds, namespace_for_pods
 
 
 @pytest.fixture(scope="session")
@@ -74,14 +74,11 @@ def new_world(
 
     @contextmanager
     def make() -> Iterator[World]:
-        with fresh_namespace(cluster) as name:
-            api = Api(cluster.access)
-            account = path_of("v1", "serviceaccounts", name, "default")
-            wait_until(lambda: api.get(account), "the namespace has the service account that pods run under")
+        with namespace_for_pods(cluster) as name:
             yield World(
                 namespace=name,
                 cluster=cluster,
-                api=api,
+                api=Api(cluster.access),
                 kubelet=stand_ins.kubelet,
                 gangs=stand_ins.gangs,
                 operator=operator_process,

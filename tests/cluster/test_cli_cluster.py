@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster_support.access import PATIENCE_SECONDS
+from cluster_support.access import PATIENCE_SECONDS, wait_until
 from cluster_support.plays import PREEMPTED, RUNS, SUCCEEDS, WRONG_COLUMN
 from cluster_support.told_jobs import FAILED, JOB, NOW, SUCCEEDED, TRAINING, Jobs
 from cluster_support.world import World
@@ -299,6 +299,8 @@ def test_the_log_of_one_pod_of_one_rank_and_of_a_running_stage(world: World, tmp
         world.kubelet.playbook.set("reviews", "train", replace(RUNS, log=f"hello\nfrom node {node}\n"), index=node)
     world.apply("reviews", {"resources": {"nodes": 2, "processesPerNode": 2}})
     world.wait_running("reviews", "train")
+    phases = lambda: [pod.get("status", {}).get("phase") for pod in world.pods("reviews", "train")]  # noqa: E731
+    wait_until(lambda: phases() == ["Running"] * 2, "both pods run", tell=phases)
     jobs = written(world, tmp_path)
     wanted = (0, "[train-1/1] from node 1\n", "")
     assert jobs.finetune("logs", "reviews", "--pod", "1", "--tail", "1") == wanted
@@ -314,6 +316,7 @@ def test_a_failed_job_as_the_operator_tells_it(world: World, tmp_path: Path) -> 
     jobs = written(world, tmp_path)
     watched = jobs.finetune("watch", "reviews")
     assert watched[0] == 1
+    world.wait_event("reviews", "why", lambda _, reason, __: reason == "StageFailed")
     assert "DataError (MissingColumn): dataset.columns.text: 'text' is not a column" in watched[1].splitlines()[-1]
     shown = jobs.finetune("status", "reviews")[1]
     assert "DataError (MissingColumn) in prepare, attempt 1, pod reviews-prepare-1-" in shown

@@ -226,6 +226,8 @@ def test_debug_collects_all_that_may_be_read_and_no_secret(jobs: Jobs, tmp_path:
         "metadata": {"name": "reviews-train-2-0", "labels": labels},
         "spec": {
             "automountServiceAccountToken": False,
+            # The default account is made by a controller, a moment after the namespace.
+            "serviceAccountName": "trainer",
             "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
             "containers": [
                 {
@@ -246,7 +248,8 @@ def test_debug_collects_all_that_may_be_read_and_no_secret(jobs: Jobs, tmp_path:
         "message": f"the Hub did not take {CANARY}",
         "lastTimestamp": "2026-01-05T10:00:00Z",
     }
-    for manifest in (secret, pod, event):
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "trainer"}}
+    for manifest in (account, secret, pod, event):
         jobs.api.must("create", "-n", jobs.namespace, "-f", "-", stdin=json.dumps(manifest))
     file = tmp_path / "found.tar.gz"
     code, out, err = jobs.finetune("debug", "reviews", "--file", str(file))
@@ -277,6 +280,11 @@ def test_a_shell_completes_commands_and_names_of_jobs(jobs: Jobs) -> None:
     typed = f'COMP_WORDS=({words}); COMP_CWORD=4; _finetune_completion finetune; echo "${{COMPREPLY[@]}}"'
     script = f"source <(finetune completion bash); {typed}"
     ran = subprocess.run(
-        ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True, env=jobs.environment()
+        ["bash", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=True,
+        env=jobs.environment(),
     )
     assert ran.stdout.split() == ["ratings"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -110,21 +109,15 @@ class Cluster(Protocol):
 
     def must(self, *arguments: str, stdin: str | None = None) -> str: ...
 
+    def wait_served(self, *names: str) -> None: ...
+
 
 @pytest.fixture(scope="module")
 def api(cluster: Cluster) -> Iterator[Cluster]:
     cluster.must("apply", "--server-side", "-f", "-", stdin=crd_yaml())
-    _wait_until_established(cluster)
+    cluster.wait_served(CRD)
     yield cluster
     cluster.must("delete", "crd", CRD, "--timeout=120s")
-
-
-def _wait_until_established(cluster: Cluster) -> None:
-    """`kubectl wait` gives up at once on an object whose status is still empty."""
-    deadline = time.monotonic() + 120
-    while (ran := cluster.kubectl("wait", "--for=condition=Established", "--timeout=120s", f"crd/{CRD}")).returncode:
-        assert time.monotonic() < deadline, ran.stderr
-        time.sleep(0.2)
 
 
 def job(name: str, spec: dict[str, Any]) -> dict[str, Any]:

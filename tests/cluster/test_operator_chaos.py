@@ -18,7 +18,7 @@ from cluster_support.control_plane import Cluster
 from cluster_support.fault_proxy import NONE, FaultProxy, Faults
 from cluster_support.operator_process import USER, OperatorProcess, install
 from cluster_support.plays import OUT_OF_MEMORY, PREEMPTED, RUNS, SUCCEEDS, WRONG_COLUMN, Play, Playbook
-from cluster_support.world import SETTINGS, World, fresh_namespace, states
+from cluster_support.world import SETTINGS, World, namespace_for_pods, states
 
 SEED = 20_240_601
 JOBS = 10
@@ -57,7 +57,7 @@ def chaotic(cluster: Cluster, kinds: None, stand_ins: object, proxy: FaultProxy,
     install(cluster)
     process = OperatorProcess(cluster, tmp_path, SETTINGS, server=proxy.url, ca=proxy.ca)
     process.start()
-    with fresh_namespace(cluster) as name:
+    with namespace_for_pods(cluster) as name:
         yield World(
             namespace=name,
             cluster=cluster,
@@ -91,7 +91,6 @@ def _script(playbook: Playbook, dice: random.Random, name: str, number: int) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(420)
 def test_nothing_is_lost_and_nothing_done_twice_whatever_breaks(chaotic: World, proxy: FaultProxy) -> None:
     world, dice = chaotic, random.Random(SEED)
     mark, uids = world.cluster.audit_mark(), world.record_uids("batch/v1", "jobs")
@@ -109,8 +108,7 @@ def test_nothing_is_lost_and_nothing_done_twice_whatever_breaks(chaotic: World, 
     assert done == {"kill": KILLS, "restart": API_SERVER_RESTARTS, "cut": WATCH_CUTS, "apply": JOBS}
     assert min(proxy.injected.get(fault, 0) for fault in ("409", "429", "lost answer")) > 0, proxy.injected
 
-    if not world.operator.running:
-        world.operator.start()
+    wait_until(lambda: _restarted(world) and world.operator.ready(), "the operator is ready")
     for name in names:
         world.wait_phase(name, expected[name][0])
     assert {name: (world.status(name)["phase"], states(world.status(name))) for name in names} == expected

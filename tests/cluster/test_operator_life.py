@@ -12,7 +12,7 @@ from cluster_support.access import Object, wait_until
 from cluster_support.control_plane import Cluster
 from cluster_support.operator_process import USER, OperatorProcess
 from cluster_support.plays import RUNS, SUCCEEDS, Play
-from cluster_support.world import SETTINGS, World, condition, conditions, fresh_namespace, states
+from cluster_support.world import SETTINGS, World, condition, conditions, namespace_for_pods, states
 from finetune_operator.api.types import API_VERSION, PLURAL
 
 STAGES = ("prepare", "train", "evaluate", "predict")
@@ -104,9 +104,12 @@ def test_a_job_that_is_made_suspended_waits(world: World) -> None:
 
 
 def test_a_job_goes_when_its_time_to_live_is_over_and_its_results_stay(world: World) -> None:
+    history = world.record("brief")
     world.apply("brief", {"runPolicy": {"ttlSecondsAfterFinished": 2}})
-    world.wait_phase("brief", "Succeeded")
     world.wait_gone("brief")
+    # Who asks may come too late to see its end; the watch tells of it all the same.
+    ended = lambda: any(job.get("status", {}).get("phase") == "Succeeded" for job in history.shown)  # noqa: E731
+    wait_until(ended, "it has succeeded", tell=lambda: history.shown[-1:])
     left = ["persistentvolumeclaims/brief-workspace"]
     wait_until(lambda: world.everything("brief") == left, "only the claim is left")
 
@@ -217,7 +220,7 @@ def _creations(world: World, mark: int) -> list[tuple[int, str]]:
 
 
 def test_a_namespace_can_be_deleted_with_a_job_in_it(world: World, cluster: Cluster) -> None:
-    with fresh_namespace(cluster) as doomed:
+    with namespace_for_pods(cluster) as doomed:
         inside = dataclasses.replace(world, namespace=doomed)
         inside.kubelet.playbook.set("inside", "train", RUNS)
         inside.apply("inside")

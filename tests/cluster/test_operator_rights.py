@@ -17,7 +17,7 @@ from cluster_support.access import Api, Object, path_of, wait_until
 from cluster_support.control_plane import Cluster
 from cluster_support.operator_process import ACCOUNT, MANIFESTS, NAMESPACE, USER, OperatorProcess, install
 from cluster_support.plays import RUNS, WRONG_COLUMN
-from cluster_support.world import SETTINGS, World, condition, fresh_namespace
+from cluster_support.world import SETTINGS, World, condition, namespace_for_pods
 from finetune_operator.api.types import API_VERSION, PLURAL
 from finetune_operator.rendering.types import PROGRESS_AUDIENCE, STAGE_LABEL
 
@@ -101,14 +101,21 @@ def scenes(
 ) -> Iterator[Scenes]:
     """Under an operator that has never run here: no lease and no certificate of an earlier test."""
     cluster.own("the audit log")
-    with fresh_namespace(cluster) as name:
-        api, account = Api(cluster.access), path_of("v1", "serviceaccounts", name, "default")
-        wait_until(lambda: api.get(account), "the namespace has the service account that pods run under")
+    with namespace_for_pods(cluster) as name:
         given = request.param == "given namespaces"
         roles, settings = for_given_namespaces(cluster, name) if given else for_all_namespaces(cluster)
         operator = OperatorProcess(cluster, tmp_path_factory.mktemp("operator"), settings, name="operator-rights")
         around = stand_ins
-        world = World(name, cluster, api, around.kubelet, around.gangs, operator, around.background, around.watching)
+        world = World(
+            name,
+            cluster,
+            Api(cluster.access),
+            around.kubelet,
+            around.gangs,
+            operator,
+            around.background,
+            around.watching,
+        )
         mark = cluster.audit_mark()
         try:
             play(world, mark)
@@ -191,6 +198,8 @@ def damage_certificate(world: World) -> None:
 
 def meet_a_quota(world: World) -> None:
     """The gang's Job is refused for now; what was made for it goes, and it starts when there is room."""
+    # What the garbage collector has yet to take would make room for it.
+    wait_until(lambda: not world.of_job("brief", "batch/v1", "jobs"), "the Jobs of the job that is gone are collected")
     there = len(world.api.items(world.path("batch/v1", "jobs")))
     quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "few"}}
     hard = {"count/jobs.batch": str(there + 1)}

@@ -60,7 +60,7 @@ def test_a_gang_that_only_repeats_itself_is_stopped_and_starts_again(world: Worl
     assert failure["logTail"].splitlines().count("stack of a rank") == 2
     for wanted in ("ProgressStopped", "StageFailed", "Restarting"):
         world.wait_event("hung", wanted, lambda _, reason, __, wanted=wanted: reason == wanted)
-    assert world.pods("hung", "train", attempt=1) == []
+    wait_until(lambda: not world.pods("hung", "train", attempt=1), "the pods that hung are gone")
 
 
 def test_silence_while_the_operator_was_away_does_not_count(world: World) -> None:

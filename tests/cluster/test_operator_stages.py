@@ -318,12 +318,10 @@ def test_nothing_is_written_while_nothing_changes(world: World) -> None:
         (entry["verb"], entry["objectRef"]["resource"], entry["objectRef"].get("name"))
         for entry in world.cluster.audit(mark, USER)
         if entry.get("objectRef") and entry["objectRef"]["resource"] != "leases" and entry["verb"] != "watch"
+        # Jobs of earlier tests, in namespaces of theirs, may still have something to do.
+        if entry["objectRef"].get("namespace") in (None, world.namespace)
     ]
-    # Jobs of earlier tests may still have something to do.
-    jobs = world.api.get(world.path(API_VERSION, PLURAL))
-    assert jobs is not None
-    others = tuple(job["metadata"]["name"] for job in jobs["items"] if job["metadata"]["name"] != "calm")
-    assert [call for call in asked if not str(call[2]).startswith(("barrier-", *others))] == []
+    assert [call for call in asked if not str(call[2]).startswith("barrier-")] == []
     world.kubelet.tell("calm", "train", SUCCEEDS)
     world.wait_phase("calm", "Succeeded")
 

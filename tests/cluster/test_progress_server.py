@@ -50,6 +50,8 @@ class Cluster(Protocol):
 
     def must(self, *arguments: str, stdin: str | None = None) -> str: ...
 
+    def wait_served(self, *names: str) -> None: ...
+
 
 @dataclass
 class Given:
@@ -116,7 +118,7 @@ def allow_secrets(cluster: Cluster) -> None:
 @pytest.fixture(scope="module")
 def given(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Given]:
     cluster.must("apply", "--server-side", "-f", "-", stdin=crd_yaml())
-    cluster.must("wait", "--for=condition=Established", "--timeout=120s", f"crd/{CRD}")
+    cluster.wait_served(CRD)
     found = Given(cluster, tmp_path_factory.mktemp("account") / "kubeconfig")
     try:
         for namespace in (OURS, THEIRS, OPERATORS):

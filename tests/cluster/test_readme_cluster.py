@@ -10,6 +10,8 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ import yaml
 
 from cluster_support.control_plane import ROOT
 from cluster_support.kubelet import ON_STAND_IN, STORAGE_CLASS
-from cluster_support.plays import Play
+from cluster_support.plays import RUNS, SUCCEEDS
 from cluster_support.world import World
 
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -41,12 +43,21 @@ def shell(world: World, tmp_path: Path):  # type: ignore[no-untyped-def]
     programs = f"{Path(sys.executable).parent}:{Path(world.cluster.kubectl_program).parent}"
     environment = {**os.environ, "KUBECONFIG": str(tmp_path / "config"), "PATH": f"{programs}:{os.environ['PATH']}"}
 
-    def run(line: str, folder: Path = tmp_path) -> str:
-        ran = subprocess.run(
-            shlex.split(line), cwd=folder, env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert ran.returncode == 0, f"{line}\n{ran.stdout}\n{ran.stderr}\n{world.tell(NAME)}"
-        return ran.stdout
+    def run(line: str, folder: Path = tmp_path, heard: Callable[[str], None] = lambda said: None) -> str:
+        """What the command says; `heard` is told each line of it when it comes."""
+        said, errors = "", tmp_path / "errors"
+        with (
+            errors.open("w") as file,
+            subprocess.Popen(
+                shlex.split(line), cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=file, text=True
+            ) as process,
+        ):
+            assert process.stdout is not None
+            for each in process.stdout:
+                said += each
+                heard(each)
+        assert process.returncode == 0, f"{line}\n{said}\n{errors.read_text()}\n{world.tell(NAME)}"
+        return said
 
     return run
 
@@ -63,8 +74,18 @@ def test_a_job_goes_from_apply_to_delete_as_printed(shell, world: World, tmp_pat
     manifest["spec"] |= {"template": ON_STAND_IN, "storage": {"storageClassName": STORAGE_CLASS, "size": "1Gi"}}
     manifest["spec"]["resources"]["gpusPerNode"] = 0
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(manifest))
-    world.kubelet.playbook.set(NAME, "train", Play(lasts=4, log="epoch 1\nepoch 2\n"))
-    said = {line: shell(line) for line in USE}
+    log = "epoch 1\nepoch 2\n"
+    world.kubelet.playbook.set(NAME, "train", replace(RUNS, log=log))
+    shown: list[str] = []
+
+    def heard(line: str) -> None:
+        """Training ends once all of its log is shown, however long the command took to begin."""
+        if line.startswith("[train-1/"):
+            shown.append(line)
+            if len(shown) == 4:
+                world.kubelet.tell(NAME, "train", replace(SUCCEEDS, log=log))
+
+    said = {line: shell(line, heard=heard) for line in USE}
     by_start = {" ".join(line.split()[:2]): text for line, text in said.items()}
 
     assert f"{NAME} is valid" in by_start["finetune validate"]

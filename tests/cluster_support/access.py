@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 PATIENCE_SECONDS = 120.0
 """For what takes a moment: a machine on which other suites run at the same time needs many of them."""
+PATIENCE_CODES = (429, 500, 503, 504)
+"""What an API server answers that has just started, or has too much to do."""
 MERGE = "application/merge-patch+json"
 STRATEGIC = "application/strategic-merge-patch+json"
 APPLY = "application/apply-patch+yaml"
@@ -151,7 +153,7 @@ def wait_until(
 ) -> T:
     """The first value of `look` that is neither None, False nor empty; fails with what `tell` says after `seconds`.
 
-    An API server that is away for a moment is waited for as well.
+    An API server that is away, or asks for patience, for a moment is waited for as well.
     """
     end = time.monotonic() + seconds
     trouble: Exception | None = None
@@ -160,6 +162,10 @@ def wait_until(
             value = look()
             trouble = None
         except (requests.ConnectionError, requests.Timeout) as error:
+            value, trouble = None, error
+        except ApiError as error:
+            if error.code not in PATIENCE_CODES:
+                raise
             value, trouble = None, error
         if value:
             return value
@@ -196,7 +202,7 @@ class AsyncApi:
                     if answer.status < 400:
                         return json.loads(text)
                     # 403 passes while an API server that has just started still reads its roles.
-                    if answer.status not in (403, 429, 500, 503, 504):
+                    if answer.status not in (403, *PATIENCE_CODES):
                         raise ApiError(answer.status, text)
             except aiohttp.ClientError:
                 pass

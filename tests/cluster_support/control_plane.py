@@ -66,6 +66,24 @@ class Cluster:
             pytest.skip(f"{what} needs an API server of the tests' own; FINETUNE_TEST_KUBECONFIG names another")
         return self.folder
 
+    def wait_served(self, *names: str) -> None:
+        """Wait until the kinds of these CustomResourceDefinitions, which were just installed, can be used.
+
+        `kubectl wait` gives up at once on a definition whose status is still empty, and what is established a moment
+        later is found by kubectl.
+        """
+        established = ("wait", "--for=condition=Established", "--timeout=120s", *[f"crd/{name}" for name in names])
+        said = ""
+
+        def works(*arguments: str) -> bool:
+            nonlocal said
+            ran = self.kubectl(*arguments)
+            said = ran.stderr
+            return ran.returncode == 0
+
+        wait_until(lambda: works(*established), f"established: {', '.join(names)}", tell=lambda: said)
+        wait_until(lambda: works("get", ",".join(names), "-n", "default"), "kubectl finds them", tell=lambda: said)
+
     def restart_api_server(self) -> None:
         """Kill it, start it again with the same command line, and wait until it is ready."""
         self._start_api_server(self._kill_api_server())
@@ -146,15 +164,21 @@ def _gone(pid: int) -> bool:
         return True
 
 
+_given_ports: set[int] = set()
+
+
 def free_port() -> int:
     """A port that nobody listens on, below those that the kernel gives to clients: while a server restarts, a client
-    that tries to reach it could otherwise be given the very port, connect to itself, and keep it taken.
+    that tries to reach it could otherwise be given the very port, connect to itself, and keep it taken. None is given
+    twice: who got one may not listen yet, or be about to start again.
     """
     for _ in range(100):
         port = random.randrange(15_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            return port
+            if port not in _given_ports:
+                _given_ports.add(port)
+                return port
     raise AssertionError("no free port among 100 between 15000 and 32000")
 
 

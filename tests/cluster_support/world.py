@@ -70,7 +70,7 @@ def install_kinds(cluster: Cluster) -> None:
     for path in foreign:
         cluster.must("apply", "--server-side", "--force-conflicts", "-f", str(path))
     names = [f"{PLURAL}.finetune.dev", *[yaml.safe_load(path.read_text())["metadata"]["name"] for path in foreign]]
-    cluster.must("wait", "--for=condition=Established", "--timeout=120s", *[f"crd/{name}" for name in names])
+    cluster.wait_served(*names)
 
 
 @contextmanager
@@ -84,6 +84,15 @@ def fresh_namespace(cluster: Cluster) -> Iterator[str]:
         yield name
     finally:
         cluster.must("delete", "namespace", name, "--wait=false", "--ignore-not-found")
+
+
+@contextmanager
+def namespace_for_pods(cluster: Cluster) -> Iterator[str]:
+    """The same once pods may run in it: a controller makes the service account that they run under."""
+    with fresh_namespace(cluster) as name:
+        api, account = Api(cluster.access), path_of("v1", "serviceaccounts", name, "default")
+        wait_until(lambda: api.get(account), "the namespace has the service account that pods run under")
+        yield name
 
 
 def merged(base: Object, patch: Object) -> Object:
