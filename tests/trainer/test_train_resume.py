@@ -19,6 +19,7 @@ import pytest
 from finetune_contract.choices import Stage
 from finetune_contract.job import CheckpointSchedule, Strategy
 from finetune_contract.layout import FailureClass
+from process_support.signals import handles
 from trainer_support.forking import TESTS, fork_server
 from trainer_support.tasks import largest_difference
 
@@ -230,13 +231,6 @@ def test_what_rank_0_does_alone_may_take_longer_than_a_collective_operation_wait
     assert codes == [0, 0], output
     assert "Resuming from" in output
     assert all(f"rank 0 alone: {what}" in output for what in ("newest", "load", "commit"))
-
-
-def handles(process: int, number: signal.Signals) -> bool:
-    """Whether the process has said what it does at this signal."""
-    status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
-    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def test_a_signal_before_the_first_step_ends_the_stage_as_preempted(bench, tmp_path: Path):

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from process_support.left import left
+from process_support.signals import waits_for
 
 
 def last_step(job_folder: Path) -> int:
@@ -149,8 +150,8 @@ def test_ctrl_c_saves_and_resuming_ends_with_the_same_weights(
     finetune.write("disturbed.yaml", job)
     folder = finetune.folder / "runs/disturbed"
     run = finetune.start("run", "disturbed.yaml", "--no-measure")
-    # Steps are told every two seconds at most, and the training must not get to its end while another command starts.
-    run.wait_until(lambda: last_step(folder) >= 1)
+    # By its history, which has each step at once: of the progress the first step may be told when most are done.
+    run.wait_until(lambda: (folder / "history.jsonl").exists() and (folder / "history.jsonl").read_text())
     below = run.below()
     for process in below:
         process.suspend()
@@ -159,7 +160,11 @@ def test_ctrl_c_saves_and_resuming_ends_with_the_same_weights(
     assert f"process {run.process.pid} is running this job" in err
 
     run.process.send_signal(signal.SIGINT)
-    for process in below:
+    # First the supervisor, which passes it on, then the stage: it is told to stop before it makes another step.
+    for process in below[:2]:
+        run.wait_until(lambda process=process: waits_for(process.pid, signal.SIGTERM))
+        process.resume()
+    for process in below[2:]:
         process.resume()
     code, out, err = run.end()
     stopped_at = last_step(folder)

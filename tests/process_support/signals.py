@@ -1,0 +1,22 @@
+"""What a process does about signals, as Linux tells it."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+
+def handles(process: int, number: signal.Signals) -> bool:
+    """Whether the process has said what it does at this signal."""
+    return _set(process, "SigCgt", number)
+
+
+def waits_for(process: int, number: signal.Signals) -> bool:
+    """Whether the process was sent this signal and, standing still, has not seen it yet."""
+    return _set(process, "ShdPnd", number)
+
+
+def _set(process: int, mask: str, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
+    line = next(line for line in status.splitlines() if line.startswith(f"{mask}:"))
+    return bool(int(line.split()[1], 16) >> (number - 1) & 1)
