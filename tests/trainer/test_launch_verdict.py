@@ -81,6 +81,12 @@ CASES = {
     "the pod was told to stop before a rank could say anything": Case(
         {}, -15, ("Preempted", "Terminated", 0, 143), asked_at=0.5
     ),
+    "the pod was told to stop and the ranks of another one were killed before": Case(
+        {0: (FailureClass.COLLECTIVE, 2.0)}, 1, ("Preempted", "Terminated", 0, 143), ends={0: 150}, asked_at=0.5
+    ),
+    "the peers were gone before the pod was told to stop": Case(
+        {0: (FailureClass.COLLECTIVE, 1.0)}, 1, ("CollectiveFailed", "Told", 0, 150), ends={0: 150}, asked_at=2.0
+    ),
     "a cause of its own stays one when the pod is told to stop": Case(
         {0: (FailureClass.DATA, 1.0)}, 1, ("DataError", "Told", 0, 10), asked_at=2.0
     ),

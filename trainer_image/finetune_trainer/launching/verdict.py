@@ -46,14 +46,17 @@ def verdict(
 
     Success is rank 0's report, or that of the lowest rank here. When all `expected` ranks say so it does not matter how
     their launcher ended: after the first pod is gone, the others' agents complain of it. Failure is the first cause;
-    `trouble` is what the launcher itself knows, `first` the rank that silence is told of.
+    a peer that is lost after the pod was told to stop is none, as the peers were most often told as well. `trouble` is
+    what the launcher itself knows, `first` the rank that silence is told of.
     """
     well = [report for report in reports if report.outcome == "succeeded"]
     if len(well) == len(reports) and well and (len(well) >= expected or (end.code == EXIT_OK and not ends)):
         return min(well, key=lambda report: report.rank)
     cause = first_cause(reports, ends, time.time())
     failed = {report.rank for report in reports if report.failure is not None}
-    if end.asked_at is not None and (cause is None or cause.rank not in failed):
+    if end.asked_at is not None and (
+        cause is None or cause.rank not in failed or _lost_peers(cause.failure, end.asked_at)
+    ):
         cause = Cause(None, _stopped(end.asked_at))
     elif trouble is not None and (cause is None or cause.failure.failure_class in ECHOES):
         cause = Cause(None if cause is None else cause.rank, trouble)
@@ -70,12 +73,18 @@ def verdict(
     )
 
 
+def _lost_peers(failure: FailureReport, since: float) -> bool:
+    return failure.failure_class is FailureClass.COLLECTIVE and failure.known_time >= since
+
+
 def _stopped(asked_at: float) -> FailureReport:
-    """No rank could say anything after it was told to stop: it had just started, or the grace period was too short."""
+    """No rank could save after it was told to stop: it had just started, the grace period was too short, or the ranks
+    of another pod were gone before it.
+    """
     return FailureReport(
         failure_class=FailureClass.PREEMPTED,
         reason="Terminated",
-        message="The pod was told to stop, and its processes ended without a word; nothing was saved after that.",
+        message="The pod was told to stop, and its processes ended before they could save.",
         hint="Run the job again; it goes on from its last checkpoint. If this repeats, give the pods a longer grace "
         "period.",
         time=asked_at,
