@@ -36,7 +36,7 @@ CANARY = "canary-7f3a9c"
 
 def token(name: str, end: float | None = None) -> str:
     """A token with an end, as an API server's have one; its signature holds a word to look for."""
-    payload = base64.urlsafe_b64encode(json.dumps({"exp": end or time.time() + 3600, "n": name}).encode()).decode()
+    payload = base64.urlsafe_b64encode(json.dumps({"exp": end or time.time() + 86_400, "n": name}).encode()).decode()
     return f"{name}.{payload.rstrip('=')}.{CANARY}"
 
 
