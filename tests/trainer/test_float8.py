@@ -447,7 +447,7 @@ def test_several_processes_learn_as_one_does_with_ddp_and_with_fsdp(bench, tmp_p
     alone = bench.at(tmp_path / "single").with_training(**STEPS)
     train_here(alone.job, alone.paths, fp8_without_units=True)
     assert alone.losses()[-1] < 0.75 * alone.losses()[0]
-    for strategy, bound in (("ddp", 0.02), ("fsdp", 0.08)):
+    for strategy, bound in (("ddp", 0.005), ("fsdp", 0.02)):
         saving = CheckpointSchedule(every_steps=12, keep=1)
         run = bench.at(tmp_path / strategy).with_training(**STEPS, checkpoints=saving).spread(strategy, 2)
         case = run.case(processes=2)
@@ -458,9 +458,12 @@ def test_several_processes_learn_as_one_does_with_ddp_and_with_fsdp(bench, tmp_p
             "12 of 14 linear layers multiply in fp8; not those outside of the blocks (2, e.g. bert.pooler.dense)"
             in output
         )
-        # Each process takes scales from the rows that it has: measured 0.006, where bf16 is 0.033 off. With fsdp norms
-        # and the loss are in bf16 as well, which autocast leaves in fp32, so that losses are rounded to 0.004: 0.044.
-        assert run.losses() == pytest.approx(alone.losses(), abs=bound), strategy
+        # Each process takes scales from the rows that it has: measured 0.0002 over these steps. With fsdp norms and the
+        # loss are in bf16 as well, which autocast leaves in fp32, so that losses are rounded to 0.004: 0.006.
+        assert run.losses()[:12] == pytest.approx(alone.losses()[:12], abs=bound), strategy
+        # Then the loss falls, at one rate, but a step sooner or later by the rounding of the processor at hand: by the
+        # end that is 0.006 or 0.015 with ddp, 0.045 with fsdp, of a fall by 0.18.
+        assert run.losses()[-1] < 0.9 * run.losses()[0], strategy
         assert run.weights().keys() == alone.weights().keys()
 
 
