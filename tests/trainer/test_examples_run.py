@@ -100,7 +100,7 @@ def ran(name: str, model: Path, folder: Path) -> JobPaths:
         spec["generation"]["maxNewTokens"] = 6
     (folder / "job.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
     command = [str(FINETUNE), "run", str(folder / "job.yaml"), "--workspace", str(folder / "runs")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return JobPaths.of(folder / "runs", name)
 

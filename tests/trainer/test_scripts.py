@@ -24,7 +24,7 @@ from finetune_trainer.failures import StageError
 from script_support.git_host import GitHost, git_host
 from script_support.programs import TELLTALE_FILES, documented
 
-TIMEOUT_SECONDS = 180
+TIMEOUT_SECONDS = 280
 HOSTILE = {
     "quotes": "a'b\"c`d`",
     "shell": "$(touch pwned); rm -rf / && echo $HOME | cat > x",
