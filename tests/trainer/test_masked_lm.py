@@ -140,7 +140,7 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(model, data, paths) -> No
         surprise += torch.nn.functional.cross_entropy(logits[asked], right, reduction="none").tolist()
     assert measured["loss"] == pytest.approx(np.mean(surprise), rel=1e-4)
     assert evaluate(job, paths, NoProgress())["evaluate"] == measured
-    assert measured["accuracy"] > 0.6  # five words of a known pattern, an animal of three
+    assert measured["accuracy"] > 0.5  # five words of a known pattern, an animal of three
 
 
 def test_what_fits_is_what_the_pipeline_says(model, data, paths, tmp_path) -> None:
