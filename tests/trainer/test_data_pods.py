@@ -32,9 +32,7 @@ COLLECTIVE = EXIT_CODES[FailureClass.COLLECTIVE]
 DATA = EXIT_CODES[FailureClass.DATA]
 TIMEOUT_SECONDS = 240
 PATIENCE_SECONDS = 4.0
-"""Of a pod that shall give up on pod 0, and not before pod 0 is gone: of 20 signs of life, each of which waits for the
-disk.
-"""
+"""Of a pod that shall give up on pod 0, and not before pod 0 is gone: of 20 signs of life."""
 
 
 class Gang:
