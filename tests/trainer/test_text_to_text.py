@@ -57,7 +57,11 @@ def data(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("task", "family", "steps"), [("summarization", "t5", 12), ("translation", "bart", 24)])
 def test_it_learns_and_is_judged_as_a_plain_loop_would(tmp_path, data, paths, task, family, steps):
-    """Not quite to the end, so that some rows are wrong."""
+    """Not quite to the end, and some rows ask for what nobody taught: some are right, and some wrong."""
+    asked = rows(20, 2)
+    for row in asked[:4]:
+        row["target"] = " ".join(reversed(row["target"].split()))
+    write_lines(data / "test.jsonl", asked)
     folder = write_encoder_decoder(tmp_path / "model", family)
     job = task_job(
         task,
@@ -78,7 +82,7 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(tmp_path, data, paths, ta
     model = AutoModelForSeq2SeqLM.from_pretrained(paths.model).eval()
     tokenizer = AutoTokenizer.from_pretrained(paths.model)
     surprise, texts = [], []
-    for row in rows(20, 2):
+    for row in asked:
         given = tokenizer(row["source"], return_tensors="pt", return_token_type_ids=False)
         labels = tokenizer(text_target=row["target"], return_tensors="pt")["input_ids"]
         with torch.no_grad():
@@ -89,10 +93,11 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(tmp_path, data, paths, ta
     assert measured["loss"] == pytest.approx(np.mean(surprise), rel=1e-4)
     assert [each["generated_text"] for each in said] == texts
     assert [each["id"] for each in said] == list(range(20))
-    expected = (rouge if task == "summarization" else bleu)(texts, [row["target"] for row in rows(20, 2)])
+    expected = (rouge if task == "summarization" else bleu)(texts, [row["target"] for row in asked])
     for name, value in expected.items():
         assert measured[name] == pytest.approx(value)
-    assert 0.2 < expected.get("rougeL", expected.get("bleu", 0) / 100) < 1  # measured: 0.96 and 0.31
+    judged = expected.get("rougeL", expected.get("bleu", 0) / 100)
+    assert 0.1 < judged < 1, judged
     assert "AutoModelForSeq2SeqLM" in (paths.model / "README.md").read_text(encoding="utf-8")
 
 
