@@ -638,8 +638,8 @@ def inference_bytes(
     Of activations there is one layer's at a time, at most what training keeps of it. Logits are there whole, and once
     more where the model computes a loss of its own, as of text to text; a decoder is asked for `ASKED_LOGITS` at a
     time, and the next come while the last are there. Of `JUDGED_LOGITS` there are a copy, its float32 form and the
-    log-probabilities. Nothing is judged while the model writes. Weights come once, in blocks of
-    their size: only what comes and goes is subject to the allocator's losses.
+    log-probabilities. Nothing is judged while the model writes. Weights come once, in blocks of their size: only what
+    comes and goes is subject to the allocator's losses.
     """
     alone = World(nodes=1, processes_per_node=1, device="cuda", threads_per_process=1)
     work = Workload(

@@ -185,8 +185,8 @@ def _underway(course: Course, stage: StageStatus, child: ChildView, pods: Sequen
         return attempt_failed(course, stage, held.cause)
     if held is not None:
         course = replace(course.wake(held.until), waiting=course.waiting or held.message)
-    if held is not None and held.idle:
-        return course
+        if held.idle:
+            return course
     if child.state == "Suspended":
         said = f" {child.message}" if child.message else ""
         return replace(course, waiting=f"{child.ref.kind} {child.ref.name} is suspended.{said}")
