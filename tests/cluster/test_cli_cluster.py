@@ -299,8 +299,9 @@ def test_the_log_of_one_pod_of_one_rank_and_of_a_running_stage(world: World, tmp
         world.kubelet.playbook.set("reviews", "train", replace(RUNS, log=f"hello\nfrom node {node}\n"), index=node)
     world.apply("reviews", {"resources": {"nodes": 2, "processesPerNode": 2}})
     world.wait_running("reviews", "train")
-    phases = lambda: [pod.get("status", {}).get("phase") for pod in world.pods("reviews", "train")]  # noqa: E731
-    wait_until(lambda: phases() == ["Running"] * 2, "both pods run", tell=phases)
+    wait_until(
+        lambda: world.phases("reviews", "train") == ["Running"] * 2, "both pods run", tell=lambda: world.tell("reviews")
+    )
     jobs = written(world, tmp_path)
     wanted = (0, "[train-1/1] from node 1\n", "")
     assert jobs.finetune("logs", "reviews", "--pod", "1", "--tail", "1") == wanted

@@ -18,7 +18,7 @@ from cluster_support.control_plane import Cluster
 from cluster_support.fault_proxy import NONE, FaultProxy, Faults
 from cluster_support.operator_process import USER, OperatorProcess, install
 from cluster_support.plays import OUT_OF_MEMORY, PREEMPTED, RUNS, SUCCEEDS, WRONG_COLUMN, Play, Playbook
-from cluster_support.world import SETTINGS, World, namespace_for_pods, states
+from cluster_support.world import SETTINGS, World, namespace_for_pods, record_uids, states
 
 SEED = 20_240_601
 JOBS = 10
@@ -93,7 +93,8 @@ def _script(playbook: Playbook, dice: random.Random, name: str, number: int) -> 
 @pytest.mark.slow
 def test_nothing_is_lost_and_nothing_done_twice_whatever_breaks(chaotic: World, proxy: FaultProxy) -> None:
     world, dice = chaotic, random.Random(SEED)
-    mark, uids = world.cluster.audit_mark(), world.record_uids("batch/v1", "jobs")
+    mark = world.cluster.audit_mark()
+    uids = record_uids(world.background, world.watching, world.path("batch/v1", "jobs"))
     names = [f"storm-{number}" for number in range(JOBS)]
     expected = {name: _script(world.kubelet.playbook, dice, name, number) for number, name in enumerate(names)}
     acts = (

@@ -145,7 +145,7 @@ def test_several_pods_prepare_and_the_first_one_tells_what_they_have_measured(wo
     world.kubelet.playbook.set("many", "prepare", RUNS, index=0)
     world.apply("many", {"preparation": {"engine": "job", "workers": 3}, "predict": None})
     # Those that still run when the first one ends are removed.
-    wait_until(lambda: _phases(world, "many", "prepare").count("Succeeded") == 2, "the others have ended")
+    wait_until(lambda: world.phases("many", "prepare").count("Succeeded") == 2, "the others have ended")
     assert world.kubelet.tell("many", "prepare", SUCCEEDS) >= 1
     status = world.wait_phase("many", "Succeeded")
     assert status["measured"]["data"]["splits"]["train"]["rows"] == 8192
@@ -192,11 +192,6 @@ def cordoned(world: World, node: str) -> Iterator[None]:
         yield
     finally:
         world.api.patch(path, {"spec": {"unschedulable": None}})
-
-
-def _phases(world: World, job: str, stage: str) -> list[str]:
-    """Of the pods that are there."""
-    return [pod.get("status", {}).get("phase", "") for pod in world.pods(job, stage)]
 
 
 def _holding(job: Object | None) -> set[tuple[str, str]]:

@@ -14,7 +14,7 @@ from cluster_support.control_plane import Cluster
 from cluster_support.fault_proxy import NONE, FaultProxy, Faults
 from cluster_support.kubelet import ON_STAND_IN
 from cluster_support.plays import RUNS, SUCCEEDS, Play
-from cluster_support.world import namespace_for_pods
+from cluster_support.world import namespace_for_pods, record_uids
 
 SECURE: Object = {
     "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
@@ -126,14 +126,8 @@ def test_a_gang_gets_pods_and_a_final_condition(
     version, plural, spec, pods = GANGS[kind]
     stand_ins.kubelet.playbook.other = Play(lasts=0.5, exit_code=exit_code, message="")
     body = {"apiVersion": version, "kind": kind, "metadata": {"name": "gang"}, "spec": spec}
-    seen: set[str] = set()
-
-    async def see() -> None:
-        async for _, pod in stand_ins.watching.follow(path_of("v1", "pods", namespace)):
-            seen.add(pod["metadata"]["name"])
-
     # By a watch: the pods that are cleaned up are there for a moment only.
-    stand_ins.background.start(see())
+    seen = record_uids(stand_ins.background, stand_ins.watching, path_of("v1", "pods", namespace))
     api.create(path_of(version, plural, namespace), body)
 
     def over() -> Object | None:
@@ -142,8 +136,8 @@ def test_a_gang_gets_pods_and_a_final_condition(
 
     status = wait_until(over, f"the {kind} has ended")
     last = "Failed" if exit_code else "Succeeded"
-    wait_until(lambda: seen >= pods, "each pod was seen", tell=lambda: seen)
-    assert seen == pods
+    wait_until(lambda: seen.keys() >= pods, "each pod was seen", tell=lambda: seen)
+    assert seen.keys() == pods
     assert status["conditions"][-1]["type"] == last
     assert status["conditions"][-1]["reason"] == f"{kind}{last}"
 

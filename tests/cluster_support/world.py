@@ -95,6 +95,20 @@ def namespace_for_pods(cluster: Cluster) -> Iterator[str]:
         yield name
 
 
+def record_uids(background: Background, watching: AsyncApi, path: str) -> dict[str, set[str]]:
+    """Name -> UIDs of all objects of a collection that had it, of those that are there or made from now on. A watch
+    fills it, which may be behind, and does not see what comes and goes while it is broken.
+    """
+    uids: dict[str, set[str]] = {}
+
+    async def follow() -> None:
+        async for _, item in watching.follow(path):
+            uids.setdefault(item["metadata"]["name"], set()).add(item["metadata"]["uid"])
+
+    background.start(follow())
+    return uids
+
+
 def merged(base: Object, patch: Object) -> Object:
     """`base` with `patch` laid over it; None takes a field away."""
     result = copy.deepcopy(base)
@@ -165,19 +179,6 @@ class World:
 
         self.background.start(follow())
         return history
-
-    def record_uids(self, api_version: str, plural: str) -> dict[str, set[str]]:
-        """Name -> UIDs of all objects that had it, of those that are there or made from now on. A watch fills it, which
-        may be behind, and does not see what comes and goes while it is broken.
-        """
-        uids: dict[str, set[str]] = {}
-
-        async def follow() -> None:
-            async for _, item in self.watching.follow(self.path(api_version, plural)):
-                uids.setdefault(item["metadata"]["name"], set()).add(item["metadata"]["uid"])
-
-        self.background.start(follow())
-        return uids
 
     def apply(self, name: str, spec: Object | None = None) -> Object:
         """Create the job `name`: `BASE` with `spec` laid over it."""
@@ -277,6 +278,10 @@ class World:
         chosen = {label: value for label, value in wanted.items() if value is not None}
         pods = self.of_job(name, "v1", "pods")
         return [pod for pod in pods if chosen.items() <= pod["metadata"]["labels"].items()]
+
+    def phases(self, name: str, stage: str) -> list[str]:
+        """Of the pods of a stage that are there."""
+        return [pod.get("status", {}).get("phase", "") for pod in self.pods(name, stage)]
 
     def order(self, attempt_name: str) -> Object:
         """job.json of an attempt."""

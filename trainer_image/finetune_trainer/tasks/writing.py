@@ -146,18 +146,14 @@ def surprises(said: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Answer]
     """
     import torch
 
-    found: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+    found: list[dict[str, list[torch.Tensor]]] = []
     for logits, labels in said:
-        found = found or [[] for _ in labels]
+        found = found or [{"surprise": [], "hit": []} for _ in labels]
         for of_row, *row in zip(found, logits, labels, strict=True):
             for chosen, right in judged(*row):
-                lost = torch.nn.functional.cross_entropy(chosen, right, reduction="none")
-                of_row.append((lost, chosen.argmax(-1) == right))
-    names = ("surprise", "hit")
-    return [
-        {name: torch.cat(each).cpu().numpy() for name, each in zip(names, zip(*of_row, strict=True), strict=True)}
-        for of_row in found
-    ]
+                of_row["surprise"].append(torch.nn.functional.cross_entropy(chosen, right, reduction="none"))
+                of_row["hit"].append(chosen.argmax(-1) == right)
+    return [{name: torch.cat(each).cpu().numpy() for name, each in of_row.items()} for of_row in found]
 
 
 def logits_at(
@@ -169,11 +165,7 @@ def logits_at(
     The logits of one row of 131,072 tokens are 34 GB in bf16, while the rest of a pass has one layer at a time.
     Processes that share a model would ask it different numbers of times, and wait for each other for ever.
     """
-    import torch
-    from transformers import PreTrainedModel
-
-    alone = torch.is_inference_mode_enabled() and isinstance(model, PreTrainedModel)
-    parts = _parts(cast(Any, model), labels) if alone else None
+    parts = _parts(model, labels)
     if parts is None:
         yield model(**given, use_cache=False).logits[:, : labels.shape[1]], labels
         return
@@ -182,10 +174,13 @@ def logits_at(
             yield model(**given, use_cache=False, logits_to_keep=places).logits, labels[:, places]
 
 
-def _parts(model: PreTrainedModel, labels: torch.Tensor) -> Sequence[torch.Tensor] | None:
-    """Places of the labels, in parts; None where all are asked for at once: few, or by a model that cannot do it."""
+def _parts(model: torch.nn.Module, labels: torch.Tensor) -> Sequence[torch.Tensor] | None:
+    """Places of the labels, in parts; None where all are asked for at once."""
     import torch
+    from transformers import PreTrainedModel
 
+    if not torch.is_inference_mode_enabled() or not isinstance(model, PreTrainedModel):
+        return None
     of_place = len(labels) * model.config.get_text_config().vocab_size
     body, takes = model.base_model, inspect.signature(model.forward).parameters
     if labels.shape[1] * of_place <= ASKED_LOGITS or body is model or "logits_to_keep" not in takes:
