@@ -10,6 +10,8 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["suite_plugins.patience", "suite_plugins.selection", "suite_plugins.times"]
+
 # How long an example takes, or is looked for, says something of the machine and of what else it does.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")

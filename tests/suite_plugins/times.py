@@ -1,0 +1,1 @@
+"""Record in the JUnit report where the time of each test goes."""
