@@ -30,8 +30,8 @@ PROCESS_KUBELET = TOOLS / "process-kubelet"
 OPERATOR, TRAINER = "finetune-operator", "finetune-trainer"
 IMAGES = (OPERATOR, TRAINER)
 CONTROLLERS = ("training-operator", "mpi-operator")
-GIT_HOST = "git.code.svc"
-"""From which users' own programs are fetched: a Service that `git_pod` makes."""
+EXAMPLES_GIT_HOST, SCRIPTS_GIT_HOST = GIT_HOSTS = ("git.examples.svc", "git.scripts.svc")
+"""Hosts of users' own programs, each a Service of `git_pod`; one per file of tests, as files run side by side."""
 
 SETTINGS: Object = {
     # Short enough for a test to see the end of a delay, long enough for a pod to be told of before it is replaced.
@@ -44,7 +44,7 @@ SETTINGS: Object = {
     },
     "progress": {"statusSeconds": 1},
     "defaults": {"terminationGraceSeconds": 30},
-    "gitHosts": [GIT_HOST],
+    "gitHosts": list(GIT_HOSTS),
 }
 """Of the operator under test; what is left out is as an administrator gets it."""
 
@@ -229,7 +229,7 @@ def _named_image(name: str) -> Object:
 
 def built_images() -> None:
     """Build them ahead of the suite, where a box can be had; says why not elsewhere."""
-    print(_why_not() or image_folders())
+    print(why_no_box() or image_folders())
 
 
 def image_folders() -> dict[str, str]:
@@ -251,8 +251,8 @@ def build_image(name: str) -> str:
     return ran.stdout.strip().splitlines()[-1]
 
 
-def _why_not() -> str | None:
-    """What this machine lacks for a cluster in a box."""
+def why_no_box() -> str | None:
+    """Name what this machine lacks for a cluster in a box; None when it has everything."""
     if not (TOOLS / "cluster").is_file():
         return "FINETUNE_TEST_KUBECONFIG is not set and ../shared/tools/cluster is not there"
     if os.geteuid() != 0:
@@ -267,6 +267,24 @@ def _why_not() -> str | None:
     return f"KUBEBUILDER_ASSETS ({assets}) has no {', '.join(lacking)}" if lacking else None
 
 
+HELD = "FINETUNE_TEST_BOX"
+"""Environment variable with the folder of a box that another process holds, with our operator in it."""
+
+
+def held_box() -> Box | None:
+    """The box that HELD names, for one of several processes that use it."""
+    if (folder := os.environ.get(HELD)) is None:
+        return None
+    return _box_in(Path(folder))
+
+
+def _box_in(folder: Path) -> Box:
+    place = folder / "control-plane"
+    cluster = Cluster(str(assets_folder() / "kubectl"), place / "admin.kubeconfig", place)
+    names = cluster.must("get", "nodes", "-o", "jsonpath={.items[*].metadata.name}").split()
+    return Box(cluster, Api(cluster.access), folder, tuple(sorted(names)))
+
+
 @contextmanager
 def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[str] = ()) -> Iterator[Box]:
     """The cluster of FINETUNE_TEST_KUBECONFIG, or a box without training operators; skipped when there is neither.
@@ -279,7 +297,7 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
         names = cluster.must("get", "nodes", "-o", "jsonpath={.items[*].metadata.name}").split()
         yield Box(cluster, Api(cluster.access), nodes=tuple(names))
         return
-    if why := _why_not():
+    if why := why_no_box():
         pytest.skip(why)
     assets = assets_folder()
     images = [f"{name}:*={place}" for name, place in image_folders().items()]
@@ -303,10 +321,7 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
             command = [str(TOOLS / "cluster"), *up, *mapped, *(["--", *options] if options else [])]
             started = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=300)
         assert started.returncode == 0, (folder / "up.log").read_text()
-        place = folder / "control-plane"
-        cluster = Cluster(str(assets / "kubectl"), place / "admin.kubeconfig", place)
-        names = tuple(f"node-{number}" for number in range(nodes))
-        yield Box(cluster, Api(cluster.access), folder, names if nodes > 1 else ("node",))
+        yield _box_in(folder)
 
 
 @contextmanager

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import yaml
 
-from box_support.box import GIT_HOST
 from box_support.servers import server, way_to
 from box_support.team import Team
 from cluster_support import certificates
 from cluster_support.access import Object, path_of, wait_until
 
 SERVER = Path(__file__).parents[1] / "script_support" / "git_server.py"
-NAME, NAMESPACE = GIT_HOST.split(".")[:2]
+NAME = "git"
 PORT = 8443
 AUTHORITY = "git-authority"
 """ConfigMap in the team's namespace with the certificate of the host's authority."""
@@ -31,29 +30,32 @@ TEMPLATE: Object = {
 
 
 @contextmanager
-def git_pod(team: Team, repositories: Mapping[str, Mapping[str, str]], folder: Path) -> Iterator[None]:
-    """Serves repositories (name -> file name -> text), each of one commit; `folder` is for its certificate."""
-    pair = certificates.for_hosts(folder, "git", names=(GIT_HOST,))
-    wait_until(lambda: not _ending(team), f"the namespace {NAMESPACE} of an earlier host is gone")
+def git_pod(team: Team, host: str, repositories: Mapping[str, Mapping[str, str]], folder: Path) -> Iterator[None]:
+    """Serve repositories (name -> file name -> text), each of one commit, as `host` (git.NAMESPACE.svc); `folder` is
+    for its certificate.
+    """
+    namespace = host.split(".")[1]
+    pair = certificates.for_hosts(folder, "git", names=(host,))
+    wait_until(lambda: not _ending(team, namespace), f"the namespace {namespace} of an earlier host is gone")
     team.box.kubectl("apply", "-f", "-", stdin=yaml.safe_dump({"apiVersion": "v1", "kind": "Namespace",
-                                                               "metadata": {"name": NAMESPACE}}))  # fmt: skip
-    where = ("-n", NAMESPACE)
+                                                               "metadata": {"name": namespace}}))  # fmt: skip
+    where = ("-n", namespace)
     secret = {"tls.crt": pair.certificate.read_text(), "tls.key": pair.key.read_text()}
     team.box.kubectl("apply", *where, "-f", "-", stdin=yaml.safe_dump_all(_server(repositories, secret)))
     authority = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": AUTHORITY}}
     team.apply_manifest(
-        {**authority, "data": {"ca.crt": secret["tls.crt"]}}, way_to(NAME, NAMESPACE, PORT, team.namespace)
+        {**authority, "data": {"ca.crt": secret["tls.crt"]}}, way_to(NAME, namespace, PORT, team.namespace)
     )
     team.box.kubectl("wait", "--for=condition=Ready", *where, f"pod/{NAME}", "--timeout=120s", seconds=150)
     try:
         yield
     finally:
         team.box.kubectl("delete", "-n", team.namespace, f"configmap/{AUTHORITY}", f"networkpolicy/{NAME}")
-        team.box.kubectl("delete", "namespace", NAMESPACE, "--wait=false")
+        team.box.kubectl("delete", "namespace", namespace, "--wait=false")
 
 
-def _ending(team: Team) -> bool:
-    found = team.box.api.get(path_of("v1", "namespaces", name=NAMESPACE)) or {"metadata": {}}
+def _ending(team: Team, namespace: str) -> bool:
+    found = team.box.api.get(path_of("v1", "namespaces", name=namespace)) or {"metadata": {}}
     return "deletionTimestamp" in found["metadata"]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
@@ -9,12 +10,13 @@ import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -164,22 +166,39 @@ def _gone(pid: int) -> bool:
         return True
 
 
-_given_ports: set[int] = set()
+_claims: dict[int, IO[str]] = {}
+"""Ports that this process was given, each with the lock that says so to other processes; gone with the process."""
 
 
 def free_port() -> int:
-    """A port that nobody listens on, below those that the kernel gives to clients: while a server restarts, a client
-    that tries to reach it could otherwise be given the very port, connect to itself, and keep it taken. None is given
-    twice: who got one may not listen yet, or be about to start again.
+    """Return a port that nobody listens on, below those that the kernel gives to clients: while a server restarts, a
+    client that tries to reach it could otherwise be given the very port, connect to itself, and keep it taken. No
+    process of the tests is given a port that another one, or this one, was given: its server may not listen yet, or be
+    about to start again.
     """
-    for _ in range(100):
+    for _ in range(200):
         port = random.randrange(15_000, 32_000)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
-            if port not in _given_ports:
-                _given_ports.add(port)
+            if _claim(port):
                 return port
-    raise AssertionError("no free port among 100 between 15000 and 32000")
+    raise AssertionError("no free port among 200 between 15000 and 32000")
+
+
+def _claim(port: int) -> bool:
+    """Whether nobody had claimed the port; the claim lasts as long as this process."""
+    if port in _claims:
+        return False
+    folder = Path(tempfile.gettempdir()) / f"finetune-test-ports-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    lock = (folder / str(port)).open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        return False
+    _claims[port] = lock
+    return True
 
 
 def assets_folder() -> Path:

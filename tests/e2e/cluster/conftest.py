@@ -1,6 +1,9 @@
 """Whole jobs on a cluster with nodes: the operator as its Deployment, the trainer's image in pods, inputs on a claim.
 
-The order matters in one place: tests marked `bare` want a cluster into which no training operator was installed yet.
+Files share nothing but the cluster, so they may run side by side in xdist's workers, each with a namespace of its own,
+but for tests marked `bare`, which need a cluster into which no training operator was installed yet, and `alone`, which
+take a node, the API server or the operator away. `box_support.phases` runs the three kinds one after the other on one
+cluster; without it they run in that order, one test at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from box_support.box import CONTROLLERS, Box, running_box
+from box_support.box import CONTROLLERS, Box, held_box, running_box
 from box_support.hub import Hub, hub_stand_in
 from box_support.inputs import copy_real_inputs, readable_by_all, write_tagged_words
 from box_support.team import INPUTS, RESTRICTED, Team
@@ -29,18 +32,22 @@ TEST_SECONDS = 2400
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a cluster without training operators goes first, what takes our operator away last; else the order
-    stays.
-    """
+    """Put tests marked `bare` first, those marked `alone` behind the others, and `last` at the end."""
     for item in items:
         if item.path.is_relative_to(Path(__file__).parent) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TEST_SECONDS))
-    items.sort(key=lambda item: (item.get_closest_marker("last") is not None, item.get_closest_marker("bare") is None))
+    place = {"bare": -1, "alone": 1, "last": 2}
+    items.sort(key=lambda item: next((at for mark, at in place.items() if item.get_closest_marker(mark)), 0))
 
 
 @pytest.fixture(scope="session")
 def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
-    """Two nodes, a control plane, and the operator installed as an administrator does it."""
+    """Two nodes, a control plane, and the operator installed as an administrator does it; or the box that another
+    process holds for several calls of pytest and their workers.
+    """
+    if (held := held_box()) is not None:
+        yield held
+        return
     folder = tmp_path_factory.mktemp("box")
     with running_box(folder) as made:
         made.install_operator(tmp_path_factory.mktemp("install"))

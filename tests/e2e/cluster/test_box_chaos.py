@@ -22,7 +22,7 @@ SEED = int(os.environ.get("FINETUNE_SEED", "7"))
 SETTLED_SECONDS = 180.0
 """What may still run when the last job has ended: pods have 30 s to end, operators up to 10 s to be started again."""
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600 + 120 * FAULTS)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(600 + 120 * FAULTS)]
 
 
 @pytest.fixture(scope="module")

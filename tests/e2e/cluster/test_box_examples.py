@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from box_support.box import GIT_HOST, Box
+from box_support.box import EXAMPLES_GIT_HOST, Box
 from box_support.git_pod import TEMPLATE as TRUSTING_THE_GIT_HOST
 from box_support.git_pod import git_pod
 from box_support.hub import Hub
@@ -53,7 +53,7 @@ def fitted(document: Object, name: str) -> Object:
     spec["storage"] = {"size": "1Gi"}
     training = spec.get("training", {})
     if script := training.get("script"):
-        script["git"]["url"] = f"https://{GIT_HOST}/programs"
+        script["git"]["url"] = f"https://{EXAMPLES_GIT_HOST}/programs"
         script["hyperparameters"]["epochs"] = 1
         spec["template"] = TRUSTING_THE_GIT_HOST
     elif training:
@@ -148,7 +148,8 @@ def spot_node(box: Box) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def programs(team: Team, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The program of docs/scripts.md on a git host."""
-    with git_pod(team, {"programs": {"train.py": documented("python")}}, tmp_path_factory.mktemp("git")):
+    repositories = {"programs": {"train.py": documented("python")}}
+    with git_pod(team, EXAMPLES_GIT_HOST, repositories, tmp_path_factory.mktemp("git")):
         yield
 
 
@@ -284,7 +285,7 @@ def test_the_own_program_is_the_one_of_a_commit_and_its_model_is_evaluated(
 
     ended = runs["own-script"].result()
     address, _, commit = ended.status["artifacts"]["script"].rpartition("@")
-    assert (address, len(commit)) == (f"https://{GIT_HOST}/programs", 40)
+    assert (address, len(commit)) == (f"https://{EXAMPLES_GIT_HOST}/programs", 40)
     assert ended.status["plan"]["worldSize"] == 2
     assert ended.status["artifacts"]["metrics"]["train_epoch"] == 1
     assert 0 <= ended.status["artifacts"]["metrics"]["accuracy"] <= 1

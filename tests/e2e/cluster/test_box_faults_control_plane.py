@@ -18,6 +18,8 @@ from cluster_support.access import Object, wait_until
 from cluster_support.operator_process import USER
 from finetune_contract.layout import JobPaths
 
+pytestmark = pytest.mark.alone
+
 AWAY_SECONDS = 60
 STEP_SECONDS = 0.2
 STEPS = 360

@@ -69,6 +69,7 @@ def disturbed(team: Team) -> Ended:
     return Ended(job.name, broken, team.succeeds(job.name))
 
 
+@pytest.mark.alone
 def test_a_pod_deleted_by_hand_is_the_cause_and_the_attempt_goes_on_from_where_it_stopped(disturbed: Ended) -> None:
     broken, *_ = disturbed.broken
     assert broken.told("class", "stage", "attempt", "pod", "node", "exitCode") == [
@@ -80,6 +81,7 @@ def test_a_pod_deleted_by_hand_is_the_cause_and_the_attempt_goes_on_from_where_i
     assert broken.lost <= 1
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("place", "rank", "reason"), [(1, 1, "DeletionByTaintManager"), (2, 0, "TerminationByKubelet")]
 )
@@ -96,6 +98,7 @@ def test_a_preemption_names_the_pod_that_was_hit_and_at_most_one_step_is_lost(
     assert broken.lost <= 1
 
 
+@pytest.mark.alone
 def test_what_the_infrastructure_does_is_not_counted_and_changes_no_plan(disturbed: Ended, team: Team) -> None:
     status = disturbed.status
     assert (status["restarts"], status.get("countedRestarts", 0)) == (3, 0)
@@ -166,6 +169,7 @@ def held_up(box: Box, team: Team) -> Ended:
         return Ended(job.name, tuple(broken), team.succeeds(job.name))
 
 
+@pytest.mark.alone
 def test_a_rank_that_hangs_is_found_by_the_progress_that_stops(held_up: Ended) -> None:
     broken = held_up.broken[0]
     assert broken.told("class", "reason", "stage", "attempt", "rank") == ["NoProgress", "Hung", "train", 1, None]
@@ -177,6 +181,7 @@ def test_a_rank_that_hangs_is_found_by_the_progress_that_stops(held_up: Ended) -
     assert 0 <= broken.lost <= EVERY
 
 
+@pytest.mark.alone
 def test_an_object_that_somebody_deleted_is_made_anew_and_counted(held_up: Ended) -> None:
     broken = held_up.broken[1]
     assert broken.told("class", "reason", "stage", "attempt", "rank", "pod") == [
@@ -188,6 +193,7 @@ def test_an_object_that_somebody_deleted_is_made_anew_and_counted(held_up: Ended
     assert broken.lost <= 1
 
 
+@pytest.mark.alone
 def test_a_node_without_power_is_the_cause_and_the_training_goes_on_elsewhere(held_up: Ended, team: Team) -> None:
     broken, status = held_up.broken[2], held_up.status
     lost = broken.node(1)

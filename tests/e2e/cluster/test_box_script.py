@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from box_support.box import GIT_HOST, Box
+from box_support.box import SCRIPTS_GIT_HOST, Box
 from box_support.faults import kill_pod
 from box_support.git_pod import TEMPLATE, git_pod
 from box_support.team import Team, stage_of
@@ -50,7 +50,7 @@ def own_program(**script: object) -> Object:
         "dataset": {"uri": "pvc://inputs/tiny/data"},
         "training": {
             "script": {
-                "git": {"url": f"https://{GIT_HOST}/programs"},
+                "git": {"url": f"https://{SCRIPTS_GIT_HOST}/programs"},
                 "hyperparameters": {"epochs": EPOCHS, "batch_size": 4, "learning_rate": 2.0e-3, "save_steps": 100},
                 **script,
             }
@@ -66,7 +66,7 @@ def own_program(**script: object) -> Object:
 def programs(team: Team, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The repository `programs` on a git host of the cluster."""
     files = {"train.py": documented("python"), "broken.py": BROKEN, "meeting.py": MEETING}
-    with git_pod(team, {"programs": files}, tmp_path_factory.mktemp("git")):
+    with git_pod(team, SCRIPTS_GIT_HOST, {"programs": files}, tmp_path_factory.mktemp("git")):
         yield
 
 
@@ -100,7 +100,7 @@ def test_an_unchanged_trainer_program_is_told_of_live_goes_on_after_a_lost_pod_a
     assert status["plan"]["strategy"] == "script"
     assert (status["plan"]["worldSize"], "microBatchSize" in status["plan"]) == (2, False)
     script = status["artifacts"]["script"]
-    assert script.startswith(f"https://{GIT_HOST}/programs@")
+    assert script.startswith(f"https://{SCRIPTS_GIT_HOST}/programs@")
     assert len(script.rpartition("@")[2]) == 40
     assert status["artifacts"]["metrics"]["train_epoch"] == EPOCHS
     log = box.kubectl("logs", "-n", team.namespace, team.pods(name, "train", 2)[0]["metadata"]["name"])

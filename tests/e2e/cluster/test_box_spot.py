@@ -11,6 +11,9 @@ from box_support.team import Team, stage_of, tiny_spec
 from cluster_support.access import Object
 from finetune_operator.rendering.types import CAPACITY_LABEL
 
+pytestmark = pytest.mark.alone
+"""Another file makes a node a spot node."""
+
 ALONE = {"strategy": "single"}
 ONE_NODE = {"nodes": 1, "cpu": "500m", "memory": "2Gi"}
 

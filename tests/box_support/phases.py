@@ -1,0 +1,75 @@
+"""Run the tests on a cluster with nodes: one box, held by this process, and a call of pytest for each phase.
+
+    python -m box_support.phases --reports FOLDER [PYTEST-OPTION...]
+
+Most of the time such tests wait for pods to start, so files run side by side where they can (see the suite's
+conftest.py). Another cluster, named by FINETUNE_TEST_KUBECONFIG, gets all phases in one call, one test at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from box_support.box import CONTROLLERS, HELD, ROOT, running_box, why_no_box
+
+SUITE = "tests/e2e/cluster"
+NOTHING_CHOSEN = 5
+"""Exit code of pytest that found no test: options may choose none of a phase's."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Tests that may run at the same time."""
+
+    name: str
+    marks: str
+    workers: int = 0
+    """Files that run side by side; 0: one test after the other."""
+
+    def command(self, reports: Path, options: Sequence[str]) -> list[str]:
+        """The call of pytest for this phase."""
+        beside = ["--numprocesses", str(self.workers), "--dist", "loadfile"] if self.workers else []
+        report = f"--junitxml={reports / f'test-e2e-{self.name}.xml'}"
+        chosen = ["-m", self.marks] if self.marks else []
+        return [sys.executable, "-m", "pytest", SUITE, *chosen, *beside, report, *options]
+
+
+PHASES = (
+    Phase("bare", "bare"),
+    Phase("shared", "not bare and not alone and not last", workers=3),
+    Phase("alone", "alone or last"),
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run all phases, also after one that failed; the exit code is the first that is not 0."""
+    parser = argparse.ArgumentParser(description="Run the tests on a cluster with nodes.")
+    parser.add_argument("--reports", type=Path, default=Path(".test-reports"), help="folder of the JUnit reports")
+    parser.add_argument("--only", choices=[phase.name for phase in PHASES], help="run this phase alone")
+    chosen, options = parser.parse_known_args(arguments)
+    phases = [phase for phase in PHASES if chosen.only in (None, phase.name)]
+    if os.environ.get("FINETUNE_TEST_KUBECONFIG") or why_no_box():
+        whole = Phase("all", "")
+        return subprocess.run(whole.command(chosen.reports, options), cwd=ROOT).returncode
+    with tempfile.TemporaryDirectory(prefix="finetune-box-") as work, running_box(Path(work) / "box") as box:
+        box.install_operator(Path(work) / "install")
+        environment, codes = {**os.environ, HELD: str(box.folder)}, []
+        for phase in phases:
+            if phase.name != "bare":
+                # A plan by `launcher: auto` depends on what is installed: for all workers the same from the beginning.
+                for controller in CONTROLLERS:
+                    box.install_controller(controller)
+            codes.append(subprocess.run(phase.command(chosen.reports, options), cwd=ROOT, env=environment).returncode)
+    failed = [code for code in codes if code not in (0, NOTHING_CHOSEN)]
+    return failed[0] if failed else min(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
