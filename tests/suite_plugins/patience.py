@@ -1,8 +1,168 @@
-"""Scale every wait and limit of the tests to the speed of the machine."""
+"""Scale every wait and limit of the tests to the speed of the machine.
+
+Limits in the tests are seconds on the reference machine. One factor, measured once at the start of a run, scales them
+all: `patient(60)` is 60 s there and 144 s on a machine that is 2.4 times slower at its slowest kind of work.
+`FINETUNE_TEST_PATIENCE` sets the factor, and hands it to the workers of xdist and to the programs that tests start.
+
+`python -m suite_plugins.patience` (with PYTHONPATH=tests) prints the factor; `--beside 2` doubles it, for a script
+that runs two suites at the same time.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+VARIABLE = "FINETUNE_TEST_PATIENCE"
+
+# Seconds that each kind of work takes on the reference machine (2 cores of an AMD EPYC, virtual, NVMe disk, Python 3.11),
+# on which every limit of the tests is ample with all suites at once: lower quartiles of 12 rounds, other programs running.
+REFERENCE_SECONDS = {
+    "import": 0.150,  # Start Python and import the modules of PROBE, all of the standard library.
+    "fork": 0.040,  # Fork 20 processes that exit at once, one after the other.
+    "disk": 0.060,  # Write and sync 10 files of 64 KiB in the folder for temporary files.
+    "cpu": 0.095,  # Add up a million squares in each of 2 processes: the suites use 2 workers at least.
+}
+
+# A machine this slow is better found out by a failure than by limits of hours.
+MAX_FACTOR = 12.0
+
+ROUNDS = 3
+# A slow machine is known after one round.
+MEASURE_SECONDS = 2.0
+
+PROBE = """
+import json, os, sys, tempfile, time
+import asyncio, email.mime.multipart, http.server, logging.config, multiprocessing.pool, sqlite3, unittest.mock
+import xml.dom.minidom, zipfile
+
+def wait_for(child):
+    os.waitpid(child, 0)
+
+imported = time.monotonic()
+for _ in range(20):
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    wait_for(child)
+forked = time.monotonic()
+with tempfile.TemporaryDirectory() as folder:
+    for number in range(10):
+        with open(os.path.join(folder, str(number)), "wb") as file:
+            file.write(bytes(65536))
+            file.flush()
+            os.fsync(file.fileno())
+written = time.monotonic()
+children = []
+for _ in range(2):
+    child = os.fork()
+    if child == 0:
+        sum(number * number for number in range(1_000_000))
+        os._exit(0)
+    children.append(child)
+for child in children:
+    wait_for(child)
+computed = time.monotonic()
+seconds = {"import": imported - float(sys.argv[1]), "fork": forked - imported}
+print(json.dumps({**seconds, "disk": written - forked, "cpu": computed - written}))
+"""
+
+# The factor of this process where its environment lost it, and the ratios if it was measured here.
+_factor: float | None = None
+_ratios: dict[str, float] = {}
+
 
 def patient(seconds: float) -> float:
-    """Return `seconds` scaled to the speed of this machine."""
-    return seconds
+    """Return `seconds` of the reference machine, scaled to the speed of this machine."""
+    return seconds * factor()
+
+
+def factor() -> float:
+    """Return the factor of this run; measure it if neither the environment nor this process has it."""
+    global _factor
+    if given := os.environ.get(VARIABLE):
+        return _parsed(given)
+    if _factor is None:
+        _ratios.update(measured_ratios())
+        _factor = min(MAX_FACTOR, max(1.0, *_ratios.values()))
+    os.environ[VARIABLE] = f"{_factor:.2f}"
+    return _factor
+
+
+def raise_to(ratio: float, kind: str) -> None:
+    """Raise the factor to `ratio`, at most MAX_FACTOR, if it is lower: for work that only some suites can measure.
+
+    A suite on a control plane calls this with the seconds of its start divided by those of the reference machine. Waits
+    and limits that are computed later use the new factor; those of tests that run already keep the old one.
+    """
+    global _factor
+    if min(ratio, MAX_FACTOR) > factor():
+        _ratios[kind] = ratio
+        _factor = min(ratio, MAX_FACTOR)
+        os.environ[VARIABLE] = f"{_factor:.2f}"
+
+
+def measured_ratios() -> dict[str, float]:
+    """Measure each kind of work and divide by the reference: the median of up to three rounds, about a second."""
+    rounds: list[dict[str, float]] = []
+    end = time.monotonic() + MEASURE_SECONDS
+    while len(rounds) < ROUNDS and (not rounds or time.monotonic() < end):
+        command = [sys.executable, "-I", "-c", PROBE, str(time.monotonic())]
+        rounds.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+    return {
+        kind: statistics.median_low([each[kind] for each in rounds]) / reference
+        for kind, reference in REFERENCE_SECONDS.items()
+    }
+
+
+def _parsed(given: str) -> float:
+    try:
+        value = float(given)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < float("inf"):
+        raise pytest.UsageError(f"{VARIABLE} is {given!r}: set it to a number of at least 1, or unset it")
+    return value
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure before a test module is imported and before the workers of xdist start, which inherit the environment."""
+    if not config.option.collectonly:
+        factor()
+
+
+def pytest_report_header() -> str | None:
+    """Show the factor, with the ratios that it was chosen from."""
+    if VARIABLE not in os.environ:
+        return None
+    origin = ", ".join(f"{kind} {ratio:.1f}" for kind, ratio in _ratios.items()) or VARIABLE
+    return f"patience: {factor():.1f} ({origin})"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """Scale the limit of a test, whether from the configuration, the command line or a marker."""
+    # Not at the top: the plugin may be disabled, and this hook with it.
+    import pytest_timeout
+
+    return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=patient(settings.timeout)))
+
+
+def main() -> None:
+    """Print the factor for a script."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--beside", type=float, default=1.0, help="multiply by this: suites that run at the same time")
+    print(f"{factor() * parser.parse_args().beside:.2f}")
+
+
+if __name__ == "__main__":
+    main()

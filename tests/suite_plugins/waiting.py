@@ -1,0 +1,34 @@
+"""Wait for an event, for as long as the speed of the machine makes reasonable."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from suite_plugins.patience import patient
+
+T = TypeVar("T")
+
+# Ample for anything that tests wait for on the reference machine, next to other tests.
+WAIT_SECONDS = 120.0
+
+
+def wait_until(
+    look: Callable[[], T | None],
+    what: str | Callable[[], object],
+    seconds: float = WAIT_SECONDS,
+    *,
+    poll_seconds: float = 0.02,
+) -> T:
+    """Return the first true value of `look`; after `seconds`, scaled by `patient`, fail with `what` or its value."""
+    limit = patient(seconds)
+    end = time.monotonic() + limit
+    while True:
+        # Compare before looking: a process that was stopped for long still gets a look after its limit.
+        late = time.monotonic() > end
+        if value := look():
+            return value
+        if late:
+            raise AssertionError(f"not within {limit:g} s: {what() if callable(what) else what}")
+        time.sleep(poll_seconds)
