@@ -23,8 +23,9 @@ import pytest
 
 VARIABLE = "FINETUNE_TEST_PATIENCE"
 
-# Seconds that each kind of work takes on the reference machine (2 cores of an AMD EPYC, virtual, NVMe disk, Python 3.11),
-# on which every limit of the tests is ample with all suites at once: lower quartiles of 12 rounds, other programs running.
+# Seconds that each kind of work takes on the reference machine (2 cores of an AMD EPYC, virtual, NVMe disk, Python
+# 3.11), on which every limit of the tests is ample with all suites at once: lower quartiles of 12 rounds, while other
+# programs ran.
 REFERENCE_SECONDS = {
     "import": 0.150,  # Start Python and import the modules of PROBE, all of the standard library.
     "fork": 0.040,  # Fork 20 processes that exit at once, one after the other.
