@@ -14,6 +14,7 @@ import yaml
 
 from chart_files import CHART, ROOT
 from cluster_support.control_plane import assets_folder
+from suite_plugins.patience import patient
 
 VALUES = ROOT / "tests" / "chart" / "values"
 VALUE_SETS = ("default", "namespaced", "high-availability", "air-gap", "monitoring", "everything")
@@ -70,7 +71,9 @@ def render(values: Mapping[str, Any] | None = None, *names: str, chart: Path = C
 
 def kustomize(folder: Path) -> tuple[Object, ...]:
     """The objects that `kubectl apply -k` would send."""
-    ran = subprocess.run([program("kubectl"), "kustomize", str(folder)], capture_output=True, text=True, timeout=300)
+    ran = subprocess.run(
+        [program("kubectl"), "kustomize", str(folder)], capture_output=True, text=True, timeout=patient(300)
+    )
     assert ran.returncode == 0, ran.stderr
     return objects(ran.stdout)
 

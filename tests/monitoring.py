@@ -19,6 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from finetune_operator.api.types import FineTuneJobStatus
 from finetune_operator.shell.metrics import Metrics
 from reconcile_world import World
+from suite_plugins.patience import patient
 
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "charts" / "finetune-operator" / "files"
@@ -200,4 +201,4 @@ def promtool(*arguments: str | Path, stdin: str | None = None) -> subprocess.Com
     program = shutil.which("promtool")
     if program is None:
         pytest.skip("promtool is not in PATH (Debian's package prometheus has it)")
-    return subprocess.run([program, *arguments], input=stdin, capture_output=True, text=True, timeout=300)
+    return subprocess.run([program, *arguments], input=stdin, capture_output=True, text=True, timeout=patient(300))

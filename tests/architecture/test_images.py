@@ -16,6 +16,7 @@ import yaml
 from finetune_operator.api.settings import OPERATOR_IMAGE, TRAINER_IMAGE
 from finetune_operator.rendering.pods import USER_ID
 from finetune_operator.rendering.trainer_pod import HOME, SSH_KEYS
+from suite_plugins.patience import patient
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "images"
@@ -42,7 +43,9 @@ def test_there_is_an_image_of_the_operator_and_one_of_the_trainer() -> None:
 @pytest.mark.parametrize("image", DOCKERFILES)
 def test_the_linter_finds_nothing_in_a_dockerfile(image: str) -> None:
     hadolint = Path(sys.executable).parent / "hadolint"
-    found = subprocess.run([str(hadolint), str(DOCKERFILES[image])], capture_output=True, text=True, timeout=300)
+    found = subprocess.run(
+        [str(hadolint), str(DOCKERFILES[image])], capture_output=True, text=True, timeout=patient(300)
+    )
     assert (found.returncode, found.stdout + found.stderr) == (0, "")
 
 

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from suite_plugins.patience import patient
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -27,7 +29,11 @@ def tracked_files() -> list[Path]:
 
 def test_imports_point_down_only() -> None:
     found = subprocess.run(
-        [str(Path(sys.executable).parent / "lint-imports")], cwd=ROOT, capture_output=True, text=True, timeout=300
+        [str(Path(sys.executable).parent / "lint-imports")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=patient(300),
     )
     assert found.returncode == 0, found.stdout + found.stderr
     kept = re.search(r"Contracts: (\d+) kept, 0 broken", found.stdout)
@@ -55,7 +61,7 @@ def test_the_finetune_command_starts_without_a_deep_learning_library() -> None:
         "import sys, finetune_operator.cli.main; "
         "print([m for m in ('torch', 'transformers', 'deepspeed', 'datasets', 'numpy') if m in sys.modules])"
     )
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(300))
     assert ran.stdout.strip() == "[]", ran.stdout + ran.stderr
 
 

@@ -24,6 +24,7 @@ from cluster_support.access import Api, Object
 from cluster_support.control_plane import ROOT, SHARED, Cluster, assets_folder, audited, free_port
 from cluster_support.operator_process import NAMESPACE
 from finetune_operator.rendering.pods import CONTAINER_NAME
+from suite_plugins.patience import patient
 
 TOOLS = SHARED / "tools"
 PROCESS_KUBELET = TOOLS / "process-kubelet"
@@ -79,7 +80,7 @@ class Box:
         """`kill`, `preempt`, `node-down` or `node-up` of process-kubelet, see its --help; what it says."""
         state = self.own(f"`{verb}`") / "kubelet"
         command = [sys.executable, str(PROCESS_KUBELET), verb, target, "--state", str(state), *options]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=patient(60))
         assert ran.returncode == 0, f"{verb} {target}: {ran.stdout}{ran.stderr}"
         return ran.stdout
 
@@ -175,7 +176,7 @@ class Box:
                 unpack = [self.cluster.kubectl_program, "--kubeconfig", str(self.cluster.kubeconfig), "exec", "-i"]
                 subprocess.run(
                     [*unpack, "-n", namespace, "filler-" + claim, "--", "tar", "-C", "/in", "-x"],
-                    stdin=packed.stdout, check=True, timeout=300,
+                    stdin=packed.stdout, check=True, timeout=patient(300),
                 )  # fmt: skip
         self.kubectl("delete", *where, "--grace-period=1")
 
@@ -246,7 +247,7 @@ def build_image(name: str) -> str:
     # The nodes of a box have no GPUs; only the trainer's image differs for them.
     variant = ["--", "--build-arg", "ACCELERATOR=cpu"] if name == TRAINER else []
     command = [str(TOOLS / "image-build"), "-f", file, "-t", f"{name}:test", ".", *variant]
-    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=2700)
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(2700))
     assert ran.returncode == 0, f"{' '.join(command)}\n{ran.stdout[-2000:]}{ran.stderr[-6000:]}"
     return ran.stdout.strip().splitlines()[-1]
 
@@ -319,7 +320,7 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
         # The servers outlive the call and would hold a pipe open: output goes to a file.
         with (folder / "up.log").open("w") as log:
             command = [str(TOOLS / "cluster"), *up, *mapped, *(["--", *options] if options else [])]
-            started = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=300)
+            started = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=patient(300))
         assert started.returncode == 0, (folder / "up.log").read_text()
         yield _box_in(folder)
 
@@ -330,7 +331,7 @@ def _down_after(folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         down = [str(TOOLS / "cluster"), "down", str(folder)]
-        subprocess.run(down, env=environment, capture_output=True, timeout=120)
+        subprocess.run(down, env=environment, capture_output=True, timeout=patient(120))
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from cluster_support.operator_process import NAMESPACE
 from finetune_operator.rendering.pods import CONTAINER_NAME
 from finetune_operator.shell.kube import resource_of
 from finetune_trainer.distributed import discover
+from suite_plugins.patience import patient
 
 RAISE_SIGNAL = signal.SIGUSR2
 """On which a rank of a job with `puppet` raises; neither the trainer nor its launchers use it."""
@@ -199,7 +200,7 @@ def exhaust_memory(team: Team, pod: str) -> None:
         )
     finally:
         eater.kill()
-        eater.wait(10)
+        eater.wait(patient(10))
 
 
 # --------------------------------------------------------------------------------------------------- by way of the API
@@ -290,11 +291,11 @@ def small_claim(team: Team, name: str, megabytes: int) -> Iterator[SmallClaim]:
     among: Sequence[str] = ("nsenter", "--mount", "--target", str(kubelet))
     folder.mkdir(parents=True, exist_ok=True)
     size = ("-o", f"size={megabytes}m,mode=0777")
-    subprocess.run([*among, "mount", "-t", "tmpfs", *size, "tmpfs", str(folder)], check=True, timeout=30)
+    subprocess.run([*among, "mount", "-t", "tmpfs", *size, "tmpfs", str(folder)], check=True, timeout=patient(30))
     try:
         yield SmallClaim(name, Path(f"/proc/{kubelet}/root") / folder.relative_to("/"))
     finally:
-        subprocess.run([*among, "umount", "--lazy", str(folder)], check=True, timeout=30)
+        subprocess.run([*among, "umount", "--lazy", str(folder)], check=True, timeout=patient(30))
 
 
 # --------------------------------------------------------------------------------------------------------- our operator

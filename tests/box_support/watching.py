@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from box_support.box import Box
+from suite_plugins.patience import patient
 
 
 @contextmanager
@@ -21,4 +22,4 @@ def watching(box: Box, namespace: str, file: Path) -> Iterator[None]:
             yield
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(patient(10))

@@ -14,6 +14,7 @@ import yaml
 
 from cluster_support.access import PATIENCE_SECONDS
 from cluster_support.told_jobs import FAILED, SUCCEEDED, TRAINING, Jobs
+from suite_plugins.patience import patient
 
 CANARY = "canary-4f1c9b2e77"
 
@@ -145,7 +146,7 @@ def test_waiting_for_several_jobs_ends_with_the_last_of_them(jobs: Jobs) -> None
     jobs.make("two", SUCCEEDED)
     with jobs.start("wait", "one", "two", "--timeout", "120s", "-o", "json") as process:
         with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(timeout=3)
+            process.wait(timeout=patient(3))
         jobs.tell("one", SUCCEEDED)
         out, _ = process.communicate(timeout=PATIENCE_SECONDS)
     assert process.returncode == 0

@@ -24,6 +24,7 @@ from cluster_support.world import BASE, SETTINGS, World, install_kinds, states
 from finetune_operator.api.settings_check import check_settings
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from finetune_operator.shell.kube import KEYS_PATH
+from suite_plugins.patience import patient
 
 MONITORING = ("servicemonitors", "podmonitors", "prometheusrules")
 TEAM, OTHER = "team-a", "team-b"
@@ -200,7 +201,11 @@ def run_test(cluster: Cluster, folder: Path, values: Object) -> subprocess.Compl
     variables = {each["name"]: each["value"] for each in container["env"]}
     command = [sys.executable, *container["command"][1:], *container["args"]]
     return subprocess.run(
-        command, env={**os.environ, **variables, "KUBECONFIG": str(config)}, capture_output=True, text=True, timeout=120
+        command,
+        env={**os.environ, **variables, "KUBECONFIG": str(config)},
+        capture_output=True,
+        text=True,
+        timeout=patient(120),
     )
 
 

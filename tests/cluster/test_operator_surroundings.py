@@ -15,6 +15,7 @@ from cluster_support.fault_proxy import NONE, FaultProxy, Faults
 from cluster_support.kubelet import ON_STAND_IN
 from cluster_support.plays import RUNS, SUCCEEDS, Play
 from cluster_support.world import namespace_for_pods, record_uids
+from suite_plugins.patience import patient
 
 SECURE: Object = {
     "securityContext": {"runAsNonRoot": True, "runAsUser": 1000, "seccompProfile": {"type": "RuntimeDefault"}},
@@ -187,7 +188,7 @@ def test_the_proxy_passes_on_refuses_and_cuts(cluster: Cluster, namespace: str, 
     assert through.get(f"{path}/a") == api.get(f"{path}/a")
     headers = {"Authorization": f"Bearer {cluster.access.token}"}
     with new_session().get(
-        f"{proxy.url}{path}?watch=true", headers=headers, verify=str(proxy.ca), stream=True, timeout=120
+        f"{proxy.url}{path}?watch=true", headers=headers, verify=str(proxy.ca), stream=True, timeout=patient(120)
     ) as watch:
         lines = watch.iter_lines()
         assert json.loads(next(lines))["object"]["metadata"]["name"]

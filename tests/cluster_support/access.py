@@ -19,6 +19,8 @@ import requests
 import yaml
 from kubernetes import client, config
 
+from suite_plugins.patience import patient
+
 Object = dict[str, Any]
 T = TypeVar("T")
 
@@ -110,7 +112,7 @@ class Api:
         """The answer as JSON or, where it is none, as text."""
         data = None if body is None else json.dumps(body)
         answer = self._session.request(
-            method, self._host + path, data=data, headers={"Content-Type": content}, timeout=30
+            method, self._host + path, data=data, headers={"Content-Type": content}, timeout=patient(30)
         )
         if not answer.ok:
             raise ApiError(answer.status_code, answer.text)

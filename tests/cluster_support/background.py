@@ -7,6 +7,8 @@ import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from suite_plugins.patience import patient
+
 T = TypeVar("T")
 
 
@@ -59,4 +61,4 @@ class Background:
 
         self.run(cancel())
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(patient(10))

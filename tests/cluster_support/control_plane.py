@@ -21,6 +21,7 @@ from typing import IO, Any
 import pytest
 
 from cluster_support.access import Access, new_session, wait_until
+from suite_plugins.patience import patient
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"
@@ -127,7 +128,7 @@ class Cluster:
                 assert "address already in use" in said, said[-2000:]
                 time.sleep(0.5)  # Somebody else was given the port for a moment.
                 started = start()
-            answer = session.get(f"{access.host}/readyz", headers=access.headers, verify=access.ca, timeout=5)
+            answer = session.get(f"{access.host}/readyz", headers=access.headers, verify=access.ca, timeout=patient(5))
             return answer.status_code == 200
 
         wait_until(ready, "the API server is ready again")
@@ -238,13 +239,19 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
         # The servers outlive the call and would hold a pipe open: output goes to a file.
         with (folder / "start.log").open("w") as log:
             started = subprocess.run(
-                [str(CONTROL_PLANE), "start", str(folder)], env=environment, stdout=log, stderr=log, timeout=180
+                [str(CONTROL_PLANE), "start", str(folder)],
+                env=environment,
+                stdout=log,
+                stderr=log,
+                timeout=patient(180),
             )
         assert started.returncode == 0, (folder / "start.log").read_text()
         _start_controllers(folder, assets)
         yield Cluster(kubectl, folder / "admin.kubeconfig", folder)
     finally:
-        subprocess.run([str(CONTROL_PLANE), "stop", str(folder)], env=environment, capture_output=True, timeout=60)
+        subprocess.run(
+            [str(CONTROL_PLANE), "stop", str(folder)], env=environment, capture_output=True, timeout=patient(60)
+        )
 
 
 def audited(folder: Path, log: Path) -> str:

@@ -16,6 +16,7 @@ import yaml
 
 from cluster_support.access import kubeconfig_text, new_session, wait_until
 from cluster_support.control_plane import ROOT, Cluster, free_port
+from suite_plugins.patience import patient
 
 NAMESPACE = "finetune-system"
 ACCOUNT = "finetune-operator"
@@ -101,7 +102,7 @@ class OperatorProcess:
             self.wait_ready()
 
     def ready(self) -> bool:
-        return new_session().get(f"http://127.0.0.1:{self.http_port}/readyz", timeout=5).status_code == 200
+        return new_session().get(f"http://127.0.0.1:{self.http_port}/readyz", timeout=patient(5)).status_code == 200
 
     def wait_ready(self) -> None:
         def ready() -> bool:
@@ -122,7 +123,7 @@ class OperatorProcess:
         if self._process is None:
             return 0
         self._process.send_signal(number)
-        code = self._process.wait(60)
+        code = self._process.wait(patient(60))
         self._process = None
         return code
 
@@ -130,7 +131,7 @@ class OperatorProcess:
         return self._log.read_text(errors="replace") if self._log.is_file() else ""
 
     def metrics(self) -> str:
-        return new_session().get(f"http://127.0.0.1:{self.http_port}/metrics", timeout=10).text
+        return new_session().get(f"http://127.0.0.1:{self.http_port}/metrics", timeout=patient(10)).text
 
 
 def _kubeconfig(cluster: Cluster, server: str | None, ca: Path | None) -> str:

@@ -23,6 +23,7 @@ from finetune_contract.report import KubeflowMetric, KubeflowStatus, KubeflowUpd
 from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from finetune_operator.rendering.types import JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL
+from suite_plugins.patience import patient
 
 FOREIGN_CRDS = (
     "kubeflow.org_pytorchjobs.yaml",
@@ -362,7 +363,7 @@ class World:
             data=update.to_json(),
             headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
             verify=str(authority),
-            timeout=60,
+            timeout=patient(60),
         )
 
 

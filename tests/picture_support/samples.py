@@ -24,6 +24,7 @@ import yaml
 
 from cluster_support.access import new_session
 from cluster_support.control_plane import free_port
+from suite_plugins.patience import patient
 
 PROGRAMS = ("prometheus", "promtool")
 
@@ -143,7 +144,7 @@ class Engine:
         return self._ask("query_range", query=expression, start=f"{start:.3f}", end=f"{end:.3f}", step=f"{step:g}")
 
     def _ask(self, what: str, **parameters: str) -> list[Answer]:
-        answer = self.session.get(f"{self.url}/api/v1/{what}", params=parameters, timeout=60)
+        answer = self.session.get(f"{self.url}/api/v1/{what}", params=parameters, timeout=patient(60))
         said: dict[str, Any] = answer.json()
         assert said["status"] == "success", (parameters["query"], said)
         return [
@@ -191,7 +192,7 @@ def engine(samples: Samples) -> Iterator[Engine]:
             yield found
         finally:
             server.terminate()
-            server.wait(300)
+            server.wait(patient(300))
 
 
 def _wait(found: Engine, server: subprocess.Popen[bytes], log: Path) -> None:
@@ -199,7 +200,7 @@ def _wait(found: Engine, server: subprocess.Popen[bytes], log: Path) -> None:
     while True:
         assert server.poll() is None, log.read_text(errors="replace")
         try:
-            if found.session.get(f"{found.url}/-/ready", timeout=5).ok:
+            if found.session.get(f"{found.url}/-/ready", timeout=patient(5)).ok:
                 return
         except (requests.ConnectionError, requests.Timeout):
             pass

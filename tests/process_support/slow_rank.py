@@ -9,9 +9,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-TIMEOUT_SECONDS = 8
-"""So long may two processes be apart in all that they do together, on a machine that is busy with other things."""
-SLOW_SECONDS = 10
+from suite_plugins.patience import patient
+
+TIMEOUT_SECONDS = patient(5)
+"""Limit of a collective operation: two processes that work together are never this far apart."""
+SLOW_SECONDS = 1.2 * TIMEOUT_SECONDS
 
 
 def train(arguments: list[str]) -> None:

@@ -11,7 +11,7 @@ from suite_plugins.patience import patient
 T = TypeVar("T")
 
 # Ample for anything that tests wait for on the reference machine, next to other tests.
-WAIT_SECONDS = 120.0
+WAIT_SECONDS = 240.0
 
 
 def wait_until(

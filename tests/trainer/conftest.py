@@ -18,6 +18,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.job import Strategy, TrainerJob
 from finetune_contract.layout import ENV_PROGRESS, ENV_REPORT, JobPaths
 from finetune_contract.report import Progress, TrainerReport
+from suite_plugins.patience import patient
 from trainer_support.forking import fork_server
 from trainer_support.tasks import largest_difference, losses, task_job, train_here, training_of
 
@@ -229,11 +230,11 @@ class Bench:
     def end(self, process: subprocess.Popen[str]) -> Ended:
         """Waits for a started stage."""
         try:
-            output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+            output, _ = process.communicate(timeout=patient(TIMEOUT_SECONDS))
         except subprocess.TimeoutExpired:
             process.kill()
             output, _ = process.communicate()
-            pytest.fail(f"the stage did not end in {TIMEOUT_SECONDS} s:\n{output}")
+            pytest.fail(f"the stage did not end in {patient(TIMEOUT_SECONDS):g} s:\n{output}")
         return self.ended(process.returncode, output)
 
     def ended(self, exit_code: int, output: str) -> Ended:

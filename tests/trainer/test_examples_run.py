@@ -16,6 +16,7 @@ import yaml
 
 from examples import FITTED_LOCALLY, example_document
 from finetune_contract.layout import JobPaths
+from suite_plugins.patience import patient
 from trainer_support.tasks import WORDS, predictions, write_decoder, write_encoder_decoder, write_lines
 
 FINETUNE = Path(sys.executable).with_name("finetune")
@@ -100,7 +101,7 @@ def ran(name: str, model: Path, folder: Path) -> JobPaths:
         spec["generation"]["maxNewTokens"] = 6
     (folder / "job.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
     command = [str(FINETUNE), "run", str(folder / "job.yaml"), "--workspace", str(folder / "runs")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(1500), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return JobPaths.of(folder / "runs", name)
 

@@ -14,6 +14,7 @@ import pytest
 
 from finetune_contract.layout import FailureClass
 from hub_stand_in.server import Hub, Repository
+from suite_plugins.patience import patient
 
 TOKEN, WRONG = "hf_right", "hf_of_somebody_else"
 NAME = "acme/private"
@@ -64,7 +65,7 @@ def said(tiny_model: Path, commit: str, tmp_path_factory: pytest.TempPathFactory
             "HF_HOME": str(tmp_path_factory.mktemp("hub")),
         }
         run = [sys.executable, "-c", ASKING, f"hf://{NAME}", json.dumps(cases)]
-        done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=180)
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=patient(180))
         hub.shutdown()
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(json.loads(line) for line in done.stdout.splitlines())

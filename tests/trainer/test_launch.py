@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,10 @@ from finetune_contract.report import TrainerReport
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.distributed import free_port
 from process_support.left import left
+from suite_plugins.patience import patient
+from suite_plugins.waiting import wait_until
 
-TIMEOUT_SECONDS = 280
+TIMEOUT_SECONDS = patient(280)
 
 
 @dataclass
@@ -94,12 +95,12 @@ class Cluster:
         return [json.loads(line)["step"] for line in lines if "loss" in line]
 
     def wait_for_steps(self, more_than: int) -> None:
-        deadline = time.monotonic() + TIMEOUT_SECONDS
-        while len(self.steps()) <= more_than:
-            assert time.monotonic() < deadline
+        def trained() -> bool:
             ended = [pod for pod in self.pods if pod.process.poll() is not None]
             assert not ended, ended[0].process.communicate()[0]
-            time.sleep(0.02)
+            return len(self.steps()) > more_than
+
+        wait_until(trained, f"more than {more_than} steps")
 
 
 @pytest.fixture
@@ -380,11 +381,7 @@ def test_pods_of_an_indexed_job_prepare_as_the_ranks_that_their_numbers_say(benc
     # One that waits for the other and is killed cannot say who it was; the launcher does.
     (cluster.paths.state / "prepare.json").unlink()
     alone = cluster.start(Stage.PREPARE, "--with", "index", JOB_COMPLETION_INDEX="1", FINETUNE_ATTEMPT="uid-2")
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not (ranks := alone.ranks()):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    ranks[0].kill()
+    wait_until(alone.ranks, "the rank runs")[0].kill()
     code, report, output = alone.end()
     assert (code, report.rank, report.failure.reason) == (137, 1, "Killed"), output
 
@@ -419,10 +416,7 @@ def test_the_program_and_all_it_has_started_are_gone_at_the_end_of_the_grace_per
         "import psutil; print(end.code, end.asked_at is not None, psutil.Process().children(recursive=True))"
     )
     process = subprocess.Popen([sys.executable, "-c", program], text=True, stdout=subprocess.PIPE)
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not marker.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(marker.exists, "the program's child has started")
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     assert output == "-9 True []\n"

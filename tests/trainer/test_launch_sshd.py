@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -20,8 +19,10 @@ from finetune_trainer.distributed import free_port
 from finetune_trainer.failures import StageError
 from finetune_trainer.launching.sshd import _session_variables
 from process_support.left import left
+from suite_plugins.patience import patient
+from suite_plugins.waiting import wait_until
 
-TIMEOUT_SECONDS = 180
+TIMEOUT_SECONDS = patient(180)
 TOOLS = ("ssh", "ssh-keygen")
 Client = Callable[..., subprocess.Popen[str]]
 
@@ -73,14 +74,12 @@ def server(key: Path, privilege_folder: None, tmp_path: Path) -> Iterator[tuple[
             ["ssh", *options, "127.0.0.1", words], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
 
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while True:
-        with closing(socket.socket()) as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
+    def listens() -> bool:
         assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+        with closing(socket.socket()) as probe:
+            return probe.connect_ex(("127.0.0.1", port)) == 0
+
+    wait_until(listens, f"the server listens on port {port}")
     yield process, run
     if process.poll() is None:
         process.terminate()
@@ -112,10 +111,7 @@ def test_at_its_end_ranks_are_told_first_and_nothing_is_left(server, tmp_path: P
     script.write_text(program)
     # The rank leaves its session, as mpirun's daemon does.
     client = run(f"OMPI_COMM_WORLD_RANK=0 setsid python {script} & sleep 600")
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not started.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(started.exists, "the rank has started")
     below = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGTERM)
     assert process.wait(TIMEOUT_SECONDS) == 0

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +22,10 @@ from finetune_contract.report import KubeflowMetric, KubeflowStatus, KubeflowUpd
 from finetune_trainer.failures import StageError
 from script_support.git_host import GitHost, git_host
 from script_support.programs import TELLTALE_FILES, documented
+from suite_plugins.patience import patient
+from suite_plugins.waiting import wait_until
 
-TIMEOUT_SECONDS = 280
+TIMEOUT_SECONDS = patient(280)
 HOSTILE = {
     "quotes": "a'b\"c`d`",
     "shell": "$(touch pwned); rm -rf / && echo $HOME | cat > x",
@@ -71,6 +72,16 @@ class Pods:
         output, _ = pod.communicate(timeout=TIMEOUT_SECONDS)
         assert self._message(number).exists(), output
         return pod.returncode, TrainerReport.model_validate_json(self._message(number).read_bytes()), output
+
+    @staticmethod
+    def wait_for_file(pod: subprocess.Popen[str], file: Path) -> None:
+        """Wait for a file of a running pod; fail if the pod ends."""
+
+        def written() -> bool:
+            assert pod.poll() is None, pod.communicate()[0]
+            return file.exists()
+
+        wait_until(written, f"{file.name} is there")
 
     def run(self, stage: Stage, *how: str, **environment: str) -> tuple[int, TrainerReport, str]:
         return self.end(self.start(stage, *how, **environment))
@@ -138,11 +149,7 @@ def test_the_documented_program_trains_stops_resumes_and_its_model_is_measured(p
     )
     put_code(pods)
     pod = pods.start(Stage.TRAIN, *torchrun())
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not (pods.paths.checkpoints / "checkpoint-5" / "trainer_state.json").exists():
-        assert pod.poll() is None, pod.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    pods.wait_for_file(pod, pods.paths.checkpoints / "checkpoint-5" / "trainer_state.json")
     pod.send_signal(signal.SIGTERM)
     code, report, output = pods.end(pod)
     assert (code, report.failure.failure_class) == (143, FailureClass.PREEMPTED), output
@@ -378,11 +385,7 @@ def test_a_program_is_told_to_stop_and_what_it_says_then_is_no_success(pods_of):
     pods = pods_of({"train.py": program})
     put_code(pods)
     pod = pods.start(Stage.TRAIN, "--with", "process")
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not (pods.paths.checkpoints / "started").exists():
-        assert pod.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    pods.wait_for_file(pod, pods.paths.checkpoints / "started")
     pod.send_signal(signal.SIGTERM)
     code, report, output = pods.end(pod)
     assert report.failure is not None, output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -12,17 +13,20 @@ import pytest
 from finetune_contract.layout import ENV_STACKS_SECONDS
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.stacks import with_stacks
+from suite_plugins.patience import patient
 
 PROGRAM = """
-import sys, time
+import ctypes, sys, time
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.stacks import as_rank, with_stacks
 
 def hangs():
     sys.setswitchinterval(1e9)  # nobody else gets the interpreter's lock while this one counts
-    end = time.monotonic() + 4
-    while time.monotonic() < end:
+    written, end = ctypes.create_string_buffer(65536), time.monotonic() + {patience}
+    pread = ctypes.PyDLL(None).pread  # keeps the lock, unlike os.pread
+    while b"<module>" not in written.value and time.monotonic() < end:
         sum(range(1000))
+        pread(2, written, 65535, ctypes.c_int64(0))
     return 0
 
 def work():
@@ -34,33 +38,37 @@ sys.exit(as_rank(3, 4, work))
 """
 
 
-def ran(tmp_path: Path, then: str) -> str:
-    script = tmp_path / "rank.py"
-    script.write_text(PROGRAM.format(then=then))
-    done = subprocess.run(
-        [sys.executable, str(script)], env={ENV_STACKS_SECONDS: "2"}, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+def ran(tmp_path: Path, seconds: int, then: str) -> str:
+    """Run PROGRAM with that limit of silence; return what it writes to its standard error."""
+    script, errors = tmp_path / "rank.py", tmp_path / "errors"
+    script.write_text(PROGRAM.format(then=then, patience=patient(120)))
+    with errors.open("w+b") as file:
+        environment = {ENV_STACKS_SECONDS: str(seconds)}
+        done = subprocess.run([sys.executable, str(script)], env=environment, stderr=file, timeout=patient(300))
+    assert done.returncode == 0, errors.read_text()
+    return errors.read_text()
 
 
 def test_a_rank_that_holds_the_interpreter_shows_where_and_which_it_is(tmp_path: Path):
-    stack = ran(tmp_path, "return hangs()")
+    stack = ran(tmp_path, 1, "return hangs()")
     functions = re.findall(r" in (\S+)$", stack, re.MULTILINE)
     assert functions == ["hangs", "work", "rank_3_of_4", "as_rank", "<module>"]
 
 
 @pytest.mark.parametrize(
-    "then",
+    ("least", "then"),
     [
-        pytest.param("sink.close(); time.sleep(2.5); return 0", id="it is over"),
+        pytest.param(1, "sink.close(); time.sleep(1.25 * {seconds}); return 0", id="it is over"),
         pytest.param(
-            "[(time.sleep(0.1), sink.update(step, 99)) for step in range(30)]; sink.close(); return 0", id="it goes on"
+            2,
+            "[(time.sleep({seconds} / 20), sink.update(step, 99)) for step in range(25)]; sink.close(); return 0",
+            id="it goes on",
         ),
     ],
 )
-def test_nothing_is_written_while_there_is_progress_or_when_the_stage_is_over(tmp_path: Path, then: str):
-    assert ran(tmp_path, then) == ""
+def test_nothing_is_written_while_there_is_progress_or_when_the_stage_is_over(tmp_path: Path, least: int, then: str):
+    seconds = math.ceil(patient(least))
+    assert ran(tmp_path, seconds, then.format(seconds=seconds)) == ""
 
 
 def test_without_a_time_nothing_watches(caplog: pytest.LogCaptureFixture):

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from finetune_contract.job import CheckpointSchedule
+from suite_plugins.patience import patient
 from trainer_support.tasks import largest_difference, told
 
 CASES = {
@@ -97,7 +98,7 @@ def access_to_files(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("libaio and its headers are not installed, with which DeepSpeed builds its access to files")
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     program = "from deepspeed.ops import op_builder as ops; ops.AsyncIOBuilder().load(); ops.PinMemoryBuilder().load()"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=1500)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=patient(1500))
 
 
 def difference(one, other, without: str = " ") -> float:

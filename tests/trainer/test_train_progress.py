@@ -17,8 +17,11 @@ import pytest
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN, ENV_KUBEFLOW_URL, ENV_PROGRESS
-from finetune_contract.report import Progress
+from finetune_contract.report import KubeflowUpdate, Progress
+from finetune_trainer import progress
 from finetune_trainer.progress import KubeflowProgress, NoProgress, ProgressReporter, Throttle, progress_for
+from suite_plugins.patience import patient
+from suite_plugins.waiting import wait_until
 
 PATH = "/v1alpha1/namespaces/team/finetunejobs/on/stages/train/attempts/2"
 """As the operator writes it into the pods' environment."""
@@ -30,9 +33,10 @@ class Server:
 
     url: str
     ca_file: Path
-    posts: list[tuple[str | None, dict[str, object], float]] = field(default_factory=list)
+    posts: list[tuple[str | None, dict[str, object]]] = field(default_factory=list)
     status: int = 200
-    delay_seconds: float = 0.0
+    answers: threading.Event = field(default_factory=threading.Event)
+    """Posts are taken and answered once it is set."""
     paths: list[str] = field(default_factory=list)
 
 
@@ -45,13 +49,14 @@ def server(tmp_path: Path) -> Iterator[Server]:
     made += ["-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)]
     subprocess.run(made, check=True, capture_output=True)
     state = Server("", certificate)
+    state.answers.set()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            time.sleep(state.delay_seconds)
+            state.answers.wait(patient(60))
             state.paths.append(self.path)
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            state.posts.append((self.headers["Authorization"], body, time.monotonic()))
+            state.posts.append((self.headers["Authorization"], body))
             self.send_response(state.status)
             self.end_headers()
 
@@ -66,6 +71,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     thread = threading.Thread(target=listening.serve_forever, daemon=True)
     thread.start()
     yield state
+    state.answers.set()
     listening.shutdown()
     listening.server_close()
 
@@ -79,10 +85,7 @@ def test_the_first_and_the_last_update_are_posted_with_the_token_of_the_moment(s
     token.write_text("first\n")
     sink = progress_for(Stage.TRAIN, 0, environment(server, token))
     sink.update(0, 10)
-    deadline = time.monotonic() + 60
-    while not server.posts:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: server.posts, "the first post")
     token.write_text("second\n")
     for step in range(1, 11):
         sink.update(
@@ -90,7 +93,7 @@ def test_the_first_and_the_last_update_are_posted_with_the_token_of_the_moment(s
         )
     sink.close()
 
-    assert [authorization for authorization, _, _ in server.posts] == ["Bearer first", "Bearer second"]
+    assert [authorization for authorization, _ in server.posts] == ["Bearer first", "Bearer second"]
     assert server.paths == [PATH, PATH]
     status = server.posts[-1][1]["trainerStatus"]
     assert isinstance(status, dict)
@@ -110,27 +113,36 @@ def test_the_first_and_the_last_update_are_posted_with_the_token_of_the_moment(s
 
 @pytest.mark.parametrize("trouble", ["refuses", "is slow", "is away", "has another certificate"])
 def test_a_server_in_trouble_never_disturbs_the_run_and_is_logged_once(
-    trouble: str, server: Server, tmp_path: Path, caplog
+    trouble: str, server: Server, tmp_path: Path, caplog, monkeypatch: pytest.MonkeyPatch
 ):
+    threads: list[int] = []
+    post = KubeflowProgress._post
+
+    def counted(outlet: KubeflowProgress, update: KubeflowUpdate) -> None:
+        threads.append(threading.get_ident())
+        post(outlet, update)
+
+    monkeypatch.setattr(KubeflowProgress, "_post", counted)
     token = tmp_path / "token"
     token.write_text("x")
     url, ca_file = server.url, server.ca_file
     if trouble == "refuses":
         server.status = 503
     if trouble == "is slow":
-        server.delay_seconds = 60
+        server.answers.clear()
+        monkeypatch.setattr(progress, "_POST_TIMEOUT_SECONDS", 0.5)
     if trouble == "is away":
         url = "https://localhost:1/status"
     if trouble == "has another certificate":
         ca_file = None  # Then the public authorities count, and ours is none.
     outlet = KubeflowProgress(url, ca_file, token)
     for step in range(3):
-        started = time.monotonic()
         outlet.tell(Progress(stage=Stage.TRAIN, step=step, total_steps=3, time=time.time()))
-        assert time.monotonic() - started < 2, "as long as a post that is waited for takes to be given up"
-        time.sleep(0.1)
+        wait_until(lambda tried=step + 1: len(threads) == tried, f"post {step + 1} is tried")
     outlet.close()
-    assert time.monotonic() - started < 30, "half of what the slow server takes"
+    assert threading.get_ident() not in threads, "the thread that trains posts nothing itself"
+    assert trouble != "is slow" or not server.posts, "the end of the run waits for no answer"
+    wait_until(lambda: "Progress cannot be sent" in caplog.text, "the log")
     assert len([record for record in caplog.records if "Progress cannot be sent" in record.getMessage()]) == 1
 
 

@@ -8,7 +8,6 @@ import random
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ from finetune_contract.choices import Stage
 from finetune_contract.job import CheckpointSchedule, Strategy
 from finetune_contract.layout import FailureClass
 from process_support.signals import handles
+from suite_plugins.waiting import wait_until
 from trainer_support.forking import TESTS, fork_server
 from trainer_support.tasks import largest_difference
 
 STEPS = 20
 SCHEDULE = CheckpointSchedule(every_steps=5, keep=2)
-TIMEOUT_SECONDS = 300
 
 
 def interrupted(bench, step: int, how: signal.Signals, ranks: Sequence[int], **settings: Any):
@@ -38,11 +37,12 @@ def interrupted(bench, step: int, how: signal.Signals, ranks: Sequence[int], **s
         environment={"PYTHONPATH": os.pathsep.join(paths)},
         **settings,
     )
-    deadline = time.monotonic() + TIMEOUT_SECONDS
-    while not any(f'"step": {step},' in line for line in history(bench)):
+
+    def came() -> bool:
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"step {step} did not come"
-        time.sleep(0.02)
+        return any(f'"step": {step},' in line for line in history(bench))
+
+    wait_until(came, f"the history has step {step}")
     trains = workers(process)
     for rank in ranks:
         trains[rank].send_signal(how)
@@ -236,8 +236,7 @@ def test_what_rank_0_does_alone_may_take_longer_than_a_collective_operation_wait
 def test_a_signal_before_the_first_step_ends_the_stage_as_preempted(bench, tmp_path: Path):
     run = bench.at(tmp_path / "w")
     process = run.start(Stage.TRAIN)
-    while not handles(process.pid, signal.SIGTERM):
-        time.sleep(0.05)
+    wait_until(lambda: handles(process.pid, signal.SIGTERM), "the process handles SIGTERM")
     os.kill(process.pid, signal.SIGTERM)
     ended = run.end(process)
     assert ended.exit_code == 143

@@ -15,6 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from suite_plugins.patience import patient
+
 TESTS = Path(__file__).parents[1]
 
 
@@ -34,18 +36,18 @@ class ForkServer:
         self._process: subprocess.Popen[str] | None = None
 
     def run(self, case: Mapping[str, Any], seconds: float = 540) -> tuple[list[int], str]:
-        """The exit codes of its processes, and what they printed. TimeoutError after `seconds`."""
+        """The exit codes of its processes, and what they printed. TimeoutError after `seconds`, scaled by `patient`."""
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(case) + "\n")
         process.stdin.flush()
-        ready, _, _ = select.select([process.stdout], [], [], seconds)
+        ready, _, _ = select.select([process.stdout], [], [], patient(seconds))
         log = Path(case["log"])
         printed = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
         if not ready:
             self.stop()
-            raise TimeoutError(f"{case} did not end in {seconds} s:\n{printed}")
+            raise TimeoutError(f"{case} did not end in {patient(seconds):g} s:\n{printed}")
         answer = process.stdout.readline()
         if not answer:
             self._log.seek(0)

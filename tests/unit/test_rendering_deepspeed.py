@@ -21,6 +21,7 @@ from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
 from finetune_operator.rendering.contract import files, fingerprint
 from finetune_operator.rendering.deepspeed import deepspeed_config, uses_offload_folder
 from finetune_operator.rendering.merging import merge
+from suite_plugins.patience import patient
 
 MODEL = model_facts(
     {
@@ -308,7 +309,7 @@ def test_transformers_finds_no_difference_to_its_own_arguments(tmp_path):
         env=os.environ | {"DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=patient(300),
         check=False,
     )
     assert ran.returncode == 0, ran.stderr[-2000:]

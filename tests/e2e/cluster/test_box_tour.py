@@ -30,6 +30,7 @@ from box_support.recording import Excerpt, Said, terminal_svg
 from box_support.team import RESTRICTED, TERMINAL, Team
 from cluster_support.access import Object, wait_until
 from cluster_support.control_plane import ROOT
+from suite_plugins.patience import patient
 
 pytestmark = pytest.mark.bare
 """A reader's first cluster has no training operator."""
@@ -93,7 +94,7 @@ def shell(box: Box, namespace: str, tmp_path_factory: pytest.TempPathFactory) ->
         words = shlex.split(line)
         if line == WATCH:
             return watched(words, team, environment)
-        ran = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+        ran = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=patient(300))
         assert ran.returncode == 0, f"{line}\n{ran.stdout}\n{ran.stderr}\n{team.tell(JOB)}"
         return ran.stdout
 

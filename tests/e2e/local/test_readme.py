@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from finetune_operator.cli.main import main  # noqa: F401  (the command that the blocks call must be installed)
+from suite_plugins.patience import patient
 
 ROOT = Path(__file__).parents[3]
 COMMAND_SECONDS = 1500
@@ -96,5 +97,7 @@ def test_every_command_of_the_readme_runs_and_the_quickstart_reaches_what_it_pro
 @pytest.mark.parametrize("block", blocks("yaml"))
 def test_every_job_in_the_readme_is_valid(block: str) -> None:
     program = str(Path(sys.executable).parent / "finetune")
-    checked = subprocess.run([program, "validate", "-"], input=block, capture_output=True, text=True, timeout=300)
+    checked = subprocess.run(
+        [program, "validate", "-"], input=block, capture_output=True, text=True, timeout=patient(300)
+    )
     assert checked.returncode == 0, checked.stderr
