@@ -11,7 +11,7 @@ SLOW_SECONDS ?= 1800
 PYTEST_BESIDE := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-cluster test-e2e images lint format generate pictures benchmark clean
+.PHONY: help install quickstart test test-slow test-cluster test-e2e test-changed images lint format generate pictures benchmark clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -41,6 +41,9 @@ test-cluster: install ## Run the operator's tests on a real API server (about 12
 
 test-e2e: install ## Run whole jobs on a cluster with nodes (about 30 minutes; a box of its own as root, or FINETUNE_TEST_KUBECONFIG)
 	$(BIN)/python -m pytest tests/e2e/cluster
+
+test-changed: install ## Run the tests that a change can break (BASE=main; ARGS=--list names them, ARGS=--help)
+	PYTHONPATH=tests $(BIN)/python -m changed $(if $(BASE),--base $(BASE)) $(ARGS) -- $(PYTEST_BESIDE) --timeout $(SLOW_SECONDS)
 
 images: ## Build both images (REGISTRY=ghcr.io/acme TAG=1.2 ACCELERATOR=cpu; see images/README.md)
 	@images/build

@@ -1,0 +1,115 @@
+"""Uses of files that no import and no path tells: programs that tests start as processes, images, data of packages.
+
+In patterns `*` also stands for `/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+PACKAGES = {
+    "finetune_contract": "trainer_image/contract",
+    "finetune_trainer": "trainer_image",
+    "finetune_operator": "operator",
+}
+"""Folders that hold the product's packages; those within others first."""
+
+OPERATOR = "operator/finetune_operator"
+TRAINER = "trainer_image/finetune_trainer"
+CONTRACT = "trainer_image/contract/finetune_contract"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A use: each file that matches `users` needs each file that matches `needs`."""
+
+    users: tuple[str, ...]
+    needs: tuple[str, ...]
+    why: str
+    """The verb between the two: "starts"."""
+
+    def is_user(self, path: str) -> bool:
+        return any(fnmatchcase(path, pattern) for pattern in self.users)
+
+    def is_needed(self, path: str) -> bool:
+        return any(fnmatchcase(path, pattern) for pattern in self.needs)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Files about which one thing holds."""
+
+    files: tuple[str, ...]
+    why: str
+
+    def matches(self, path: str) -> bool:
+        return any(fnmatchcase(path, pattern) for pattern in self.files)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of this file, or of a test."""
+
+    links: Sequence[Link] = ()
+    everything: Sequence[Row] = ()
+    """A change of these can break every test."""
+    nothing: Sequence[Row] = ()
+    """A change of these breaks no test but those of `always`."""
+    always: Sequence[Row] = ()
+    """Tests that read all files: run for any change."""
+
+
+TABLE = Table(
+    links=(
+        Link(
+            ("tests/cluster_support/told_jobs.py", "tests/unit/test_docs_install.py"),
+            (f"{OPERATOR}/cli/main.py",),
+            "starts",
+        ),
+        Link(
+            ("tests/e2e/conftest.py", "tests/e2e/local/*.py", "tests/cluster/test_readme_cluster.py"),
+            (f"{OPERATOR}/cli/main.py", f"{TRAINER}/__main__.py"),
+            "starts",
+        ),
+        Link((f"{OPERATOR}/cli/stage_process.py",), (f"{OPERATOR}/cli/supervise.py",), "starts"),
+        Link(("tests/cluster_support/operator_process.py",), (f"{OPERATOR}/shell/command.py",), "starts"),
+        Link(
+            (f"{TRAINER}/launching/launch.py",), (f"{TRAINER}/__main__.py", f"{TRAINER}/launching/elastic.py"), "starts"
+        ),
+        Link((f"{TRAINER}/scripts/program.py",), (f"{TRAINER}/scripts/site/*",), "starts programs that import"),
+        Link(
+            (
+                "tests/e2e/local/test_readme.py",
+                "tests/architecture/test_images.py",
+                "tests/e2e/cluster/test_box_tour.py",
+            ),
+            ("Makefile", "images/build"),
+            "runs commands of",
+        ),
+        Link(
+            ("tests/box_support/box.py",),
+            ("images/*", ".dockerignore", "operator/*", "trainer_image/*", "manifests/operator/*"),
+            "runs the images, which hold",
+        ),
+        Link((f"{OPERATOR}/rendering/templates.py",), (f"{OPERATOR}/rendering/templates/*",), "fills in"),
+        Link((f"{CONTRACT}/plans.py",), (f"{CONTRACT}/tensor_families.json",), "reads"),
+        Link((f"{CONTRACT}/arguments.py",), (f"{CONTRACT}/training_arguments.json",), "reads"),
+        Link((f"{TRAINER}/reporting.py",), (f"{TRAINER}/templates/*",), "fills in"),
+        Link(("tests/e2e/local/test_readme.py",), ("manifests/examples/*",), "runs"),
+        Link(("tests/cluster/test_readme_cluster.py",), ("manifests/*",), "applies"),
+    ),
+    everything=(
+        Row(("constraints.txt",), "versions of the libraries"),
+        Row(("pyproject.toml", "*/pyproject.toml"), "packages, and settings of pytest"),
+    ),
+    nothing=(
+        Row(("LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"), "for readers"),
+        Row((".gitignore", ".pre-commit-config.yaml"), "settings of git"),
+        Row(("tests/benchmarks/*",), "started by hand"),
+        Row((".ci/*", "tests/box_support/phases.py"), "starts the suites"),
+        Row(("*/py.typed",), "for type checkers"),
+    ),
+    always=(Row(("tests/architecture/test_layers.py",), "reads every file"),),
+)
