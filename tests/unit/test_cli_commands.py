@@ -4,14 +4,14 @@ starts."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
+from finetune_command import finetune as run_finetune
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import LauncherName
 from finetune_operator.cli.inputs import read_inputs
@@ -21,7 +21,6 @@ from finetune_operator.rendering.manifests import render
 from finetune_operator.rendering.types import RenderContext
 
 ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 JOB = """\
 apiVersion: finetune.dev/v1alpha1
 kind: FineTuneJob
@@ -36,19 +35,9 @@ CLUSTER_JOB = JOB.replace("file://rows", "hf://some-org/rows")
 FOREIGN = "apiVersion: v1\nkind: ConfigMap\nmetadata: {name: other}\n"
 
 
-def finetune(
-    *arguments: str, folder: Path, text: str | None = None, program: str = "finetune", **variables: str
-) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache"), **variables}
-    return subprocess.run(
-        [str(BIN / program), *arguments],
-        cwd=folder,
-        input=text,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def finetune(*arguments: str, folder: Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run the command with a cache of its own."""
+    return run_finetune(*arguments, folder=folder, XDG_CACHE_HOME=str(folder / "cache"), **more)
 
 
 def test_a_good_file_is_valid_and_a_foreign_object_is_passed_over_with_a_note(tmp_path: Path) -> None:
@@ -300,7 +289,7 @@ def test_a_kubeconfig_that_leads_nowhere_is_told_in_one_line(text: str, told: st
 
 def test_without_the_packages_for_a_cluster_the_extra_is_named(tmp_path: Path) -> None:
     (tmp_path / "kubernetes.py").write_text("raise ModuleNotFoundError('no kubernetes here', name='kubernetes')\n")
-    ran = finetune("status", folder=tmp_path, PYTHONPATH=str(tmp_path))
+    ran = finetune("status", folder=tmp_path, own_process=True, PYTHONPATH=str(tmp_path))
     assert (ran.returncode, ran.stdout) == (1, "")
     assert ran.stderr == (
         "Error: talking to a cluster needs packages that are not installed here (kubernetes); install "
@@ -346,8 +335,10 @@ def test_every_command_explains_itself_with_examples_under_the_name_that_was_typ
     assert plugin.stdout.startswith(f"Usage: kubectl finetune {command}")
 
 
-def test_the_version_is_that_of_the_distribution(tmp_path: Path) -> None:
-    assert finetune("--version", folder=tmp_path).stdout == "finetune 0.1.0\n"
+@pytest.mark.parametrize("program", ["finetune", "kubectl-finetune"])
+def test_the_version_is_that_of_the_distribution(program: str, tmp_path: Path) -> None:
+    ran = finetune("--version", folder=tmp_path, program=program, own_process=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "finetune 0.1.0\n", "")
 
 
 def test_there_are_no_colours_away_from_a_terminal(tmp_path: Path) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from finetune_command import finetune
 from finetune_operator.cli.images import moved
 
-BIN = Path(sys.executable).parent
 DIGEST = f"sha256:{'a' * 64}"
 JOB: dict[str, Any] = {
     "apiVersion": "finetune.dev/v1alpha1",
@@ -31,9 +30,7 @@ GLOB_NOTE = "Note: jobs may name further images, those like *; give the job file
 
 
 def images(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(BIN / "finetune"), "images", *arguments], cwd=folder, capture_output=True, text=True, timeout=300
-    )
+    return finetune("images", *arguments, folder=folder)
 
 
 def test_without_anything_they_are_those_of_the_manifests(tmp_path: Path) -> None:

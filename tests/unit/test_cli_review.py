@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
-BIN = Path(sys.executable).parent
+from finetune_command import finetune
+
 PRICED = """\
 schemes: [hf]
 prices:
@@ -32,8 +32,7 @@ def a_job(name: str, **spec: object) -> str:
 
 
 def review(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [str(BIN / "finetune"), "review", *arguments]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    return finetune("review", *arguments, folder=folder)
 
 
 @pytest.fixture

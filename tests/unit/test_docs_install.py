@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import yaml
 
 from chart_files import ROOT, leaves, values
 from chart_rendering import render
+from finetune_command import finetune
 
 TEXT = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
@@ -50,6 +48,5 @@ def test_values_that_are_named_are_there() -> None:
 
 def test_the_output_of_finetune_images_is_what_it_prints() -> None:
     command = next(line for line in COMMANDS if line.startswith("finetune images"))
-    program = Path(sys.executable).parent / "finetune"
-    ran = subprocess.run([str(program), *shlex.split(command)[1:]], capture_output=True, text=True, timeout=300)
+    ran = finetune(*shlex.split(command)[1:], folder=ROOT)
     assert f"```text\n{ran.stdout}```" in TEXT
