@@ -43,7 +43,7 @@ test-e2e: install ## Run whole jobs on a cluster with nodes (about 30 minutes; a
 	$(BIN)/python -m pytest tests/e2e/cluster
 
 test-changed: install ## Run the tests that a change can break (BASE=main; ARGS=--list names them, ARGS=--help)
-	PYTHONPATH=tests $(BIN)/python -m changed $(if $(BASE),--base $(BASE)) $(ARGS) -- $(PYTEST_BESIDE) --timeout $(SLOW_SECONDS)
+	@PYTHONPATH=tests $(BIN)/python -m changed $(if $(BASE),--base $(BASE)) $(ARGS) -- $(PYTEST_BESIDE) --timeout $(SLOW_SECONDS)
 
 images: ## Build both images (REGISTRY=ghcr.io/acme TAG=1.2 ACCELERATOR=cpu; see images/README.md)
 	@images/build
