@@ -9,9 +9,16 @@ BIN := $(VENV)/bin
 # One of the slowest tests may take so long: six times what the longest of them took where others had the processor first.
 SLOW_SECONDS ?= 1800
 PYTEST_BESIDE := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile
+# API servers of their own that the operator's tests start, each with a part of the test files; they mostly wait. A
+# cluster that is given is one for all.
+CLUSTER_WORKERS ?= 3
+CLUSTER_BESIDE = $(if $(FINETUNE_TEST_KUBECONFIG),,--numprocesses $(CLUSTER_WORKERS) --dist loadfile)
+# Where each suite leaves its JUnit report, which `make test-times` reads.
+REPORTS ?= .test-reports
+REPORT = --junitxml=$(REPORTS)/$@.xml
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-cluster test-e2e test-changed images lint format generate pictures benchmark clean
+.PHONY: help install quickstart test test-slow test-everything test-cluster test-e2e test-changed images lint format generate pictures benchmark clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -31,16 +38,19 @@ quickstart: install ## Fine-tune, evaluate and predict on this machine (about 2 
 	$(BIN)/finetune run manifests/examples/quickstart.yaml --workspace $(WORKSPACE)
 
 test: install ## Run the tests that need no cluster, but the slowest (under 15 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not slow" $(PYTEST_BESIDE)
+	$(BIN)/python -m pytest -m "not slow" $(PYTEST_BESIDE) $(REPORT)
 
 test-slow: install ## Run the slowest of them: every strategy against one process, README from a fresh start (about 10 minutes)
-	$(BIN)/python -m pytest -m slow --timeout $(SLOW_SECONDS) $(PYTEST_BESIDE)
+	$(BIN)/python -m pytest -m slow --timeout $(SLOW_SECONDS) $(PYTEST_BESIDE) $(REPORT)
 
-test-cluster: install ## Run the operator's tests on a real API server (about 12 minutes; needs KUBEBUILDER_ASSETS or FINETUNE_TEST_KUBECONFIG)
-	$(BIN)/python -m pytest tests/cluster
+test-everything: install ## Run both with every case of every grid, of which CI runs a selection (about an hour)
+	$(BIN)/python -m pytest --everything --timeout $(SLOW_SECONDS) $(PYTEST_BESIDE) $(REPORT)
 
-test-e2e: install ## Run whole jobs on a cluster with nodes (about 30 minutes; a box of its own as root, or FINETUNE_TEST_KUBECONFIG)
-	$(BIN)/python -m pytest tests/e2e/cluster
+test-cluster: install ## Run the operator's tests on real API servers (about 8 minutes; needs KUBEBUILDER_ASSETS or FINETUNE_TEST_KUBECONFIG)
+	$(BIN)/python -m pytest tests/cluster $(CLUSTER_BESIDE) $(REPORT)
+
+test-e2e: install ## Run whole jobs on a cluster with nodes (about 20 minutes; a box of its own as root, or FINETUNE_TEST_KUBECONFIG)
+	PYTHONPATH=tests $(BIN)/python -m box_support.phases --reports $(REPORTS)
 
 test-changed: install ## Run the tests that a change can break (BASE=main; ARGS=--list names them, ARGS=--help)
 	@PYTHONPATH=tests $(BIN)/python -m changed $(if $(BASE),--base $(BASE)) $(ARGS) -- $(PYTEST_BESIDE) --timeout $(SLOW_SECONDS)
@@ -70,4 +80,4 @@ benchmark: install ## Measure training, prediction and the operator (see tests/b
 	$(BIN)/python tests/benchmarks/operator_load.py
 
 clean: ## Remove the virtual environment, caches and results of runs
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) runs $(REPORTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
