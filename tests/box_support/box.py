@@ -25,6 +25,7 @@ from cluster_support.control_plane import ROOT, SHARED, Cluster, assets_folder, 
 from cluster_support.operator_process import NAMESPACE
 from finetune_operator.rendering.pods import CONTAINER_NAME
 from suite_plugins.patience import patient
+from suite_plugins.times import spent
 
 TOOLS = SHARED / "tools"
 PROCESS_KUBELET = TOOLS / "process-kubelet"
@@ -241,6 +242,7 @@ def image_folders() -> dict[str, str]:
     return {name: given.get(name) or build_image(name) for name in IMAGES}
 
 
+@spent("building")
 def build_image(name: str) -> str:
     """Build one of our Dockerfiles for real; what has not changed since the last time is not built again."""
     file = f"images/{name.removeprefix('finetune-')}/Dockerfile"
@@ -318,7 +320,7 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
     up = ["up", str(folder), "--nodes", str(nodes), "--gpus", str(gpus), "--with", "none", "--port", str(free_port())]
     with _ending_orphans(folder), _down_after(folder, environment):
         # The servers outlive the call and would hold a pipe open: output goes to a file.
-        with (folder / "up.log").open("w") as log:
+        with spent("control plane"), (folder / "up.log").open("w") as log:
             command = [str(TOOLS / "cluster"), *up, *mapped, *(["--", *options] if options else [])]
             started = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=patient(300))
         assert started.returncode == 0, (folder / "up.log").read_text()
@@ -331,7 +333,8 @@ def _down_after(folder: Path, environment: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         down = [str(TOOLS / "cluster"), "down", str(folder)]
-        subprocess.run(down, env=environment, capture_output=True, timeout=patient(120))
+        with spent("control plane"):
+            subprocess.run(down, env=environment, capture_output=True, timeout=patient(120))
 
 
 @contextmanager

@@ -19,6 +19,8 @@ import psutil
 import pytest
 import yaml
 
+from suite_plugins.times import spent
+
 WORDS = (
     "bright",
     "solid",
@@ -108,6 +110,7 @@ class Started:
 
     process: subprocess.Popen[str]
 
+    @spent("waiting")
     def wait_until(self, true: Callable[[], object], seconds: float = 300) -> None:
         """Returns as soon as `true()` is; fails when the command ends before, or when it takes too long."""
         end = time.monotonic() + seconds
@@ -120,6 +123,7 @@ class Started:
         """All processes that it has started, and theirs."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    @spent("training")
     def end(self, seconds: float = 300) -> tuple[int, str, str]:
         """Exit code, standard output and standard error."""
         out, err = self.process.communicate(timeout=seconds)
@@ -142,6 +146,7 @@ class Command:
         """A job over the tiny model and data, which lie in the folder."""
         return tiny_job(name, **training)
 
+    @spent("starting processes")
     def start(self, *arguments: str) -> Started:
         """Starts `finetune`, with nothing of the suite's own launcher in its environment."""
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

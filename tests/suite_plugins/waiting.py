@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from suite_plugins.patience import patient
+from suite_plugins.times import spent
 
 T = TypeVar("T")
 
@@ -14,6 +15,7 @@ T = TypeVar("T")
 WAIT_SECONDS = 240.0
 
 
+@spent("waiting")
 def wait_until(
     look: Callable[[], T | None],
     what: str | Callable[[], object],

@@ -19,6 +19,7 @@ from finetune_contract.job import Strategy, TrainerJob
 from finetune_contract.layout import ENV_PROGRESS, ENV_REPORT, JobPaths
 from finetune_contract.report import Progress, TrainerReport
 from suite_plugins.patience import patient
+from suite_plugins.times import spent
 from trainer_support.forking import fork_server
 from trainer_support.tasks import largest_difference, losses, task_job, train_here, training_of
 
@@ -171,6 +172,7 @@ class Bench:
             command += ["--deepspeed", str(config)]
         return command
 
+    @spent("starting processes")
     def start(
         self,
         stage: Stage = Stage.TRAIN,
@@ -227,6 +229,7 @@ class Bench:
             "log": str(self.workspace / "log"),
         }
 
+    @spent("training")
     def end(self, process: subprocess.Popen[str]) -> Ended:
         """Waits for a started stage."""
         try:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from suite_plugins.patience import patient
+from suite_plugins.times import spent
 
 TESTS = Path(__file__).parents[1]
 
@@ -35,6 +36,7 @@ class ForkServer:
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (as long as it)
         self._process: subprocess.Popen[str] | None = None
 
+    @spent("training")
     def run(self, case: Mapping[str, Any], seconds: float = 540) -> tuple[list[int], str]:
         """The exit codes of its processes, and what they printed. TimeoutError after `seconds`, scaled by `patient`."""
         process = self._process or self._start()
@@ -61,6 +63,7 @@ class ForkServer:
             self._process.communicate()
             self._process = None
 
+    @spent("starting processes")
     def _start(self) -> subprocess.Popen[str]:
         paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
         free = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

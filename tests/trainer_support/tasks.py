@@ -12,6 +12,7 @@ from typing import Any
 
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import JobPaths
+from suite_plugins.times import spent
 
 INFERENCE: dict[str, Any] = {"device": "cpu", "batch_tokens": 512}
 
@@ -73,6 +74,7 @@ def task_job(
     return TrainerJob.model_validate({**body, **changes})
 
 
+@spent("training")
 def train_here(job: TrainerJob, paths: JobPaths, **how: Any) -> None:
     """Trains in this process: strategy single alone, and without what `__main__` adds. Start-up is the dear part of a
     stage. `how`: further arguments of `train`.
