@@ -38,7 +38,9 @@ def program(name: str) -> str:
 
 def helm(*arguments: str, stdin: str | None = None, seconds: float = 300) -> subprocess.CompletedProcess[str]:
     """Run Helm; the caller looks at the exit code."""
-    return subprocess.run([program("helm"), *arguments], input=stdin, capture_output=True, text=True, timeout=seconds)
+    return subprocess.run(
+        [program("helm"), *arguments], input=stdin, capture_output=True, text=True, timeout=patient(seconds)
+    )
 
 
 def complete_chart(folder: Path) -> Path:

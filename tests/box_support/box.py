@@ -6,6 +6,7 @@ built from the Dockerfiles. Only there can a test take a node away; `Box.own` sk
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -39,13 +40,13 @@ SETTINGS: Object = {
     # Short enough for a test to see the end of a delay, long enough for a pod to be told of before it is replaced.
     "limits": {
         "restartDelaySeconds": 1,
-        "imagePullSeconds": 15,
-        "containerConfigSeconds": 10,
+        "imagePullSeconds": math.ceil(patient(15)),
+        "containerConfigSeconds": math.ceil(patient(10)),
         # The scheduler finds claims and nodes again up to a minute after an API server that was away.
-        "unschedulableSeconds": 90,
+        "unschedulableSeconds": 60 + math.ceil(patient(30)),
     },
     "progress": {"statusSeconds": 1},
-    "defaults": {"terminationGraceSeconds": 30},
+    "defaults": {"terminationGraceSeconds": math.ceil(patient(30))},
     "gitHosts": list(GIT_HOSTS),
 }
 """Of the operator under test; what is left out is as an administrator gets it."""
@@ -93,7 +94,7 @@ class Box:
             )
         call = [sys.executable, str(PROCESS_KUBELET), "exec", pod, "-n", namespace, "-c", CONTAINER_NAME]
         state = ["--state", str(self.folder / "kubelet")]
-        return subprocess.run([*call, *state, "--", *command], capture_output=True, text=True, timeout=seconds)
+        return subprocess.run([*call, *state, "--", *command], capture_output=True, text=True, timeout=patient(seconds))
 
     # --------------------------------------------------------------------------------------------- training operators
 

@@ -46,6 +46,7 @@ from cluster_support.operator_process import NAMESPACE
 from finetune_contract.layout import JobPaths
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from finetune_operator.rendering.pods import CONTAINER_NAME
+from suite_plugins.patience import patient
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -60,7 +61,7 @@ STEP_SECONDS = 0.25
 STEPS_BETWEEN_CHECKPOINTS = 4
 CLASSIFIER = "classifier"
 """Folder of the inputs with a model that has a head, for jobs that train none."""
-PROGRESS_SECONDS = 30
+PROGRESS_SECONDS = math.ceil(patient(30))
 """After which a training without a new step counts as hung, in jobs in which one is to hang."""
 STILL_SECONDS = 420
 """A job of which nothing has changed for so long is lost. The longest time without news is that of a hung process: the
@@ -259,7 +260,7 @@ class Course:
     @property
     def still(self) -> bool:
         """Whether nothing has happened for too long."""
-        return time.monotonic() - self.news[1] > STILL_SECONDS
+        return time.monotonic() - self.news[1] > patient(STILL_SECONDS)
 
 
 @dataclass
@@ -496,7 +497,7 @@ class Storm:
 
 def patiently(call: Callable[[], T], seconds: float = 60) -> T:
     """The value of `call`, as soon as there is an API server that answers."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patient(seconds)
     while True:
         try:
             return call()

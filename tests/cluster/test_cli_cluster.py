@@ -20,6 +20,7 @@ from cluster_support.access import PATIENCE_SECONDS, wait_until
 from cluster_support.plays import PREEMPTED, RUNS, SUCCEEDS, WRONG_COLUMN
 from cluster_support.told_jobs import FAILED, JOB, NOW, SUCCEEDED, TRAINING, Jobs
 from cluster_support.world import World
+from suite_plugins.patience import patient
 
 # -------------------------------------------------------------------------------------------------------------- status
 
@@ -220,7 +221,7 @@ def test_watch_writes_a_line_for_each_change_and_ends_with_the_job(
     until(process, lambda line: "Training  train running, attempt 2  45 %" in line)
     jobs.tell("reviews", {**TRAINING, "progress": {**TRAINING["progress"], "step": 460, "percent": 46}})
     jobs.tell("reviews", end)
-    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    out, err = process.communicate(timeout=patient(PATIENCE_SECONDS))
     assert (process.returncode, err) == (code, "")
     assert out.count("\n") == 1, "one percent more is no line of its own"
     assert told in out
@@ -231,7 +232,7 @@ def test_watch_ends_with_1_when_the_job_is_deleted(jobs: Jobs) -> None:
     process = jobs.start("watch", "reviews")
     until(process, lambda line: "Training" in line)
     jobs.api.must("delete", "ftj", "reviews", "-n", jobs.namespace)
-    _, err = process.communicate(timeout=PATIENCE_SECONDS)
+    _, err = process.communicate(timeout=patient(PATIENCE_SECONDS))
     assert (process.returncode, err) == (1, "Error: FineTuneJob reviews was deleted.\n")
 
 
@@ -253,7 +254,7 @@ def test_following_logs_of_pods_that_never_show_ends_with_the_job(
     assert process.stderr is not None
     assert process.stderr.readline().startswith("Note: no pod of reviews has started yet ")
     jobs.tell("reviews", end)
-    assert (*process.communicate(timeout=PATIENCE_SECONDS), process.returncode) == (shown, told, code)
+    assert (*process.communicate(timeout=patient(PATIENCE_SECONDS)), process.returncode) == (shown, told, code)
 
 
 # ----------------------------------------------------------------------------------------------------- with an operator
@@ -279,7 +280,7 @@ def test_logs_are_followed_from_pod_to_pod_over_attempts_and_stages(world: World
         # Pods of an attempt that is over are removed, and their logs with them: each runs until it has been heard.
         lines += [process.stdout.readline() for _ in range(pods)]
         assert world.kubelet.tell("reviews", stage, replace(end, log=log), attempt) == pods
-    out, err = process.communicate(timeout=PATIENCE_SECONDS)
+    out, err = process.communicate(timeout=patient(PATIENCE_SECONDS))
     assert process.returncode == 0, err
     lines = [line.rstrip("\n") for line in lines + out.splitlines()]
     stages = [line.partition("/")[0] for line in lines]

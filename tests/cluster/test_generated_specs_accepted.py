@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from typing import Any
 
-from hypothesis import HealthCheck, given, seed, settings
+import pytest
+from hypothesis import HealthCheck, given
 
 from cluster_support.control_plane import Cluster
 from cluster_support.world import fresh_namespace
@@ -18,19 +20,22 @@ from finetune_operator.planning.types import Facts, PlanRefused
 from finetune_operator.rendering.manifests import render
 from finetune_operator.rendering.types import RenderContext
 from generated_specs import specs
+from suite_plugins.fuzz import examples, scaled
 
-EXAMPLES = 1500
+EXAMPLES = 600
 RENDERED = 60
 """Jobs whose objects are tried too, of each launcher in turn."""
+BATCH = 500
+"""Documents of one request."""
 LAUNCHERS = ("pytorchjob", "mpijob", "job")
 
 
+@functools.cache
 def accepted() -> list[tuple[dict[str, Any], FineTuneJob]]:
     """Generated documents in which `finetune validate` finds nothing wrong."""
     found: list[tuple[dict[str, Any], FineTuneJob]] = []
 
-    @seed(4)
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @examples(EXAMPLES, suppress_health_check=list(HealthCheck))
     @given(specs())
     def collect(spec: dict[str, Any]) -> None:
         frame = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": {"name": f"g{len(found)}"}}
@@ -53,14 +58,17 @@ def refused(cluster: Cluster, namespace: str, documents: list[dict[str, Any]]) -
     return said if created == len(documents) else [*said, f"{created} of {len(documents)} were taken"]
 
 
+@pytest.mark.hypothesis
 def test_generated_specs_that_are_valid_are_taken_by_the_api_server(cluster: Cluster, kinds: None) -> None:
     jobs = accepted()
-    assert len(jobs) > EXAMPLES // 5
+    assert len(jobs) > scaled(EXAMPLES) // 5
     with fresh_namespace(cluster) as namespace:
-        said = refused(cluster, namespace, [document for document, _ in jobs])
-        assert said == [], "\n".join(said)
+        for start in range(0, len(jobs), BATCH):
+            said = refused(cluster, namespace, [document for document, _ in jobs[start : start + BATCH]])
+            assert said == [], "\n".join(said)
 
 
+@pytest.mark.hypothesis
 def test_what_generated_specs_become_is_taken_by_the_api_server(cluster: Cluster, kinds: None) -> None:
     manifests: dict[str, dict[str, Any]] = {}
     rendered = 0

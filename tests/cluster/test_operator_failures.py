@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from cluster_support.plays import KILLED_FOR_MEMORY, OUT_OF_MEMORY, PREEMPTED, R
 from cluster_support.spark import REFUSED
 from cluster_support.world import CHILD_KINDS, World, condition, conditions, states
 from finetune_contract.layout import FailureClass
+from suite_plugins.patience import patient
 
 HUB_AWAY = fails(FailureClass.HUB_UNAVAILABLE, "HubTimeout", "huggingface.co did not answer within 60 s")
 
@@ -310,7 +312,7 @@ def test_a_name_that_is_taken_by_somebody_elses_object_is_left_alone_and_told(wo
 def test_a_deadline_ends_what_runs(world: World) -> None:
     # In the first stage, as the time in which that would end is the machine's.
     world.kubelet.playbook.set("late", "prepare", RUNS)
-    short(world, "late", {"runPolicy": {"activeDeadlineSeconds": 4}})
+    short(world, "late", {"runPolicy": {"activeDeadlineSeconds": math.ceil(patient(4))}})
     status = world.wait_phase("late", "Failed")
     assert (status["failure"]["class"], status["failure"]["stage"]) == ("DeadlineExceeded", "prepare")
     assert states(status)["prepare"] == ("Failed", 1)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 import pytest
 
+from cluster_support.access import wait_until
 from finetune_operator.api.settings import Settings
 from finetune_operator.cli.inputs import read_settings
 
@@ -48,16 +48,10 @@ def test_every_object_passes_strict_validation(installed: Cluster) -> None:
 
 
 def test_podsecurity_restricted_lets_both_replicas_in(installed: Cluster) -> None:
-    deadline = time.monotonic() + 120
-    names: list[str] = []
-    while time.monotonic() < deadline and len(names) < 2:
-        names = installed.must(
-            "get", "pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=operator", "-o", "name"
-        ).split()
-        time.sleep(0.5)
-    events = installed.must("get", "events", "-n", NAMESPACE, "-o", "jsonpath={.items[*].message}")
-    assert len(names) == 2, events
-    assert "violates PodSecurity" not in events
+    pods = ("get", "pods", "-n", NAMESPACE, "-l", "app.kubernetes.io/component=operator", "-o", "name")
+    events = ("get", "events", "-n", NAMESPACE, "-o", "jsonpath={.items[*].message}")
+    wait_until(lambda: len(installed.must(*pods).split()) == 2, "two pods", tell=lambda: installed.must(*events))
+    assert "violates PodSecurity" not in installed.must(*events)
 
 
 def test_the_shipped_settings_are_good_and_name_the_default_image() -> None:
@@ -86,10 +80,8 @@ def test_who_may_edit_a_namespace_may_create_jobs_there_and_not_write_their_stat
     create = ("auth", "can-i", "create", "finetunejobs.finetune.dev", "-n", "default", "--as", "someone")
     patch_status = ("auth", "can-i", "patch", "finetunejobs.finetune.dev", "--subresource=status", *create[-4:])
     try:
-        deadline = time.monotonic() + 120  # a controller fills the aggregated roles
-        while installed.kubectl(*create).stdout.strip() != "yes" and time.monotonic() < deadline:
-            time.sleep(0.5)
-        assert installed.kubectl(*create).stdout.strip() == "yes"
+        # A controller fills the aggregated roles.
+        wait_until(lambda: installed.kubectl(*create).stdout.strip() == "yes", "who may edit may create jobs")
         assert installed.kubectl(*patch_status).stdout.strip() == "no"
     finally:
         installed.must("delete", "clusterrolebinding", "someone-edits")

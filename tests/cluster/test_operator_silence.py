@@ -4,16 +4,17 @@ the operator's own.
 
 from __future__ import annotations
 
+import math
 import re
-import time
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 from cluster_support.access import Object, wait_until
 from cluster_support.plays import RUNS, SUCCEEDS
 from cluster_support.world import World, condition, stage_of, states
+from suite_plugins.patience import patient
 
-SECONDS = 10
+SECONDS = math.ceil(patient(10))
 SPEC = {"evaluation": None, "predict": None, "runPolicy": {"progressDeadlineSeconds": SECONDS}}
 
 
@@ -66,7 +67,8 @@ def test_a_gang_that_only_repeats_itself_is_stopped_and_starts_again(world: Worl
 def test_silence_while_the_operator_was_away_does_not_count(world: World) -> None:
     begin(world, "alone")
     world.operator.kill()
-    time.sleep(SECONDS + 1)
+    over = datetime.now(UTC) + timedelta(seconds=SECONDS)
+    wait_until(lambda: datetime.now(UTC) > over, "the deadline has passed", 2 * SECONDS)
     again = datetime.now(UTC).replace(microsecond=0)
     world.operator.start()
     status = world.wait("alone", "stopped", lambda found: "failure" in found)

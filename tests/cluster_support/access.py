@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,13 +18,15 @@ import requests
 import yaml
 from kubernetes import client, config
 
+from suite_plugins import waiting
 from suite_plugins.patience import patient
+from suite_plugins.times import spent
 
 Object = dict[str, Any]
 T = TypeVar("T")
 
 PATIENCE_SECONDS = 120.0
-"""For what takes a moment: a machine on which other suites run at the same time needs many of them."""
+"""For what takes a moment, next to other suites; `patient` scales it where it is used."""
 PATIENCE_CODES = (429, 500, 503, 504)
 """What an API server answers that has just started, or has too much to do."""
 MERGE = "application/merge-patch+json"
@@ -150,16 +151,19 @@ class Api:
                 raise
 
 
+@spent("waiting")
 def wait_until(
     look: Callable[[], T | None], what: str, seconds: float = PATIENCE_SECONDS, tell: Callable[[], object] | None = None
 ) -> T:
-    """The first value of `look` that is neither None, False nor empty; fails with what `tell` says after `seconds`.
+    """The first value of `look` that is neither None, False nor empty; fails with what `tell` says after `seconds`,
+    scaled by `patient`.
 
     An API server that is away, or asks for patience, for a moment is waited for as well.
     """
-    end = time.monotonic() + seconds
     trouble: Exception | None = None
-    while True:
+
+    def look_again() -> T | None:
+        nonlocal trouble
         try:
             value = look()
             trouble = None
@@ -169,12 +173,13 @@ def wait_until(
             if error.code not in PATIENCE_CODES:
                 raise
             value, trouble = None, error
-        if value:
-            return value
-        if time.monotonic() > end:
-            more = f"\n{tell()}" if tell is not None else ""
-            raise AssertionError(f"not within {seconds:g} s: {what}{f' ({trouble})' if trouble else ''}{more}")
-        time.sleep(0.1)
+        return value
+
+    def why() -> str:
+        more = f"\n{tell()}" if tell is not None else ""
+        return f"{what}{f' ({trouble})' if trouble else ''}{more}"
+
+    return waiting.wait_until(look_again, why, seconds, poll_seconds=0.1)
 
 
 @dataclass
@@ -186,7 +191,7 @@ class AsyncApi:
 
     async def open(self) -> None:
         connector = aiohttp.TCPConnector(ssl=self.access.ssl_context(), limit=0)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=patient(5))
         self._session = aiohttp.ClientSession(connector=connector, headers=self.access.headers, timeout=timeout)
 
     async def close(self) -> None:

@@ -23,8 +23,8 @@ class Background:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, T], seconds: float = 60.0) -> T:
-        """The coroutine's result."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+        """The coroutine's result, within `seconds` scaled by `patient`."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(patient(seconds))
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
         """Let it run until `close`; to be called from any thread."""

@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -22,6 +23,7 @@ import pytest
 
 from cluster_support.access import Access, new_session, wait_until
 from suite_plugins.patience import patient
+from suite_plugins.times import spent
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared"
@@ -46,12 +48,13 @@ class Cluster:
     folder: Path | None = None
     """State of a control plane that these tests started; None: somebody else's cluster."""
 
+    @spent("kubectl")
     def kubectl(
         self, *arguments: str, stdin: str | None = None, seconds: float = 300
     ) -> subprocess.CompletedProcess[str]:
-        """Run kubectl; the caller looks at the exit code."""
-        command = [self.kubectl_program, "--kubeconfig", str(self.kubeconfig), *arguments]
-        return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=seconds)
+        """Run kubectl; the caller looks at the exit code. `seconds` and a `--timeout=60s` are scaled by `patient`."""
+        command = [self.kubectl_program, "--kubeconfig", str(self.kubeconfig), *map(_scaled, arguments)]
+        return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=patient(seconds))
 
     def must(self, *arguments: str, stdin: str | None = None) -> str:
         """Run kubectl, which has to succeed, and return its output."""
@@ -157,6 +160,11 @@ class Cluster:
         return [entry for entry in entries if user is None or entry["user"].get("username") == user]
 
 
+def _scaled(argument: str) -> str:
+    """Scale the seconds of kubectl's --timeout."""
+    return re.sub(r"^--timeout=(\d+)s$", lambda found: f"--timeout={patient(int(found[1])):.0f}s", argument)
+
+
 def _gone(pid: int) -> bool:
     with suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
@@ -237,7 +245,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
     }
     try:
         # The servers outlive the call and would hold a pipe open: output goes to a file.
-        with (folder / "start.log").open("w") as log:
+        with spent("control plane"), (folder / "start.log").open("w") as log:
             started = subprocess.run(
                 [str(CONTROL_PLANE), "start", str(folder)],
                 env=environment,
@@ -249,9 +257,9 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
         _start_controllers(folder, assets)
         yield Cluster(kubectl, folder / "admin.kubeconfig", folder)
     finally:
-        subprocess.run(
-            [str(CONTROL_PLANE), "stop", str(folder)], env=environment, capture_output=True, timeout=patient(60)
-        )
+        with spent("control plane"):
+            command = [str(CONTROL_PLANE), "stop", str(folder)]
+            subprocess.run(command, env=environment, capture_output=True, timeout=patient(60))
 
 
 def audited(folder: Path, log: Path) -> str:
@@ -263,6 +271,7 @@ def audited(folder: Path, log: Path) -> str:
     return f"--audit-policy-file {policy} --audit-log-path {log} {mode}"
 
 
+@spent("control plane")
 def _start_controllers(folder: Path, assets: Path) -> None:
     """Those that are there, without servers of their own: their fixed ports would keep two runs from each other."""
     common = ["--kubeconfig", "admin.kubeconfig", "--leader-elect=false", "--secure-port=0"]

@@ -14,6 +14,7 @@ from cluster_support.access import Access
 from cluster_support.background import Background
 from cluster_support.certificates import for_loopback
 from cluster_support.control_plane import free_port
+from suite_plugins.patience import patient
 
 _WRITES = ("POST", "PUT", "PATCH", "DELETE")
 _HOP_BY_HOP = {"connection", "keep-alive", "transfer-encoding", "content-length", "content-encoding", "host"}
@@ -91,9 +92,17 @@ class FaultProxy:
 
         return self._background.run(mute())
 
+    def live_watches(self) -> int:
+        """Count the watches that are open and not muted."""
+
+        async def count() -> int:
+            return len(self._watches - self._muted)
+
+        return self._background.run(count())
+
     async def _up(self) -> None:
         connector = aiohttp.TCPConnector(ssl=self._access.ssl_context(), limit=0)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=patient(5))
         # Bodies are passed on as they are, compressed ones too.
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False)
         application = web.Application(client_max_size=64 * 1024**2)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from cluster_support.access import PATIENCE_SECONDS
+from suite_plugins.patience import patient
 
 FINETUNE = Path(sys.executable).parent / "finetune"
 NOW = "2026-01-05T10:00:00Z"
@@ -152,6 +153,6 @@ class Jobs:
     def finetune(self, *arguments: str) -> tuple[int, str, str]:
         """Exit code, standard output, standard error."""
         process = self.start(*arguments)
-        out, err = process.communicate(timeout=PATIENCE_SECONDS)
+        out, err = process.communicate(timeout=patient(PATIENCE_SECONDS))
         assert "Traceback" not in err, err
         return process.returncode, out, err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,7 +47,11 @@ OTHER_KINDS: tuple[tuple[str, str], ...] = (
 
 SETTINGS: Object = {
     # Short enough for a test to see the end of a delay, long enough to see the delay.
-    "limits": {"restartDelaySeconds": 1, "imagePullSeconds": 3, "containerConfigSeconds": 3},
+    "limits": {
+        "restartDelaySeconds": 1,
+        "imagePullSeconds": math.ceil(patient(3)),
+        "containerConfigSeconds": math.ceil(patient(3)),
+    },
     "progress": {"statusSeconds": 0.5},
     "spark": {"image": "registry.example.com/trainer-spark:1", "serviceAccountName": "default"},
 }

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,9 @@ import psutil
 import pytest
 import yaml
 
+from suite_plugins.patience import patient
 from suite_plugins.times import spent
+from suite_plugins.waiting import wait_until
 
 WORDS = (
     "bright",
@@ -113,11 +114,14 @@ class Started:
     @spent("waiting")
     def wait_until(self, true: Callable[[], object], seconds: float = 300) -> None:
         """Returns as soon as `true()` is; fails when the command ends before, or when it takes too long."""
-        end = time.monotonic() + seconds
-        while not true():
+
+        def look() -> object:
+            if found := true():
+                return found
             assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < end, f"not within {seconds} s"
-            time.sleep(0.05)
+            return None
+
+        wait_until(look, "what the command is to do", seconds)
 
     def below(self) -> list[psutil.Process]:
         """All processes that it has started, and theirs."""
@@ -126,7 +130,7 @@ class Started:
     @spent("training")
     def end(self, seconds: float = 300) -> tuple[int, str, str]:
         """Exit code, standard output and standard error."""
-        out, err = self.process.communicate(timeout=seconds)
+        out, err = self.process.communicate(timeout=patient(seconds))
         return self.process.returncode, out, err
 
 

@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from typing import Any
 import requests
 import yaml
 
-from cluster_support.access import new_session
+from cluster_support.access import new_session, wait_until
 from cluster_support.control_plane import free_port
 from suite_plugins.patience import patient
 
@@ -196,13 +195,8 @@ def engine(samples: Samples) -> Iterator[Engine]:
 
 
 def _wait(found: Engine, server: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + 300
-    while True:
+    def ready() -> bool:
         assert server.poll() is None, log.read_text(errors="replace")
-        try:
-            if found.session.get(f"{found.url}/-/ready", timeout=patient(5)).ok:
-                return
-        except (requests.ConnectionError, requests.Timeout):
-            pass
-        assert time.monotonic() < end, f"Prometheus is not ready: {log.read_text(errors='replace')}"
-        time.sleep(0.1)
+        return found.session.get(f"{found.url}/-/ready", timeout=patient(5)).ok
+
+    wait_until(ready, "Prometheus is ready", 300, lambda: log.read_text(errors="replace"))

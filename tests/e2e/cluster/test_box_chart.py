@@ -4,9 +4,9 @@ train, taken over by its other replica, and uninstalled. `FINETUNE_UPGRADE_JOBS=
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from cluster_support.access import Object, path_of, wait_until
 from cluster_support.operator_process import NAMESPACE, USER
 from cluster_support.world import CHILD_KINDS
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+from suite_plugins.patience import patient
 
 pytestmark = pytest.mark.last
 """It takes the place of the operator that the other tests use."""
@@ -30,17 +31,18 @@ pytestmark = pytest.mark.last
 RELEASE = "finetune-operator"
 JOBS = int(os.environ.get("FINETUNE_UPGRADE_JOBS", "3"))
 STAGES = ("prepare", "train", "evaluate")
-STEPS, STEP_SECONDS = 60, 1.0
-TAKEOVER_SECONDS = 30
-"""A Lease ends after 15 s, and is looked at every 2 s; a busy machine kills late and answers late."""
+STEPS, STEP_SECONDS = 60, patient(1.0)
+"""Trainings that last longer than the upgrade and the rollback."""
 
 
 @dataclass
 class Story:
     """What was done, and what was seen of it."""
 
-    install_seconds: float = 0.0
-    takeover_seconds: float = 0.0
+    killed: str = ""
+    """Name of the acting replica that was killed."""
+    successor: str = ""
+    """Name of the one that acted next."""
     mark: int = 0
     """Place in the audit log before the jobs."""
     names: list[str] = field(default_factory=list)
@@ -60,7 +62,8 @@ class Release:
 
     def helm(self, *arguments: str) -> str:
         where = ("--kubeconfig", str(self.box.cluster.kubeconfig), "--namespace", NAMESPACE)
-        ran = helm(*arguments, *where, seconds=420)
+        limit = ("--timeout", f"{patient(300):.0f}s") if "--wait" in arguments else ()
+        ran = helm(*arguments, *limit, *where, seconds=420)
         assert ran.returncode == 0, f"helm {' '.join(arguments)}\n{ran.stdout}{ran.stderr}"
         return ran.stdout
 
@@ -94,10 +97,8 @@ def story(release: Release, team: Team, tmp_path_factory: pytest.TempPathFactory
     box, seen, work = release.box, Story(), tmp_path_factory.mktemp("release")
     values = work / "values.yaml"
     values.write_text(yaml.safe_dump({"settings": SETTINGS}))
-    began = time.monotonic()
     release.helm("install", RELEASE, str(earlier(work)), "--create-namespace", "--values", str(values), "--wait")
     release.ready()
-    seen.install_seconds = time.monotonic() - began
     seen.replicas.append(release.replicas())
 
     spec = tiny_spec(
@@ -119,8 +120,7 @@ def story(release: Release, team: Team, tmp_path_factory: pytest.TempPathFactory
     release.helm(*upgrade)
     release.ready()
     seen.replicas.append(release.replicas())
-    seen.takeover_seconds = _taken_over(box)
-    print(f"installed in {seen.install_seconds:.1f} s, another replica acted after {seen.takeover_seconds:.1f} s")
+    seen.killed, seen.successor = _take_over(box)
     release.helm("rollback", RELEASE, "1", "--wait")
     release.ready()
     seen.replicas.append(release.replicas())
@@ -129,10 +129,11 @@ def story(release: Release, team: Team, tmp_path_factory: pytest.TempPathFactory
     return seen
 
 
-def _taken_over(box: Box) -> float:
-    """Seconds from the acting replica's death until another one acts: it cannot give its Lease back, nor start anew."""
+def _take_over(box: Box) -> tuple[str, str]:
+    """Kill the acting replica, which can neither give its Lease back nor start again, and wait until another one acts;
+    return the names of both.
+    """
     before = wait_until(lambda: faults.acting_operator(box), "one of the replicas acts")
-    began = time.monotonic()
     faults.kill_operator(box, "acting")
     box.kubectl("delete", "pod", before, "-n", NAMESPACE, "--grace-period=0", "--force")
 
@@ -140,8 +141,7 @@ def _taken_over(box: Box) -> float:
         now = faults.acting_operator(box)
         return now if now is not None and now != before else None
 
-    wait_until(another, "another replica acts", 4 * TAKEOVER_SECONDS, lambda: box.operator_log())
-    return time.monotonic() - began
+    return before, wait_until(another, "another replica acts", tell=lambda: box.operator_log())
 
 
 def test_the_chart_installs_an_operator_that_trains(story: Story) -> None:
@@ -162,8 +162,9 @@ def test_no_running_job_is_disturbed_by_either(story: Story, team: Team) -> None
         assert pods == story.pods[name], "the very pods that ran before"
 
 
-def test_another_replica_takes_over_in_time_and_nothing_is_made_twice(story: Story, box: Box) -> None:
-    assert story.takeover_seconds < TAKEOVER_SECONDS
+def test_another_replica_takes_over_and_nothing_is_made_twice(story: Story, box: Box) -> None:
+    """How long it takes is measured by tests/benchmarks/takeover.py."""
+    assert story.successor not in ("", story.killed)
     plurals = {plural for _, plural in CHILD_KINDS}
     made = [
         entry["objectRef"].get("name") or entry["responseObject"]["metadata"]["name"]
@@ -176,7 +177,7 @@ def test_another_replica_takes_over_in_time_and_nothing_is_made_twice(story: Sto
 
 
 def test_the_release_s_own_test_makes_a_job_and_sees_it_planned(story: Story, release: Release) -> None:
-    said = release.helm("test", RELEASE, "--logs", "--timeout", "3m")
+    said = release.helm("test", RELEASE, "--logs", "--timeout", f"{patient(180):.0f}s")
     assert "Phase:          Succeeded" in said
     assert "\nPlanned: " in said
 
@@ -189,10 +190,15 @@ def test_it_trains_a_tiny_job_where_the_values_have_one(
         parallelism={"strategy": "single"},
         resources={"nodes": 1, "processesPerNode": 1, "cpu": "1", "memory": "2Gi"},
     )
-    tests = {"namespace": team.namespace, "waitFor": "Succeeded", "timeoutSeconds": 240, "spec": spec}
+    tests = {
+        "namespace": team.namespace,
+        "waitFor": "Succeeded",
+        "timeoutSeconds": math.ceil(patient(240)),
+        "spec": spec,
+    }
     (tmp_path / "values.yaml").write_text(yaml.safe_dump({"tests": tests}))
     release.helm("upgrade", RELEASE, str(CHART), "--reuse-values", "--values", str(tmp_path / "values.yaml"), "--wait")
-    said = release.helm("test", RELEASE, "--logs", "--timeout", "6m")
+    said = release.helm("test", RELEASE, "--logs", "--timeout", f"{patient(360):.0f}s")
     assert "\nSucceeded: " in said
     assert team.box.api.get(path_of(API_VERSION, PLURAL, team.namespace, "finetune-operator-test")) is None
 

@@ -21,9 +21,11 @@ from finetune_contract.layout import JobPaths
 pytestmark = pytest.mark.alone
 
 AWAY_SECONDS = 60
+"""The Lease and the nodes' leases end within it, whatever the machine."""
+STEPS_MEANWHILE = 30
 STEP_SECONDS = 0.2
 STEPS = 360
-"""So many of them last longer than the API server is away."""
+"""Last longer than the API server is away."""
 STAGES = ("prepare", "train", "evaluate", "predict")
 
 
@@ -81,9 +83,10 @@ def survived(box: Box, team: Team) -> Survived:
     history, uids = JobPaths(team.results(name)).history, _uids(team, name)
     before, end = last_step(history), time.monotonic() + AWAY_SECONDS
     with api_server_away(box):
-        # A minute is what is asked for, and in it the training has to move.
         wait_until(
-            lambda: time.monotonic() > end and last_step(history) > before, "the minute is over", 3 * AWAY_SECONDS
+            lambda: time.monotonic() > end and last_step(history) >= before + STEPS_MEANWHILE,
+            f"the minute is over and the training {STEPS_MEANWHILE} steps further",
+            3 * AWAY_SECONDS,
         )
         after = last_step(history)
 
@@ -122,7 +125,7 @@ def test_the_operator_was_killed_in_each_stage_and_came_back(survived: Survived,
 
 
 def test_the_training_goes_on_without_an_api_server_and_the_status_catches_up(survived: Survived) -> None:
-    assert survived.after - survived.before >= AWAY_SECONDS / 2, "the training stood still"
+    assert survived.after - survived.before >= STEPS_MEANWHILE, "the training stood still"
     train = stage_of(survived.told_again, "train")
     assert (train["attempt"], train["state"]) in [(1, "Running"), (1, "Succeeded")]
     assert survived.pods[0] == survived.pods[1]

@@ -7,6 +7,7 @@ Each job is broken several times in a row: what follows from a fault is the next
 from __future__ import annotations
 
 import json
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -28,8 +29,9 @@ from box_support.faults import (
 )
 from box_support.team import Team, stage_of, tiny_spec
 from cluster_support.access import Object
+from suite_plugins.patience import patient
 
-HANG_SECONDS = 30
+HANG_SECONDS = math.ceil(patient(30))
 MEGABYTES = 64
 SIZES = ("worldSize", "microBatchSize", "gradientAccumulation")
 

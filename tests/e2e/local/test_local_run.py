@@ -16,6 +16,7 @@ import pytest
 
 from process_support.left import left
 from process_support.signals import waits_for
+from suite_plugins.patience import patient
 
 
 def last_step(job_folder: Path) -> int:
@@ -36,7 +37,7 @@ def weights(job_folder: Path) -> bytes:
 
 def all_gone(processes: list[psutil.Process], seconds: float = 60) -> list[psutil.Process]:
     """Those that still run after so long."""
-    end = time.monotonic() + seconds
+    end = time.monotonic() + patient(seconds)
     while alive := left(processes):
         if time.monotonic() > end:
             return alive

@@ -74,7 +74,7 @@ def test_every_command_of_the_readme_runs_and_the_quickstart_reaches_what_it_pro
             env=environment(workspace),
             capture_output=True,
             text=True,
-            timeout=COMMAND_SECONDS,
+            timeout=patient(COMMAND_SECONDS),
         )
         assert result.returncode == 0, f"{line}\n{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
         ran.append(line)
