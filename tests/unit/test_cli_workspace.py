@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from finetune_operator.cli.workspace import (
     record_inputs,
     set_aside,
 )
+from suite_plugins.waiting import wait_until
 
 
 def job(folder: Path, **changes: Any) -> FineTuneJob:
@@ -241,9 +241,6 @@ def test_a_tail_gives_whole_lines_once_and_the_newest_progress_is_shown(tmp_path
     assert (duration(7), duration(3725)) == ("0:07", "1:02:05")
 
 
-SECONDS = 120
-"""Longer than a busy machine takes to start two interpreters."""
-
 # A stage that starts a process in a session of its own, as torchrun does with its workers.
 STUBBORN = (
     "import signal, subprocess, sys, time\n"
@@ -256,19 +253,16 @@ STUBBORN = (
 
 def started(log: Path) -> tuple[StageProcess, psutil.Process]:
     stage = StageProcess([sys.executable, "-c", STUBBORN], os.environ, log)
-    end = time.monotonic() + SECONDS
-    while not log.read_text().strip():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    wait_until(lambda: log.read_text().strip(), "the stage has started its child")
     return stage, psutil.Process(int(log.read_text()))
 
 
 def ended(stage: StageProcess) -> int:
-    end = time.monotonic() + SECONDS
-    while (code := stage.exit_code()) is None:
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    return code
+    def over() -> tuple[int] | None:
+        code = stage.exit_code()
+        return None if code is None else (code,)
+
+    return wait_until(over, "the stage has ended")[0]
 
 
 def test_a_stage_hears_sigterm_ends_with_its_own_code_and_leaves_nothing(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 
 from finetune_operator.shell.queue import NEW_IN_A_ROW, JobKey, WorkQueue
+from suite_plugins.patience import patient
 
 A, B, C = (JobKey("team", name) for name in "abc")
 
@@ -13,7 +14,7 @@ def queued(work: Callable[[WorkQueue], Awaitable[None]]) -> None:
     """Run `work` with a queue, and fail rather than wait for ever."""
 
     async def run() -> None:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(patient(60)):
             await work(WorkQueue())
 
     asyncio.run(run())

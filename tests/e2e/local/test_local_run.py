@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 
 from process_support.left import left
 from process_support.signals import waits_for
-from suite_plugins.patience import patient
+from suite_plugins.waiting import wait_until
 
 
 def last_step(job_folder: Path) -> int:
@@ -35,14 +34,8 @@ def weights(job_folder: Path) -> bytes:
     return (job_folder / "model/model.safetensors").read_bytes()
 
 
-def all_gone(processes: list[psutil.Process], seconds: float = 60) -> list[psutil.Process]:
-    """Those that still run after so long."""
-    end = time.monotonic() + patient(seconds)
-    while alive := left(processes):
-        if time.monotonic() > end:
-            return alive
-        time.sleep(0.1)
-    return []
+def wait_gone(processes: list[psutil.Process]) -> None:
+    wait_until(lambda: not left(processes), lambda: f"gone: {left(processes)}", 60)
 
 
 LONG = {"epochs": 20, "learningRate": 0.0005}
@@ -173,7 +166,7 @@ def test_ctrl_c_saves_and_resuming_ends_with_the_same_weights(
     assert "saving a checkpoint" in err
     assert "finetune run disturbed.yaml --workspace runs --resume" in err
     assert 1 <= stopped_at < 320
-    assert all_gone(below) == []
+    wait_gone(below)
     assert not (folder / "state/train.json").exists()
 
     code, _, err = finetune("run", "disturbed.yaml", "--no-measure", "--resume", "--stage", "train")
@@ -240,7 +233,7 @@ def test_a_killed_rank_is_named_with_its_signal_and_the_others_do_not_stay(two_p
     assert "SIGKILL" in err
     assert (folder / "state/prepare.json").exists()
     assert not (folder / "state/train.json").exists()
-    assert all_gone(below) == []
+    wait_gone(below)
 
 
 def test_no_process_outlives_a_command_that_was_killed_outright(two_processes: Any) -> None:
@@ -249,4 +242,4 @@ def test_no_process_outlives_a_command_that_was_killed_outright(two_processes: A
     assert set(workers) < set(below)
     run.process.kill()
     run.process.communicate()
-    assert all_gone(below) == []
+    wait_gone(below)
