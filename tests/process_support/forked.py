@@ -9,6 +9,7 @@ reads cases from standard input, a JSON object a line: {"processes": N, "argumen
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -16,20 +17,56 @@ import sys
 import traceback
 from typing import Any
 
+MODELS = ("bert", "gpt2", "llama", "mistral", "qwen3", "roberta", "t5")
+"""Families of the tests' tiny models."""
+LIBRARIES = (
+    "accelerate",
+    "deepspeed",
+    "deepspeed.ops.adam",
+    "deepspeed.ops.op_builder",
+    "deepspeed.runtime.zero.stage3",
+    "deepspeed.runtime.zero.stage_1_and_2",
+    "peft",
+    "scipy.stats",
+    "seqeval.metrics",
+    "setuptools",
+    "sklearn.metrics",
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.pipelining",
+    "torch.distributed.tensor",
+    "torch.distributed.tensor.parallel",
+    "transformers.distributed.tensor_parallel",
+    *(f"transformers.models.{family}.modeling_{family}" for family in MODELS),
+    "transformers.models.bert.tokenization_bert",
+)
+PARTS = ("__main__", "adapters", "data.prepare", "inference.evaluate", "inference.predict", "reporting", "training.run")
+
 
 def preload() -> None:
-    """What a train stage imports."""
-    import accelerate
-    import deepspeed
-    import torch.distributed.pipelining
-    import torch.distributed.tensor
-    import transformers.distributed.tensor_parallel
-    from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+    """Import the modules that stages import, then exempt them from garbage collection.
 
-    import finetune_trainer.training.run
+    A full collection writes to each object's header: after a fork that copies the whole heap, page by page, which takes
+    longer than a tiny model's training.
+    """
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        PreTrainedTokenizerFast,
+        Trainer,
+        TrainingArguments,
+    )
 
-    del accelerate, deepspeed, torch, transformers, finetune_trainer
-    del AutoModelForSequenceClassification, Trainer, TrainingArguments
+    # The names above are imported lazily: asking for them is what loads their modules.
+    del AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast
+    del Trainer, TrainingArguments
+    for name in LIBRARIES:
+        importlib.import_module(name)
+    for name in PARTS:
+        importlib.import_module(f"finetune_trainer.{name}")
+    gc.collect()
+    gc.freeze()
 
 
 def child(case: dict[str, Any], rank: int, port: int) -> int:
