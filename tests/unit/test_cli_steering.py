@@ -10,6 +10,7 @@ import pytest
 
 from finetune_operator.cli.cluster import Cluster, ClusterError, ClusterJob, parse_job
 from finetune_operator.cli.steering import restart
+from suite_plugins.patience import patient
 
 
 def version(number: int, generation: int = 1, uid: str = "1", **status: Any) -> dict[str, Any]:
@@ -69,7 +70,7 @@ class Told(Cluster):
 
 
 def restarted(cluster: Told) -> str:
-    return asyncio.run(asyncio.wait_for(restart(cluster, "reviews"), 60)).text
+    return asyncio.run(asyncio.wait_for(restart(cluster, "reviews"), patient(60))).text
 
 
 def test_a_job_is_let_go_on_as_soon_as_the_watch_tells_that_it_has_stopped():
