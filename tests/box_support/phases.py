@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,11 +33,18 @@ class Phase:
     workers: int = 0
     """Files that run side by side; 0: one test after the other."""
 
+    def run(self, reports: Path, options: Sequence[str], environment: Mapping[str, str]) -> int:
+        """Call pytest; its exit code is also written beside its report, for a script that judges each call."""
+        code = subprocess.run(self.command(reports, options), cwd=ROOT, env=environment).returncode
+        reports.mkdir(parents=True, exist_ok=True)
+        (reports / f"test-e2e-{self.name}.code").write_text(f"{code}\n")
+        return code
+
     def command(self, reports: Path, options: Sequence[str]) -> list[str]:
         """The call of pytest for this phase."""
         beside = ["--numprocesses", str(self.workers), "--dist", "loadfile"] if self.workers else []
-        report = f"--junitxml={reports / f'test-e2e-{self.name}.xml'}"
         chosen = ["-m", self.marks] if self.marks else []
+        report = f"--junitxml={reports / f'test-e2e-{self.name}.xml'}"
         return [sys.executable, "-m", "pytest", SUITE, *chosen, *beside, report, *options]
 
 
@@ -56,8 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen, options = parser.parse_known_args(arguments)
     phases = [phase for phase in PHASES if chosen.only in (None, phase.name)]
     if os.environ.get("FINETUNE_TEST_KUBECONFIG") or why_no_box():
-        whole = Phase("all", "")
-        return subprocess.run(whole.command(chosen.reports, options), cwd=ROOT).returncode
+        return Phase("all", "").run(chosen.reports, options, os.environ)
     with tempfile.TemporaryDirectory(prefix="finetune-box-") as work, running_box(Path(work) / "box") as box:
         box.install_operator(Path(work) / "install")
         environment, codes = {**os.environ, HELD: str(box.folder)}, []
@@ -66,7 +72,7 @@ def main(arguments: Sequence[str]) -> int:
                 # A plan by `launcher: auto` depends on what is installed: for all workers the same from the beginning.
                 for controller in CONTROLLERS:
                     box.install_controller(controller)
-            codes.append(subprocess.run(phase.command(chosen.reports, options), cwd=ROOT, env=environment).returncode)
+            codes.append(phase.run(chosen.reports, options, environment))
     failed = [code for code in codes if code not in (0, NOTHING_CHOSEN)]
     return failed[0] if failed else min(codes)
 
