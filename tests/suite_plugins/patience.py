@@ -23,8 +23,8 @@ import pytest
 
 VARIABLE = "FINETUNE_TEST_PATIENCE"
 
-# Seconds that each kind of work takes on the reference machine (2 cores of an AMD EPYC, virtual, NVMe disk, Python 3.11)
-# with another suite beside it, where every limit of the tests is ample: twice the CPU time that was measured there, the
+# Seconds that each kind of work takes on the reference machine (2 cores of an AMD EPYC, virtual, NVMe disk, Python
+# 3.11) next to another suite, where every limit of the tests is ample: twice the CPU time that was measured there, the
 # lower median of 8 rounds; for the disk the lower quartile of 12 rounds.
 REFERENCE_SECONDS = {
     "import": 0.24,  # Start Python and import the modules of PROBE, all of the standard library: 0.12 s of CPU time.
@@ -96,7 +96,8 @@ def factor() -> float:
         return _parsed(given)
     if _factor is None:
         _ratios.update(measured_ratios())
-        _factor = min(MAX_FACTOR, max(1.0, *_ratios.values()))
+        # Rounded, as workers read it from the environment: all have the same limits.
+        _factor = round(min(MAX_FACTOR, max(1.0, *_ratios.values())), 2)
     os.environ[VARIABLE] = f"{_factor:.2f}"
     return _factor
 

@@ -203,7 +203,11 @@ def test_a_rank_that_hangs_is_seen_in_the_stacks_and_gone_at_the_end_of_the_grac
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(HANGS)
     cluster = cluster_of(spread_over_nodes(bench, steps=100_000))
-    environment = {ENV_STACKS_SECONDS: "2", ENV_GRACE_SECONDS: "13", "PYTHONPATH": str(tmp_path / "site")}
+    environment = {
+        ENV_STACKS_SECONDS: f"{patient(2):.0f}",
+        ENV_GRACE_SECONDS: "13",
+        "PYTHONPATH": str(tmp_path / "site"),
+    }
     pods = two_pods(cluster, **environment)
     cluster.wait_for_steps(2)
     (victim,) = pods[1].ranks()

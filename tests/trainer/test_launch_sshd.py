@@ -53,7 +53,12 @@ def server(key: Path, privilege_folder: None, tmp_path: Path) -> Iterator[tuple[
     """The server, and a way to run a command by it."""
     port = free_port()
     command = [sys.executable, "-m", "finetune_trainer", "sshd", "--port", str(port)]
-    environment = {**os.environ, "PYTHONPATH": '/some where/"x"', "FINETUNE_GRACE_SECONDS": "20", "SECRET": "canary"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": '/some where/"x"',
+        "FINETUNE_GRACE_SECONDS": f"{patient(20):.0f}",
+        "SECRET": "canary",
+    }
     process = subprocess.Popen([*command, "--authorized-keys", str(key) + ".pub"], env=environment)
 
     def run(words: str, identity: Path = key) -> subprocess.Popen[str]:
