@@ -1,30 +1,95 @@
-"""One closing line for several runs of pytest, counted from their JUnit reports: `closing_line.py REPORT.xml ...`."""
+"""Print one closing line for several runs of pytest, in pytest's own form.
 
+Counts the tests of the JUnit reports. With the verdict of rerun.py, flaky tests count as passed, and a suite that did
+not end well counts as a failure of its own. Only the line of a run that is not good has `N failed`; errors are counted
+there, too. The exit code is 0 if the run is good.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
 import sys
-from xml.etree import ElementTree
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
-KINDS = {"failures": "failed", "passed": "passed", "skipped": "skipped", "errors": "errors"}
-"""Attributes of a report's test suites in the order and words of pytest; `passed` is what is left."""
+from reports import BadReportError, Outcome, Report, read_report, suite_name
+
+EXAMPLE = """\
+example:
+  closing_line.py --verdict .test-reports/verdict.json --seconds $SECONDS .test-reports/*.xml
+  === 5217 passed, 3 skipped, 1 flaky in 1640.00s (0:27:20) ===
+"""
 
 
-def closing_line(reports: list[str]) -> str:
+@dataclass(frozen=True)
+class Counts:
+    """Tests by outcome; flaky ones are among the passed."""
+
+    failed: int
+    passed: int
+    skipped: int
+    flaky: int
+
+
+def count(reports: Sequence[Report], flaky: Collection[str], more_failures: int) -> Counts:
+    """Count tests. `flaky`: node ids that count as passed; `more_failures`: suites and steps without a result."""
+    results = [result for report in reports for result in report.results]
+    forgiven = [result for result in results if not result.good and result.node_id in flaky]
+    return Counts(
+        failed=sum(not result.good for result in results) - len(forgiven) + more_failures,
+        passed=sum(result.outcome is Outcome.PASSED for result in results) + len(forgiven),
+        skipped=sum(result.outcome is Outcome.SKIPPED for result in results),
+        flaky=len(forgiven),
+    )
+
+
+def closing_line(counts: Counts, seconds: float) -> str:
     """As pytest ends: `=== 1 failed, 20 passed, 3 skipped in 61.20s (0:01:01) ===`."""
-    counts, seconds = dict.fromkeys(KINDS, 0), 0.0
-    for report in reports:
-        for suite in ElementTree.parse(report).getroot().iter("testsuite"):
-            found = {kind: int(suite.get(kind, 0)) for kind in ("failures", "skipped", "errors")}
-            found["passed"] = int(suite.get("tests", 0)) - sum(found.values())
-            counts = {kind: counts[kind] + found[kind] for kind in KINDS}
-            seconds += float(suite.get("time", 0))
-    words = [
-        f"{count} {'error' if kind == 'errors' and count == 1 else KINDS[kind]}"
-        for kind, count in counts.items()
-        if count
-    ]
+    words = [f"{number} {name}" for name, number in vars(counts).items() if number]
     whole = int(seconds)
     time = f"{seconds:.2f}s ({whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02})"
     return f" {', '.join(words) or 'no tests ran'} in {time} ".center(80, "=")
 
 
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--verdict", type=Path, metavar="FILE", help="what rerun.py wrote")
+    add("--seconds", type=float, help="wall-clock time of the whole run (default: the sum of the suites')")
+    add("--failed", action="append", default=[], metavar="STEP", help="a step without a report that failed; repeat")
+    add("reports", nargs="*", type=Path, metavar="REPORT.xml")
+    given = parser.parse_args(arguments)
+    found: list[Report] = []
+    broken = set(given.failed)
+    for file in given.reports:
+        try:
+            found.append(read_report(file))
+        except BadReportError:
+            broken.add(suite_name(file))
+    flaky: set[str] = set()
+    good = True
+    if given.verdict:
+        try:
+            verdict = json.loads(given.verdict.read_text(encoding="utf-8"))
+            broken |= set(verdict["broken"])
+            good = verdict["good"]
+            # Too many flaky tests count as failed: nothing else says why the run is not good.
+            flaky = set() if verdict["refusal"] else {each["nodeid"] for each in verdict["flaky"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            print(f"{given.verdict}: {error}", file=sys.stderr)
+            broken.add("verdict")
+    if not any(report.results for report in found):
+        broken.add("no tests")
+    counts = count(found, flaky, len(broken))
+    if not good and not counts.failed:
+        counts = count(found, flaky, 1)
+    print(closing_line(counts, given.seconds if given.seconds is not None else sum(each.seconds for each in found)))
+    return 0 if good and not counts.failed else 1
+
+
 if __name__ == "__main__":
-    print(closing_line(sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))
