@@ -22,7 +22,7 @@ from typing import IO, Any
 import pytest
 
 from cluster_support.access import Access, new_session, wait_until
-from suite_plugins.patience import patient
+from suite_plugins.patience import patient, raise_to
 from suite_plugins.times import spent
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +31,8 @@ CONTROL_PLANE = SHARED / "tools" / "control-plane"
 
 SERVERS = ("etcd", "kube-apiserver", "kubectl")
 """What `control-plane` shall start; the controllers we start."""
+START_SECONDS = 8.0
+"""Start of etcd and an API server on the reference machine of `patient`, next to other suites."""
 AUDIT_POLICY = """\
 apiVersion: audit.k8s.io/v1
 kind: Policy
@@ -245,6 +247,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
     }
     try:
         # The servers outlive the call and would hold a pipe open: output goes to a file.
+        began = time.monotonic()
         with spent("control plane"), (folder / "start.log").open("w") as log:
             started = subprocess.run(
                 [str(CONTROL_PLANE), "start", str(folder)],
@@ -254,6 +257,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
                 timeout=patient(180),
             )
         assert started.returncode == 0, (folder / "start.log").read_text()
+        raise_to((time.monotonic() - began) / START_SECONDS, "API server")
         _start_controllers(folder, assets)
         yield Cluster(kubectl, folder / "admin.kubeconfig", folder)
     finally:
