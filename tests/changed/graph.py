@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
-from changed.sources import References, Source
-from changed.table import PACKAGES, Row, Table
+from changed.sources import HERE, References, Source
+from changed.table import PACKAGES, SCRIPTS, Row, Table
 
 DOTTED = re.compile(r"(?<![\w./-])[a-z_]\w*(?:\.\w+)*(?![/-])")
 PART = "is in"
@@ -139,6 +139,10 @@ class _Builder:
                 self._add_path(node, text, "names")
         for place in found.paths:
             self._add_path(node, place, "reads")
+        for name in found.programs & SCRIPTS.keys():
+            self._add_module(node, SCRIPTS[name], "starts")
+        if HERE in found.names:
+            self._add_module(node, module_of(path), "starts")
         own = self._sources[path].definitions if not is_test(path) else {}
         for name in found.names:
             if name in own:

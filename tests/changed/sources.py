@@ -44,6 +44,8 @@ class References:
     """Files and folders of the repository that path expressions give."""
     names: set[str] = field(default_factory=set)
     """Names that are read, and names of parameters: pytest's way to ask for a fixture."""
+    programs: set[str] = field(default_factory=set)
+    """Programs beside the interpreter: `Path(sys.executable).with_name("finetune")`."""
 
 
 @dataclass
@@ -140,13 +142,17 @@ def _references(root: ast.AST, constants: Constants, path: str) -> References:
                 found.names.add(name)
             case ast.Name(id=name, ctx=ast.Load()):
                 found.names.add(name)
+            case ast.Call(func=ast.Attribute(value=folder, attr="with_name"), args=[ast.Constant(value=str(name))]):
+                found.programs |= {name} if _is_interpreter(folder) else set()
+            case ast.BinOp(left=folder, op=ast.Div(), right=ast.Constant(value=str(name))):
+                found.programs |= {name} if _is_interpreter(folder) else set()
         place = _value(node, constants, path) if isinstance(node, PATH_NODES) else None
         if place is None:
             waiting += ast.iter_child_nodes(node)
             continue
         # Only the longest expression counts: a constant folder is not read as a whole where a file in it is named.
         found.paths.add(place.path)
-        found.names |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        found.names |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} - {HERE}
         found.texts |= _texts(node)
     found.paths -= {path, *WORKING_FOLDERS}
     return found
@@ -154,6 +160,10 @@ def _references(root: ast.AST, constants: Constants, path: str) -> References:
 
 def _texts(node: ast.AST) -> set[str]:
     return {each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+
+
+def _is_interpreter(node: ast.AST) -> bool:
+    return "sys.executable" in ast.unparse(node)
 
 
 def _bound(statement: ast.stmt) -> Iterator[str]:
@@ -180,3 +190,4 @@ def _add(to: References, more: References) -> None:
     to.texts |= more.texts
     to.paths |= more.paths
     to.names |= more.names
+    to.programs |= more.programs

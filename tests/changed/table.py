@@ -15,6 +15,13 @@ PACKAGES = {
     "finetune_operator": "operator",
 }
 """Folders that hold the product's packages; those within others first."""
+SCRIPTS = {
+    "finetune": "finetune_operator.cli.main",
+    "kubectl-finetune": "finetune_operator.cli.main",
+    "finetune-operator": "finetune_operator.shell.command",
+    "finetune-trainer": "finetune_trainer.__main__",
+}
+"""Modules of the installed programs."""
 
 OPERATOR = "operator/finetune_operator"
 TRAINER = "trainer_image/finetune_trainer"
@@ -64,17 +71,16 @@ class Table:
 TABLE = Table(
     links=(
         Link(
-            ("tests/cluster_support/told_jobs.py", "tests/unit/test_docs_install.py"),
+            ("tests/e2e/local/*.py", "tests/cluster/test_readme_cluster.py", "tests/e2e/cluster/test_box_tour.py"),
             (f"{OPERATOR}/cli/main.py",),
             "starts",
         ),
         Link(
-            ("tests/e2e/conftest.py", "tests/e2e/local/*.py", "tests/cluster/test_readme_cluster.py"),
-            (f"{OPERATOR}/cli/main.py", f"{TRAINER}/__main__.py"),
-            "starts",
+            ("tests/e2e/conftest.py", "tests/trainer/test_examples_run.py"),
+            (f"{TRAINER}/__main__.py",),
+            "runs jobs, which start",
         ),
         Link((f"{OPERATOR}/cli/stage_process.py",), (f"{OPERATOR}/cli/supervise.py",), "starts"),
-        Link(("tests/cluster_support/operator_process.py",), (f"{OPERATOR}/shell/command.py",), "starts"),
         Link(
             (f"{TRAINER}/launching/launch.py",), (f"{TRAINER}/__main__.py", f"{TRAINER}/launching/elastic.py"), "starts"
         ),

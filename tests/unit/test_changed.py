@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import subprocess
+import tomllib
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 from changed import __main__ as command
-from changed.graph import Choice, Graph, build, choose, is_test, module_of, reach, reason_in
+from changed.graph import Choice, Graph, build, choose, is_test, module_of, reason_in
 from changed.repository import (
     EMPTY_TREE,
     BaseUnknownError,
@@ -22,7 +23,7 @@ from changed.repository import (
     sources_of,
 )
 from changed.sources import Folder, Source, parse
-from changed.table import PACKAGES, TABLE, Link, Row, Table
+from changed.table import PACKAGES, SCRIPTS, TABLE, Link, Row, Table
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,6 +72,13 @@ def test_path_expressions_give_files_and_folders(text: str, paths: set[str]) -> 
     assert source(text).whole.paths == paths
 
 
+@pytest.mark.parametrize(
+    "text", ['Path(sys.executable).with_name("finetune")', 'str(Path(sys.executable).parent / "finetune")']
+)
+def test_programs_are_found_beside_the_interpreter(text: str) -> None:
+    assert source(text).whole.programs == {"finetune"}
+
+
 def test_a_path_may_start_at_a_constant_of_another_module() -> None:
     found = source('from charts import CHART\nCHART / "values.yaml"', charts={"CHART": Folder("charts/x")}).whole
     assert found.paths == {"charts/x/values.yaml"}
@@ -87,6 +95,13 @@ def a_job(): return job.Job()
 def b_job(): from finetune_trainer import stages
 def run(): start("-m", "finetune_trainer")
 """,
+    "tests/support/served.py": """
+def call(): start([sys.executable, __file__])
+if __name__ == "__main__":
+    from finetune_trainer import stages
+""",
+    "tests/unit/test_served.py": "from support.served import call",
+    "tests/unit/test_program.py": 'PROGRAM = Path(sys.executable).with_name("finetune-operator")',
     "tests/unit/test_plan.py": "from finetune_operator.planning import plan",
     "tests/unit/test_jobs.py": "from support.jobs import a_job",
     "tests/trainer/conftest.py": """
@@ -114,6 +129,7 @@ PRODUCT = {
     "finetune_operator.planning.memory": {"finetune_contract.job"},
     "finetune_operator.shell": set(),
     "finetune_operator.shell.alone": set(),
+    "finetune_operator.shell.command": set(),
     "finetune_trainer": set(),
     "finetune_trainer.stages": {"finetune_contract.job"},
     "finetune_trainer.__main__": {"finetune_trainer.stages"},
@@ -184,13 +200,24 @@ def test_a_conftest_and_its_autouse_fixtures_count_for_all_tests_below() -> None
 
 
 def test_plugins_count_for_every_test() -> None:
-    assert len(reasons("tests/plugins/one.py")) == 6
+    assert len(reasons("tests/plugins/one.py")) == 8
 
 
 def test_a_row_of_the_table_says_what_no_import_does() -> None:
     assert reasons("operator/finetune_operator/shell/__init__.py") == {
-        "cluster/test_operator.py": "starts finetune_operator.shell"
+        "cluster/test_operator.py": "starts finetune_operator.shell",
+        "unit/test_program.py": "imports finetune_operator.shell",
     }
+
+
+def test_a_test_needs_the_module_of_a_program_that_it_starts() -> None:
+    assert reasons("operator/finetune_operator/shell/command.py") == {
+        "unit/test_program.py": "starts finetune_operator.shell.command"
+    }
+
+
+def test_a_support_module_that_starts_itself_counts_as_a_whole() -> None:
+    assert "unit/test_served.py" in reasons("trainer_image/finetune_trainer/stages.py")
 
 
 def test_a_file_that_a_test_names_by_its_path_counts() -> None:
@@ -214,7 +241,7 @@ def test_a_changed_test_runs_first() -> None:
 )
 def test_every_test_runs_where_nothing_explains_a_change(path: str, why: str) -> None:
     choice = small_choice(path)
-    assert len(choice.tests) == 7
+    assert len(choice.tests) == 9
     assert why in choice.everything[0]
 
 
@@ -242,9 +269,16 @@ def repository() -> tuple[frozenset[str], Graph]:
 def reached() -> dict[str, set[str]]:
     """Tests that each file of the repository reaches."""
     files, graph = repository()
-    tests = {path for path in files if is_test(path)}
-    users = graph.reversed()
-    return {path: {test for test, _ in reach(path, users, tests)} for path in files}
+    found: dict[str, set[str]] = {path: set() for path in files}
+    for test in filter(is_test, files):
+        needed, waiting = {test}, [test]
+        while waiting:
+            more = graph.needs.get(waiting.pop(), {}).keys() - needed
+            needed |= more
+            waiting += more
+        for path in needed & found.keys():
+            found[path].add(test)
+    return found
 
 
 def is_product(path: str) -> bool:
@@ -276,6 +310,12 @@ def test_every_pattern_of_the_table_matches_a_file() -> None:
     patterns = [pattern for link in TABLE.links for pattern in (*link.users, *link.needs)]
     patterns += [pattern for row in (*TABLE.everything, *TABLE.nothing, *TABLE.always) for pattern in row.files]
     assert [each for each in patterns if not any(Row((each,), "").matches(path) for path in files)] == []
+
+
+def test_the_table_has_the_installed_programs() -> None:
+    told = [tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"] for folder in PACKAGES.values()]
+    installed = {name: target for project in told for name, target in project.get("scripts", {}).items()}
+    assert installed == {name: f"{module}:main" for name, module in SCRIPTS.items()}
 
 
 def test_every_package_of_the_product_has_a_folder_in_the_table() -> None:
@@ -346,13 +386,13 @@ def test_tests_on_a_cluster_are_named_where_none_can_be_had(monkeypatch: pytest.
     monkeypatch.setattr(command, "SUITES", lacking)
     choice = small_choice("tests/plugins/one.py")
     parts = command.parts_of(choice)
-    assert [(part.suite and part.suite.target, len(part.tests)) for part in parts] == [(None, 6), ("test-cluster", 1)]
-    told = command.lines("HEAD", ["tests/plugins/one.py"], choice, parts, 7)
-    assert told[0] == "1 changed files since HEAD; 7 of 7 test files can break."
+    assert [(part.suite and part.suite.target, len(part.tests)) for part in parts] == [(None, 8), ("test-cluster", 1)]
+    told = command.lines("HEAD", ["tests/plugins/one.py"], choice, parts, 9)
+    assert told[0] == "1 changed files since HEAD; 9 of 9 test files can break."
     assert "make test-cluster (not run here: no cluster here)" in told
     said = json.loads(json.dumps(command.document("HEAD", ["tests/plugins/one.py"], choice, parts)))
     assert said["notHere"] == {"test-cluster": "no cluster here"}
-    assert len(said["tests"]) == 7
+    assert len(said["tests"]) == 9
 
 
 def test_what_cannot_run_here_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
