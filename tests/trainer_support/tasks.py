@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +86,17 @@ def train_here(job: TrainerJob, paths: JobPaths, **how: Any) -> None:
     from finetune_trainer.training.interruption import Interruption
     from finetune_trainer.training.run import train
 
+    freeze_heap()
     train(job, paths, NoProgress(), world=ProcessWorld(), deepspeed=None, interruption=Interruption(), **how)
+
+
+@cache
+def freeze_heap() -> None:
+    """Exempt what is imported by now from garbage collection: each training collects its garbage, and a search of the
+    libraries' objects takes longer than the steps of a tiny model.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def trained(job: TrainerJob, paths: JobPaths, **how: Any) -> TrainerJob:
