@@ -122,7 +122,7 @@ def first_verdict(runs: Sequence[SuiteRun]) -> Verdict:
     broken = {run.name: reason for run in runs if (reason := broken_reason(run))}
     why = refusal(failed) or (f"{', '.join(broken)} did not end well" if broken and failed else "")
     return Verdict(
-        failed=[result.node_id for result in failed], broken=broken, refusal=f"not run again: {why}" if why else ""
+        failed=tuple(result.node_id for result in failed), broken=broken, refusal=f"not run again: {why}" if why else ""
     )
 
 
