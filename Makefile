@@ -18,7 +18,7 @@ REPORTS ?= .test-reports
 REPORT = --junitxml=$(REPORTS)/$@.xml
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-everything test-cluster test-e2e test-changed images lint format generate pictures benchmark clean
+.PHONY: help install quickstart test test-slow test-everything test-cluster test-e2e test-changed images fuzz lint format generate pictures benchmark clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -45,6 +45,10 @@ test-slow: install ## Run the slowest of them: every strategy against one proces
 
 test-everything: install ## Run both with every case of every grid, of which CI runs a selection (about an hour)
 	$(BIN)/python -m pytest --everything --timeout $(SLOW_SECONDS) $(PYTEST_BESIDE) $(REPORT)
+
+fuzz: install ## Search for input that breaks a rule: random, 25 times as much as in CI (about 20 minutes)
+	$(BIN)/python -m pytest tests/unit tests/trainer tests/cluster/test_generated_specs_accepted.py -m hypothesis \
+	  --hypothesis-profile fuzz --timeout $(SLOW_SECONDS) $(PYTEST_BESIDE)
 
 test-cluster: install ## Run the operator's tests on real API servers (about 8 minutes; needs KUBEBUILDER_ASSETS or FINETUNE_TEST_KUBECONFIG)
 	$(BIN)/python -m pytest tests/cluster $(CLUSTER_BESIDE) $(REPORT)

@@ -8,13 +8,8 @@ import os
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["suite_plugins.patience", "suite_plugins.selection", "suite_plugins.times"]
-
-# How long an example takes, or is looked for, says something of the machine and of what else it does.
-settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+pytest_plugins = ["suite_plugins.fuzz", "suite_plugins.patience", "suite_plugins.selection", "suite_plugins.times"]
 
 # Before anything imports torch, and for the programs that tests start. Threads that have nothing to do wait by spinning
 # otherwise; with models as tiny as those of tests that was two thirds of all the time that they took.

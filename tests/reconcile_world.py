@@ -111,6 +111,8 @@ class World:
     created: list[str] = field(default_factory=list)
     writes: int = 0
     gone: bool = False
+    _viewed: tuple[str, Settings, JobView] | None = None
+    """Text and settings of the last view of the job, and the view."""
 
     # ---------------------------------------------------------------------------------------------------- operator
 
@@ -126,7 +128,12 @@ class World:
         if self.deleting:
             metadata["deletionTimestamp"] = stamp(self.now)
         document = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": metadata}
-        return job_view({**document, "spec": self.spec, "status": self.status}, self.settings)
+        document |= {"spec": self.spec, "status": self.status}
+        # Most of the time of a walk is validation, and most calls see the same job again.
+        text = json.dumps(document)
+        if self._viewed is None or self._viewed[:2] != (text, self.settings):
+            self._viewed = text, self.settings, job_view(document, self.settings)
+        return self._viewed[2]
 
     def observed(self) -> Observed:
         """Everything else, with the logs that are asked for."""

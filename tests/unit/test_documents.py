@@ -9,7 +9,7 @@ import json
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_operator.api.problems import Problem, describe_value, format_path
@@ -23,6 +23,7 @@ from finetune_operator.documents import (
     read_documents,
 )
 from finetune_operator.documents.nodes import MAX_DEPTH, MAX_NODES
+from suite_plugins.fuzz import examples
 
 SCALARS: dict[str, JsonValue] = {
     "2e-5": 2e-05,
@@ -641,14 +642,14 @@ JSON_VALUES = st.recursive(
 OBJECTS = st.dictionaries(TEXT, JSON_VALUES, max_size=4)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(OBJECTS, st.booleans(), st.sampled_from([None, 1, 4]))
 def test_what_json_writes_reads_back(value: dict[str, JsonValue], ascii_only: bool, indent: int | None) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     assert strictly(values_of(text)[0]) == strictly(stored(value))
 
 
-@settings(max_examples=200, deadline=None)
+@examples(100)
 @given(st.lists(OBJECTS.filter(bool), min_size=1, max_size=3), st.booleans())
 def test_what_yaml_writes_reads_back(values: list[dict[str, JsonValue]], flow: bool) -> None:
     # Quoted text throughout: PyYAML leaves plain what it takes for text, and kubectl takes 2e-5 and y for something
@@ -669,7 +670,7 @@ QuotingDumper.add_representer(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.text("ab:-[]{},&*!|>'\"%@`#?<~ \t\n\r.0\\", max_size=40))
 def test_any_text_is_read_or_refused_with_a_line_within_it(text: str) -> None:
     for problem in refusals_of(text):

@@ -1,15 +1,15 @@
-"""Thousands of generated specs: validating, planning and rendering hold for all of them."""
+"""Generated specs: validating, planning and rendering hold for all of them."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import yaml
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, given
 
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob
@@ -19,8 +19,9 @@ from finetune_operator.planning.types import Facts, PlanRefused
 from finetune_operator.rendering.manifests import render
 from finetune_operator.rendering.types import HASH_ANNOTATION, Manifest, Owner, ProgressEndpoint, RenderContext
 from generated_specs import NASTY, specs
+from suite_plugins.fuzz import examples, scaled
 
-EXAMPLES = int(os.environ.get("FINETUNE_FUZZ_EXAMPLES", "5000"))
+EXAMPLES = scaled(1000)
 LAUNCHERS = ("pytorchjob", "mpijob", "job")
 FRAME = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": {"name": "fuzz"}}
 
@@ -62,8 +63,7 @@ def plain(value: Any, texts: dict[str, str]) -> Any:
             return value
 
 
-@seed(20261121)
-@settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@examples(1000, suppress_health_check=list(HealthCheck))
 @given(specs())
 def check(counts: Counter[str], spec: dict[str, Any]) -> None:
     job, problems = validate_job({**FRAME, "spec": spec}, CLUSTER_SETTINGS)
@@ -112,6 +112,7 @@ def escaped(found: dict[str, Any], expected: dict[str, Any], path: str) -> bool:
     return isinstance(there, str) and isinstance(meant, str) and ".env[" in path and there == meant.replace("$", "$$")
 
 
+@pytest.mark.hypothesis
 def test_generated_specs_are_refused_with_reasons_or_rendered_with_every_text_in_its_place() -> None:
     counts: Counter[str] = Counter()
     check(counts)

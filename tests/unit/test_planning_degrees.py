@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
@@ -22,6 +22,7 @@ from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Adaptation, Facts, JobPlan, PlanRefused
 from planning_support.cases import encoder, job
+from suite_plugins.fuzz import examples
 
 
 def rows(length: int) -> DataFacts:
@@ -330,26 +331,29 @@ def test_when_nothing_is_left_that_goes_on_from_the_checkpoints_a_new_job_is_the
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[ModelFacts, str, int, dict[str, Any]]:
     """Models, nodes, lengths of rows and settings among which what fits and what does not are both common."""
-    heads = draw(st.sampled_from([12, 16, 25, 32, 40, 64]))
+    # Some ways to split a model are rare: half of the jobs are of a kind that is split often.
+    split = draw(st.booleans())
+    heads = draw(st.sampled_from([32, 40, 64] if split else [12, 16, 25, 32, 40, 64]))
     h, layers = heads * draw(st.sampled_from([64, 128])), draw(st.sampled_from([12, 24, 48, 80]))
-    kind = draw(st.sampled_from(["gpt2", "llama", "bert"]))
+    kind = draw(st.sampled_from(["gpt2", "llama"] if split else ["gpt2", "llama", "bert"]))
     if kind == "llama":
         shared = draw(st.sampled_from([each for each in (2, 4, 5, 8, heads) if heads % each == 0]))
         model = llama(h, layers, heads, shared, draw(st.sampled_from([4 * h, 11008, 13824])))
     else:
         model = gpt(h, layers, heads) if kind == "gpt2" else encoder(h, layers)
-    gpus, nodes = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.sampled_from([1, 1, 2, 3, 4]))
+    gpus = draw(st.sampled_from([2, 4, 8] if split else [1, 2, 3, 4, 8]))
+    nodes = draw(st.sampled_from([1, 2] if split else [1, 1, 2, 3, 4]))
     device = draw(st.sampled_from(["V100,memory=16Gi", "V100,memory=32Gi", "T4", "A10G", "A100-40GB"]))
     hardware = f"gpu={device},gpus={gpus},cpu=64,hostMemory={draw(st.sampled_from([96, 192, 384, 768]))}Gi"
     training = {
         "globalBatchSize": gpus * nodes * draw(st.sampled_from([1, 4, 6])),
-        "optimizer": draw(st.sampled_from(["adamw", "sgd", "sgd", "adafactor"])),
-        "precision": draw(st.sampled_from(["auto", "auto", "fp32"])),
+        "optimizer": draw(st.sampled_from(["sgd"] if split else ["adamw", "sgd", "adafactor"])),
+        "precision": draw(st.sampled_from(["auto", "fp32"] if split else ["auto", "auto", "fp32"])),
     }
     parallelism = draw(st.sampled_from([{}, {}, {"activationCheckpointing": "none"}]))
     task = "text-classification" if kind == "bert" else "text-generation"
     spec = {"task": task, "training": training, "parallelism": parallelism}
-    length = draw(st.sampled_from([512, 512, 32768]))
+    length = 512 if split else draw(st.sampled_from([512, 32768]))
     return model, hardware, length, {**spec, "resources": {"gpusPerNode": gpus, "nodes": nodes}}
 
 
@@ -360,8 +364,7 @@ def written_out(made: JobPlan, asked: Mapping[str, Any]) -> dict[str, Any]:
     return {**asked, "tensor": chosen.tensor, "pipeline": {"degree": degree}, "sequence": chosen.sequence}
 
 
-@seed(20261122)
-@settings(max_examples=800, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@examples(400, suppress_health_check=list(HealthCheck))
 @given(jobs())
 def check(counts: Counter[str], case: tuple[ModelFacts, str, int, dict[str, Any]]) -> None:
     model, hardware, length, spec = case
@@ -397,6 +400,7 @@ def check(counts: Counter[str], case: tuple[ModelFacts, str, int, dict[str, Any]
     assert (again.trainer, again.memory, again.strategy) == (made.trainer, memory, made.strategy)
 
 
+@pytest.mark.hypothesis
 def test_degrees_that_are_chosen_are_those_that_could_be_written_and_fit() -> None:
     counts: Counter[str] = Counter()
     check(counts)

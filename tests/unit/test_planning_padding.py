@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune_contract.facts import DataFacts, SplitFacts
@@ -17,6 +17,7 @@ from finetune_operator.planning.padding import Slab, StepRows, quickest, step_ro
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Adaptation, Facts, JobPlan
 from planning_support.cases import encoder, job, llama_1b
+from suite_plugins.fuzz import examples
 
 WNUT_2017 = {8: 66, 16: 356, 24: 638, 32: 753, 40: 767, 48: 544, 56: 203, 64: 56, 72: 9, 80: 2}
 """Lengths of its sentences by MiniLM's tokenizer."""
@@ -63,7 +64,7 @@ def test_the_tokens_of_a_large_step_are_those_of_the_binomial_distribution(micro
 
 
 @given(histograms, st.floats(0, 0.5), st.sampled_from([16, 64, 256]))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_rows_have_the_measured_mean_and_smaller_micro_batches_never_more_padding(
     histogram: dict[int, int], below: float, rows: int
 ) -> None:

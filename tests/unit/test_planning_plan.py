@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, example, given
-from hypothesis import settings as hypothesis_settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from finetune_contract.choices import Stage
@@ -24,6 +23,7 @@ from finetune_operator.planning.strategy import HPZ
 from finetune_operator.planning.summary import Row, summarise
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
 from planning_support.cases import BERT, encoder, job
+from suite_plugins.fuzz import examples
 
 GIB = 1 << 30
 TWO_CORES = HardwareFacts(cpu_cores=2, memory_bytes=16 * GIB)
@@ -1315,7 +1315,7 @@ def plan_or_problems(asked: FineTuneJob, facts: Facts, settings: Settings) -> Jo
 LEFT_OPEN = {"training": {"globalBatchSize": 2}, "parallelism": {}, "resources": {"nodes": 2}, "checkpoints": {}}
 
 
-@hypothesis_settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(150)
 @given(spec=specs, facts=known_facts)
 @example(spec={**LEFT_OPEN, "launcher": "auto", "predict": None}, facts=Facts(model=LLAMA))
 def test_every_job_gets_a_whole_plan_or_problems_with_paths(spec, facts):

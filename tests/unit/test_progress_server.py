@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from finetune_contract.choices import Stage
@@ -26,6 +26,8 @@ from finetune_operator.shell.certificates import Certificates, TlsContexts, make
 from finetune_operator.shell.progress_protocol import BODY_LIMIT_BYTES, AttemptKey
 from finetune_operator.shell.progress_server import RELAYED_FOR, KnownPod, ProgressServer, ServerLimits
 from finetune_operator.shell.tokens import PodIdentity, ReviewUnavailableError, Verdict, verdict
+from suite_plugins.fuzz import examples
+from suite_plugins.patience import patient
 
 PATH = "/v1alpha1/namespaces/team/finetunejobs/tune/stages/train/attempts/2"
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -250,7 +252,7 @@ def test_the_standard_librarys_client_is_heard_as_transformers_uses_it() -> None
     def send(running: Running) -> int:
         headers = {"Authorization": f"Bearer {GOOD}", "Content-Type": "application/json"}
         request = urllib.request.Request(running.base + PATH, BODY.encode(), headers, method="POST")
-        with urllib.request.urlopen(request, timeout=60, context=trusting(CERTIFICATES)) as answer:
+        with urllib.request.urlopen(request, timeout=patient(60), context=trusting(CERTIFICATES)) as answer:
             return int(answer.status)
 
     operator = Operator()
@@ -465,7 +467,7 @@ async def spoken(running: Running, text: bytes) -> bytes:
     )
     writer.write(text)
     try:
-        return await asyncio.wait_for(reader.read(), 30)
+        return await asyncio.wait_for(reader.read(), patient(30))
     except ConnectionResetError:
         return b"reset"
     finally:
@@ -609,6 +611,7 @@ bodies = (
 )
 
 
+@pytest.mark.hypothesis
 def test_no_body_makes_the_server_fail_and_what_is_taken_is_a_status() -> None:
     operator = Operator()
     seen: set[int] = set()
@@ -620,7 +623,7 @@ def test_no_body_makes_the_server_fail_and_what_is_taken_is_a_status() -> None:
             def one(body: bytes) -> None:
                 operator.reported.clear()
                 posting = asyncio.run_coroutine_threadsafe(running.post(body=body), loop)
-                status, answer, _ = posting.result(60)
+                status, answer, _ = posting.result(patient(60))
                 seen.add(status)
                 assert status in (200, 400)
                 assert answer == {} if status == 200 else isinstance(answer["error"], str)
@@ -629,9 +632,7 @@ def test_no_body_makes_the_server_fail_and_what_is_taken_is_a_status() -> None:
                     json.dumps(progress.model_dump(), allow_nan=False)
                     ProgressStatus.model_validate(progress.model_dump())
 
-            checked = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), database=None)(
-                given(bodies)(one)
-            )
+            checked = examples(150, suppress_health_check=list(HealthCheck))(given(bodies)(one))
             await asyncio.to_thread(checked)
 
     asyncio.run(go())

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given
-from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from finetune_contract.choices import Stage
@@ -20,6 +19,7 @@ from finetune_operator.reconcile.remedies import LOG_LIMIT
 from finetune_operator.reconcile.silence import MOST_LOGS
 from finetune_operator.reconcile.times import stamp
 from reconcile_world import NOON, SPEC, World, report
+from suite_plugins.fuzz import examples
 
 LIMIT = 600
 HALF, MINUTE = LIMIT / 2, 60
@@ -312,7 +312,7 @@ WALK = st.lists(
 )
 
 
-@examples(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(40, suppress_health_check=list(HealthCheck))
 @given(walk=WALK)
 def test_no_attempt_is_stopped_that_could_have_moved_unheard_or_moved_in_time(walk: list[tuple[str, int]]):
     world = training()

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from finetune_contract.layout import FailureClass
@@ -16,6 +16,7 @@ from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import CostStatus, FailureStatus, LauncherName, SpotStatus
 from finetune_operator.reconcile.times import stamp
 from reconcile_world import NOON, SPEC, World
+from suite_plugins.fuzz import examples
 
 PRICES = ({"product": "cpu", "gpus": 0, "perHour": 3.6, "spotPerHour": 1.2},)
 NOBODY = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
@@ -522,7 +523,7 @@ BOUNDS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(25, suppress_health_check=list(HealthCheck))
 @given(
     bounds=BOUNDS,
     steps=st.lists(st.tuples(st.sampled_from(sorted(ACTIONS)), st.none() | st.integers(0, 3)), max_size=25),

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from finetune_contract.layout import FailureClass
 from finetune_operator.api.types import LauncherName, ProgressStatus
 from reconcile_world import World
+from suite_plugins.fuzz import examples
 
 PASSES_TO_THE_END = 60
 """Failures in a row are bounded by counted restarts and by the ladder; what is left then succeeds."""
@@ -114,7 +115,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(sorted(ACTIONS)), st.none() | st.inte
 
 
 @pytest.mark.parametrize("launcher", ["job", "pytorchjob", "mpijob"])
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(30, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS)
 def test_every_walk_ends_well_or_tells_why(launcher: LauncherName, steps: list[tuple[str, int | None]]):
     world = World(served=("job", launcher))
