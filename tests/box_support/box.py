@@ -40,13 +40,14 @@ SETTINGS: Object = {
     # Short enough for a test to see the end of a delay, long enough for a pod to be told of before it is replaced.
     "limits": {
         "restartDelaySeconds": 1,
-        "imagePullSeconds": math.ceil(patient(15)),
-        "containerConfigSeconds": math.ceil(patient(10)),
+        "imagePullSeconds": math.ceil(patient(10)),
+        "containerConfigSeconds": math.ceil(patient(7)),
         # The scheduler finds claims and nodes again up to a minute after an API server that was away.
-        "unschedulableSeconds": 60 + math.ceil(patient(30)),
+        "unschedulableSeconds": 60 + math.ceil(patient(20)),
     },
     "progress": {"statusSeconds": 1},
-    "defaults": {"terminationGraceSeconds": math.ceil(patient(30))},
+    # The launchers keep 10 s of it for themselves.
+    "defaults": {"terminationGraceSeconds": 10 + math.ceil(patient(15))},
     "gitHosts": list(GIT_HOSTS),
 }
 """Of the operator under test; what is left out is as an administrator gets it."""

@@ -61,7 +61,7 @@ STEP_SECONDS = 0.25
 STEPS_BETWEEN_CHECKPOINTS = 4
 CLASSIFIER = "classifier"
 """Folder of the inputs with a model that has a head, for jobs that train none."""
-PROGRESS_SECONDS = math.ceil(patient(30))
+PROGRESS_SECONDS = math.ceil(patient(20))
 """After which a training without a new step counts as hung, in jobs in which one is to hang."""
 STILL_SECONDS = 420
 """A job of which nothing has changed for so long is lost. The longest time without news is that of a hung process: the

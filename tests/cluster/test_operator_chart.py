@@ -151,7 +151,7 @@ def team(ready: Cluster, namespaced: tuple[OperatorProcess, int], tmp_path: Path
         around.background.check()
 
 
-HANGS = {"evaluation": None, "predict": None, "runPolicy": {"progressDeadlineSeconds": math.ceil(patient(6))}}
+HANGS = {"evaluation": None, "predict": None, "runPolicy": {"progressDeadlineSeconds": math.ceil(patient(4))}}
 
 
 def test_for_given_namespaces_progress_is_live_without_a_right_to_review_tokens_and_what_hangs_is_found(

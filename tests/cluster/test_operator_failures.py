@@ -312,7 +312,7 @@ def test_a_name_that_is_taken_by_somebody_elses_object_is_left_alone_and_told(wo
 def test_a_deadline_ends_what_runs(world: World) -> None:
     # In the first stage, as the time in which that would end is the machine's.
     world.kubelet.playbook.set("late", "prepare", RUNS)
-    short(world, "late", {"runPolicy": {"activeDeadlineSeconds": math.ceil(patient(4))}})
+    short(world, "late", {"runPolicy": {"activeDeadlineSeconds": math.ceil(patient(3))}})
     status = world.wait_phase("late", "Failed")
     assert (status["failure"]["class"], status["failure"]["stage"]) == ("DeadlineExceeded", "prepare")
     assert states(status)["prepare"] == ("Failed", 1)

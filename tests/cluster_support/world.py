@@ -49,8 +49,8 @@ SETTINGS: Object = {
     # Short enough for a test to see the end of a delay, long enough to see the delay.
     "limits": {
         "restartDelaySeconds": 1,
-        "imagePullSeconds": math.ceil(patient(3)),
-        "containerConfigSeconds": math.ceil(patient(3)),
+        "imagePullSeconds": math.ceil(patient(2)),
+        "containerConfigSeconds": math.ceil(patient(2)),
     },
     "progress": {"statusSeconds": 0.5},
     "spark": {"image": "registry.example.com/trainer-spark:1", "serviceAccountName": "default"},

@@ -11,7 +11,7 @@ from typing import Any
 
 from suite_plugins.patience import patient
 
-TIMEOUT_SECONDS = patient(5)
+TIMEOUT_SECONDS = patient(3)
 """Limit of a collective operation: two processes that work together are never this far apart."""
 SLOW_SECONDS = 1.2 * TIMEOUT_SECONDS
 

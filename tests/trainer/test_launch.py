@@ -204,7 +204,7 @@ def test_a_rank_that_hangs_is_seen_in_the_stacks_and_gone_at_the_end_of_the_grac
     (tmp_path / "site" / "sitecustomize.py").write_text(HANGS)
     cluster = cluster_of(spread_over_nodes(bench, steps=100_000))
     environment = {
-        ENV_STACKS_SECONDS: f"{patient(2):.0f}",
+        ENV_STACKS_SECONDS: f"{patient(1):.0f}",
         ENV_GRACE_SECONDS: "13",
         "PYTHONPATH": str(tmp_path / "site"),
     }

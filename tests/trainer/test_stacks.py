@@ -56,18 +56,17 @@ def test_a_rank_that_holds_the_interpreter_shows_where_and_which_it_is(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("least", "then"),
+    "then",
     [
-        pytest.param(1, "sink.close(); time.sleep(1.25 * {seconds}); return 0", id="it is over"),
+        pytest.param("sink.close(); time.sleep(1.25 * {seconds}); return 0", id="it is over"),
         pytest.param(
-            2,
             "[(time.sleep({seconds} / 20), sink.update(step, 99)) for step in range(25)]; sink.close(); return 0",
             id="it goes on",
         ),
     ],
 )
-def test_nothing_is_written_while_there_is_progress_or_when_the_stage_is_over(tmp_path: Path, least: int, then: str):
-    seconds = math.ceil(patient(least))
+def test_nothing_is_written_while_there_is_progress_or_when_the_stage_is_over(tmp_path: Path, then: str):
+    seconds = math.ceil(patient(1))
     assert ran(tmp_path, seconds, then.format(seconds=seconds)) == ""
 
 

@@ -31,7 +31,7 @@ from box_support.team import Team, stage_of, tiny_spec
 from cluster_support.access import Object
 from suite_plugins.patience import patient
 
-HANG_SECONDS = math.ceil(patient(30))
+HANG_SECONDS = math.ceil(patient(20))
 MEGABYTES = 64
 SIZES = ("worldSize", "microBatchSize", "gradientAccumulation")
 
