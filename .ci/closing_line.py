@@ -1,7 +1,7 @@
 """Print one closing line for several runs of pytest, in pytest's own form.
 
-Counts the tests of the JUnit reports. With the verdict of rerun.py, flaky tests count as passed, and a suite that did
-not end well counts as a failure of its own. Only the line of a run that is not good has `N failed`; errors are counted
+Counts the tests of the JUnit reports. By the verdict of rerun.py, flaky tests count as passed, and a suite that did not
+end well counts as a failure of its own. Only the line of a run that is not good has `N failed`; errors are counted
 there, too. The exit code is 0 if the run is good.
 """
 
@@ -18,7 +18,7 @@ from reports import BadReportError, Outcome, Report, read_report, suite_name
 
 EXAMPLE = """\
 example:
-  closing_line.py --verdict .test-reports/verdict.json --seconds $SECONDS .test-reports/*.xml
+  closing_line.py --reports .test-reports --seconds $SECONDS
   === 5217 passed, 3 skipped, 1 flaky in 1640.00s (0:27:20) ===
 """
 
@@ -58,29 +58,29 @@ def main(arguments: Sequence[str]) -> int:
         description=__doc__, epilog=EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--verdict", type=Path, metavar="FILE", help="what rerun.py wrote")
+    add("--reports", type=Path, metavar="DIR", help="all DIR/*.xml, and the verdict of rerun.py on them")
     add("--seconds", type=float, help="wall-clock time of the whole run (default: the sum of the suites')")
     add("--failed", action="append", default=[], metavar="STEP", help="a step without a report that failed; repeat")
-    add("reports", nargs="*", type=Path, metavar="REPORT.xml")
+    add("files", nargs="*", type=Path, metavar="REPORT.xml", help="reports without a verdict")
     given = parser.parse_args(arguments)
     found: list[Report] = []
     broken = set(given.failed)
-    for file in given.reports:
+    for file in [*given.files, *(sorted(given.reports.glob("*.xml")) if given.reports else [])]:
         try:
             found.append(read_report(file))
         except BadReportError:
             broken.add(suite_name(file))
     flaky: set[str] = set()
     good = True
-    if given.verdict:
+    if given.reports:
         try:
-            verdict = json.loads(given.verdict.read_text(encoding="utf-8"))
+            verdict = json.loads((given.reports / "verdict.json").read_text(encoding="utf-8"))
             broken |= set(verdict["broken"])
             good = verdict["good"]
             # Too many flaky tests count as failed: nothing else says why the run is not good.
             flaky = set() if verdict["refusal"] else {each["nodeid"] for each in verdict["flaky"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            print(f"{given.verdict}: {error}", file=sys.stderr)
+            print(f"verdict of {given.reports}: {error}", file=sys.stderr)
             broken.add("verdict")
     if not any(report.results for report in found):
         broken.add("no tests")
