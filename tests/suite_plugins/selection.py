@@ -1,1 +1,98 @@
-"""Choose which cases of a grid run in CI and which only in `make test-everything`."""
+"""Choose which cases of a grid run in CI and which only in `make test-everything`.
+
+A test over a grid of dear cases (strategy x model x option) describes each case by its axes:
+
+    @pytest.mark.parametrize("case", covering("strategies", CASES, axes_of))
+
+CI runs a choice that has every value and every pair of values on neighbouring axes; `suite_plugins.covering` says how
+it is made and what it guarantees. The other cases get the marker `everything` and are deselected, unless pytest is
+called with --everything, or with the node id of a test. `pytest tests/trainer --grids` runs nothing and prints which
+cases are left, and in which of the chosen cases all that they have is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import pytest
+
+from suite_plugins.covering import Axes, Case, Choice, choose
+
+T = TypeVar("T")
+GRIDS: dict[str, Choice] = {}
+"""By name, those of the modules that were imported."""
+
+
+def covering(
+    grid: str,
+    cases: Mapping[str, T],
+    axes: Callable[[T], Axes],
+    cost: Callable[[T], float] = lambda case: 1.0,
+    marks: Callable[[T], Any] = lambda case: (),
+) -> list[Any]:
+    """Names of cases as parameters, those that are not chosen with the marker `everything`.
+
+    grid: a name for the printed choice; axes: of a case, in the order of `suite_plugins.covering`; cost: about how long
+    a case takes; marks: of a case, besides.
+    """
+    choice = choose(Case(name, axes(case), cost(case)) for name, case in cases.items())
+    GRIDS[grid] = choice
+    params = []
+    for name, case in cases.items():
+        given = marks(case)
+        own = list(given) if isinstance(given, (list, tuple)) else [given]
+        params.append(
+            pytest.param(name, id=name, marks=[*own, *([] if name in choice.chosen else [pytest.mark.everything])])
+        )
+    return params
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--everything", action="store_true", help="run every case of every grid, not a choice of them")
+    parser.addoption("--grids", action="store_true", help="run nothing; print which cases of grids are left, and why")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "everything: case of a grid that CI leaves out; runs with --everything")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect what the choice leaves."""
+    if config.getoption("--grids"):
+        config.hook.pytest_deselected(items=items[:])
+        items[:] = []
+        return
+    if config.getoption("--everything"):
+        return
+    asked = tuple(argument for argument in config.args if "::" in argument)
+    left = [
+        item
+        for item in items
+        if item.get_closest_marker("everything") and not (asked and item.nodeid.startswith(asked))
+    ]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        gone = set(left)
+        items[:] = [item for item in items if item not in gone]
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the choice on request."""
+    if config.getoption("--grids"):
+        for line in explained(GRIDS):
+            terminalreporter.write_line(line)
+
+
+def explained(grids: Mapping[str, Choice]) -> list[str]:
+    """Lines about each grid: its cases, those that are left, and where the others have what these have."""
+    lines = []
+    for grid, choice in grids.items():
+        lines.append(f"{grid}: {len(choice.chosen)} of {len(choice.cases)} cases run, {len(choice.left)} are left")
+        lines += [f"  runs  {case.name}" for case in choice.cases if case.name in choice.chosen]
+        for case in choice.left:
+            lines.append(f"  left  {case.name}")
+            for other, pairs in choice.covering(case).items():
+                told = ", ".join(" with ".join(f"{axis} {value}" for axis, value in pair) for pair in pairs)
+                lines.append(f"          tested in {other}: {told}")
+    return lines

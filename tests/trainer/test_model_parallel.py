@@ -15,6 +15,8 @@ import pytest
 
 from finetune_contract.job import CheckpointSchedule, EarlyStopping, Strategy
 from process_support import tied_stages
+from suite_plugins.selection import covering
+from trainer_support import grids
 from trainer_support.forking import fork_server
 from trainer_support.tasks import told
 
@@ -108,6 +110,20 @@ CASES = {
 }
 
 
+def axes(case: Case) -> dict[str, Any]:
+    """Neighbours: each family with the way in which it is divided, that with its schedule, this with replicas."""
+    return {
+        "settings": (*case.training, *dict(case.config)),
+        "family": case.family,
+        "layout": grids.layout(case.strategy),
+        "schedule": grids.schedule(case.strategy),
+        "accumulation": case.strategy.pipeline is None and case.micro * case.replicas < 16,
+        "replicas": case.replicas,
+        "rank order": case.strategy.rank_order,
+        **grids.activations(case.strategy),
+    }
+
+
 def spread(bench: Any, case: Case) -> Any:
     """The bench's training as the case has it."""
     return bench.in_replicas(case.strategy, case.replicas, case.micro, **case.training)
@@ -135,7 +151,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory, family_bench) -> Callable[[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", covering("model parallel", CASES, axes, lambda case: case.processes))
 def test_losses_gradients_and_weights_are_those_of_one_process(name: str, run_of, compared):
     case = CASES[name]
     alone, run, ended = run_of(case)

@@ -25,6 +25,8 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
 from finetune_trainer.strategies.sequence import refuse_model
+from suite_plugins.selection import covering
+from trainer_support import grids
 from trainer_support.forking import fork_server
 from trainer_support.tasks import task_job, texts, told, training_of, write_decoder, write_lines
 
@@ -86,6 +88,20 @@ CASES = {
         "gpt2", "deepspeed", replicas=2, packing=True, micro=2, settings={"zero_stage": 3}
     ),
 }
+
+
+def axes(case: Case) -> dict[str, Any]:
+    """Neighbours: each family with the rows that it reads, these with the slices; each engine with its replicas."""
+    return {
+        "model": case.config,
+        "family": case.family,
+        "rows": ("packed" if case.packing else "padded", *case.columns),
+        "slices": case.sequence,
+        "replicas": case.replicas,
+        "engine": grids.engine(case.spread),
+        "adapter": repr(case.training.get("adapter")),
+        **grids.activations(case.spread),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +171,7 @@ def run_of(tmp_path_factory: pytest.TempPathFactory, bench_of) -> Callable[[Case
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", covering("sequence parallel", CASES, axes, lambda case: case.processes))
 def test_losses_gradients_and_weights_are_those_of_one_process(name: str, run_of, compared):
     case = CASES[name]
     alone, run, ended = run_of(case)

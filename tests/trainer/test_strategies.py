@@ -7,14 +7,17 @@ import os
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
-from finetune_contract.job import CheckpointSchedule
+from finetune_contract.job import CheckpointSchedule, Strategy
 from suite_plugins.patience import patient
+from suite_plugins.selection import covering
+from trainer_support import grids
 from trainer_support.tasks import largest_difference, told
 
-CASES = {
+CASES: dict[str, tuple[Any, int, int | None, dict[str, Any]]] = {
     "one process with accumulation": ("single", 1, 4, {}),
     "ddp": ("ddp", 2, None, {}),
     "fsdp with accumulation and checkpointed activations": ("fsdp", 2, 4, {"activation_checkpointing": "full"}),
@@ -87,6 +90,25 @@ LABELS = {
 """Case -> how metrics.json calls the strategy, where that is not its bare name."""
 
 
+def axes(case: tuple[Any, int, int | None, dict[str, Any]]) -> dict[str, Any]:
+    """Neighbours: each engine with the state that it offloads, and with its sharding; both kinds of activations."""
+    name, processes, micro, settings = case
+    strategy = Strategy(name=name, **settings)
+    sharding = "secondary" if strategy.zero_stage == 3 and processes > 2 else strategy.fsdp_sharding
+    return {
+        "host memory": grids.state_in_host_memory(strategy),
+        "engine": grids.engine(strategy),
+        "sharding": sharding,
+        "accumulation": micro is not None and 16 // processes > micro,
+        **grids.activations(strategy),
+    }
+
+
+def cost(case: tuple[Any, int, int | None, dict[str, Any]]) -> float:
+    name, processes, _, settings = case
+    return grids.seconds(Strategy(name=name, **settings), processes)
+
+
 @pytest.fixture
 def access_to_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """What DeepSpeed reads and writes its files with, compiled ahead: that takes longer than a stage has here."""
@@ -110,7 +132,7 @@ def difference(one, other, without: str = " ") -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", covering("strategies", CASES, axes, cost))
 def test_losses_gradients_and_weights_agree_with_one_process(case: str, whole_run, spread_of, compared):
     strategy, processes, micro, settings = CASES[case]
     alone, _ = whole_run(spread_of("single", processes=1))

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from finetune_contract.choices import Stage, Task
 from finetune_contract.job import Preference, Strategy
+from suite_plugins.selection import covering
+from trainer_support import grids
 from trainer_support.tasks import WORDS, task_job, training_of, write_decoder, write_lines
 
 WRITING, PREFERRING = "text-generation", "preference-tuning"
@@ -44,6 +46,25 @@ SPREAD: dict[str, tuple[Task, str, dict[str, Any]]] = {
     "preferences by tensor of GPT-2": (PREFERRING, "gpt2", {"name": "ddp", "tensor": 2}),
     "preferences recomputed": (PREFERRING, "llama", {"name": "ddp", "activation_checkpointing": "full"}),
 }
+
+
+def axes(case: tuple[Task, str, dict[str, Any]]) -> dict[str, Any]:
+    """Neighbours: each engine with the tasks, these with the layouts of the model; each family with its layouts."""
+    task, family, settings = case
+    strategy = Strategy.model_validate(settings)
+    return {
+        "sharding": strategy.fsdp_sharding,
+        "engine": grids.engine(strategy),
+        "task": task,
+        "layout": grids.layout(strategy),
+        "family": family,
+        "checkpointing": strategy.activation_checkpointing,
+    }
+
+
+def cost(case: tuple[Task, str, dict[str, Any]]) -> float:
+    strategy = Strategy.model_validate(case[2])
+    return grids.seconds(strategy, max(2, strategy.model_ranks))
 
 
 def words(at: int, count: int) -> str:
@@ -90,7 +111,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SPREAD)
+@pytest.mark.parametrize("case", covering("models that write", SPREAD, axes, cost))
 def test_losses_and_weights_are_those_of_one_process(
     case: str, alone: Any, bench: Any, tmp_path: Path, compared: Callable[..., tuple[float, float]]
 ):

@@ -1,0 +1,137 @@
+"""Covering selections of grids: they have all pairs of neighbouring values, are cheap, and are always the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from suite_plugins.covering import Case, choose
+from suite_plugins.selection import covering, explained
+
+TESTS = Path(__file__).parents[1]
+AXES = ("family", "engine", "checkpointing", "processes")
+NEIGHBOURS = list(pairwise(AXES))
+values = st.tuples(*(st.integers(0, 3) for _ in AXES), st.integers(1, 5))
+grids = st.lists(values, max_size=40).map(
+    lambda rows: [Case(str(at), dict(zip(AXES, row, strict=False)), row[-1]) for at, row in enumerate(rows)]
+)
+
+
+def whole_grid() -> list[Case]:
+    return [Case("-".join(map(str, row)), dict(zip(AXES, row, strict=True))) for row in product(range(3), repeat=4)]
+
+
+@given(grids)
+def test_every_pair_of_neighbouring_values_is_in_a_chosen_case(grid: list[Case]) -> None:
+    choice = choose(grid)
+    chosen = [case for case in grid if case.name in choice.chosen]
+    for one, two in NEIGHBOURS:
+        wanted = {(case.axes[one], case.axes[two]) for case in grid}
+        assert {(case.axes[one], case.axes[two]) for case in chosen} == wanted
+    for case in choice.left:
+        found = choice.covering(case)
+        assert set(found) <= choice.chosen
+        assert {pair for pairs in found.values() for pair in pairs} == case.pairs
+
+
+@given(grids)
+def test_no_chosen_case_is_superfluous(grid: list[Case]) -> None:
+    chosen = [case for case in grid if case.name in choose(grid).chosen]
+    for case in chosen:
+        others = {pair for each in chosen if each is not case for pair in each.pairs}
+        assert not case.pairs <= others
+
+
+@given(grids)
+def test_same_grid_gives_same_choice(grid: list[Case]) -> None:
+    assert choose(grid) == choose(list(grid))
+
+
+def test_full_product_shrinks_to_a_fraction() -> None:
+    grid = whole_grid()
+    assert len(grid) == 81
+    assert 9 <= len(choose(grid).chosen) <= 14
+
+
+def test_cheaper_of_two_equal_cases_is_chosen() -> None:
+    axes = {"engine": "ddp", "processes": "any"}
+    assert choose([Case("dear", axes, 4), Case("cheap", axes, 2)]).chosen == {"cheap"}
+    assert choose([Case("first", axes), Case("second", axes)]).chosen == {"first"}
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        [Case("one", {"engine": "ddp", "family": "bert"}), Case("two", {"family": "bert", "engine": "ddp"})],
+        [Case("one", {"engine": "ddp"})],
+        [Case("one", {"engine": "ddp", "family": "bert"}), Case("one", {"engine": "fsdp", "family": "bert"})],
+    ],
+    ids=["axes in another order", "a single axis", "a name twice"],
+)
+def test_uneven_grid_is_refused(grid: list[Case]) -> None:
+    with pytest.raises(ValueError, match=r"axes differ|comes twice"):
+        choose(grid)
+
+
+def test_left_cases_get_the_marker_and_are_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, object] = {}
+    monkeypatch.setattr("suite_plugins.selection.GRIDS", made)
+    cases = {"ddp": ("ddp", 2), "ddp on 4": ("ddp", 4), "ddp again": ("ddp", 2)}
+    params = covering(
+        "sample",
+        cases,
+        lambda case: dict(zip(("engine", "processes"), case, strict=True)),
+        marks=lambda case: pytest.mark.slow,
+    )
+    assert [(param.id, [mark.name for mark in param.marks]) for param in params] == [
+        ("ddp", ["slow"]),
+        ("ddp on 4", ["slow"]),
+        ("ddp again", ["slow", "everything"]),
+    ]
+    assert explained(made) == [
+        "sample: 2 of 3 cases run, 1 are left",
+        "  runs  ddp",
+        "  runs  ddp on 4",
+        "  left  ddp again",
+        "          tested in ddp: engine ddp with processes 2",
+    ]
+
+
+PROGRAM = """
+import pytest
+from suite_plugins.selection import covering
+
+CASES = {"one": (1, 1), "two": (1, 2), "again": (1, 1)}
+
+
+@pytest.mark.parametrize("name", covering("sample", CASES, lambda case: dict(zip("ab", case))))
+def test_case(name):
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [
+        ([], "2 passed, 1 deselected"),
+        (["--everything"], "3 passed"),
+        (["test_program.py::test_case[again]"], "1 passed"),
+        (["--grids"], "3 deselected"),
+    ],
+    ids=["by default", "on request", "by its node id", "none are run to print the choice"],
+)
+def test_left_cases_run(arguments: list[str], end: str, tmp_path: Path) -> None:
+    (tmp_path / "test_program.py").write_text(PROGRAM, encoding="utf-8")
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n", encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-p", "suite_plugins.selection", "-p", "no:cacheprovider", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert f" {end} in " in f" {done.stdout.strip().splitlines()[-1].strip('= ')}", done.stdout + done.stderr
+    assert ("sample: 2 of 3 cases run, 1 are left" in done.stdout) == (arguments == ["--grids"])
