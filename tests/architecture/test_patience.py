@@ -13,6 +13,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 CLOCKS = {"monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "process_time", "time", "time_ns"}
+FIGURE = re.compile(r"(\b|_)(seconds|elapsed|took|duration|per_second)\b", re.IGNORECASE)
 ORDERING = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 LONG_SLEEP_SECONDS = 1
 SUSPECT = re.compile(r"monotonic|perf_counter|process_time|\btime\(|sleep|timeout|result\(|wait_for\(")
@@ -146,13 +147,20 @@ def _calls_with_limits(module: Module, node: ast.Call) -> bool:
     return any(module.number(limit) for limit in limits)
 
 
+def _is_bounded_figure(module: Module, node: ast.Compare) -> bool:
+    """Whether a figure in seconds, which the program itself may have measured, is compared with a number but 0."""
+    sides = (node.left, *node.comparators)
+    return any(map(module.number, sides)) and any(FIGURE.search(ast.unparse(side)) for side in sides)
+
+
 def _kinds(module: Module, node: ast.AST, known: set[str]) -> Iterator[str]:
     """Faults of one node."""
     match node:
         case ast.Assert(test=test):
             compared = (one for one in ast.walk(test) if isinstance(one, ast.Compare))
             for one in compared:
-                if any(isinstance(op, ORDERING) for op in one.ops) and module.reads_clock(one, known):
+                ordering = any(isinstance(op, ORDERING) for op in one.ops)
+                if ordering and (module.reads_clock(one, known) or _is_bounded_figure(module, one)):
                     yield DURATION
         case ast.Call(args=[seconds, *_]) if _called(node) == "sleep":
             if module.number(seconds) >= LONG_SLEEP_SECONDS:
@@ -240,6 +248,7 @@ def test_speed(story, process):
     assert took < 5
     assert story.takeover_seconds <= WAIT_SECONDS
     assert elapsed(began) < 3
+    assert story.report["seconds"] < 4
     while not process.poll():
         assert time.monotonic() < began + 3
     end = time.monotonic() + 60
@@ -275,6 +284,8 @@ def test_well(process, events, now):
     assert len(events) < RETRIES
     assert now < end_of(now)
     assert process.report(time=time.time()) == 3
+    assert process.seconds > 0
+    assert process.limit_seconds == 60
 """
 
 
@@ -285,6 +296,7 @@ def test_each_fault_is_found_in_a_sample() -> None:
         "assert took < 5": [DURATION],
         "assert story.takeover_seconds <= WAIT_SECONDS": [DURATION],
         "assert elapsed(began) < 3": [DURATION],
+        'assert story.report["seconds"] < 4': [DURATION],
         "assert time.monotonic() < began + 3": [DURATION],
         "end = time.monotonic() + 60": [DEADLINE],
         "other = time.monotonic() + WAIT_SECONDS": [DEADLINE],

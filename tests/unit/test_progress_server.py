@@ -479,7 +479,7 @@ def head(*lines: str) -> bytes:
 
 
 def test_a_client_that_sends_no_request_is_cut_off() -> None:
-    assert ask(Operator(), lambda running: spoken(running, b"PO"), ServerLimits(connection_seconds=0.3)) in (
+    assert ask(Operator(), lambda running: spoken(running, b"PO"), ServerLimits(connection_seconds=patient(0.3))) in (
         b"",
         b"reset",
     )
@@ -487,7 +487,7 @@ def test_a_client_that_sends_no_request_is_cut_off() -> None:
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     text = head(f"Authorization: Bearer {GOOD}", "Content-Length: 100") + b"{"
-    answer = ask(Operator(), lambda running: spoken(running, text), ServerLimits(body_seconds=0.3))
+    answer = ask(Operator(), lambda running: spoken(running, text), ServerLimits(body_seconds=patient(0.3)))
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"the body did not arrive within 0.3 s" in answer
 
