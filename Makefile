@@ -8,17 +8,19 @@ WORKERS ?= logical
 BIN := $(VENV)/bin
 # One of the slowest tests may take so long: six times what the longest of them took where others had the processor first.
 SLOW_SECONDS ?= 1800
-PYTEST_BESIDE := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile
+PYTEST_BESIDE := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --max-worker-restart 0
 # API servers of their own that the operator's tests start, each with a part of the test files; they mostly wait. A
 # cluster that is given is one for all.
 CLUSTER_WORKERS ?= 3
-CLUSTER_BESIDE = $(if $(FINETUNE_TEST_KUBECONFIG),,--numprocesses $(CLUSTER_WORKERS) --dist loadfile)
+CLUSTER_BESIDE = $(if $(FINETUNE_TEST_KUBECONFIG),,--numprocesses $(CLUSTER_WORKERS) --dist loadfile --max-worker-restart 0)
 # Where each suite leaves its JUnit report, which `make test-times` reads.
 REPORTS ?= .test-reports
 REPORT = --junitxml=$(REPORTS)/$@.xml
+# A call of pytest that does not come to its first test must not leave the report of an earlier one.
+FORGET = @rm -f $(REPORTS)/$@.*
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-everything test-cluster test-e2e test-changed images fuzz lint format generate pictures benchmark clean
+.PHONY: help install quickstart test test-slow test-everything test-cluster test-e2e test-times test-changed images fuzz lint format generate pictures benchmark clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -38,12 +40,15 @@ quickstart: install ## Fine-tune, evaluate and predict on this machine (about 2 
 	$(BIN)/finetune run manifests/examples/quickstart.yaml --workspace $(WORKSPACE)
 
 test: install ## Run the tests that need no cluster, but the slowest (under 15 minutes on 2 cores)
+	$(FORGET)
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST_BESIDE) $(REPORT)
 
 test-slow: install ## Run the slowest of them: every strategy against one process, README from a fresh start (about 10 minutes)
+	$(FORGET)
 	$(BIN)/python -m pytest -m slow --timeout $(SLOW_SECONDS) $(PYTEST_BESIDE) $(REPORT)
 
 test-everything: install ## Run both with every case of every grid, of which CI runs a selection (about an hour)
+	$(FORGET)
 	$(BIN)/python -m pytest --everything --timeout $(SLOW_SECONDS) $(PYTEST_BESIDE) $(REPORT)
 
 fuzz: install ## Search for input that breaks a rule: random, 25 times as much as in CI (about 20 minutes)
@@ -51,10 +56,14 @@ fuzz: install ## Search for input that breaks a rule: random, 25 times as much a
 	  --hypothesis-profile fuzz --timeout $(SLOW_SECONDS) $(PYTEST_BESIDE)
 
 test-cluster: install ## Run the operator's tests on real API servers (about 8 minutes; needs KUBEBUILDER_ASSETS or FINETUNE_TEST_KUBECONFIG)
+	$(FORGET)
 	$(BIN)/python -m pytest tests/cluster $(CLUSTER_BESIDE) $(REPORT)
 
 test-e2e: install ## Run whole jobs on a cluster with nodes (about 20 minutes; a box of its own as root, or FINETUNE_TEST_KUBECONFIG)
 	PYTHONPATH=tests $(BIN)/python -m box_support.phases --reports $(REPORTS)
+
+test-times: ## Show where the time of the last runs went: suites, files, fixtures, the longest tests
+	@$(PYTHON) .ci/test_times.py $(REPORTS)/*.xml
 
 test-changed: install ## Run the tests that a change can break (BASE=main; ARGS=--list names them, ARGS=--help)
 	@PYTHONPATH=tests $(BIN)/python -m changed $(if $(BASE),--base $(BASE)) $(ARGS) -- $(PYTEST_BESIDE) --timeout $(SLOW_SECONDS)

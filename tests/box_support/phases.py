@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from box_support.box import CONTROLLERS, HELD, ROOT, running_box, why_no_box
 SUITE = "tests/e2e/cluster"
 NOTHING_CHOSEN = 5
 """Exit code of pytest that found no test: options may choose none of a phase's."""
+
+NOT_ENDED = 70
+"""Stands for the exit code of a phase until it ends; none of pytest's."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +39,23 @@ class Phase:
 
     def run(self, reports: Path, options: Sequence[str], environment: Mapping[str, str]) -> int:
         """Call pytest; its exit code is also written beside its report, for a script that judges each call."""
+        self.write_code(reports, NOT_ENDED)
         code = subprocess.run(self.command(reports, options), cwd=ROOT, env=environment).returncode
+        self.write_code(reports, code)
+        return code
+
+    def write_code(self, reports: Path, code: int) -> None:
+        """Write the exit code beside the phase's report."""
         reports.mkdir(parents=True, exist_ok=True)
         (reports / f"test-e2e-{self.name}.code").write_text(f"{code}\n")
-        return code
 
     def command(self, reports: Path, options: Sequence[str]) -> list[str]:
         """The call of pytest for this phase."""
-        beside = ["--numprocesses", str(self.workers), "--dist", "loadfile"] if self.workers else []
+        beside = (
+            ["--numprocesses", str(self.workers), "--dist", "loadfile", "--max-worker-restart", "0"]
+            if self.workers
+            else []
+        )
         chosen = ["-m", self.marks] if self.marks else []
         report = f"--junitxml={reports / f'test-e2e-{self.name}.xml'}"
         return [sys.executable, "-m", "pytest", SUITE, *chosen, *beside, report, *options]
@@ -64,8 +77,12 @@ def main(arguments: Sequence[str]) -> int:
     phases = [phase for phase in PHASES if chosen.only in (None, phase.name)]
     if os.environ.get("FINETUNE_TEST_KUBECONFIG") or why_no_box():
         return Phase("all", "").run(chosen.reports, options, os.environ)
-    with tempfile.TemporaryDirectory(prefix="finetune-box-") as work, running_box(Path(work) / "box") as box:
-        box.install_operator(Path(work) / "install")
+    for phase in phases:
+        # A script that judges each call must not miss one that was never made.
+        phase.write_code(chosen.reports, NOT_ENDED)
+    with tempfile.TemporaryDirectory(prefix="finetune-box-") as box_folder, ExitStack() as stack:
+        box = stack.enter_context(running_box(Path(box_folder)))
+        box.install_operator(Path(stack.enter_context(tempfile.TemporaryDirectory())))
         environment, codes = {**os.environ, HELD: str(box.folder)}, []
         for phase in phases:
             if phase.name != "bare":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 from cluster_support.access import Object, path_of, wait_until
-from cluster_support.kubelet import CAPACITY, ON_STAND_IN
+from cluster_support.kubelet import ON_STAND_IN
 from cluster_support.operator_process import USER
 from cluster_support.plays import RUNS, SUCCEEDS, Play
 from cluster_support.world import BASE, History, World, condition, conditions, merged, stage_of, states
@@ -162,16 +162,17 @@ def test_several_pods_prepare_and_the_first_one_tells_what_they_have_measured(wo
 
 
 def test_a_pod_that_never_gets_a_node_does_not_keep_a_preparation_by_pods_from_its_end(world: World) -> None:
-    # One node, with room for the first pod and not for the second; nor later, as it takes no more pods from then on.
+    # One node, which takes no pods: only the first one runs there, as somebody else than the scheduler bound it.
     node = world.kubelet.nodes[0]
     template = merged(ON_STAND_IN, {"nodeSelector": {"kubernetes.io/hostname": node}})
-    room = {"cpu": str(int(CAPACITY["cpu"]) - 1)}
     world.kubelet.playbook.set("crowded", "prepare", RUNS)
-    preparation = {"engine": "job", "workers": 2}
-    world.apply("crowded", {"preparation": preparation, "resources": room, "template": template, "predict": None})
-    world.wait_running("crowded", "prepare")
-    world.wait("crowded", "a pod waits", lambda found: "Insufficient cpu" in condition(found, "Running")["message"])
     with cordoned(world, node):
+        preparation = {"engine": "job", "workers": 2}
+        world.apply("crowded", {"preparation": preparation, "template": template, "predict": None})
+        bind(world, wait_until(lambda: _first(world.pods("crowded", "prepare")), "the first pod is there"), node)
+        world.wait_running("crowded", "prepare")
+        waits = lambda found: "1 node(s) were unschedulable" in condition(found, "Running")["message"]  # noqa: E731
+        world.wait("crowded", "a pod waits", waits)
         assert world.kubelet.tell("crowded", "prepare", SUCCEEDS) == 1
         status = world.wait("crowded", "it is prepared", lambda found: states(found)["prepare"][0] == "Succeeded")
         path = world.path("batch/v1", "jobs", "crowded-prepare-1")
@@ -181,6 +182,19 @@ def test_a_pod_that_never_gets_a_node_does_not_keep_a_preparation_by_pods_from_i
     assert (states(status)["prepare"], status["restarts"]) == (("Succeeded", 1), 0)
     assert status["measured"]["data"]["splits"]["train"]["rows"] == 8192
     assert states(world.wait_phase("crowded", "Succeeded"))["train"] == ("Succeeded", 1)
+
+
+def _first(pods: list[Object]) -> Object | None:
+    """The pod of index 0."""
+    return next((pod for pod in pods if _index(pod) == "0"), None)
+
+
+def bind(world: World, pod: Object, node: str) -> None:
+    """Bind a pod to a node as a scheduler does."""
+    name = pod["metadata"]["name"]
+    body = {"apiVersion": "v1", "kind": "Binding", "metadata": {"name": name}}
+    target = {"apiVersion": "v1", "kind": "Node", "name": node}
+    world.api.create(world.path("v1", "pods", name, "binding"), {**body, "target": target})
 
 
 @contextmanager
