@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ CASES = sorted(file.stem for file in FOLDER.glob("*.yaml"))
 JSON = TypeAdapter[Any](Any)
 
 
+@functools.cache
 def read_case(name: str) -> tuple[FineTuneJob, Facts, Settings]:
-    job_document, facts_document = yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text(encoding="utf-8"))
+    text = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    job_document, facts_document = yaml.load_all(text, Loader=yaml.CSafeLoader)
     job = FineTuneJob.model_validate_json(JSON.dump_json(job_document))
     local = facts_document.get("local", False)
     model, hardware, data = (facts_document.get(key) for key in ("model", "hardware", "data"))

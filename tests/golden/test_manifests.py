@@ -48,7 +48,7 @@ def test_the_manifests_are_those_on_record(
     manifests = render(result, golden_context(job, settings))
     emit(manifests, "yaml")
     text = capsys.readouterr().out
-    assert tuple(yaml.safe_load_all(text)) == manifests
+    assert tuple(yaml.load_all(text, Loader=yaml.CSafeLoader)) == manifests
     golden(f"manifests/{name}.{launcher}.yaml", text)
 
 
