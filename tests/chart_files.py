@@ -6,6 +6,7 @@ cannot tell is said here: the form of lists and free objects, choices and bounds
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -174,6 +175,7 @@ class Value:
     """Of a section; a value whose form is in FORMS or that has no keys of its own has none."""
 
 
+@functools.cache
 def values() -> tuple[Value, ...]:
     """The keys of values.yaml with the comments above them."""
     text = VALUES.read_text(encoding="utf-8")

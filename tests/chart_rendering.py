@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import pickle
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -58,10 +61,22 @@ def complete_chart(folder: Path) -> Path:
 def template(
     values: Mapping[str, Any] | None = None, *names: str, chart: Path = CHART
 ) -> subprocess.CompletedProcess[str]:
-    """`helm template` with sets of values, and `values` over them."""
+    """`helm template` with sets of values, and `values` over them; run once for the same input."""
+    return _template(yaml.safe_dump(dict(values or {})), names, chart, _state(chart))
+
+
+@functools.cache
+def _template(
+    values: str, names: tuple[str, ...], chart: Path, _: frozenset[tuple[Path, int, int]]
+) -> subprocess.CompletedProcess[str]:
     files = [part for name in names for part in ("--values", str(VALUES / f"{name}.yaml"))]
-    more = yaml.safe_dump(dict(values or {}))
-    return helm("template", RELEASE, str(chart), "--namespace", NAMESPACE, *files, "--values", "-", stdin=more)
+    return helm("template", RELEASE, str(chart), "--namespace", NAMESPACE, *files, "--values", "-", stdin=values)
+
+
+def _state(folder: Path) -> frozenset[tuple[Path, int, int]]:
+    """Files of a folder with size and time of change."""
+    found = ((file, file.stat()) for file in folder.rglob("*"))
+    return frozenset((file, stat.st_size, stat.st_mtime_ns) for file, stat in found)
 
 
 def render(values: Mapping[str, Any] | None = None, *names: str, chart: Path = CHART) -> tuple[Object, ...]:
@@ -72,16 +87,29 @@ def render(values: Mapping[str, Any] | None = None, *names: str, chart: Path = C
 
 
 def kustomize(folder: Path) -> tuple[Object, ...]:
-    """The objects that `kubectl apply -k` would send."""
+    """The objects that `kubectl apply -k` would send; kubectl runs once a folder."""
+    return objects(_kustomize(folder))
+
+
+@functools.cache
+def _kustomize(folder: Path) -> str:
     ran = subprocess.run(
         [program("kubectl"), "kustomize", str(folder)], capture_output=True, text=True, timeout=patient(300)
     )
     assert ran.returncode == 0, ran.stderr
-    return objects(ran.stdout)
+    return ran.stdout
 
 
 def objects(text: str) -> tuple[Object, ...]:
-    return tuple(each for each in yaml.load_all(text, Loader=yaml.CSafeLoader) if each)
+    """The documents of a text, the caller's own to change."""
+    found = (pickle.loads(_parsed(part)) for part in re.split(r"^---$", text, flags=re.MULTILINE))
+    return tuple(each for each in found if each)
+
+
+@functools.cache
+def _parsed(text: str) -> bytes:
+    """A document; most are the same in every rendering, and the CRD is long."""
+    return pickle.dumps(yaml.load(text, Loader=yaml.CSafeLoader))
 
 
 def one(found: Sequence[Object], kind: str, name: str) -> Object:
