@@ -4,7 +4,8 @@
 
 reads cases from standard input, a JSON object a line: {"processes": N, "arguments": [what follows finetune_trainer],
 "environment": {...}, "log": FILE}, or with "call": "module:function" and further arguments of it in place of
-"arguments". Runs one after the other, and answers each with a line: the exit codes of its processes, a list.
+"arguments". With "ranks": FILE, the numbers of its processes are in that file as soon as they run, a JSON list in the
+order of their ranks. Runs one after the other, and answers each with a line: the exit codes of its processes, a list.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 MODELS = ("bert", "gpt2", "llama", "mistral", "qwen3", "roberta", "t5")
@@ -87,6 +89,8 @@ def child(case: dict[str, Any], rank: int, port: int) -> int:
         from finetune_trainer.__main__ import run
 
         return run(case["arguments"])
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
         return 1
@@ -105,6 +109,10 @@ def run(case: dict[str, Any]) -> list[int]:
             sys.stderr.flush()
             os._exit(code)
         started.append(process)
+    if "ranks" in case:
+        partial = Path(case["ranks"]).with_suffix(".partial")
+        partial.write_text(json.dumps(started), encoding="utf-8")
+        partial.rename(case["ranks"])
     return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in started]
 
 

@@ -15,12 +15,12 @@ from typing import Any, NoReturn
 POLL_SECONDS = 0.02
 
 
-def train(step: int, file: Path, arguments: list[str]) -> NoReturn:
+def train(step: int, file: Path | str, arguments: list[str]) -> NoReturn:
     """Runs the stage, and ends the process as it does."""
     from finetune_trainer.__main__ import main
     from finetune_trainer.training.history import History
 
-    add = History.add
+    add, file = History.add, Path(file)
 
     def add_and_wait(history: History, line: Mapping[str, Any]) -> None:
         add(history, line)

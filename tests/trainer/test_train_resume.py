@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,29 @@ SCHEDULE = CheckpointSchedule(every_steps=5, keep=2)
 
 
 def interrupted(bench, step: int, how: signal.Signals, ranks: Sequence[int], **settings: Any):
-    """How a run of two processes ended that gave those ranks the signal behind that step."""
+    """Send those ranks of a run of two processes the signal behind that step, and return its end."""
+    on, numbers = bench.workspace / "go on", bench.workspace / "ranks.json"
+    numbers.unlink(missing_ok=True)
+    case = bench.case(processes=2, **settings)
+    held = {"step": step, "file": str(on), "arguments": case["arguments"]}
+    case |= {"call": "process_support.held:train", "arguments": held, "ranks": str(numbers)}
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(fork_server().run, case)
+
+        def came() -> bool:
+            return run.done() or any(f'"step": {step},' in line for line in history(bench))
+
+        wait_until(came, f"the history has step {step}")
+        assert not run.done(), run.result()[1]
+        for rank in ranks:
+            os.kill(json.loads(numbers.read_text(encoding="utf-8"))[rank], how)
+        on.touch()
+        codes, output = run.result()
+    return bench.ended(max(codes, key=abs), output)
+
+
+def interrupted_below_torchrun(bench, step: int, how: signal.Signals, ranks: Sequence[int], **settings: Any):
+    """Do the same with a launcher, which ends the other process when one has ended."""
     on = bench.workspace / "go on"
     paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
     process = bench.start(
@@ -127,7 +150,9 @@ def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(
         run = bench.at(tmp_path / "w").spread(strategy, 2, **settings)
     run = run.with_training(checkpoints=SCHEDULE)
     config = run.deepspeed_config() if strategy == "deepspeed" else None
-    ended = interrupted(run, random.randint(6, 11), how, [0, 1] if how == signal.SIGINT else [1], deepspeed=config)
+    # A launcher's part in it is the same for all strategies, and its start-up as long as the training.
+    interrupt = interrupted if settings else interrupted_below_torchrun
+    ended = interrupt(run, random.randint(6, 11), how, [0, 1] if how == signal.SIGINT else [1], deepspeed=config)
 
     assert ended.exit_code != 0
     assert not (run.paths.state / "train.json").exists()
