@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -323,8 +326,6 @@ class Bench:
 
     def at(self, workspace: Path) -> Bench:
         """The same job in another workspace, which gets a copy of the prepared data."""
-        import shutil
-
         other = Bench(workspace, self.job, self.environment)
         other.paths.root.mkdir(parents=True)
         shutil.copytree(self.paths.prepared, other.paths.prepared)
@@ -488,16 +489,28 @@ class Spread:
 
 @pytest.fixture(scope="session")
 def whole_run(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Spread], tuple[Bench, Ended]]:
-    """A run of the tiny job from the first step to the last, made once for each way to spread it."""
-    made: dict[Spread, tuple[Bench, Ended]] = {}
+    """Run the tiny job from the first step to the last, once for each way to spread it: several files look at the same
+    runs, and so the workers of pytest share them. Tests work on copies.
+    """
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "whole-runs"
 
     def run(spread: Spread) -> tuple[Bench, Ended]:
-        if spread not in made:
-            copy = bench.at(tmp_path_factory.mktemp("whole") / "w")
-            job = copy.spread(spread.strategy, spread.processes, micro=spread.micro, **dict(spread.settings))
-            config = job.deepspeed_config(**dict(spread.zero)) if spread.strategy == "deepspeed" else None
-            made[spread] = job, job.run(processes=spread.processes, deepspeed=config)
-        return made[spread]
+        folder = shared / sha256(repr(spread).encode()).hexdigest()[:16]
+        folder.mkdir(parents=True, exist_ok=True)
+        end = folder / "end.json"
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not end.exists():
+                shutil.rmtree(folder / "w", ignore_errors=True)
+                copy = bench.at(folder / "w")
+                job = copy.spread(spread.strategy, spread.processes, micro=spread.micro, **dict(spread.settings))
+                config = job.deepspeed_config(**dict(spread.zero)) if spread.strategy == "deepspeed" else None
+                ended = job.run(processes=spread.processes, deepspeed=config)
+                end.write_text(json.dumps([job.job.to_json(), ended.exit_code, ended.output]), encoding="utf-8")
+        job_json, exit_code, output = json.loads(end.read_text(encoding="utf-8"))
+        job = Bench(folder / "w", TrainerJob.model_validate_json(job_json))
+        return job, job.ended(exit_code, output)
 
     return run
 
