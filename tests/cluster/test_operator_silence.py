@@ -14,7 +14,7 @@ from cluster_support.plays import RUNS, SUCCEEDS
 from cluster_support.world import World, condition, stage_of, states
 from suite_plugins.patience import patient
 
-SECONDS = math.ceil(patient(6))
+SECONDS = math.ceil(patient(8))
 SPEC = {"evaluation": None, "predict": None, "runPolicy": {"progressDeadlineSeconds": SECONDS}}
 
 

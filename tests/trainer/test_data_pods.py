@@ -33,8 +33,8 @@ ROWS = 250
 COLLECTIVE = EXIT_CODES[FailureClass.COLLECTIVE]
 DATA = EXIT_CODES[FailureClass.DATA]
 TIMEOUT_SECONDS = patient(240)
-PATIENCE_SECONDS = patient(2.0)
-"""Of a pod that shall give up on pod 0, and not before pod 0 is gone: of 10 signs of life."""
+PATIENCE_SECONDS = patient(4.0)
+"""Of a pod that shall give up on pod 0, and not before pod 0 is gone: of 20 signs of life."""
 
 
 class Gang:
