@@ -150,7 +150,7 @@ def test_a_resumed_run_ends_with_the_weights_of_an_undisturbed_one(
         run = bench.at(tmp_path / "w").spread(strategy, 2, **settings)
     run = run.with_training(checkpoints=SCHEDULE)
     config = run.deepspeed_config() if strategy == "deepspeed" else None
-    # A launcher's part in it depends on the signal and not on the strategy, and its start-up is as long as the training.
+    # A launcher's part in it depends on the signal and not on the strategy; its start-up is as long as the training.
     interrupt = interrupted if settings and how != signal.SIGINT else interrupted_below_torchrun
     ended = interrupt(run, random.randint(6, 11), how, [0, 1] if how == signal.SIGINT else [1], deepspeed=config)
 
