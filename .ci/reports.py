@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import TextIO
 from xml.etree import ElementTree
 
 CRASH = re.compile(r"worker '[^']+' crashed")
@@ -106,6 +107,17 @@ def read_report(file: Path) -> Report:
         raise BadReportError(f"{file} cannot be read: {error}") from None
     seconds = sum(float(suite.get("time", 0)) for suite in root.iter("testsuite"))
     return Report(suite_name(file), _merged(root.iter("testcase")), seconds)
+
+
+def read_reports(files: Iterable[Path], problems: TextIO) -> list[Report]:
+    """Read several reports; write to `problems` why one cannot be read."""
+    reports = []
+    for file in files:
+        try:
+            reports.append(read_report(file))
+        except BadReportError as error:
+            print(error, file=problems)
+    return reports
 
 
 def suite_name(file: Path) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from reports import BadReportError, Report, Result, read_report
+from reports import Report, Result, read_reports
 from tables import seconds, table
 
 PATIENCE = "FINETUNE_TEST_PATIENCE"
@@ -150,12 +150,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--top", type=int, default=20, metavar="N", help="tests to list (default: 20)")
     parser.add_argument("reports", nargs="+", type=Path, metavar="REPORT.xml")
     given = parser.parse_args(arguments)
-    reports = []
-    for file in given.reports:
-        try:
-            reports.append(read_report(file))
-        except BadReportError as error:
-            print(error)
+    reports = read_reports(given.reports, sys.stdout)
     print(describe(reports, patience(), given.top))
     return 0
 

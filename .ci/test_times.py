@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reports import BadReportError, Report, Result, read_report
+from reports import Report, Result, read_reports
 from tables import seconds, table
 
 EXAMPLE = """\
@@ -32,7 +32,7 @@ columns:
 
 @dataclass(frozen=True)
 class Share:
-    """What one suite, file, fixture or kind of work took."""
+    """Time of one suite, file, fixture or kind of work."""
 
     name: str
     count: int
@@ -157,12 +157,7 @@ def main(arguments: Sequence[str]) -> int:
     add("--top", type=int, default=100, metavar="N", help="rows of each table, at most (default: 100)")
     add("reports", nargs="+", type=Path, metavar="REPORT.xml")
     given = parser.parse_args(arguments)
-    reports = []
-    for file in given.reports:
-        try:
-            reports.append(read_report(file))
-        except BadReportError as error:
-            print(error, file=sys.stderr)
+    reports = read_reports(given.reports, sys.stderr)
     if not reports:
         return 1
     found = times(reports, given.top)

@@ -43,7 +43,7 @@ class Suite:
     target: str
     """Target of the Makefile that runs all of them."""
     why_not: Callable[[], str | None]
-    """What this machine lacks for them."""
+    """The part that this machine lacks for them."""
 
 
 def why_no_cluster() -> str | None:

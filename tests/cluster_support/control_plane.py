@@ -197,7 +197,7 @@ def free_port() -> int:
 
 
 def _claim(port: int) -> bool:
-    """Whether nobody had claimed the port; the claim lasts as long as this process."""
+    """Claim the port for as long as this process lives; False if another process has it."""
     if port in _claims:
         return False
     folder = Path(tempfile.gettempdir()) / f"finetune-test-ports-{os.getuid()}"

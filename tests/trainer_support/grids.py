@@ -7,7 +7,7 @@ from collections.abc import Hashable
 from finetune_contract.job import Strategy
 
 PROCESS_SECONDS = {"single": 0.5, "ddp": 0.5, "fsdp": 1.0, "deepspeed": 1.0}
-"""Of processor time, about what one process of a tiny run takes."""
+"""Processor time of one process of a tiny run, roughly."""
 
 
 def engine(strategy: Strategy) -> str:
