@@ -725,6 +725,24 @@ def test_a_better_cause_may_come_after_an_echo():
     assert (failure.failure_class, failure.rank, failure.pod) == ("DataError", 1, "reviews-train-1-1")
 
 
+def test_the_word_of_the_pod_that_the_child_names_may_come_after_the_childs():
+    world = training(spec=TWO_NODES)
+    world.end_child("reviews-train-1", succeeded=False)
+    (condition,) = world.children["reviews-train-1"]["status"]["conditions"]
+    condition["reason"] = "PodFailurePolicy"
+    condition["message"] = (
+        "Container pytorch for pod team/reviews-train-1-1 failed with exit code 143 matching FailJob rule at index 1"
+    )
+    world.settle()
+    assert world.stage("train") == ("Running", 1)
+    world.wait(10)
+    world.settle()
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (failure.failure_class, failure.pod, failure.exit_code) == ("Preempted", "reviews-train-1-1", 143)
+    assert failure.node
+
+
 @pytest.mark.parametrize(
     "word",
     [

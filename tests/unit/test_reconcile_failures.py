@@ -307,6 +307,24 @@ CASES = {
             "at index 1",
         ),
     ),
+    "an exit code that the pod failure policy tells of a pod whose end was not seen": Case(
+        (pod(0, phase="Running"), pod(1, phase="Running")),
+        ("Preempted", "Terminated", Remedy.FREE, "pod-1"),
+        child=replace(
+            CHILD,
+            reason="PodFailurePolicy",
+            message="Container pytorch for pod team/pod-1 failed with exit code 143 matching FailJob rule at index 1",
+        ),
+    ),
+    "a disruption that the pod failure policy tells of a pod whose end was not seen": Case(
+        (pod(0, phase="Running"), pod(1, phase="Running")),
+        ("Preempted", "DisruptionTarget", Remedy.FREE, "pod-1"),
+        child=replace(
+            CHILD,
+            reason="PodFailurePolicy",
+            message="Pod team/pod-1 has condition DisruptionTarget matching FailJob rule at index 0",
+        ),
+    ),
     "a deadline that the child's own controller kept": Case(
         (), ("DeadlineExceeded", "DeadlineExceeded", Remedy.FAIL, None), child=replace(CHILD, reason="DeadlineExceeded")
     ),

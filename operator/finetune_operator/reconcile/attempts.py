@@ -153,7 +153,7 @@ def _failed(course: Course, stage: StageStatus, child: ChildView, pods: Sequence
     ended = child.finished or course.now
     cause = first_cause(child.stage, child, pods)
     patience = _end_told(child) + timedelta(seconds=CAUSE_SECONDS)
-    vague = cause.pod is None or cause.cause in ECHOES
+    vague = cause.pod is None or cause.second_hand or cause.cause in ECHOES
     if vague and (held_up := _held_up(pods)):
         if (lost := _lost(course, pods)) is not None:
             return attempt_failed(course, stage, on_node_lost(lost), ended)

@@ -23,6 +23,8 @@ from finetune_operator.reconcile.types import ChildView, PodView
 
 _EXIT_CODE = re.compile(r"failed with exit code (\d+)")
 """In the message of a Job's pod failure policy (kubernetes `pkg/controller/job/pod_failure_policy.go`)."""
+_POD_NAME = re.compile(r"\b[Pp]od [^\s/]+/(\S+)")
+"""In the same message."""
 _SECOND_HAND = frozenset({"UnexpectedError", "NoReport", "Killed", "KilledBySignal"})
 """Reasons of reports that only tell how a process ended: by an error that the trainer has no word for, or, as its
 launcher infers (`finetune_contract.causes.of_exit`), without a word. All of these may be the shock of losing others.
@@ -62,7 +64,7 @@ def _first(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Cause:
         return _from_report(*reports[0])
     if by_code:
         return by_code[0]
-    return _from_child(child)
+    return _from_child(child, pods)
 
 
 def _deleted(
@@ -315,18 +317,25 @@ def without_report(pods: Sequence[PodView]) -> Cause:
     return _no_report(next((pod for pod in pods if pod.index in (None, 0)), None))
 
 
-def _from_child(child: ChildView) -> Cause:
+def _from_child(child: ChildView, pods: Sequence[PodView]) -> Cause:
     """The child's own word, when no pod is left that says more; a Job's pod failure policy repeats what a pod said."""
     what = f"{child.ref.kind} {child.ref.name}"
-    if child.reason == "PodFailurePolicy" and "DisruptionTarget" in child.message:
-        return Cause(
-            FailureClass.PREEMPTED,
-            "DisruptionTarget",
-            f"A pod of {what} had to go: {child.message}",
-            "Nothing needs to be done: the stage goes on from its last checkpoint.",
-        )
-    if child.reason == "PodFailurePolicy" and (code := _EXIT_CODE.search(child.message)):
-        return replace(_by_code(int(code[1]), f"of {what}", None), exit_code=int(code[1]))
+    if child.reason == "PodFailurePolicy":
+        name = found[1] if (found := _POD_NAME.search(child.message)) else None
+        # What was seen of it last may be from before its end: it was deleted with its word, or that is on its way.
+        pod = next((pod for pod in pods if pod.name == name), None)
+        if "DisruptionTarget" in child.message:
+            return Cause(
+                FailureClass.PREEMPTED,
+                "DisruptionTarget",
+                f"A pod of {what} had to go: {child.message}",
+                "Nothing needs to be done: the stage goes on from its last checkpoint.",
+                pod,
+                second_hand=True,
+            )
+        if code := _EXIT_CODE.search(child.message):
+            cause = _by_code(int(code[1]), f"of {what}" if pod is None else f"in pod {pod.name}", pod)
+            return replace(cause, exit_code=int(code[1]), second_hand=True)
     if child.reason == "DeadlineExceeded":
         return Cause(
             OperatorCause.DEADLINE_EXCEEDED, "DeadlineExceeded", f"{what} ran longer than it may: {child.message}",

@@ -112,6 +112,8 @@ class Cause:
     """Whether another attempt should keep away from the pod's node."""
     witnesses: tuple[PodView, ...] = ()
     """Pods whose logs are told when it is not known which one failed, or when that one has none."""
+    second_hand: bool = False
+    """Whether the child told of it, not the pod, which may still say more."""
 
     @property
     def remedy(self) -> Remedy:
