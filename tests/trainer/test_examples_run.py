@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -16,10 +17,10 @@ import yaml
 
 from examples import FITTED_LOCALLY, example_document
 from finetune_contract.layout import JobPaths
+from process_support.shared_start import StartServer
 from suite_plugins.patience import patient
 from trainer_support.tasks import WORDS, predictions, write_decoder, write_encoder_decoder, write_lines
 
-FINETUNE = Path(sys.executable).with_name("finetune")
 TEXT = " ".join(WORDS[:10])
 LAYERS = {"gpt2-30b": 2, "gpt2-175b": 2, "mnli-pipeline": 4}
 """Of the small model, where the example asks for a pipeline of as many stages or more."""
@@ -62,6 +63,12 @@ def models(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Any, tiny_family
     }
 
 
+@pytest.fixture(scope="module")
+def finetune() -> Iterator[list[str]]:
+    with TemporaryDirectory() as folder, StartServer(Path(folder)) as server:
+        yield server.finetune
+
+
 def fitted(name: str) -> dict[str, Any]:
     """The example's parallelism, with degrees for a model of few layers and heads."""
     parallelism: dict[str, Any] = example_document(name)["spec"].get("parallelism", {})
@@ -79,7 +86,7 @@ def processes(parallelism: dict[str, Any]) -> int:
     return spread if spread > 1 else 2 if parallelism.get("strategy") in ("ddp", "deepspeed") else 1
 
 
-def ran(name: str, model: Path, folder: Path) -> JobPaths:
+def ran(finetune: Sequence[str], name: str, model: Path, folder: Path) -> JobPaths:
     row = ROWS[name]
     rows = [{**row, "label": at % 3} if "label" in row else row for at in range(24)]
     for split in ("train", "validation", "test"):
@@ -100,7 +107,7 @@ def ran(name: str, model: Path, folder: Path) -> JobPaths:
     if "generation" in spec:
         spec["generation"]["maxNewTokens"] = 6
     (folder / "job.yaml").write_text(yaml.safe_dump(document), encoding="utf-8")
-    command = [str(FINETUNE), "run", str(folder / "job.yaml"), "--workspace", str(folder / "runs")]
+    command = [*finetune, "run", str(folder / "job.yaml"), "--workspace", str(folder / "runs")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=patient(1500), check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return JobPaths.of(folder / "runs", name)
@@ -112,11 +119,11 @@ def test_these_are_all_of_them() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FITTED_LOCALLY)
-def test_an_example_runs_to_its_end_and_is_measured_and_predicts_as_it_says(name, models, tmp_path):
+def test_an_example_runs_to_its_end_and_is_measured_and_predicts_as_it_says(name, models, tmp_path, finetune):
     spec = example_document(name)["spec"]
     if spec["model"].get("adapter", {}).get("method") == "qlora":
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed (finetune-trainer[qlora])")
-    paths = ran(name, models[name], tmp_path)
+    paths = ran(finetune, name, models[name], tmp_path)
     metrics = json.loads(paths.metrics.read_text(encoding="utf-8"))
     asked = (spec.get("evaluation") or {}).get("metrics")
     assert set(asked or ["perplexity", "accuracy"]) <= set(metrics["evaluate"])

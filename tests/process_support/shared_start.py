@@ -1,0 +1,195 @@
+"""`finetune` whose trainer processes share one start: each is forked from a process that has imported everything.
+
+Importing torch and transformers is most of what a stage of a tiny model does. Here the command, its supervisor, the
+elastic agent's decisions and the stages are the real ones, with their own arguments, environment, working directory,
+standard streams and exit codes; `sys.executable` of the command is a small program that asks for a fork where the
+trainer or torch's launcher is to be started, and is Python for all else.
+
+    with StartServer(folder) as server:
+        subprocess.run([*server.finetune, "run", "job.yaml"])
+
+`python -m process_support.shared_start ADDRESS` is the server: it reads a JSON object and three file descriptors from
+each connection, answers with the process id, later with the exit code, and kills the process when the connection ends.
+"""
+
+from __future__ import annotations
+
+import array
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NoReturn, Self
+
+TESTS = Path(__file__).parents[1]
+MODULES = ("finetune_trainer", "torch.distributed.run")
+ASKING = """#!{python} -IS
+import array, json, os, signal, socket, sys
+arguments = sys.argv[1:]
+module = arguments[arguments.index("-m") + 1] if "-m" in arguments[:2] else None
+if module not in {modules!r}:
+    os.execv({python!r}, [{python!r}, *arguments])
+arguments = arguments[arguments.index("-m") + 1:]
+asked = {{"arguments": arguments, "environment": dict(os.environ), "folder": os.getcwd(), "program": sys.argv[0]}}
+connection = socket.socket(socket.AF_UNIX)
+connection.connect({address!r})
+text = json.dumps(asked).encode()
+connection.sendmsg([b"%16d" % len(text)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
+connection.sendall(text)
+answers = connection.makefile("r")
+child = int(answers.readline())
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, lambda number, frame: os.kill(child, number))
+code = int(answers.readline() or -signal.SIGKILL)
+if code < 0:
+    signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+os._exit(code)
+"""
+COMMAND = "import sys; sys.executable = {program!r}; from finetune_operator.cli.main import main; main()"
+
+
+class StartServer:
+    """The server, from the first use to the end of the block. `folder`: for its address, so a short path."""
+
+    def __init__(self, folder: Path) -> None:
+        self._address = folder / "start"
+        self._program = folder / "python"
+        python = sys.executable
+        asking = ASKING.format(python=python, modules=MODULES, address=str(self._address))
+        self._program.write_text(asking, encoding="utf-8")
+        self._program.chmod(0o755)
+        for beside in Path(python).parent.iterdir():
+            if beside.name != "python":  # programs are looked for beside the interpreter
+                (folder / beside.name).symlink_to(beside)
+
+    @property
+    def finetune(self) -> list[str]:
+        """The command, to be followed by its arguments."""
+        return [sys.executable, "-c", COMMAND.format(program=str(self._program))]
+
+    def __enter__(self) -> Self:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+        environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "process_support.shared_start", str(self._address)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == "ready\n", "the server did not start"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        self._process.communicate()
+
+
+def main(address: str) -> None:
+    """Fork until SIGTERM."""
+    from process_support.forked import preload
+
+    preload()
+    import torch.distributed.run
+
+    del torch
+    gc.collect()
+    gc.freeze()
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(address)
+    server.listen(64)
+    print("ready", flush=True)
+    running: dict[int, tuple[socket.socket, int]] = {}
+    """By the descriptor that tells of its end: connection and process id."""
+    signal.signal(signal.SIGTERM, lambda *_: _end(running))
+    with selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is server:
+                    connection, _ = server.accept()
+                    child = _forked(connection, selector)
+                    ending = os.pidfd_open(child)
+                    running[ending] = connection, child
+                    connection.sendall(b"%d\n" % child)
+                    selector.register(ending, selectors.EVENT_READ)
+                    selector.register(connection, selectors.EVENT_READ, child)
+                elif isinstance(key.fileobj, socket.socket):  # who asked has been killed
+                    selector.unregister(key.fileobj)
+                    os.kill(key.data, signal.SIGKILL)
+                else:
+                    assert isinstance(key.fileobj, int)
+                    connection, child = running.pop(key.fileobj)
+                    selector.unregister(key.fileobj)
+                    os.close(key.fileobj)
+                    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                    if connection in selector.get_map():
+                        selector.unregister(connection)
+                        connection.sendall(b"%d\n" % code)
+                    connection.close()
+
+
+def _end(running: dict[int, tuple[socket.socket, int]]) -> NoReturn:
+    for _, child in running.values():
+        os.kill(child, signal.SIGKILL)
+    os._exit(0)
+
+
+def _forked(connection: socket.socket, selector: selectors.BaseSelector) -> int:
+    """Read what is asked for and fork; the child does not come back."""
+    descriptors = array.array("i")
+    length, ancillary, *_ = connection.recvmsg(16, socket.CMSG_LEN(3 * descriptors.itemsize))
+    descriptors.frombytes(ancillary[0][2])
+    text = b""
+    while len(text) < int(length):
+        text += connection.recv(1 << 20)
+    child = os.fork()
+    if child:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return child
+    try:
+        selector.close()
+        os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for stream, descriptor in enumerate(descriptors):
+            os.dup2(descriptor, stream)
+        os.closerange(3, 4096)
+        _become(json.loads(text))
+    finally:
+        os._exit(1)
+
+
+def _become(asked: dict[str, Any]) -> None:
+    """Turn this process into the one that was asked for, to its end."""
+    os.chdir(asked["folder"])
+    os.environ.clear()
+    os.environ.update(asked["environment"])
+    module, *arguments = asked["arguments"]
+    sys.argv, sys.executable = [module, *arguments], asked["program"]  # torch's launcher starts ranks with it
+    code = 0
+    try:
+        if module == "finetune_trainer":
+            from finetune_trainer.__main__ import main as run
+        else:
+            from torch.distributed.run import main as run
+        run(arguments)
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]  # of an exception that is being handled
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
