@@ -35,6 +35,8 @@ IMAGES = (OPERATOR, TRAINER)
 CONTROLLERS = ("training-operator", "mpi-operator")
 EXAMPLES_GIT_HOST, SCRIPTS_GIT_HOST = GIT_HOSTS = ("git.examples.svc", "git.scripts.svc")
 """Hosts of users' own programs, each a Service of `git_pod`; one per file of tests, as files run side by side."""
+FRAGILE = "finetune.dev/fragile"
+"""Label and taint of nodes for pods that tests take nodes away from, so that others may run meanwhile."""
 
 SETTINGS: Object = {
     # Short enough for a test to see the end of a delay, long enough for a pod to be told of before it is replaced.
@@ -62,6 +64,9 @@ class Box:
     folder: Path | None = None
     """None: somebody else's cluster, whose nodes no test takes away."""
     nodes: tuple[str, ...] = ()
+    """Those for everybody."""
+    fragile: tuple[str, ...] = ()
+    """Two more, for pods with `on_fragile_nodes`; of somebody else's cluster none."""
     controllers: set[str] = field(default_factory=set)
     """Training operators that `install_controller` has installed."""
 
@@ -286,15 +291,26 @@ def held_box() -> Box | None:
 def _box_in(folder: Path) -> Box:
     place = folder / "control-plane"
     cluster = Cluster(str(assets_folder() / "kubectl"), place / "admin.kubeconfig", place)
-    names = cluster.must("get", "nodes", "-o", "jsonpath={.items[*].metadata.name}").split()
-    return Box(cluster, Api(cluster.access), folder, tuple(sorted(names)))
+    nodes, fragile = (
+        tuple(sorted(cluster.must("get", "nodes", "-l", chosen, "-o", "jsonpath={.items[*].metadata.name}").split()))
+        for chosen in (f"!{FRAGILE}", FRAGILE)
+    )
+    return Box(cluster, Api(cluster.access), folder, nodes, fragile)
+
+
+def on_fragile_nodes(box: Box) -> Object:
+    """For `spec.template`: the nodes that may be taken away; any nodes where there are none of that kind."""
+    if not box.fragile:
+        return {}
+    tolerated = {"key": FRAGILE, "operator": "Exists", "effect": "NoSchedule"}
+    return {"nodeSelector": {FRAGILE: "true"}, "tolerations": [tolerated]}
 
 
 @contextmanager
 def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[str] = ()) -> Iterator[Box]:
     """The cluster of FINETUNE_TEST_KUBECONFIG, or a box without training operators; skipped when there is neither.
 
-    `options` go to process-kubelet.
+    A box has `nodes` for everybody and two fragile ones. `options` go to process-kubelet.
     """
     if given := os.environ.get("FINETUNE_TEST_KUBECONFIG"):
         kubectl = shutil.which("kubectl") or str(assets_folder() / "kubectl")
@@ -319,13 +335,28 @@ def running_box(folder: Path, nodes: int = 2, gpus: int = 0, options: Sequence[s
         "APISERVER_FLAGS": audited(folder, folder / "control-plane" / "audit.log"),
     }
     mapped = [part for image in images for part in ("--image", image)]
-    up = ["up", str(folder), "--nodes", str(nodes), "--gpus", str(gpus), "--with", "none", "--port", str(free_port())]
+    up = [
+        "up",
+        str(folder),
+        "--nodes",
+        str(nodes + 2),
+        "--gpus",
+        str(gpus),
+        "--with",
+        "none",
+        "--port",
+        str(free_port()),
+    ]
     with _ending_orphans(folder), _down_after(folder, environment):
         # The servers outlive the call and would hold a pipe open: output goes to a file.
         with spent("control plane"), (folder / "up.log").open("w") as log:
             command = [str(TOOLS / "cluster"), *up, *mapped, *(["--", *options] if options else [])]
             started = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=patient(300))
         assert started.returncode == 0, (folder / "up.log").read_text()
+        box = _box_in(folder)
+        for node in box.nodes[nodes:]:
+            box.kubectl("label", "node", node, f"{FRAGILE}=true")
+            box.kubectl("taint", "node", node, f"{FRAGILE}=true:NoSchedule")
         yield _box_in(folder)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from box_support.box import on_fragile_nodes
 from box_support.faults import puppet
 from box_support.team import JOB_SECONDS, Team, stage_of, tiny_spec
 from cluster_support.access import ApiError, Object, path_of, wait_until
@@ -19,12 +20,19 @@ EVERY = 10
 """Steps between two checkpoints."""
 STEP_SECONDS = 0.1
 """At least; so that a fault of a second finds the training under way."""
+_SIZES = ("worldSize", "microBatchSize", "gradientAccumulation")
 _RESUMED = re.compile(r"Resuming from \S+ \(step (\d+)\)")
 _INDEX = "batch.kubernetes.io/job-completion-index"
 
 
 def _ended_by_itself(pod: Object) -> bool:
     return pod["status"].get("phase") == "Failed" and "deletionTimestamp" not in pod["metadata"]
+
+
+def sizes(status: Object) -> tuple[int, int, int]:
+    """World, micro-batch and accumulation of the plan in force."""
+    world, micro, accumulation = (status["plan"][name] for name in _SIZES)
+    return world, micro, accumulation
 
 
 @dataclass(frozen=True)
@@ -79,12 +87,15 @@ class Training:
     """How long anything of it may take on a busy machine."""
 
     @classmethod
-    def start(cls, team: Team, stem: str, step_seconds: float = STEP_SECONDS, **spec: Any) -> Training:
-        """Apply it; blocks of `spec` replace those of a tiny job."""
+    def start(
+        cls, team: Team, stem: str, step_seconds: float = STEP_SECONDS, *, fragile: bool = False, **spec: Any
+    ) -> Training:
+        """Apply it; blocks of `spec` replace those of a tiny job. `fragile`: on nodes that may be taken away."""
         training = {"maxSteps": STEPS, "globalBatchSize": 16, "learningRate": 0.002, "precision": "fp32"}
         name = team.new_name(stem)
         base: Object = {"training": training, "checkpoints": {"every": {"steps": EVERY}}}
-        team.apply(name, tiny_spec(**{**base, "template": puppet(team, step_seconds), **spec}))
+        template = {**puppet(team, step_seconds), **(on_fragile_nodes(team.box) if fragile else {})}
+        team.apply(name, tiny_spec(**{**base, "template": template, **spec}))
         return cls(team, name)
 
     def pods(self) -> tuple[Object, ...]:

@@ -19,7 +19,7 @@ from typing import Literal
 
 import psutil
 
-from box_support.box import Box, claim_of, pod_with_claim
+from box_support.box import FRAGILE, Box, claim_of, pod_with_claim
 from box_support.team import Team
 from cluster_support.access import Object, path_of, wait_until
 from cluster_support.operator_process import NAMESPACE
@@ -35,7 +35,7 @@ _PUPPET = "puppet"
 _CLAIMS = ("v1", "persistentvolumeclaims")
 _SITE = """
 # Imported by every interpreter of the pod before its program.
-import importlib.util, os, signal, sys, time
+import importlib.machinery, importlib.util, os, signal, sys, time
 
 
 told = False
@@ -70,8 +70,17 @@ class AfterImport:
         return spec
 
 
+def import_the_next():
+    # The trainer gives programs one of its own, which this one hides.
+    elsewhere = [path for path in sys.path if os.path.abspath(path) != os.path.dirname(os.path.abspath(__file__))]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
 signal.signal({number}, tell)
 sys.meta_path.insert(0, AfterImport())
+import_the_next()
 """
 _EATER = """
 import sys
@@ -246,7 +255,8 @@ def ready(box: Box, node: str) -> bool:
     found = box.api.get(path_of("v1", "nodes", name=node)) or {}
     conditions = {one["type"]: one["status"] for one in found.get("status", {}).get("conditions", [])}
     spec = found.get("spec", {})
-    return conditions.get("Ready") == "True" and not spec.get("unschedulable") and not spec.get("taints")
+    taints = {taint["key"] for taint in spec.get("taints", [])} - {FRAGILE}
+    return conditions.get("Ready") == "True" and not spec.get("unschedulable") and not taints
 
 
 # -------------------------------------------------------------------------------------------------------------- storage

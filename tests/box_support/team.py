@@ -120,7 +120,7 @@ class Team:
             status = self.status(name)
             return status if status.get("phase") in TERMINAL else None
 
-        return wait_until(ended, f"the end of {name}", seconds, lambda: self.tell(name))
+        return wait_until(ended, f"the end of {name}", seconds, lambda: self.tell(name), poll_seconds=0.5)
 
     def succeeds(self, name: str, seconds: float = JOB_SECONDS) -> Object:
         """The status of a job that has to end well."""

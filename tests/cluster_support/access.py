@@ -153,7 +153,11 @@ class Api:
 
 @spent("waiting")
 def wait_until(
-    look: Callable[[], T | None], what: str, seconds: float = PATIENCE_SECONDS, tell: Callable[[], object] | None = None
+    look: Callable[[], T | None],
+    what: str,
+    seconds: float = PATIENCE_SECONDS,
+    tell: Callable[[], object] | None = None,
+    poll_seconds: float = 0.1,
 ) -> T:
     """The first value of `look` that is neither None, False nor empty; fails with what `tell` says after `seconds`,
     scaled by `patient`.
@@ -179,7 +183,7 @@ def wait_until(
         more = f"\n{tell()}" if tell is not None else ""
         return f"{what}{f' ({trouble})' if trouble else ''}{more}"
 
-    return waiting.wait_until(look_again, why, seconds, poll_seconds=0.1)
+    return waiting.wait_until(look_again, why, seconds, poll_seconds=poll_seconds)
 
 
 @dataclass

@@ -70,13 +70,25 @@ BASE: Object = {
 
 
 def install_kinds(cluster: Cluster) -> None:
-    """FineTuneJob, and the kinds of the training operators where their definitions are at hand."""
-    cluster.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=crd_yaml())
-    foreign = [SHARED / "crds" / name for name in FOREIGN_CRDS if (SHARED / "crds" / name).is_file()]
-    for path in foreign:
-        cluster.must("apply", "--server-side", "--force-conflicts", "-f", str(path))
-    names = [f"{PLURAL}.finetune.dev", *[yaml.safe_load(path.read_text())["metadata"]["name"] for path in foreign]]
-    cluster.wait_served(*names)
+    """FineTuneJob, and the kinds of the training operators where their definitions are at hand. Nobody changes the
+    latter: those that are served already are left as they are, as an API server takes seconds to read them.
+    """
+    definitions = {f"{PLURAL}.finetune.dev": crd_yaml()}
+    for path in [SHARED / "crds" / name for name in FOREIGN_CRDS if (SHARED / "crds" / name).is_file()]:
+        text = path.read_text()
+        definitions[yaml.safe_load(text)["metadata"]["name"]] = text
+    api = Api(cluster.access)
+    served = {name for name in definitions if not name.startswith(PLURAL) and _established(api, name)}
+    wanted = [text for name, text in definitions.items() if name not in served]
+    cluster.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin="\n---\n".join(wanted))
+    cluster.wait_served(*definitions)
+
+
+def _established(api: Api, name: str) -> bool:
+    found = api.get(path_of("apiextensions.k8s.io/v1", "customresourcedefinitions", name=name)) or {}
+    deleted = "deletionTimestamp" in found.get("metadata", {})
+    conditions = {one["type"]: one["status"] for one in found.get("status", {}).get("conditions", [])}
+    return conditions.get("Established") == "True" and not deleted
 
 
 @contextmanager

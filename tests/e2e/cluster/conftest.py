@@ -8,8 +8,10 @@ cluster; without it they run in that order, one test at a time.
 
 from __future__ import annotations
 
+import fcntl
 import secrets
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,22 +57,33 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Box]:
 
 
 @pytest.fixture(scope="session")
-def input_files(tiny_inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def input_files(request: pytest.FixtureRequest, box: Box, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What lies on the claim `inputs`: tiny/ (with a classifier that was never trained), minilm/, reviews/ and, where
-    the sample data are, rotten_tomatoes/.
+    the sample data are, rotten_tomatoes/. Made once for a box that is held: it takes torch and transformers.
     """
+    if held_box() is None or box.folder is None:
+        return _write_inputs(tmp_path_factory.mktemp("claim"), request)
+    with (box.folder / "inputs.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (box.folder / "inputs").is_dir():
+            partial = Path(tempfile.mkdtemp(dir=box.folder))
+            _write_inputs(partial, request).rename(box.folder / "inputs")
+    return box.folder / "inputs"
+
+
+def _write_inputs(folder: Path, request: pytest.FixtureRequest) -> Path:
     from transformers import AutoModelForSequenceClassification
 
-    folder = tmp_path_factory.mktemp("claim")
-    shutil.copytree(tiny_inputs, folder / "tiny")
-    shutil.copytree(tiny_inputs / "model", folder / "tiny" / "classifier")
+    tiny: Path = request.getfixturevalue("tiny_inputs")
+    shutil.copytree(tiny, folder / "tiny")
+    shutil.copytree(tiny / "model", folder / "tiny" / "classifier")
     labels = {0: "negative", 1: "positive"}
     classifier = AutoModelForSequenceClassification.from_pretrained(
-        tiny_inputs / "model", id2label=labels, label2id={name: number for number, name in labels.items()}
+        tiny / "model", id2label=labels, label2id={name: number for number, name in labels.items()}
     )
     classifier.save_pretrained(folder / "tiny" / "classifier")
     shutil.copytree(ROOT / "manifests" / "examples" / "data" / "product-reviews", folder / "reviews")
-    write_tagged_words(folder / "essays", tiny_inputs / "data")
+    write_tagged_words(folder / "essays", tiny / "data")
     copy_real_inputs(folder)
     readable_by_all(folder)
     return folder

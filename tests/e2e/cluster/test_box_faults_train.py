@@ -1,5 +1,5 @@
-"""Trainings that are broken in their middle: the status tells the first cause and not its echo in the other ranks, and
-what can go on goes on, from its last checkpoint.
+"""Trainings from which pods, objects and nodes are taken away in their middle: the status tells the first cause and
+not its echo in the other ranks, and what can go on goes on, from its last checkpoint.
 
 Each job is broken several times in a row: what follows from a fault is the next one's beginning.
 """
@@ -14,32 +14,13 @@ from dataclasses import dataclass
 import pytest
 
 from box_support.box import Box
-from box_support.breaking import EVERY, STEPS, Broken, Training
-from box_support.faults import (
-    RAISED,
-    delete_child,
-    delete_pod,
-    exhaust_memory,
-    hang_rank,
-    node_off,
-    preempt,
-    puppet,
-    raise_in_rank,
-    small_claim,
-)
-from box_support.team import Team, stage_of, tiny_spec
+from box_support.breaking import EVERY, STEPS, Broken, Training, sizes
+from box_support.faults import delete_child, delete_pod, hang_rank, node_off, preempt
+from box_support.team import Team, stage_of
 from cluster_support.access import Object
 from suite_plugins.patience import patient
 
 HANG_SECONDS = math.ceil(patient(20))
-MEGABYTES = 64
-SIZES = ("worldSize", "microBatchSize", "gradientAccumulation")
-
-
-def sizes(status: Object) -> tuple[int, int, int]:
-    """World, micro-batch and accumulation of the plan in force."""
-    world, micro, accumulation = (status["plan"][name] for name in SIZES)
-    return world, micro, accumulation
 
 
 def every_step_once(team: Team, name: str) -> bool:
@@ -62,7 +43,7 @@ class Ended:
 
 @pytest.fixture(scope="module")
 def disturbed(team: Team) -> Ended:
-    job = Training.start(team, "disturbed")
+    job = Training.start(team, "disturbed", fragile=True)
     broken = (
         job.breaks(lambda: delete_pod(team, job.pod(1))),
         job.breaks(lambda: preempt(team, job.pod(1), "taint")),
@@ -71,7 +52,6 @@ def disturbed(team: Team) -> Ended:
     return Ended(job.name, broken, team.succeeds(job.name))
 
 
-@pytest.mark.alone
 def test_a_pod_deleted_by_hand_is_the_cause_and_the_attempt_goes_on_from_where_it_stopped(disturbed: Ended) -> None:
     broken, *_ = disturbed.broken
     assert broken.told("class", "stage", "attempt", "pod", "node", "exitCode") == [
@@ -83,7 +63,6 @@ def test_a_pod_deleted_by_hand_is_the_cause_and_the_attempt_goes_on_from_where_i
     assert broken.lost <= 1
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("place", "rank", "reason"), [(1, 1, "DeletionByTaintManager"), (2, 0, "TerminationByKubelet")]
 )
@@ -100,7 +79,6 @@ def test_a_preemption_names_the_pod_that_was_hit_and_at_most_one_step_is_lost(
     assert broken.lost <= 1
 
 
-@pytest.mark.alone
 def test_what_the_infrastructure_does_is_not_counted_and_changes_no_plan(disturbed: Ended, team: Team) -> None:
     status = disturbed.status
     assert (status["restarts"], status.get("countedRestarts", 0)) == (3, 0)
@@ -110,58 +88,13 @@ def test_what_the_infrastructure_does_is_not_counted_and_changes_no_plan(disturb
     assert every_step_once(team, disturbed.name)
 
 
-# ------------------------------------------------------------------------------------ what the program itself runs into
-
-
-@pytest.fixture(scope="module")
-def failing(team: Team) -> tuple[Broken, Broken]:
-    job = Training.start(team, "failing")
-    return (
-        job.breaks(lambda: exhaust_memory(team, job.pod(1))),
-        job.breaks(lambda: raise_in_rank(team, job.pod(1)), over=True),
-    )
-
-
-def test_a_rank_that_has_no_memory_left_goes_on_with_half_the_micro_batch(failing: tuple[Broken, Broken]) -> None:
-    broken, after = failing
-    assert broken.told("class", "reason", "stage", "attempt", "rank", "pod", "node", "exitCode") == [
-        "OutOfMemory", "OOMKilled", "train", 1, 1, broken.name(1), broken.node(1), 137,
-    ]  # fmt: skip
-    assert "memory" in broken.failure["hint"]
-    assert broken.failure["logTail"]
-    assert (broken.status["restarts"], broken.status.get("countedRestarts", 0)) == (1, 0)
-    assert broken.status["adaptation"]["microBatchLimit"] == 4
-    # As planned from what prepare had measured, and with the same global batch.
-    assert (sizes(after.status), 2 * 4 * 2) == ((2, 4, 2), 16)
-
-
-def test_a_rank_that_has_no_memory_left_costs_the_steps_since_the_last_checkpoint(
-    failing: tuple[Broken, Broken],
-) -> None:
-    broken, _ = failing
-    assert broken.resumed % EVERY == 0
-    assert 0 <= broken.lost <= EVERY
-
-
-def test_an_error_in_one_rank_is_told_with_its_traceback_and_ends_the_job(failing: tuple[Broken, Broken]) -> None:
-    _, broken = failing
-    assert broken.told("class", "reason", "stage", "attempt", "rank", "pod", "node", "exitCode") == [
-        "ProgramError", "UnexpectedError", "train", 2, 1, broken.name(1), broken.node(1), 1,
-    ]  # fmt: skip
-    assert broken.failure["message"] == f"ValueError: {RAISED}"
-    assert "logTail" in broken.failure["hint"]
-    assert "Traceback" in broken.failure["logTail"]
-    assert broken.status["phase"] == "Failed"
-    assert (broken.status["restarts"], broken.status.get("countedRestarts", 0)) == (1, 0)
-
-
 # ---------------------------------------------------------------------------------------- what stands still or vanishes
 
 
 @pytest.fixture(scope="module")
 def held_up(box: Box, team: Team) -> Ended:
     """The last fault is a node without power, and it stays so to the end of the job."""
-    job = Training.start(team, "held-up", runPolicy={"progressDeadlineSeconds": HANG_SECONDS})
+    job = Training.start(team, "held-up", fragile=True, runPolicy={"progressDeadlineSeconds": HANG_SECONDS})
     broken = [
         job.breaks(lambda: hang_rank(team, job.pod(1))),
         job.breaks(lambda: delete_child(team, job.name, "train")),
@@ -171,7 +104,6 @@ def held_up(box: Box, team: Team) -> Ended:
         return Ended(job.name, tuple(broken), team.succeeds(job.name))
 
 
-@pytest.mark.alone
 def test_a_rank_that_hangs_is_found_by_the_progress_that_stops(held_up: Ended) -> None:
     broken = held_up.broken[0]
     assert broken.told("class", "reason", "stage", "attempt", "rank") == ["NoProgress", "Hung", "train", 1, None]
@@ -183,7 +115,6 @@ def test_a_rank_that_hangs_is_found_by_the_progress_that_stops(held_up: Ended) -
     assert 0 <= broken.lost <= EVERY
 
 
-@pytest.mark.alone
 def test_an_object_that_somebody_deleted_is_made_anew_and_counted(held_up: Ended) -> None:
     broken = held_up.broken[1]
     assert broken.told("class", "reason", "stage", "attempt", "rank", "pod") == [
@@ -195,7 +126,6 @@ def test_an_object_that_somebody_deleted_is_made_anew_and_counted(held_up: Ended
     assert broken.lost <= 1
 
 
-@pytest.mark.alone
 def test_a_node_without_power_is_the_cause_and_the_training_goes_on_elsewhere(held_up: Ended, team: Team) -> None:
     broken, status = held_up.broken[2], held_up.status
     lost = broken.node(1)
@@ -208,32 +138,3 @@ def test_a_node_without_power_is_the_cause_and_the_training_goes_on_elsewhere(he
     assert lost not in {pod["spec"]["nodeName"] for pod in team.pods(held_up.name, "train", 4)}
     assert sizes(broken.status) == sizes(status)
     assert every_step_once(team, held_up.name)
-
-
-# ------------------------------------------------------------------------------------------------------------- storage
-
-
-def test_a_full_storage_ends_the_job_and_says_what_to_free(team: Team) -> None:
-    name, claim = team.new_name("full"), team.new_name("small")
-    with small_claim(team, claim, MEGABYTES) as storage:
-        team.apply(
-            name,
-            tiny_spec(
-                training={"maxSteps": STEPS, "globalBatchSize": 16, "learningRate": 0.002, "precision": "fp32"},
-                parallelism={"strategy": "single"},
-                resources={"nodes": 1, "processesPerNode": 1, "cpu": "1", "memory": "2Gi"},
-                checkpoints={"every": {"steps": EVERY}},
-                storage={"workspace": f"pvc://{claim}"},
-                template=puppet(team, 0.1),
-            ),
-        )
-        team.wait_step(name, 1)
-        (pod,) = team.pods(name, "train")
-        storage.fill()
-        failure = team.fails(name)
-    told = [failure.get(field) for field in ("class", "stage", "attempt", "rank", "pod", "node", "exitCode")]
-    assert told == ["StorageFull", "train", 1, 0, pod["metadata"]["name"], pod["spec"]["nodeName"], 16]
-    assert "space" in failure["message"].lower()
-    assert "checkpoints.keep" in failure["hint"]
-    assert "StorageFull" in failure["logTail"]
-    assert team.status(name).get("restarts", 0) == 0

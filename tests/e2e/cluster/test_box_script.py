@@ -8,15 +8,17 @@ from pathlib import Path
 import pytest
 
 from box_support.box import SCRIPTS_GIT_HOST, Box
-from box_support.faults import kill_pod
+from box_support.faults import kill_pod, puppet
 from box_support.git_pod import TEMPLATE, git_pod
 from box_support.team import Team, stage_of
 from box_support.watching import watching
 from cluster_support.access import Object, wait_until
 from script_support.programs import documented
 
-EPOCHS = 60
-"""Long enough for several reports: transformers makes one every five seconds."""
+EPOCHS = 12
+"""Of 32 steps."""
+STEP_SECONDS = 0.08
+"""At least, so that there are several reports: transformers makes one every five seconds."""
 BROKEN = """
 import os
 if os.environ["RANK"] == "1":
@@ -51,7 +53,7 @@ def own_program(**script: object) -> Object:
         "training": {
             "script": {
                 "git": {"url": f"https://{SCRIPTS_GIT_HOST}/programs"},
-                "hyperparameters": {"epochs": EPOCHS, "batch_size": 4, "learning_rate": 2.0e-3, "save_steps": 100},
+                "hyperparameters": {"epochs": EPOCHS, "batch_size": 4, "learning_rate": 2.0e-3, "save_steps": 40},
                 **script,
             }
         },
@@ -84,8 +86,11 @@ def test_an_unchanged_trainer_program_is_told_of_live_goes_on_after_a_lost_pod_a
         return {int(line[3]) for line in training()} - {0, 100}
 
     with watching(box, team.namespace, seen):
-        team.apply(name, {**own_program(), "evaluation": {"gate": {"metric": "accuracy", "minimum": 0.9}}})
-        team.wait_step(name, 120)
+        slow = puppet(team, STEP_SECONDS)
+        template = {part: [*TEMPLATE[part], *slow[part]] for part in TEMPLATE}
+        gate = {"gate": {"metric": "accuracy", "minimum": 0.9}}
+        team.apply(name, {**own_program(), "template": template, "evaluation": gate})
+        team.wait_step(name, 50)
         # transformers' own callback tells the percentage, more than once.
         wait_until(lambda: len(percentages()) >= 2, f"{name}: two percentages", tell=lambda: team.tell(name))
         kill_pod(team, team.pods(name, "train", 1)[1]["metadata"]["name"])
