@@ -237,8 +237,8 @@ def _named_image(name: str) -> Object:
 
 
 def built_images() -> None:
-    """Build them ahead of the suite, where a box can be had; says why not elsewhere."""
-    print(why_no_box() or image_folders())
+    """Build them ahead of the suite, where a box can be had or will be once its programs are built; says why not."""
+    print(_why_no_nodes() or image_folders())
 
 
 def image_folders() -> dict[str, str]:
@@ -263,6 +263,15 @@ def build_image(name: str) -> str:
 
 def why_no_box() -> str | None:
     """Name what this machine lacks for a cluster in a box; None when it has everything."""
+    if why := _why_no_nodes():
+        return why
+    assets = assets_folder()
+    lacking = [name for name in ("kube-apiserver", "kubectl", "kube-scheduler") if not (assets / name).is_file()]
+    return f"KUBEBUILDER_ASSETS ({assets}) has no {', '.join(lacking)}" if lacking else None
+
+
+def _why_no_nodes() -> str | None:
+    """The same, but for the programs of the control plane."""
     if not (TOOLS / "cluster").is_file():
         return "FINETUNE_TEST_KUBECONFIG is not set and ../shared/tools/cluster is not there"
     if os.geteuid() != 0:
@@ -272,9 +281,7 @@ def why_no_box() -> str | None:
     ]
     if missing:
         return f"FINETUNE_TEST_KUBECONFIG is not set and a cluster in a box needs {', '.join(missing)}"
-    assets = assets_folder()
-    lacking = [name for name in ("kube-apiserver", "kubectl", "kube-scheduler") if not (assets / name).is_file()]
-    return f"KUBEBUILDER_ASSETS ({assets}) has no {', '.join(lacking)}" if lacking else None
+    return None
 
 
 HELD = "FINETUNE_TEST_BOX"

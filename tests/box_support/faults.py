@@ -30,6 +30,8 @@ from suite_plugins.patience import patient
 
 RAISE_SIGNAL = signal.SIGUSR2
 """On which a rank of a job with `puppet` raises; neither the trainer nor its launchers use it."""
+GO_SIGNAL = signal.SIGRTMIN
+"""On which a rank of a job with `puppet` that was held goes on."""
 RAISED = "this row has no label"
 _PUPPET = "puppet"
 _CLAIMS = ("v1", "persistentvolumeclaims")
@@ -38,7 +40,8 @@ _SITE = """
 import importlib.machinery, importlib.util, os, signal, sys, time
 
 
-told = False
+told = free = False
+done = 0
 
 
 def tell(number, frame):
@@ -47,8 +50,17 @@ def tell(number, frame):
     told = True
 
 
+def let_go(number, frame):
+    global free
+    free = True
+
+
 def after_step(*_):
+    global done
+    done += 1
     time.sleep(float(os.environ["PUPPET_STEP_SECONDS"]))
+    while done == int(os.environ["PUPPET_HOLDS_AT"]) and not free:
+        time.sleep(0.05)
     if told:
         raise ValueError({raised!r})
 
@@ -79,6 +91,7 @@ def import_the_next():
 
 
 signal.signal({number}, tell)
+signal.signal({going}, let_go)
 sys.meta_path.insert(0, AfterImport())
 import_the_next()
 """
@@ -167,11 +180,17 @@ def raise_in_rank(team: Team, pod: str, rank: int | None = None) -> int:
     return signal_rank(team, pod, RAISE_SIGNAL, rank)
 
 
-def puppet(team: Team, step_seconds: float = 0.0) -> Object:
+def let_go(team: Team, pod: str) -> None:
+    """A training that `puppet` holds goes on."""
+    signal_rank(team, pod, GO_SIGNAL)
+
+
+def puppet(team: Team, step_seconds: float = 0.0, holds_at: int = 0) -> Object:
     """For `spec.template`: what makes a process of the job raise when it is told to, and each optimizer step last at
-    least so long, so that a fault finds the training under way whatever the machine.
+    least so long, so that a fault finds the training under way whatever the machine. A process waits at its step
+    `holds_at`, counted from 1, until `let_go`.
     """
-    site = _SITE.format(raised=RAISED, number=int(RAISE_SIGNAL))
+    site = _SITE.format(raised=RAISED, number=int(RAISE_SIGNAL), going=int(GO_SIGNAL))
     metadata = {"name": _PUPPET}
     team.apply_manifest(
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"sitecustomize.py": site}}
@@ -180,6 +199,7 @@ def puppet(team: Team, step_seconds: float = 0.0) -> Object:
         "env": [
             {"name": "PYTHONPATH", "value": f"/opt/{_PUPPET}"},
             {"name": "PUPPET_STEP_SECONDS", "value": str(step_seconds)},
+            {"name": "PUPPET_HOLDS_AT", "value": str(holds_at)},
         ],
         "volumes": [{"name": _PUPPET, "configMap": {"name": _PUPPET}}],
         "volumeMounts": [{"name": _PUPPET, "mountPath": f"/opt/{_PUPPET}", "readOnly": True}],

@@ -31,8 +31,8 @@ pytestmark = pytest.mark.last
 RELEASE = "finetune-operator"
 JOBS = int(os.environ.get("FINETUNE_UPGRADE_JOBS", "3"))
 STAGES = ("prepare", "train", "evaluate")
-STEPS, STEP_SECONDS = 60, patient(1.0)
-"""Trainings that last longer than the upgrade and the rollback."""
+STEPS, HOLDS_AT = 10, 3
+"""Of trainings, and the step at which they wait until the upgrade and the rollback are over."""
 
 
 @dataclass
@@ -105,7 +105,7 @@ def story(release: Release, team: Team, tmp_path_factory: pytest.TempPathFactory
         training={"maxSteps": STEPS, "globalBatchSize": 8, "learningRate": 0.002, "precision": "fp32"},
         parallelism={"strategy": "single"},
         resources={"nodes": 1, "processesPerNode": 1, "cpu": "500m", "memory": "2Gi"},
-        template=faults.puppet(team, STEP_SECONDS),
+        template=faults.puppet(team, holds_at=HOLDS_AT),
     )
     seen.mark, seen.names = box.cluster.audit_mark(), [team.new_name("upgraded") for _ in range(JOBS)]
     for name in seen.names:
@@ -124,6 +124,9 @@ def story(release: Release, team: Team, tmp_path_factory: pytest.TempPathFactory
     release.helm("rollback", RELEASE, "1", "--wait")
     release.ready()
     seen.replicas.append(release.replicas())
+    for name in seen.names:
+        (pod,) = team.pods(name, "train")
+        faults.let_go(team, pod["metadata"]["name"])
     seen.revisions = [str(one["chart"]) for one in yaml.safe_load(release.helm("history", RELEASE, "--output", "json"))]
     seen.statuses = {name: team.succeeds(name) for name in seen.names}
     return seen
