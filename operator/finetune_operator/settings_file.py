@@ -8,6 +8,7 @@ from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.settings_check import check_settings
 from finetune_operator.documents import read_documents
+from finetune_operator.input_file import UnreadableFileError, read_input
 
 
 class SettingsError(Exception):
@@ -21,9 +22,9 @@ class SettingsError(Exception):
 def read_settings_file(file: Path) -> Settings:
     """The settings in `file`; those that it leaves out are the defaults. SettingsError."""
     try:
-        documents, problems = read_documents(file.read_bytes())
-    except OSError as error:
-        raise SettingsError((f"cannot read {file}: {error.strerror}",)) from error
+        documents, problems = read_documents(read_input(file))
+    except UnreadableFileError as error:
+        raise SettingsError((str(error),)) from error
     if problems:
         raise SettingsError(tuple(f"{file}:{problem.line}: {problem.rule}" for problem in problems))
     if len(documents) > 1:

@@ -18,6 +18,7 @@ from finetune_operator.api.settings_check import check_settings
 from finetune_operator.cli.console import UsageError, described
 from finetune_operator.cli.inputs import JobEntry
 from finetune_operator.documents import read_documents
+from finetune_operator.input_file import UnreadableFileError, read_input
 
 OPERATOR_REPOSITORY, _, VERSION = OPERATOR_IMAGE.partition(":")
 TRAINER_REPOSITORY = TRAINER_IMAGE.partition(":")[0]
@@ -100,9 +101,9 @@ class PulledImage:
 def read_values(file: Path) -> Installation:
     """The installation that these values of the chart make. UsageError for values that say nothing about it."""
     try:
-        documents, unreadable = read_documents(file.read_bytes())
-    except OSError as error:
-        raise UsageError(f"--values: cannot read {file}: {error.strerror}") from error
+        documents, unreadable = read_documents(read_input(file))
+    except UnreadableFileError as error:
+        raise UsageError(f"--values: {error}") from error
     if unreadable:
         raise UsageError("; ".join(f"--values: {described(problem, str(file))}" for problem in unreadable))
     if len(documents) > 1:

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 from finetune_operator.api.problems import PathPart, Problem, format_path
@@ -20,6 +21,7 @@ from finetune_operator.api.types import KIND, FineTuneJob
 from finetune_operator.api.validation import foreign, validate_job
 from finetune_operator.cli.console import UsageError
 from finetune_operator.documents import Document, Position, position_of, read_documents
+from finetune_operator.input_file import UnreadableFileError, files_in, read_input, read_stream
 from finetune_operator.settings_file import SettingsError, read_settings_file
 
 STDIN = "-"
@@ -67,8 +69,8 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
     for source, folder, content in _contents(names):
         documents, unreadable = read_documents(content)
         found = list(unreadable)
-        ends = [*(document.line for document in documents[1:]), None]
-        for document, end in zip(documents, ends, strict=True):
+        for document, following in zip_longest(documents, documents[1:]):
+            end = None if following is None else following.line
             passed_over = foreign(document.value)
             if passed_over is not None:
                 notes.append(f"{source}:{document.line}: {passed_over}")
@@ -97,20 +99,21 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
 
 
 def _contents(names: Sequence[str]) -> Iterator[tuple[str, Path, bytes]]:
-    for name in names:
-        if name == STDIN:
-            yield "<stdin>", Path.cwd(), sys.stdin.buffer.read()
-            continue
-        path = Path(name)
-        files = sorted(p for p in path.iterdir() if p.suffix in SUFFIXES and p.is_file()) if path.is_dir() else [path]
-        if not files:
-            raise UsageError(f"the folder {name} holds no {', '.join(SUFFIXES)} file")
-        for file in files:
-            try:
-                content = file.read_bytes()
-            except OSError as error:
-                raise UsageError(f"cannot read {file}: {error.strerror}") from error
-            yield str(file), file.resolve().parent, content
+    try:
+        for name in names:
+            if name == STDIN:
+                if sys.stdin is None:
+                    raise UsageError("there is no standard input to read")
+                yield "<stdin>", Path.cwd(), read_stream(sys.stdin.buffer)
+                continue
+            files = files_in(Path(name), SUFFIXES)
+            if files == []:
+                raise UsageError(f"the folder {name} holds no {', '.join(SUFFIXES)} file")
+            for file in files or [Path(name)]:
+                content = read_input(file)
+                yield str(file), file.resolve().parent, content
+    except UnreadableFileError as error:
+        raise UsageError(str(error)) from error
 
 
 def _same_name(document: Document, name: str, earlier: JobEntry) -> Problem:

@@ -103,7 +103,7 @@ def _check_bytes(size: int) -> None:
     if size > MAX_BYTES:
         raise RefusedError(
             Position(1, 1),
-            f"a file has at most {MAX_BYTES} bytes, as a request to the API server; this one has {size}",
+            f"a file has at most {MAX_BYTES} bytes, as a request to the API server, and this one has more",
             "split the file",
             "NotSupported",
         )

@@ -162,6 +162,8 @@ def compose_yaml(text: str, first_line: int) -> Node | None:
             said += f"; it begins on line {_place(begun, first_line).line}"
         rule = f"the text must be YAML or JSON: {said}"
         way_out = next((way for sign, way in _WAYS_OUT if sign in rule), "correct the YAML at this line")
+        if "{{" in text:
+            way_out = "name the file that `helm template` makes of this: braces that are doubled are Helm's"
         raise RefusedError(_place(mark, first_line), rule, way_out) from error
 
 

@@ -16,7 +16,9 @@ SCRIPT = "script"
 
 def choose_script(draft: Draft) -> Draft:
     """What is said of the program in the plan."""
-    world, script = decided(draft.world), decided(draft.script)
+    world, script = draft.world, decided(draft.script)
+    if world is None:  # choose_world has told why
+        return draft
     place = "/".join(part for part in (script.git.path, script.entry_point) if part)
     draft = draft.because(
         f"script: every process runs {place} of {script.git.url} at {script.git.ref}, which prepare pins to a commit"
