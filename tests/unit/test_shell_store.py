@@ -1,5 +1,6 @@
 """The store: the newer word wins, and what is gone stays gone."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def pod(version: int, name: str = "demo-train-1-0", uid: str = "pod-1") -> dict[
 
 
 def children(store: Store) -> list[tuple[str, str | None]]:
-    return [(view.ref.name, view.ref.uid) for view in store.children("job-1")]
+    return [(view.ref.name, view.ref.uid) for view in store.children(("team", "job-1"))]
 
 
 def phase(store: Store) -> str | None:
@@ -93,7 +94,10 @@ def test_what_was_put_is_found_by_job_and_by_name(store: Store):
     found = store.job(KEY)
     assert found is not None
     assert (found.name, found.uid, store.job_version(KEY)) == ("demo", "job-1", "1")
-    assert [type(view) for view in (*store.children("job-1"), *store.pods("job-1"))] == [ChildView, PodView]
+    assert [type(view) for view in (*store.children(("team", "job-1")), *store.pods(("team", "job-1")))] == [
+        ChildView,
+        PodView,
+    ]
     entry = store.get("Pod", "team", "demo-train-1-0")
     assert entry is not None
     assert (entry.job, entry.job_uid, entry.uid) == (KEY, "job-1", "pod-1")
@@ -182,7 +186,7 @@ def test_a_list_removes_what_it_does_not_name_and_tells_whose_it_was(store: Stor
 
     assert store.replace_all("Job", [child(5)], version=20) == {KEY}
     assert children(store) == [("demo-train-1", "child-1")]
-    assert len(store.pods("job-1")) == 1
+    assert len(store.pods(("team", "job-1"))) == 1
 
 
 def test_a_list_leaves_what_is_newer_than_the_list(store: Store):
@@ -210,9 +214,9 @@ def test_a_list_of_one_job_removes_its_missing_pods_only(store: Store):
     store.put(pod(5))
     store.put(pod(6, name="demo-train-1-1", uid="pod-2"))
     store.put(child(7))
-    store.replace_of_job("Pod", "job-1", [pod(5)], version=20)
+    store.replace_of_job("Pod", ("team", "job-1"), [pod(5)], version=20)
 
-    assert [view.name for view in store.pods("job-1") if not view.gone] == ["demo-train-1-0"]
+    assert [view.name for view in store.pods(("team", "job-1")) if not view.gone] == ["demo-train-1-0"]
     assert len(children(store)) == 1
 
 
@@ -227,19 +231,40 @@ def test_a_changed_owner_label_moves_the_object(store: Store):
     store.put(child(5, job_uid="old"))
     store.put(child(6, job_uid="job-1"))
 
-    assert store.children("old") == ()
+    assert store.children(("team", "old")) == ()
     assert children(store) == [("demo-train-1", "child-1")]
+
+
+@pytest.mark.parametrize("make", [child, pod])
+def test_an_object_of_another_namespace_is_none_of_the_jobs_whatever_its_labels_say(
+    store: Store, make: Callable[..., dict[str, Any]]
+):
+    store.put(job(1))
+    store.put(child(2))
+    foreign = make(3, uid="foreign")
+    foreign["metadata"]["namespace"] = "evil"
+    entry = store.put(foreign)
+
+    assert entry is not None
+    assert entry.job == JobKey("evil", "demo")
+    assert children(store) == [("demo-train-1", "child-1")]
+    assert store.pods(("team", "job-1")) == ()
+    # Nor when it goes, or a list of its namespace leaves it out.
+    store.remove({**foreign, "metadata": {**foreign["metadata"], "resourceVersion": "4"}})
+    store.replace_all(foreign["kind"], [], 5, {"evil"})
+    assert children(store) == [("demo-train-1", "child-1")]
+    assert store.pods(("team", "job-1")) == ()
 
 
 def test_only_news_breaks_the_silence(store: Store, clock: Clock):
     store.put(child(5))
     clock.now += 100
     store.put(child(5))
-    assert store.heard_of("job-1") == 1000.0
+    assert store.heard_of(("team", "job-1")) == 1000.0
 
     store.put(pod(6))
-    assert store.heard_of("job-1") == 1100.0
-    assert store.heard_of("nobody") == 0.0
+    assert store.heard_of(("team", "job-1")) == 1100.0
+    assert store.heard_of(("team", "nobody")) == 0.0
 
 
 @pytest.mark.parametrize("version", ["", "abc", "1.5", "-3"])
@@ -268,7 +293,7 @@ def last_state(version: int, phase: str) -> dict[str, Any]:
 
 
 def seen_of(store: Store) -> list[tuple[str, bool]]:
-    return [(view.phase, view.gone) for view in store.pods("job-1")]
+    return [(view.phase, view.gone) for view in store.pods(("team", "job-1"))]
 
 
 def test_the_last_state_of_a_pod_that_is_gone_is_kept_while_its_attempt_is_judged(store: Store):

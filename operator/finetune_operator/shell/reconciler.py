@@ -46,6 +46,7 @@ from finetune_operator.shell.kube import (
 )
 from finetune_operator.shell.queue import JobKey
 from finetune_operator.shell.state import OperatorState
+from finetune_operator.shell.store import JobId
 
 log = logging.getLogger(__name__)
 
@@ -207,10 +208,10 @@ class Reconciler:
     def _observed(self, job: JobView, memory: JobMemory) -> Observed:
         running = next((stage for stage in job.status.stages if stage.state == "Running"), None)
         attempt = None if running is None else (job.uid, Stage(running.name), running.attempt)
-        book = self._state.progress
+        book, job_id = self._state.progress, (job.namespace, job.uid)
         return Observed(
-            children=self._state.store.children(job.uid),
-            pods=self._state.store.pods(job.uid),
+            children=self._state.store.children(job_id),
+            pods=self._state.store.pods(job_id),
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
             progress=None if attempt is None else book.of(*attempt),
             logs=tuple(sorted(memory.logs.items())),
@@ -226,7 +227,7 @@ class Reconciler:
         if job is None:
             return
         # What a pod that runs has logged is out of date in the next pass.
-        over = {pod.name for pod in self._state.store.pods(job.uid) if pod.over}
+        over = {pod.name for pod in self._state.store.pods((job.namespace, job.uid)) if pod.over}
         memory.logs = {name: text for name, text in memory.logs.items() if name in over}
         observed = self._observed(job, memory)
         for name in wanted_logs(job, observed, datetime.now(UTC), self._state.settings):
@@ -386,21 +387,24 @@ class Reconciler:
     def _wake_later(self, key: JobKey, job: JobView, decision: Decision, memory: JobMemory) -> None:
         if decision.wake_at is not None:
             self._state.queue.add_at(key, decision.wake_at)
-        heard = self._heard(job.uid)
-        if self._underway(job.uid) and memory.looked_up < heard:
+        job_id = (job.namespace, job.uid)
+        heard = self._heard(job_id)
+        if self._underway(job_id) and memory.looked_up < heard:
             self._state.queue.add_after(key, heard + SILENT_SECONDS - time.monotonic())
 
-    def _underway(self, job_uid: str) -> tuple[ObjectRef, ...]:
-        children = self._state.store.children(job_uid)
+    def _underway(self, job: JobId) -> tuple[ObjectRef, ...]:
+        children = self._state.store.children(job)
         return tuple(child.ref for child in children if child.state in ("Pending", "Running", "Suspended"))
 
-    def _heard(self, job_uid: str) -> float:
-        return max(self._state.store.heard_of(job_uid), self._state.progress.heard_of(job_uid))
+    def _heard(self, job: JobId) -> float:
+        _, uid = job
+        return max(self._state.store.heard_of(job), self._state.progress.heard_of(uid))
 
     async def _break_silence(self, key: JobKey, memory: JobMemory) -> None:
         """Ask once about an attempt of which nothing was heard for long: a watch may have lost its end."""
-        heard = self._heard(memory.uid)
-        underway = self._underway(memory.uid)
+        job_id = (key.namespace, memory.uid)
+        heard = self._heard(job_id)
+        underway = self._underway(job_id)
         if not underway or heard <= memory.looked_up or time.monotonic() < heard + SILENT_SECONDS:
             return
         memory.looked_up = heard
@@ -413,7 +417,7 @@ class Reconciler:
                 self._state.store.put(child)
         labels = f"{UID_LABEL}={memory.uid}"
         pods, version = await self._state.kube.list_objects(POD, key.namespace, labels)
-        self._state.store.replace_of_job(POD.kind, memory.uid, pods, version)
+        self._state.store.replace_of_job(POD.kind, job_id, pods, version)
 
     # -------------------------------------------------------------------------------------------------------- memory
 

@@ -34,6 +34,8 @@ NEVER_AGAIN = 2**64
 View: TypeAlias = JobView | ChildView | PodView
 Key: TypeAlias = tuple[str, str, str]
 """Kind, namespace, name. Group and version are left out: no two kinds of ours share a name."""
+JobId: TypeAlias = tuple[str, str]
+"""Namespace and uid of a job. A uid alone would let an object of another namespace claim the job by a label."""
 Raw: TypeAlias = Mapping[str, JsonValue]
 
 
@@ -62,6 +64,10 @@ class Entry:
     def key(self) -> Key:
         return self.kind, self.namespace, self.name
 
+    @property
+    def job_id(self) -> JobId:
+        return self.namespace, self.job_uid
+
 
 class Store:
     """See the module."""
@@ -70,13 +76,13 @@ class Store:
         self._settings = settings
         self._clock = clock
         self._entries: dict[Key, Entry] = {}
-        self._of_job: dict[str, dict[Key, Entry]] = {}
+        self._of_job: dict[JobId, dict[Key, Entry]] = {}
         self._uids: dict[JobKey, Counter[str]] = {}
         """By name: the uids of jobs that had it, with the number of their objects."""
         self._buried: dict[str, tuple[int, float]] = {}
         """By uid: newest version that is known to be over, and when we learnt of it. Oldest first."""
-        self._departed: dict[str, dict[str, PodView]] = {}
-        """By uid of their job, then by their own: pods that are gone while the object that runs their attempt is there.
+        self._departed: dict[JobId, dict[str, PodView]] = {}
+        """By their job, then by uid: pods that are gone while the object that runs their attempt is there.
         Who deletes a pod takes the word of why the attempt failed away with it.
         """
 
@@ -96,31 +102,31 @@ class Store:
         """All jobs."""
         return [entry.job for entry in self._entries.values() if entry.kind == JOB_KIND]
 
-    def children(self, job_uid: str) -> tuple[ChildView, ...]:
+    def children(self, job: JobId) -> tuple[ChildView, ...]:
         """What runs the job's attempts, by stage and attempt."""
-        found = [entry.view for entry in self._of_job.get(job_uid, {}).values()]
+        found = [entry.view for entry in self._of_job.get(job, {}).values()]
         views = [view for view in found if isinstance(view, ChildView)]
         return tuple(sorted(views, key=lambda view: (view.stage.value, view.attempt, view.ref.name)))
 
-    def pods(self, job_uid: str) -> tuple[PodView, ...]:
+    def pods(self, job: JobId) -> tuple[PodView, ...]:
         """The job's pods, the oldest first; those that are gone as long as their attempt is judged by them."""
-        found = [entry.view for entry in self._of_job.get(job_uid, {}).values()]
+        found = [entry.view for entry in self._of_job.get(job, {}).values()]
         views = [view for view in found if isinstance(view, PodView)]
-        views += self._departed.get(job_uid, {}).values()
+        views += self._departed.get(job, {}).values()
         return tuple(sorted(views, key=lambda view: (view.created, view.name)))
 
     def pods_before(self, key: JobKey, job_uid: str) -> tuple[PodView, ...]:
         """Pods of earlier jobs of that name; the garbage collector takes a while."""
         others = [uid for uid in self._uids.get(key, ()) if uid != job_uid]
-        return tuple(pod for uid in others for pod in self.pods(uid))
+        return tuple(pod for uid in others for pod in self.pods((key.namespace, uid)))
 
     def get(self, kind: str, namespace: str, name: str) -> Entry | None:
         """One object."""
         return self._entries.get((kind, namespace, name))
 
-    def heard_of(self, job_uid: str) -> float:
+    def heard_of(self, job: JobId) -> float:
         """When anything of the job's children or pods changed last, on the monotonic clock; 0.0: never."""
-        return max((entry.heard for entry in self._of_job.get(job_uid, {}).values()), default=0.0)
+        return max((entry.heard for entry in self._of_job.get(job, {}).values()), default=0.0)
 
     # ------------------------------------------------------------------------------------------------------- writing
 
@@ -138,7 +144,7 @@ class Store:
         if known is not None:
             self._drop(known)
         self._entries[key] = entry
-        self._of_job.setdefault(entry.job_uid, {})[key] = entry
+        self._of_job.setdefault(entry.job_id, {})[key] = entry
         self._uids.setdefault(entry.job, Counter())[entry.job_uid] += 1
         return entry
 
@@ -172,13 +178,13 @@ class Store:
                 touched.add(entry.job)
         return touched
 
-    def replace_of_job(self, kind: str, job_uid: str, raws: Iterable[Raw], version: int) -> None:
+    def replace_of_job(self, kind: str, job: JobId, raws: Iterable[Raw], version: int) -> None:
         """The same for the objects of one job."""
         listed = set()
         for raw in raws:
             listed.add(_key(raw))
             self.put(raw)
-        for entry in list(self._of_job.get(job_uid, {}).values()):
+        for entry in list(self._of_job.get(job, {}).values()):
             if entry.kind == kind and entry.key not in listed and entry.version <= version:
                 self._bury(entry.key, entry.uid, version)
 
@@ -217,24 +223,24 @@ class Store:
     def _mourn(self, known: Entry, last: PodView | None) -> None:
         """Keep the last state of a pod that ran for as long as what runs its attempt is there."""
         view = last or known.view
-        departed = self._departed.get(known.job_uid, {})
+        departed = self._departed.get(known.job_id, {})
         if isinstance(view, PodView):
-            attempts = {(child.stage, child.attempt) for child in self.children(known.job_uid)}
+            attempts = {(child.stage, child.attempt) for child in self.children(known.job_id)}
             if view.phase != "Pending" and (view.stage, view.attempt) in attempts:
-                self._departed.setdefault(known.job_uid, {})[view.uid] = replace(view, gone=True)
+                self._departed.setdefault(known.job_id, {})[view.uid] = replace(view, gone=True)
         elif isinstance(view, ChildView):
             left = {uid: pod for uid, pod in departed.items() if (pod.stage, pod.attempt) != (view.stage, view.attempt)}
             if left:
-                self._departed[known.job_uid] = left
+                self._departed[known.job_id] = left
             else:
-                self._departed.pop(known.job_uid, None)
+                self._departed.pop(known.job_id, None)
 
     def _drop(self, entry: Entry) -> None:
         del self._entries[entry.key]
-        of_job = self._of_job[entry.job_uid]
+        of_job = self._of_job[entry.job_id]
         del of_job[entry.key]
         if not of_job:
-            del self._of_job[entry.job_uid]
+            del self._of_job[entry.job_id]
         uids = self._uids[entry.job]
         uids[entry.job_uid] -= 1
         if not uids[entry.job_uid]:
