@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -80,6 +81,8 @@ def main(arguments: Sequence[str]) -> int:
     for phase in phases:
         # A script that judges each call must not miss one that was never made.
         phase.write_code(chosen.reports, NOT_ENDED)
+    # Whoever is told to end takes the box down.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory(prefix="finetune-box-") as box_folder, ExitStack() as stack:
         box = stack.enter_context(running_box(Path(box_folder)))
         box.install_operator(Path(stack.enter_context(tempfile.TemporaryDirectory())))
