@@ -330,6 +330,15 @@ def test_a_job_is_seen_whole():
     assert (seen.job.metadata.uid, seen.job.spec.task) == ("u", "text-classification")
 
 
+@pytest.mark.parametrize("spec", [SPEC, {"task": "poetry"}], ids=["valid", "invalid"])
+def test_a_job_that_asks_for_the_same_is_judged_once(spec: dict[str, object]):
+    first = job_view(document(spec=spec), CLUSTER_SETTINGS)
+    again = job_view(document(spec=spec, status={"phase": "Pending"}), CLUSTER_SETTINGS, first)
+    assert (again.problems is first.problems, again.job is first.job) == (True, True)
+    relabelled = job_view(document(spec=spec, metadata={"labels": {"a": "!"}}), CLUSTER_SETTINGS, again)
+    assert relabelled.problems != first.problems
+
+
 def test_a_job_with_problems_cannot_be_run_and_still_names_its_manager():
     seen = job_view(document(spec={"task": "poetry", "runPolicy": {"managedBy": "others"}}), CLUSTER_SETTINGS)
     assert (seen.job, seen.managed_by) == (None, "others")

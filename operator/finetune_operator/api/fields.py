@@ -16,7 +16,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
-from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
+from finetune_operator.api.problems import MOST_PROBLEMS, PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.shapes import Fields, Items, Map, Number, Shape, Text, find, sentence
 from finetune_operator.api.types import URI_PATTERN
 
@@ -34,7 +34,7 @@ class Read(Generic[Model]):
     """What could be read of an object."""
 
     value: Model | None
-    """The object without its faulty fields; None if the remainder cannot be read either."""
+    """The object without its faulty fields; None if the remainder cannot be read either, or nobody would read on."""
     problems: tuple[Problem, ...]
     """One for each faulty field."""
     faults: tuple[Path, ...] = ()
@@ -66,13 +66,14 @@ def read_fields(
             entries = [
                 (_document_path(shape, entry["loc"]), entry["type"]) for entry in error.errors(include_url=False)
             ]
+            above = {path[:length] for path, _ in entries for length in range(len(path))}
             for path, kind in entries:
                 # `auto` or an object: where a field of the object is wrong, that the whole is not `auto` says nothing.
-                if any(other != path and other[: len(path)] == path for other, _ in entries):
+                if path in above:
                     continue
-                if not any(path[: len(fault)] == fault for fault in faults):
+                if not any(path[:length] in faults for length in range(len(path) + 1)):
                     faults[path] = _field_problem(shape, path, kind, value, prefix)
-                if not path or not isinstance(remainder, dict):
+                if not path or not isinstance(remainder, dict) or len(faults) >= MOST_PROBLEMS:
                     return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone))
                 gone.add(_take_out(shape, remainder, path, placeholders or {}))
     return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone))

@@ -29,6 +29,10 @@ Reason = Literal[
 """A machine word for the kind of problem, in the CamelCase of Kubernetes condition reasons."""
 
 HIDDEN = "(hidden)"
+MAX_DEPTH = 100
+"""Levels of nesting of a document: several times what a FineTuneJob needs, far from the recursion limit of Python."""
+MOST_PROBLEMS = 100
+"""Told of one object. Nobody reads more, and whoever writes an object could have the operator look for ever."""
 
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 # Names whose text is a credential. Plurals stay visible: `columns.tokens` and `maxTokens` are ordinary
@@ -37,11 +41,14 @@ _SECRET_NAME = re.compile(
     r"(?:password|passwd|passphrase|pwd|secret|token|(?:api|access|account|private|secret)[_-]?key|credentials?)$",
     re.IGNORECASE,
 )
-# Credentials of Hugging Face, git hosts, AWS, Slack, Google, OpenAI-style and JWT keep their form wherever they are.
+# Credentials of JWT, Hugging Face, git hosts, AWS, Slack, Google and OpenAI-style keep their form wherever they are. A
+# search for the first begins where a word begins, and looks first for the dot behind it: each letter is read a few
+# times, not once for each `eyJ` before it.
 SECRET_TEXT = re.compile(
-    r"\b(?:hf|api_org)_[A-Za-z0-9]{8,}|\bgh[pousr]_[A-Za-z0-9]{8,}|\bgithub_pat_\w{8,}|\bglpat-[\w-]{8,}"
+    r"(?<![\w-])(?=[\w-]++\.[\w.-])[\w-]*?\beyJ[\w-]{8,}+\.[\w.-]+"
+    r"|\b(?:hf|api_org)_[A-Za-z0-9]{8,}|\bgh[pousr]_[A-Za-z0-9]{8,}|\bgithub_pat_\w{8,}|\bglpat-[\w-]{8,}"
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bxox[abeprs]-[\w-]{10,}|\bAIza[\w-]{30,}|\bya29\.[\w-]{20,}"
-    r"|\bsk-[\w-]{16,}|\beyJ[\w-]{8,}\.[\w.-]+"
+    r"|\bsk-[\w-]{16,}"
 )
 _URI_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import fnmatch
 import ipaddress
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
+from itertools import chain, islice
 from typing import get_args
 
 from pydantic import JsonValue
@@ -31,7 +32,15 @@ from finetune_contract.arguments import (
 from finetune_operator.api.crd import MAX_NAME
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.fields import Path, read_fields, unknown_field, value_at, without_nulls
-from finetune_operator.api.problems import HIDDEN, Problem, Reason, describe_value, format_path
+from finetune_operator.api.problems import (
+    HIDDEN,
+    MAX_DEPTH,
+    MOST_PROBLEMS,
+    Problem,
+    Reason,
+    describe_value,
+    format_path,
+)
 from finetune_operator.api.rules import RULES, Rule
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.shapes import spec_shape
@@ -80,7 +89,8 @@ _PLACEHOLDERS: Mapping[str, JsonValue] = {"task": "text-classification", "model"
 def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tuple[FineTuneJob | None, list[Problem]]:
     """The job, and everything that is wrong with it; the job is None when its fields cannot be read at all.
 
-    Problems have no line: the caller knows where the document stands. A job that comes with problems must not be run.
+    At most MOST_PROBLEMS are told. Problems have no line: the caller knows where the document stands. A job that comes
+    with problems must not be run.
     """
     if not isinstance(value, dict):
         return None, [
@@ -88,7 +98,10 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
         ]
     if version := _other_version(value):
         return None, [version]
-    problems = [*_tokens(value, ()), *_frame(value), *_metadata(value.get("metadata"))]
+    if deep := _too_deep(value):
+        return None, [deep]
+    around = chain(_tokens(value, ()), _frame(value), _metadata(value.get("metadata")))
+    problems = list(islice(around, MOST_PROBLEMS))
     spec_value = value.get("spec")
     if not isinstance(spec_value, dict):
         if spec_value is None:
@@ -106,7 +119,7 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
     problems.extend(read.problems)
     if spec is not None:
         problems.extend(_across_fields(spec, written, read.faults, read.gone, settings))
-    problems = _one_per_field(problems)
+    problems = _one_per_field(problems)[:MOST_PROBLEMS]
     if problems or spec is None:
         return None, problems
     metadata = value["metadata"]
@@ -136,6 +149,22 @@ def foreign(value: JsonValue) -> str | None:
 
 
 # ------------------------------------------------------------------------------------------------------ around the spec
+
+
+def _too_deep(value: Mapping[str, JsonValue]) -> Problem | None:
+    """What nests deeper than MAX_DEPTH. Everything that comes later goes down by recursion."""
+    # A value, how deep it lies, and the first steps to it.
+    left: list[tuple[JsonValue, int, Path]] = [(dict(value), 1, ())]
+    while left:
+        inner, depth, path = left.pop()
+        if not isinstance(inner, dict | list):
+            continue
+        if depth > MAX_DEPTH:
+            rule = f"must nest at most {MAX_DEPTH} levels deep"
+            return Problem(format_path(path), None, rule, "write it with fewer levels")
+        parts = inner.items() if isinstance(inner, dict) else enumerate(inner)
+        left.extend((part, depth + 1, path if len(path) == 3 else (*path, name)) for name, part in parts)
+    return None
 
 
 def _other_version(value: Mapping[str, JsonValue]) -> Problem | None:
@@ -233,8 +262,9 @@ def _across_fields(
 ) -> Iterator[Problem]:
     """Rules, missing support, settings and foreign vocabularies; silent about fields that are faulty by themselves."""
     defaults = spec.model_dump(mode="json", by_alias=True)
+    touched = {path[:length] for path in gone for length in range(len(path) + 1)}
     for rule in RULES:
-        if gone and _reads(rule, gone):
+        if gone and _reads(rule, gone, touched):
             continue
         if not rule.holds(spec):
             path: Path = tuple(rule.path.split("."))
@@ -254,20 +284,21 @@ def _across_fields(
         *keys,
         *template_problems(spec),
     )
-    faulty = [format_path(("spec", *fault)) for fault in faults]
+    faulty = {format_path(("spec", *fault)) for fault in faults}
     for problem in others:
-        if not any(path == problem.path or problem.path.startswith((f"{path}.", f"{path}[")) for path in faulty):
+        ends = [at for at, letter in enumerate(problem.path) if letter in ".["]
+        if not any(problem.path[:end] in faulty for end in (*ends, len(problem.path))):
             yield problem
 
 
-def _reads(rule: Rule, gone: frozenset[Path]) -> bool:
-    """Whether the rule would judge by something that was taken out.
+def _reads(rule: Rule, gone: Set[Path], touched: Set[Path]) -> bool:
+    """Whether the rule would judge by something that was taken out; `touched`: that, and all that holds some of it.
 
     CEL names each field that it reads, and a block only to ask whether it is there; a block in `reads` stands for all
     that is below it.
     """
     for read in (tuple(name.split(".")) for name in rule.fields_read):
-        if any(read[: len(path)] == path or (rule.reads and path[: len(read)] == read) for path in gone):
+        if any(read[:length] in gone for length in range(len(read) + 1)) or (rule.reads and read in touched):
             return True
     return False
 
@@ -395,10 +426,10 @@ def _git_host(url: str, settings: Settings) -> Iterator[Problem]:
 def _one_per_field(problems: list[Problem]) -> list[Problem]:
     """The first problem of a field that is not there yet is enough; other fields keep all of theirs."""
     first: dict[str, Problem] = {}
-    kept: list[Problem] = []
+    kept: dict[Problem, None] = {}
     for problem in problems:
         earlier = first.setdefault(problem.path, problem)
         repeats = earlier is not problem and (problem.reason == "NotYetSupported" or earlier.value == HIDDEN)
-        if not repeats and problem not in kept:
-            kept.append(problem)
-    return kept
+        if not repeats:
+            kept[problem] = None
+    return list(kept)

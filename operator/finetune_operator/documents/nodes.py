@@ -16,13 +16,10 @@ from typing import Protocol
 
 import yaml
 
-from finetune_operator.api.problems import Problem, Reason
+from finetune_operator.api.problems import MAX_DEPTH, Problem, Reason
 from finetune_operator.documents.scalars import STANDARD_TAG, tag_shown
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-
-MAX_DEPTH = 100
-"""Levels of nesting, several times what a FineTuneJob needs, and far from the recursion limit of Python."""
 
 MAX_NODES = 100_000
 """Nodes of one document, or of one stream of JSON objects, with the aliases written out: some 20 times what a

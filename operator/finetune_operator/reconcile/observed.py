@@ -72,15 +72,16 @@ def job_view(value: Mapping[str, JsonValue], settings: Settings, before: JobView
         job=job,
         problems=problems,
         status=_status(value.get("status")),
+        labels=labels,
+        annotations=annotations,
     )
 
 
 def _asks_the_same(before: JobView, meta: Meta, labels: object, annotations: object) -> bool:
     """Kubernetes counts the generation up with each change of a spec, but not with one of labels and annotations."""
-    return (
-        before.job is not None
-        and (before.uid, before.generation) == (meta.uid, meta.generation)
-        and (before.job.metadata.labels, before.job.metadata.annotations) == (labels, annotations)
+    return (before.uid, before.generation) == (meta.uid, meta.generation) and (before.labels, before.annotations) == (
+        labels,
+        annotations,
     )
 
 

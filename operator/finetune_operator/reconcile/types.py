@@ -5,9 +5,12 @@ They are plain and frozen, so that a situation can be written down as a row of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Literal, TypeAlias
+
+from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
 from finetune_contract.report import TrainerReport
@@ -46,6 +49,9 @@ class JobView:
     problems: tuple[Problem, ...]
     status: FineTuneJobStatus
     """What was stored last; everything that has to survive a restart of the operator is in it."""
+    labels: Mapping[str, JsonValue] = field(default_factory=dict)
+    annotations: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Of these and the spec the job was judged."""
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version as distribution_version
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 from urllib.parse import quote
 
 import aiohttp
@@ -56,6 +56,7 @@ from pydantic import JsonValue
 from finetune_operator.api.types import LauncherName
 from finetune_operator.reconcile.times import stamp
 from finetune_operator.rendering.types import FIELD_OWNER, Manifest
+from finetune_operator.shell.json_text import loads
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +247,7 @@ def error_of(what: str, code: int, body: bytes, retry_after: str | None = None) 
     """The error that an answer means. Proxies answer in HTML, so the body may be anything."""
     reason, message = "", ""
     try:
-        status = json.loads(body)
+        status = loads(body)
     except ValueError:
         status = None
     if isinstance(status, dict):
@@ -568,7 +569,7 @@ class Kube:
             subresource=subresource,
         )
         try:
-            value = json.loads(answer)
+            value = loads(answer)
         except ValueError as error:
             raise UnavailableError(f"{verb} {path}", 0, "", "the answer is no JSON") from error
         if not isinstance(value, dict):
@@ -680,7 +681,7 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
 def _event(what: str, resource: Resource, line: bytes) -> WatchEvent:
     """One line of a watch. The error that it tells of; UnavailableError for a line that is no event."""
     try:
-        read = json.loads(line)
+        read: Any = loads(line)
         kind, found = read["type"], read["object"]
         if kind == "ERROR":
             raise error_of(what, int(found.get("code", 500)), json.dumps(found).encode())

@@ -1,0 +1,102 @@
+"""Validation ends in time with what its length says, whatever somebody writes: each of these took minutes, or ended in
+a RecursionError.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetune_operator.api.problems import HIDDEN, MOST_PROBLEMS, describe_value, holds_secret
+from finetune_operator.api.validation import validate_job
+
+MANY = 40_000
+"""About half of what the API server takes. What is quadratic in it takes more than the time limit on any machine."""
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def job(metadata: Any = None, **spec: Any) -> dict[str, Any]:
+    base = {"task": "text-classification", "model": {"uri": "hf://a/b"}, "dataset": {"uri": "hf://c/d"}}
+    base["training"] = {"epochs": 1, "globalBatchSize": 8}
+    head = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob"}
+    return {**head, "metadata": {"name": "a", **(metadata or {})}, "spec": {**base, **spec}}
+
+
+def keys(sign: str = "") -> dict[str, int]:
+    return {f"k{at}{sign}": 1 for at in range(MANY)}
+
+
+def affinity(values: list[Any]) -> dict[str, Any]:
+    term = {"matchExpressions": [{"key": "a", "operator": "In", "values": values}]}
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
+    return {"affinity": {"nodeAffinity": required}}
+
+
+LONG: dict[str, dict[str, Any]] = {
+    "fields of valueFrom": job(template={"env": [{"name": "A", "valueFrom": keys()}]}),
+    "values of an affinity": job(template=affinity([1] * MANY)),
+    "fields of the spec": job(**keys()),
+    "fields of a block": job(model={"uri": "hf://a/b", **keys()}),
+    "labels": job({"labels": keys("!")}),
+    "annotations": job({"annotations": keys()}),
+    "training arguments": job(training={"epochs": 1, "globalBatchSize": 8, "arguments": keys()}),
+    "hyperparameters": job(training={"script": {"git": {"url": "https://h/a"}, "hyperparameters": keys("!")}}),
+    "DeepSpeed's settings": job(parallelism={"strategy": "deepspeed", "deepspeedConfig": keys()}),
+    "tolerations": job(template={"tolerations": [{"k": 1}] * MANY}),
+    "variables of one name": job(template={"env": [{"name": "A", "value": "1"}] * MANY}),
+    "volumes of one name": job(template={"volumes": [{"name": "v", "emptyDir": {}}] * MANY}),
+    "metrics": job(evaluation={"metrics": ["x"] * MANY}),
+    "columns": job(predict={"columns": ["x y"] * MANY}),
+}
+
+
+@pytest.mark.parametrize("value", LONG.values(), ids=LONG.keys())
+def test_many_mistakes_are_told_by_some_of_them(value: dict[str, Any]) -> None:
+    read, problems = validate_job(value)
+    assert read is None
+    assert 1 <= len(problems) <= MOST_PROBLEMS
+
+
+DEEP = {"objects": lambda inner: {"a": inner}, "lists": lambda inner: [inner]}
+PLACES = {
+    "spec.template.affinity": lambda value: job(template={"affinity": value}),
+    "spec.template.securityContext": lambda value: job(template={"securityContext": {"x": value}}),
+    "spec.training.arguments": lambda value: job(
+        training={"epochs": 1, "globalBatchSize": 8, "arguments": {"x": value}}
+    ),
+    "metadata.labels": lambda value: job({"labels": {"a": value}}),
+    "spec.unknown": lambda value: job(unknown=value),
+}
+
+
+@pytest.mark.parametrize("levels", [90, 500, 9_000, 100_000])
+@pytest.mark.parametrize("wrap", DEEP.values(), ids=DEEP.keys())
+@pytest.mark.parametrize("place", PLACES)
+def test_a_deep_value_is_refused_where_it_stands(place: str, wrap: Any, levels: int) -> None:
+    value: Any = 1
+    for _ in range(levels):
+        value = wrap(value)
+    read, problems = validate_job(PLACES[place](value))
+    assert read is None
+    assert problems[0].path.startswith(place)
+    assert (len(problems), "levels deep" in problems[0].rule) == (1, True) or levels == 90
+
+
+JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"
+
+
+@pytest.mark.parametrize("end", ["", ".", ". ", ".a"])
+def test_what_looks_like_many_tokens_is_read_once(end: str) -> None:
+    text = "eyJ-" * MANY * 10 + end
+    assert holds_secret(text) == (end == ".a")
+    assert describe_value(text)
+
+
+@pytest.mark.parametrize("text", [JWT, f"Bearer {JWT}", f"x={JWT}", f"a-{JWT}", f"eyJ-{JWT}", f"hf_abcdefgh12-{JWT}"])
+def test_a_token_is_hidden_wherever_it_begins(text: str) -> None:
+    shown = describe_value(text)
+    assert HIDDEN in shown
+    assert "eyJhb" not in shown
+    assert "c2ln" not in shown
