@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+
 from cluster_support.access import Object, path_of
-from cluster_support.plays import RUNS
+from cluster_support.plays import RUNS, fails
 from cluster_support.world import World, namespace_for_pods, states
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
@@ -80,6 +82,17 @@ def test_a_failed_pod_of_another_namespace_ends_no_attempt(world: World) -> None
     assert "failure" not in status
     (same,) = world.pods("victim", "train")
     assert (same["metadata"]["uid"], same["status"]["phase"]) == (pod["metadata"]["uid"], "Running")
+
+
+def test_what_a_program_prints_of_its_secrets_is_in_no_status_and_no_event(world: World) -> None:
+    token, password, key = "hf_" + "Ab1" * 12, "s3cret-pa55", "AKIA" + "Z9" * 8
+    said = f"HF_TOKEN={token}\nhttps://me:{password}@git.example.com/a\nAuthorization: Bearer {token}\n{key}\n"
+    world.kubelet.playbook.set("talks", "train", fails(FailureClass.PROGRAM, "Raised", said, log=said))
+    world.apply("talks", {"predict": None})
+    world.wait_phase("talks", "Failed")
+    told = json.dumps([world.status("talks"), world.events("talks")])
+    assert "Raised" in told
+    assert [secret for secret in (token, password, key) if secret in told] == []
 
 
 def test_a_report_of_another_namespace_is_no_result(world: World) -> None:

@@ -12,7 +12,7 @@ from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJobStatus, StageStatus
 from finetune_operator.reconcile.children import child_view
-from finetune_operator.reconcile.observed import job_view, pod_view, wanted_logs
+from finetune_operator.reconcile.observed import job_view, kept_log, pod_view, wanted_logs
 from finetune_operator.reconcile.types import ChildView, Ended, JobView, ObjectRef, Observed, PodView, Waiting
 from reconcile_world import SPEC, World, report
 
@@ -337,6 +337,20 @@ def test_a_job_that_asks_for_the_same_is_judged_once(spec: dict[str, object]):
     assert (again.problems is first.problems, again.job is first.job) == (True, True)
     relabelled = job_view(document(spec=spec, metadata={"labels": {"a": "!"}}), CLUSTER_SETTINGS, again)
     assert relabelled.problems != first.problems
+
+
+def test_of_a_log_the_end_is_kept_without_secrets():
+    env = [{"name": "DB_PASSWORD", "value": "correct horse"}]
+    job = job_view(document(spec={**SPEC, "template": {"env": env}}), CLUSTER_SETTINGS)
+    token = "hf_" + "A" * 30
+    text = "x" * 5000 + f" cloning https://me:pa55word@git.example.com/a with {token} and correct horse\nthe cause\n"
+    kept = kept_log(job, text)
+    assert len(kept) == 4096
+    assert kept.endswith("the cause\n")
+    for secret in ("pa55word", token, "correct horse"):
+        assert secret not in kept
+    # One that the cut goes through.
+    assert "AAAA" not in kept_log(job, f"{token} {'y' * 4080}")
 
 
 def test_a_job_with_problems_cannot_be_run_and_still_names_its_manager():

@@ -371,11 +371,12 @@ def test_the_same_event_has_the_same_name_and_a_later_one_another():
     assert len(bodies[0]["message"]) == 1024
 
 
-def test_of_a_log_the_end_is_kept():
+def test_of_a_log_the_last_lines_are_asked_for():
     ran = call(lambda kube: kube.pod_log("team", "demo-0", "pytorch"), (200, "x" * 5000 + "the cause\n", {}))
 
-    assert len(ran.value) == 4096
-    assert ran.value.endswith("the cause\n")
+    assert ran.value == "x" * 5000 + "the cause\n"
+    ((_, path, _),) = ran.server.asked
+    assert "tailLines=" in path
 
 
 @pytest.mark.parametrize("code", [400, 404, 500])

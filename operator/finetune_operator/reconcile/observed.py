@@ -13,6 +13,7 @@ from pydantic import JsonValue, ValidationError
 
 from finetune_contract.choices import Stage
 from finetune_contract.report import TrainerReport
+from finetune_operator.api.redaction import Redactor
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus
 from finetune_operator.api.validation import validate_job
@@ -20,7 +21,7 @@ from finetune_operator.reconcile.children import attempt_of
 from finetune_operator.reconcile.course import heard_by
 from finetune_operator.reconcile.failures import first_cause, reported_success, without_report
 from finetune_operator.reconcile.raw import Meta, RawPod
-from finetune_operator.reconcile.remedies import MOST_LOGS
+from finetune_operator.reconcile.remedies import LOG_LIMIT, MOST_LOGS
 from finetune_operator.reconcile.silence import silence, witnesses
 from finetune_operator.reconcile.types import ChildView, Ended, JobView, Observed, PodView, Waiting
 from finetune_operator.rendering.pods import CONTAINER_NAME
@@ -214,6 +215,16 @@ def wanted_logs(job: JobView, observed: Observed, now: datetime, settings: Setti
     wanted = dict.fromkeys(pod.name for pod in (*first, *failed, *hung))
     known = {name for name, _ in observed.logs}
     return tuple(name for name in list(wanted)[:MOST_LOGS] if name not in known)
+
+
+def kept_log(job: JobView, log: str) -> str:
+    """The end of a pod's log as the status may have it: without secrets, those that the job names in plain among them.
+    Whoever may read the job is not whoever may read its Secrets.
+    """
+    redactor = Redactor()
+    redactor.learn(None if job.job is None else job.job.spec.model_dump(mode="json", by_alias=True))
+    # Before it is cut: of half a secret nobody can tell that it is one.
+    return redactor.text(log)[-LOG_LIMIT:]
 
 
 def _telling(child: ChildView, pods: Sequence[PodView]) -> PodView | None:

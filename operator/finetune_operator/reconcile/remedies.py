@@ -13,6 +13,7 @@ from enum import StrEnum
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import shortened
+from finetune_operator.api.redaction import Redactor
 from finetune_operator.api.types import MAX_INT, FailureStatus
 from finetune_operator.reconcile.types import PodView
 
@@ -131,7 +132,8 @@ class Cause:
         return FailureStatus(
             failure_class=self.cause.value,
             reason=self.reason,
-            message=shortened(self.message, MESSAGE_LIMIT),
+            # A program may raise what it was given.
+            message=shortened(Redactor().text(self.message), MESSAGE_LIMIT),
             hint=self.hint or None,
             stage=None if stage is None else stage.value,
             attempt=attempt,

@@ -79,7 +79,6 @@ PAGE = 500
 LOG_LINES = 60
 LOG_BYTES = 256 * 1024
 """Of those lines. The kubelet cuts them at their end, so that this has to hold them all."""
-LOG_CHARACTERS = 4096
 EVENT_MESSAGE = 1024
 """Longest message of a core/v1 Event that the API server takes, in bytes."""
 ISSUER_PATH = "/.well-known/openid-configuration"
@@ -431,8 +430,8 @@ class Kube:
             raise UnavailableError(f"watch {path}", 0, "", f"broken: {error or type(error).__name__}") from error
 
     async def pod_log(self, namespace: str, name: str, container: str) -> str:
-        """The end of a container's log, at most 4096 characters; empty when there is none to be had: the node may be
-        the very thing that broke.
+        """The last lines of a container's log, whole; empty when there is none to be had: the node may be the very
+        thing that broke.
         """
         query = {"container": container, "tailLines": str(LOG_LINES), "limitBytes": str(LOG_BYTES)}
         path = POD.path(namespace, name, "log")
@@ -441,7 +440,7 @@ class Kube:
         except ApiError as error:
             log.info("%s/%s: no log of pod %s: %s", namespace, name, name, error)
             return ""
-        return body.decode("utf-8", "replace")[-LOG_CHARACTERS:]
+        return body.decode("utf-8", "replace")
 
     async def served_launchers(self) -> tuple[LauncherName, ...]:
         """Launchers whose kinds the API server serves. Plain Jobs always are."""

@@ -25,7 +25,7 @@ from pydantic import JsonValue
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus
-from finetune_operator.reconcile.observed import wanted_logs
+from finetune_operator.reconcile.observed import kept_log, wanted_logs
 from finetune_operator.reconcile.types import Decision, EventNote, JobView, ObjectRef, Observed, Refusal
 from finetune_operator.rendering.pods import CONTAINER_NAME
 from finetune_operator.rendering.types import JOB_LABEL, UID_LABEL, Manifest, ProgressEndpoint
@@ -231,7 +231,7 @@ class Reconciler:
         memory.logs = {name: text for name, text in memory.logs.items() if name in over}
         observed = self._observed(job, memory)
         for name in wanted_logs(job, observed, datetime.now(UTC), self._state.settings):
-            memory.logs[name] = await self._state.kube.pod_log(key.namespace, name, CONTAINER_NAME)
+            memory.logs[name] = kept_log(job, await self._state.kube.pod_log(key.namespace, name, CONTAINER_NAME))
 
     async def _make(self, key: JobKey, job: JobView, decision: Decision, memory: JobMemory) -> bool:
         """Create what was decided; False when something of it was refused."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from finetune_operator.api.problems import HIDDEN, is_secret_name
-from finetune_operator.cli.redaction import Redactor
+from finetune_operator.api.redaction import Redactor
 
 SECRET_NAMES = (
     "HF_TOKEN",

@@ -1,4 +1,4 @@
-"""Takes secrets out of what is given to others.
+"""Takes secrets out of what others may read.
 
 Two kinds of them are known: values that stand where secrets stand (a variable called HF_TOKEN, a header, the user part
 of a URL), and words that look like one wherever they are. Values of the first kind are taken out of everything, also
