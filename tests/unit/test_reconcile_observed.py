@@ -339,6 +339,20 @@ def test_a_job_that_asks_for_the_same_is_judged_once(spec: dict[str, object]):
     assert relabelled.problems != first.problems
 
 
+@pytest.mark.parametrize("error", [RecursionError(), ZeroDivisionError("by zero")])
+def test_a_job_that_our_own_checks_fail_over_is_refused_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("finetune_operator.reconcile.observed.validate_job", fail)
+    seen = job_view(document(), CLUSTER_SETTINGS)
+    assert seen.job is None
+    (problem,) = seen.problems
+    assert type(error).__name__ in problem.rule
+
+
 def test_of_a_log_the_end_is_kept_without_secrets():
     env = [{"name": "DB_PASSWORD", "value": "correct horse"}]
     job = job_view(document(spec={**SPEC, "template": {"env": env}}), CLUSTER_SETTINGS)

@@ -12,7 +12,8 @@ from datetime import datetime, timedelta
 from pydantic import JsonValue, ValidationError
 
 from finetune_contract.choices import Stage
-from finetune_contract.report import TrainerReport
+from finetune_contract.report import TrainerReport, shortened
+from finetune_operator.api.problems import Problem
 from finetune_operator.api.redaction import Redactor
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus
@@ -60,7 +61,11 @@ def job_view(value: Mapping[str, JsonValue], settings: Settings, before: JobView
     if before is not None and _asks_the_same(before, meta, labels, annotations):
         job, problems = before.job, before.problems
     else:
-        job, found = validate_job(document, settings)
+        try:
+            job, found = validate_job(document, settings)
+        except Exception as error:
+            # A fault of ours, met by one object, must not keep the operator from all others.
+            job, found = None, [_not_judged(error)]
         problems = tuple(found)
     return JobView(
         name=meta.name,
@@ -75,6 +80,16 @@ def job_view(value: Mapping[str, JsonValue], settings: Settings, before: JobView
         status=_status(value.get("status")),
         labels=labels,
         annotations=annotations,
+    )
+
+
+def _not_judged(error: Exception) -> Problem:
+    why = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return Problem(
+        "spec",
+        None,
+        f"cannot be judged by this operator ({shortened(why, 200)})",
+        "run finetune validate on the job's file, and report what it says as a fault of the operator",
     )
 
 
