@@ -57,6 +57,20 @@ def test_words_that_look_like_secrets_are_taken_out_of_a_text(case: str) -> None
     assert Redactor().text(text) == expected
 
 
+HOSTILE = ("a-", "token-", "password ", "bearer  ", "-----BEGIN A", "://a:", "eyJ-", "a_token = ")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("part", HOSTILE)
+def test_the_time_for_a_log_grows_linearly_with_its_length(part: str) -> None:
+    Redactor().text(part * (262_144 // len(part)))
+
+
+@pytest.mark.parametrize("name", ["--hub-token", "HF_TOKEN", "token-token"])
+def test_the_name_of_a_setting_stays_whole(name: str) -> None:
+    assert Redactor().text(f"run {name}=abcdef") == f"run {name}={HIDDEN}"
+
+
 def test_a_variable_s_value_is_taken_out_of_everything_also_of_logs_that_print_it() -> None:
     pod: dict[str, Any] = {
         "env": [

@@ -17,10 +17,13 @@ _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-
 _USER_INFO = re.compile(r"(?<=://)[^/@\s:]+(?::[^/@\s]*)?@")
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=\-]{8,}")
 _ASSIGNED = re.compile(
-    r"(?i)\b([a-z0-9_\-]*(?:token|secret|password|passwd|passphrase|api_?key|access_?key))(\"?\s*[=:]\s*)"
+    r"(?i)(?<![a-z0-9_\-])([a-z0-9_\-]*?(?:token|secret|password|passwd|passphrase|api_?key|access_?key))"
+    r"(\"?\s*[=:]\s*)"
     r"(\"[^\"]*\"|'[^']*'|[^\s,;&\"']+)"
 )
-"""`password=...` in a line of a log or in a query."""
+"""`password=...` in a line of a log or in a query. A search starts only where a name starts: started at each `-` of a
+name, it takes time quadratic in the length of the name.
+"""
 _LEAST = 4
 """Shorter values are words that are everywhere; taking them out would leave nothing readable."""
 
