@@ -1,4 +1,4 @@
-"""What somebody with rights in one namespace tries on the jobs of another, on a real API server."""
+"""Attacks on jobs by a user with rights in another namespace, on a real API server."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ HOSTILE = some.sampled_from([
     b"a" * 5000,
     b"[" * 300,
 ])  # fmt: skip
-"""What a draft puts into a file."""
+"""Bytes that are inserted into an example."""
 
 
 def asked(command: str, file: Path | str) -> Result:

@@ -1,4 +1,4 @@
-"""What an API server sends is read whatever somebody has stored: too deep a part is cut out, and nothing else."""
+"""Responses of the API server are parsed whatever objects are stored: only values nested too deep are removed."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def foreign(value: JsonValue) -> str | None:
 
 
 def _too_deep(value: Mapping[str, JsonValue]) -> Problem | None:
-    """What nests deeper than MAX_DEPTH. Everything that comes later goes down by recursion."""
+    """Return the problem of a value nested deeper than MAX_DEPTH, or None. Later checks are recursive."""
     # A value, how deep it lies, and the first steps to it.
     left: list[tuple[JsonValue, int, Path]] = [(dict(value), 1, ())]
     while left:
@@ -292,7 +292,7 @@ def _across_fields(
 
 
 def _reads(rule: Rule, gone: Set[Path], touched: Set[Path]) -> bool:
-    """Whether the rule would judge by something that was taken out; `touched`: that, and all that holds some of it.
+    """Whether the rule reads a removed field; `touched`: the removed paths and all their parents.
 
     CEL names each field that it reads, and a block only to ask whether it is there; a block in `reads` stands for all
     that is below it.

@@ -114,7 +114,7 @@ class Cause:
     witnesses: tuple[PodView, ...] = ()
     """Pods whose logs are told when it is not known which one failed, or when that one has none."""
     second_hand: bool = False
-    """Whether the child told of it, not the pod, which may still say more."""
+    """Whether the cause comes from the child's status; the pod's own report may still follow."""
 
     @property
     def remedy(self) -> Remedy:

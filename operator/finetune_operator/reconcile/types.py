@@ -51,7 +51,7 @@ class JobView:
     """What was stored last; everything that has to survive a restart of the operator is in it."""
     labels: Mapping[str, JsonValue] = field(default_factory=dict)
     annotations: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Of these and the spec the job was judged."""
+    """Labels, annotations and spec are what validation reads."""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ RELEASE = "finetune-operator"
 JOBS = int(os.environ.get("FINETUNE_UPGRADE_JOBS", "3"))
 STAGES = ("prepare", "train", "evaluate")
 STEPS, HOLDS_AT = 10, 3
-"""Of trainings, and the step at which they wait until the upgrade and the rollback are over."""
+"""Length of each training, and the step at which it waits until the upgrade and the rollback are done."""
 
 
 @dataclass

@@ -14,7 +14,7 @@ from cluster_support.access import Object
 
 KINDS = {"pytorchjob": "PyTorchJob", "mpijob": "MPIJob", "job": "Job"}
 ROWS = 267
-"""Of the claim's part of the test split of Rotten Tomatoes."""
+"""Rows of the test split of Rotten Tomatoes on the claim."""
 
 
 def sentiment(launcher: str) -> Object:

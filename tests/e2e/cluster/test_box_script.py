@@ -16,7 +16,7 @@ from cluster_support.access import Object, wait_until
 from script_support.programs import documented
 
 EPOCHS = 12
-"""Of 32 steps."""
+"""Each has 32 steps."""
 STEP_SECONDS = 0.08
 """At least, so that there are several reports: transformers makes one every five seconds."""
 BROKEN = """
