@@ -338,8 +338,6 @@ def _cell(value: Value) -> str:
 # --------------------------------------------------------------------------------------------------------------- rights
 
 TOKENS = "tokenreviews"
-CLUSTER = ("customresourcedefinitions", "validatingwebhookconfigurations")
-"""Resources without a namespace, beside tokenreviews; the operator does without them where it runs given namespaces."""
 
 
 def rights() -> dict[str, list[Any]]:
@@ -352,9 +350,8 @@ def rights() -> dict[str, list[Any]]:
     rules = by_kind["ClusterRole"]
     users = yaml.safe_load_all((OPERATOR / "user-roles.yaml").read_text(encoding="utf-8"))
     return {
-        "jobs": [rule for rule in rules if not {TOKENS, *CLUSTER} & set(rule["resources"])],
+        "jobs": [rule for rule in rules if TOKENS not in rule["resources"]],
         "tokens": [rule for rule in rules if TOKENS in rule["resources"]],
-        "cluster": [rule for rule in rules if set(CLUSTER) & set(rule["resources"])],
         "own": [rule for rule in by_kind["Role"] if "secrets" not in rule["resources"]],
         "serving": [rule for rule in by_kind["Role"] if "secrets" in rule["resources"]],
         "users": [

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+from finetune_operator.api.json_text import CUT, DEEPEST, cut, depth, loads
 from finetune_operator.api.problems import MAX_DEPTH
 from finetune_operator.api.validation import validate_job
-from finetune_operator.shell.json_text import CUT, DEEPEST, cut, loads
 from suite_plugins.fuzz import examples
 
 VALUES = some.recursive(
@@ -51,6 +51,18 @@ def test_what_was_cut_is_refused_as_a_job(levels: int) -> None:
 def test_what_is_not_deep_is_not_touched(value: object) -> None:
     text = json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass")
     assert cut(text) == text
+    assert loads(text) == json.loads(text)
+
+
+@examples(200)
+@given(VALUES)
+def test_depth_is_that_of_the_value(value: object) -> None:
+    def levels(inner: object) -> int:
+        parts = inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else None
+        return 0 if parts is None else 1 + max(map(levels, parts), default=0)
+
+    # Spaces, as short texts are not counted out.
+    assert depth(json.dumps(value).encode() + b" " * DEEPEST) == levels(value)
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[1,", b'{"a": ' * 2_000, b"[" * 2_000 + b"]" * 1_900, b"<html>"])

@@ -28,6 +28,7 @@ from finetune_operator.shell.kube import (
     Kube,
     NamespaceTerminatingError,
     NotFoundError,
+    TooLongError,
     TooManyRequestsError,
     UnauthorizedError,
     UnavailableError,
@@ -281,6 +282,31 @@ def test_a_list_whose_first_page_is_forgotten_is_begun_anew():
     ran = call(lambda kube: kube.list_objects(POD), first, (410, status(410, "Expired"), {}), whole)
 
     assert ran.value == ([], 9)
+
+
+def test_a_page_that_is_too_long_is_asked_for_in_smaller_ones(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("finetune_operator.shell.kube.PAGE_BYTES", 1_000)
+    long: Answer = (200, {"metadata": {"resourceVersion": "7"}, "items": [{"text": "x" * 2_000}]}, {})
+    pages: list[Answer] = [
+        (200, {"metadata": {"resourceVersion": "7", "continue": mark}, "items": [{"metadata": {"name": mark}}]}, {})
+        for mark in ("a", "b")
+    ]
+    last: Answer = (200, {"metadata": {"resourceVersion": "7"}, "items": []}, {})
+    ran = call(lambda kube: kube.list_objects(POD), long, long, pages[0], long, pages[1], last)
+
+    items, version = ran.value
+    assert ([item["metadata"]["name"] for item in items], version) == (["a", "b"], 7)
+    limits = [int(path.split("limit=")[1].split("&")[0]) for _, path, _ in ran.server.asked]
+    assert limits == [500, 62, 7, 14, 1, 2]
+
+
+def test_an_object_that_is_too_long_alone_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("finetune_operator.shell.kube.PAGE_BYTES", 1_000)
+    long: Answer = (200, {"metadata": {"resourceVersion": "7"}, "items": [{"text": "x" * 2_000}]}, {})
+    ran = call(lambda kube: kube.list_objects(POD), long)
+
+    assert isinstance(ran.error, TooLongError)
+    assert len(ran.server.asked) == 4
 
 
 def test_a_delete_names_the_object_that_is_meant():

@@ -236,7 +236,7 @@ def test_a_log_line_in_json_is_one_object(capsys: pytest.CaptureFixture[str]):
     try:
         _set_up_logs(LogFormat.JSON, LogLevel.INFO)
         logging.getLogger("finetune_operator.shell.x").info("%s: %s\n-> more", "team/demo", '"new"')
-        logging.getLogger("kopf.objects").error("not ours")
+        logging.getLogger("kubernetes.aio").warning("not ours")
     finally:
         logging.root.handlers[:], level = before
         logging.root.setLevel(level)

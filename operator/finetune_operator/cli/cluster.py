@@ -14,12 +14,13 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 from urllib.parse import quote
 
 from pydantic import Field, ValidationError
 
 from finetune_contract.choices import Stage
+from finetune_operator.api.json_text import loads
 from finetune_operator.api.types import API_VERSION, GROUP, PLURAL, FineTuneJobStatus
 from finetune_operator.reconcile.observed import pod_view
 from finetune_operator.reconcile.raw import Meta, Raw
@@ -284,7 +285,7 @@ class Cluster:
             "timeoutSeconds": WATCH_SECONDS,
         }
         async for line in self._lines(self._jobs_path(job.metadata.namespace), query, WATCH_SECONDS):
-            change = json.loads(line)
+            change: Any = loads(line)
             if change["type"] == "ERROR":
                 return
             yield ("deleted" if change["type"] == "DELETED" else "changed", change["object"])
@@ -327,16 +328,14 @@ class Cluster:
 
     async def _get(self, path: str, query: Mapping[str, Any] | None = None) -> dict[str, Any]:
         async with self._answer(path, query, READ_SECONDS) as response:
-            value: dict[str, Any] = json.loads(await response.read())
-            return value
+            return cast(dict[str, Any], loads(await response.read()))
 
     async def _write(
         self, method: str, path: str, body: Mapping[str, Any], dry_run: bool, content: str = "application/json"
     ) -> dict[str, Any]:
         query = {"dryRun": "All"} if dry_run else {}
         async with self._answer(path, query, READ_SECONDS, method, body, content) as response:
-            value: dict[str, Any] = json.loads(await response.read())
-            return value
+            return cast(dict[str, Any], loads(await response.read()))
 
     async def _lines(self, path: str, query: Mapping[str, Any], seconds: float | None) -> AsyncIterator[bytes]:
         """The answer line by line, as it comes; a line may be of any length."""
@@ -394,7 +393,8 @@ class Cluster:
     def _refused(self, code: int, body: bytes) -> ClusterError:
         message = body.decode(errors="replace").strip()
         with suppress(ValueError, AttributeError):
-            message = json.loads(body).get("message") or message
+            refusal: Any = loads(body)
+            message = refusal.get("message") or message
         match code:
             case 401:
                 text = f"the API server at {self._server} does not accept the kubeconfig's credentials; log in again"

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic.alias_generators import to_camel
 
+from finetune_operator.api.json_text import loads
 from finetune_operator.api.problems import Problem, describe_value
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobSpec, LauncherName
@@ -42,8 +43,8 @@ class _Asked(BaseModel):
     namespace: str = ""
     name: str = ""
     sub_resource: str = ""
-    object: dict[str, JsonValue] | None = None
-    old_object: dict[str, JsonValue] | None = None
+    object: dict[str, Any] | None = None
+    old_object: dict[str, Any] | None = None
 
 
 class _Review(BaseModel):
@@ -61,8 +62,8 @@ def answer(
     launchers the cluster has. Raises NoReviewError.
     """
     try:
-        asked = _Review.model_validate_json(review).request
-    except ValidationError as error:
+        asked = _Review.model_validate(loads(review)).request
+    except ValueError as error:
         raise NoReviewError("the body is no AdmissionReview of admission.k8s.io/v1") from error
     problems, warnings = _verdict(asked, settings, jobs, served)
     response: dict[str, JsonValue] = {"uid": asked.uid, "allowed": not problems}

@@ -174,7 +174,7 @@ def run(
     home = own or own_namespace()
     if home is None and leader_election:
         _usage("outside of a cluster, give --own-namespace, or --no-leader-election for a single process")
-    # kopf and the Kubernetes client take a second to import; check-settings and --help do without.
+    # The Kubernetes client takes a second to import; check-settings and --help do without.
     from kubernetes.aio.config import ConfigException
 
     from finetune_operator.reconcile.decide import decide
@@ -240,7 +240,6 @@ class _JsonFormatter(logging.Formatter):
 
 QUIET: Sequence[tuple[str, int]] = (
     # Told of every try; what it means for us is told by kube.py and leader.py.
-    ("kopf", logging.CRITICAL),
     ("kubernetes", logging.ERROR),
     ("aiohttp", logging.WARNING),
     ("asyncio", logging.WARNING),

@@ -1,8 +1,7 @@
 """Which launchers the API server serves, and whether SparkApplications.
 
 Asked again when a job has to be planned, but not more often than every few seconds, so that a training operator which
-is installed later is used without a restart. An operator for given namespaces asks once: it has no right to learn of
-new kinds, could not follow their objects, and so must not plan with them.
+is installed later is used without a restart. No right is needed for it.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ FRESH_SECONDS = 10.0
 class Discovery:
     """The answer that was given last."""
 
-    def __init__(self, kube: Kube, *, once: bool) -> None:
+    def __init__(self, kube: Kube) -> None:
         self._kube = kube
-        self._once = once
         self._asked = float("-inf")
         self._asking = asyncio.Lock()
         self.served: tuple[LauncherName, ...] = ("job",)
@@ -46,7 +44,7 @@ class Discovery:
     async def refresh(self) -> None:
         """Ask, unless the answer is fresh."""
         async with self._asking:
-            if time.monotonic() < self._asked + FRESH_SECONDS or (self._once and self._asked > float("-inf")):
+            if time.monotonic() < self._asked + FRESH_SECONDS:
                 return
             served, spark = await self._kube.served_launchers(), await self._kube.serves(SPARK_APPLICATION)
             if (served, spark) != (self.served, self.spark):
@@ -58,5 +56,4 @@ class Discovery:
 
     def outdated(self) -> None:
         """An object of such a kind was refused: ask again at the next occasion."""
-        if not self._once:
-            self._asked = float("-inf")
+        self._asked = float("-inf")

@@ -1,9 +1,7 @@
-"""Follows what runs the attempts, and their pods: a list, and then a watch from the list's version on.
+"""Follows jobs, what runs their attempts, and their pods: a list, and then a watch from the list's version on.
 
-kopf follows the jobs. These are followed here, for two reasons. What vanished while a watch was interrupted is in no
-event of kopf's, and for a child that is the difference between running and deleted; a list that is read again tells.
-And kopf copies and compares each object for handlers that we do not have, which with thousands of pods would be most of
-the operator's work.
+One reader for all kinds. Whatever anybody stores is cut to bounds before it is parsed (json_text.py, kube.py); a watch
+that breaks goes on where it ended; and what ends with a fault of ours ends the whole task, which /healthz tells.
 """
 
 from __future__ import annotations
@@ -11,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from contextlib import aclosing
 
 from finetune_operator.rendering.types import JOB_LABEL
 from finetune_operator.shell.discovery import Discovery
-from finetune_operator.shell.kube import POD, ApiError, GoneError, Resource, WatchEvent
+from finetune_operator.shell.kube import FINETUNE_JOB, POD, ApiError, GoneError, Resource, WatchEvent
 from finetune_operator.shell.state import OperatorState
-from finetune_operator.shell.store import UnreadableError
-from finetune_operator.shell.sync import read_all
+from finetune_operator.shell.sync import Turn, read_all, take
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +36,7 @@ class Followers:
         following: set[tuple[Resource, str | None]] = set()
         async with asyncio.TaskGroup() as tasks:
             while True:
-                for resource in (POD, *self._discovery.resources):
+                for resource in (FINETUNE_JOB, POD, *self._discovery.resources):
                     for namespace in self._state.settings.namespaces or (None,):
                         if (resource, namespace) not in following:
                             following.add((resource, namespace))
@@ -63,7 +61,11 @@ class _Follower:
             try:
                 if self._version is None:
                     self._version = await read_all(self._state, self._resource, self._namespace)
+                began = time.monotonic()
                 await self._watch(self._version)
+                if time.monotonic() > began + AGAIN_SECONDS:
+                    # The server ends a watch in order now and then. A pod that is made meanwhile may report at once.
+                    continue
             except TimeoutError:
                 log.debug("following %s is begun again: the API server was away", self._resource.plural)
             except GoneError:
@@ -77,20 +79,15 @@ class _Follower:
 
     async def _watch(self, version: int) -> None:
         """Until the watch ends. TimeoutError after an outage of the API server."""
-        events = self._state.kube.watch(self._resource, version, self._namespace, labels=JOB_LABEL)
+        labels = None if self._resource is FINETUNE_JOB else JOB_LABEL
+        events = self._state.kube.watch(self._resource, version, self._namespace, labels)
         async with self._state.kube.outage.until_end(), aclosing(events):
+            turn = Turn()
             async for event in events:
                 self._take(event)
+                await turn.shared()
 
     def _take(self, event: WatchEvent) -> None:
         self._version = event.version
-        if event.type == "BOOKMARK":
-            return
-        store = self._state.store
-        try:
-            entry = store.remove(event.object) if event.type == "DELETED" else store.put(event.object)
-        except UnreadableError as error:
-            log.warning("passed over a %s that cannot be read: %s", self._resource.kind, error)
-            return
-        if entry is not None:
-            self._state.queue.add(entry.job)
+        if event.type != "BOOKMARK":
+            take(self._state, self._resource, event.object, gone=event.type == "DELETED")

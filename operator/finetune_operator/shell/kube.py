@@ -19,15 +19,14 @@ What is used, and so what the Roles in manifests/operator grant:
 | "" | pods | list watch | jobs | reports, causes |
 | "" | pods/log | get | jobs | end of a failed pod's log |
 | "" | events | create | jobs | the story |
-| apiextensions.k8s.io | customresourcedefinitions | list watch | cluster | later kinds (cluster-wide only) |
 | authentication.k8s.io | tokenreviews | create | cluster | tokens of progress posts (progress.tokens: review) |
 | none | /.well-known/openid-configuration /openid/v1/jwks | get | cluster | the same (progress.tokens: keys) |
 | coordination.k8s.io | leases | get create update | own | leadership (leader.py) |
 | "" | secrets | get create update | own | the progress server's certificate |
 
-Where: `jobs` = the namespaces of jobs, `own` = the operator's own, `cluster` = no namespace. Watches, and one more list
-of what is watched, are kopf's. Discovery (/api, /apis, /version) is open to every authenticated client, and no Role of
-ours grants the two paths of the issuer: `system:service-account-issuer-discovery` binds all service accounts to them.
+Where: `jobs` = the namespaces of jobs, `own` = the operator's own, `cluster` = no namespace. Discovery (/apis) is open
+to every authenticated client, and no Role of ours grants the two paths of the issuer:
+`system:service-account-issuer-discovery` binds all service accounts to them.
 """
 
 from __future__ import annotations
@@ -53,10 +52,10 @@ import aiohttp
 from kubernetes.aio import client, config
 from pydantic import JsonValue
 
+from finetune_operator.api.json_text import loads
 from finetune_operator.api.types import LauncherName
 from finetune_operator.reconcile.times import stamp
 from finetune_operator.rendering.types import FIELD_OWNER, Manifest
-from finetune_operator.shell.json_text import loads
 
 log = logging.getLogger(__name__)
 
@@ -76,6 +75,13 @@ WATCH_SECONDS = 300
 SILENCE_SECONDS = 150.0
 """Of a watch. The server sends a bookmark about once a minute; two that are missing mean a dead connection."""
 PAGE = 500
+PAGE_BYTES = 16 * 1024 * 1024
+"""Of one page of a list; a longer one is asked for again with fewer objects. One object has about 3 MiB at most, and
+anybody who may create jobs may store many of that size.
+"""
+SMALLER = 8
+AT_ONCE_BYTES = 128 * 1024
+"""What is parsed on the event loop; longer texts are parsed in a thread."""
 LOG_LINES = 60
 LOG_BYTES = 256 * 1024
 """Of those lines. The kubelet cuts them at their end, so that this has to hold them all."""
@@ -223,6 +229,10 @@ class UnavailableError(ApiError):
     """5xx or no answer, after all retries."""
 
 
+class TooLongError(ApiError):
+    """The answer is longer than was asked for."""
+
+
 class WebhookError(UnavailableError):
     """500 because an admission webhook that must be asked does not answer: the API server is well, the webhook's
     program (a training operator, a policy engine) is not.
@@ -281,6 +291,17 @@ class WatchEvent:
     """As it is now, or was last; of a bookmark nothing but the version."""
     version: int
     """Where a later watch can begin."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """A part of a list."""
+
+    items: list[Manifest]
+    version: int
+    """At which the whole list is read."""
+    first: bool
+    """What came before it no longer counts."""
 
 
 # ----------------------------------------------------------------------------------------------------------- connection
@@ -374,31 +395,52 @@ class Kube:
     async def list_objects(
         self, resource: Resource, namespace: str | None = None, labels: str | None = None
     ) -> tuple[list[Manifest], int]:
-        """All objects, of one namespace or of all, and the version at which they were read. Read in pages; begun anew
-        when the server has forgotten the version of the first page.
-        """
-        for _ in range(TRIES - 1):
-            try:
-                return await self._pages(resource, namespace, labels)
-            except GoneError:
-                continue
-        return await self._pages(resource, namespace, labels)
-
-    async def _pages(self, resource: Resource, namespace: str | None, labels: str | None) -> tuple[list[Manifest], int]:
+        """All objects, of one namespace or of all, and the version at which they were read: for few."""
         items: list[Manifest] = []
-        query = {"limit": str(PAGE), **({} if labels is None else {"labelSelector": labels})}
+        version = 0
+        async for page in self.pages(resource, namespace, labels):
+            if page.first:
+                items.clear()
+            items += page.items
+            version = page.version
+        return items, version
+
+    async def pages(
+        self, resource: Resource, namespace: str | None = None, labels: str | None = None
+    ) -> AsyncGenerator[Page, None]:
+        """The same in pages, so that no more than one is in memory. It is begun anew, with a page that is the first
+        again, when the server has forgotten the version of the first page.
+        """
+        left, limit, next_page = TRIES, PAGE, ""
         while True:
-            page = await self._json("list", resource, resource.path(namespace), query=query, seconds=LIST_SECONDS)
+            query = {"limit": str(limit), **({} if labels is None else {"labelSelector": labels})}
+            if next_page:
+                query["continue"] = next_page
+            try:
+                page = await self._json(
+                    "list", resource, resource.path(namespace), query=query, seconds=LIST_SECONDS, most=PAGE_BYTES
+                )
+            except GoneError:
+                left, next_page = left - 1, ""
+                if not left:
+                    raise
+                continue
+            except TooLongError:
+                if limit == 1:
+                    raise
+                limit = max(1, limit // SMALLER)
+                continue
             metadata = page["metadata"]
             found = page["items"] or []
             assert isinstance(metadata, dict)
             assert isinstance(found, list)
             # Items of built-in lists come without their kind.
             named = {"apiVersion": resource.api_version, "kind": resource.kind}
-            items.extend({**named, **item} for item in found if isinstance(item, dict))
-            query["continue"] = str(metadata.get("continue") or "")
-            if not query["continue"]:
-                return items, int(str(metadata["resourceVersion"]))
+            items = [{**named, **item} for item in found if isinstance(item, dict)]
+            yield Page(items, int(str(metadata["resourceVersion"])), first=not next_page)
+            next_page, limit = str(metadata.get("continue") or ""), min(PAGE, 2 * limit)
+            if not next_page:
+                return
 
     async def watch(
         self, resource: Resource, version: int, namespace: str | None = None, labels: str | None = None
@@ -425,7 +467,7 @@ class Kube:
                     raise error_of(f"watch {path}", answer.status, await answer.read(), retry_after)
                 self.outage.answered()
                 async for line in _lines(answer.content):
-                    yield _event(f"watch {path}", resource, line)
+                    yield await _event(f"watch {path}", resource, line)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UnavailableError(f"watch {path}", 0, "", f"broken: {error or type(error).__name__}") from error
 
@@ -556,6 +598,7 @@ class Kube:
         content_type: str = "application/json",
         seconds: float = REQUEST_SECONDS,
         subresource: str | None = None,
+        most: int | None = None,
     ) -> Manifest:
         answer = await self._request(
             verb,
@@ -566,9 +609,10 @@ class Kube:
             content_type=content_type,
             seconds=seconds,
             subresource=subresource,
+            most=most,
         )
         try:
-            value = loads(answer)
+            value = await _parsed(answer)
         except ValueError as error:
             raise UnavailableError(f"{verb} {path}", 0, "", "the answer is no JSON") from error
         if not isinstance(value, dict):
@@ -587,13 +631,14 @@ class Kube:
         seconds: float = REQUEST_SECONDS,
         tries: int = TRIES,
         subresource: str | None = None,
+        most: int | None = None,
     ) -> bytes:
         counted = resource if isinstance(resource, str) else resource.plural
         counted = counted if subresource is None else f"{counted}/{subresource}"
         for attempt in range(1, tries + 1):
             began = time.monotonic()
             try:
-                answer = await self._once(verb, path, query, body, content_type, seconds)
+                answer = await self._once(verb, path, query, body, content_type, seconds, most)
             except ApiError as error:
                 self._count(verb, counted, error.code, began)
                 if attempt == tries or not isinstance(error, TooManyRequestsError | UnavailableError):
@@ -605,13 +650,20 @@ class Kube:
         raise AssertionError("a loop of at least one try")
 
     async def _once(
-        self, verb: Verb, path: str, query: Query | None, body: Manifest | str | None, content_type: str, seconds: float
+        self,
+        verb: Verb,
+        path: str,
+        query: Query | None,
+        body: Manifest | str | None,
+        content_type: str,
+        seconds: float,
+        most: int | None,
     ) -> bytes:
         what = f"{verb} {path}"
         timeout = aiohttp.ClientTimeout(total=seconds)
         try:
             async with self._sent(verb, path, query, body, content_type, timeout) as response:
-                answer = await response.read()
+                answer = await _whole(what, response, most)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self.outage.failed()
             raise UnavailableError(what, 0, "", f"no answer: {error or type(error).__name__}") from error
@@ -677,10 +729,10 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             yield line
 
 
-def _event(what: str, resource: Resource, line: bytes) -> WatchEvent:
+async def _event(what: str, resource: Resource, line: bytes) -> WatchEvent:
     """One line of a watch. The error that it tells of; UnavailableError for a line that is no event."""
     try:
-        read: Any = loads(line)
+        read: Any = await _parsed(line)
         kind, found = read["type"], read["object"]
         if kind == "ERROR":
             raise error_of(what, int(found.get("code", 500)), json.dumps(found).encode())
@@ -688,6 +740,24 @@ def _event(what: str, resource: Resource, line: bytes) -> WatchEvent:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnavailableError(what, 0, "", "a line of the watch cannot be read") from error
     return WatchEvent(kind, {"apiVersion": resource.api_version, "kind": resource.kind, **found}, version)
+
+
+async def _parsed(text: bytes) -> JsonValue:
+    """The value of JSON of any length, while others have their turn. ValueError."""
+    return loads(text) if len(text) <= AT_ONCE_BYTES else await asyncio.to_thread(loads, text)
+
+
+async def _whole(what: str, response: aiohttp.ClientResponse, most: int | None) -> bytes:
+    """The body. TooLongError when it has more than `most` bytes."""
+    if most is None:
+        return await response.read()
+    body = bytearray()
+    async for chunk in response.content.iter_any():
+        body += chunk
+        if len(body) > most:
+            response.close()
+            raise TooLongError(what, 0, "", f"the answer has more than {most:,} bytes")
+    return bytes(body)
 
 
 def _delay(attempt: int, retry_after: float | None) -> float:

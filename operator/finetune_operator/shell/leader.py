@@ -1,7 +1,7 @@
 """Which replica acts: the one that holds the Lease `finetune-operator`.
 
-A Lease excludes, which kopf's peering does not: there, two operators that do not hear of each other both act. The loser
-stops acting and stands for election again; it keeps its view of the cluster, and so takes over at once.
+A Lease excludes: of two replicas that do not hear of each other, one acts. The loser stops acting and stands for
+election again; it keeps its view of the cluster, and so takes over at once.
 
 Whoever cannot renew stops before the Lease ends, by its own clock and whatever its requests are doing. Should a write
 still be under way then, no harm comes of it: every write names what it was computed from (see reconciler.py).

@@ -1,11 +1,8 @@
 """Puts the operator together, runs it, and ends it in order.
 
-    lists -> store <- watches: kopf's of the jobs, ours of what runs them
+    lists -> store <- watches
                |
     queue -> workers: store -> decide -> API server -> store
-
-kopf watches in a thread with an event loop of its own: at its end, kopf cancels every task of its loop, whoever made
-it, and it takes the process' signals for itself. What it hears comes over by one call, into our loop.
 
 The end, on SIGTERM or SIGINT: no more passes are begun, those in hand are finished, the Lease is given back.
 """
@@ -15,24 +12,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-import sys
-import threading
 from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import kopf
 from kubernetes.aio.client import ApiClient
 
 from finetune_operator.api.settings import Settings
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.endpoints import HTTP_PORT
 from finetune_operator.shell.following import Followers
-from finetune_operator.shell.handlers import kopf_settings, registry
 from finetune_operator.shell.kube import Kube, TooManyRequestsError, UnavailableError, connect
-from finetune_operator.shell.leader import Leader, identity
+from finetune_operator.shell.leader import Leader
 from finetune_operator.shell.metrics import Metrics
 from finetune_operator.shell.progress_server import PORT
 from finetune_operator.shell.queue import WorkQueue
@@ -50,13 +43,11 @@ FINISH_SECONDS = 10.0
 EVENTS_SECONDS = 3.0
 """And then for the events that are not told yet."""
 AGAIN_SECONDS = 2.0
-SWITCH_SECONDS = 0.0005
-"""Between two threads that both want to run."""
 STATUS_WRITERS = 4
 """Fewer than workers: under load, what jobs need to run comes before words about them."""
 SPARE_CONNECTIONS = 8
 """Beside one for each worker: for lists, the Lease, tokens, events."""
-FOLLOWED_KINDS = 4
+FOLLOWED_KINDS = 6
 """At most; each has a connection for each namespace that is followed."""
 
 
@@ -86,7 +77,7 @@ class Operator:
         self._options = options
         self._api = api
         kube = Kube(api, counter=measurements)
-        self._discovery = discovery = Discovery(kube, once=bool(options.settings.namespaces))
+        self._discovery = discovery = Discovery(kube)
         self.state = OperatorState(
             settings=options.settings,
             namespace=options.namespace,
@@ -103,8 +94,6 @@ class Operator:
         self._syncer = Syncer(self.state, discovery)
         self._reconciler = Reconciler(self.state, discovery, decide)
         self._leader: Leader | None = None
-        self._stop_kopf = threading.Event()
-        self._watching: asyncio.Task[None] | None = None
         self._workers: list[asyncio.Task[None]] = []
         self._others: list[asyncio.Task[None]] = []
         if options.leader_election:
@@ -124,7 +113,6 @@ class Operator:
                 stack.push_async_callback(service.stop)
                 if not await _unless(stopping, service.start(self.state)):
                     return
-            self._watching = asyncio.create_task(self._watch(), name="watching")
             self._workers = [
                 asyncio.create_task(self._reconciler.work(), name=f"worker {number}")
                 for number in range(1, self._options.workers + 1)
@@ -141,7 +129,7 @@ class Operator:
                 ),
                 asyncio.create_task(self._lead(), name="leading"),
             ]
-            self.state.tasks += [self._watching, *self._workers, *self._others]
+            self.state.tasks += [*self._workers, *self._others]
             for task in self.state.tasks:
                 task.add_done_callback(_tell_fault)
             await stopping.wait()
@@ -168,7 +156,6 @@ class Operator:
     async def _end(self) -> None:
         """Workers finish while everything they need still runs, the Lease included."""
         log.info("ending")
-        self._stop_kopf.set()
         self.state.queue.close()
         if self._workers:
             await asyncio.wait(self._workers, timeout=FINISH_SECONDS)
@@ -182,8 +169,6 @@ class Operator:
         self.state.leading.clear()
         if self._leader is not None:
             await self._leader.stop()
-        if self._watching is not None:
-            await asyncio.wait([self._watching], timeout=FINISH_SECONDS)
 
     async def _prepare_to_lead(self) -> None:
         await self._syncer.fill("leadership")
@@ -191,34 +176,6 @@ class Operator:
     def _look_at_all(self) -> None:
         for key in self.state.store.jobs():
             self.state.queue.add(key)
-
-    # ------------------------------------------------------------------------------------------------------------- kopf
-
-    async def _watch(self) -> None:
-        """Watch by kopf; begun anew, with lists, should kopf end."""
-        # kopf does little at a time, and would wait 5 ms for its turn each time that workers are busy.
-        sys.setswitchinterval(SWITCH_SECONDS)
-        while not self._stop_kopf.is_set():
-            try:
-                await asyncio.to_thread(self._kopf, asyncio.get_running_loop())
-            except Exception as error:
-                log.warning("watching is begun anew: %s: %s", type(error).__name__, error)
-            if not self._stop_kopf.is_set():
-                await asyncio.sleep(AGAIN_SECONDS)
-                self._syncer.request_all("relist")
-
-    def _kopf(self, loop: asyncio.AbstractEventLoop) -> None:
-        namespaces = self._options.settings.namespaces
-        kopf.run(
-            registry=registry(self.state, self._syncer, self._api.configuration, loop),
-            settings=kopf_settings(self.state.settings),
-            standalone=True,
-            clusterwide=not namespaces,
-            namespaces=namespaces,
-            # Left out, kopf looks for a user's name, and a container's user need not have one.
-            identity=identity(),  # type: ignore[arg-type]
-            stop_flag=self._stop_kopf,
-        )
 
 
 async def run(options: Options, decide: Decide) -> None:

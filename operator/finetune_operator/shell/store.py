@@ -136,7 +136,7 @@ class Store:
         buried = self._buried.get(uid)
         if buried is not None and version <= buried[0]:
             return None
-        key = _key(raw)
+        key = key_of(raw)
         known = self._entries.get(key)
         if known is not None and version <= known.version:
             return None
@@ -151,7 +151,7 @@ class Store:
     def remove(self, raw: Raw) -> Entry | None:
         """It was deleted, as a watch tells with its last state. Gives what was known of it, if anything."""
         uid, last = _text(_metadata(raw), "uid"), None if _text(raw, "kind") != "Pod" else pod_view(raw)
-        return self._bury(_key(raw), uid, _version(raw), last)
+        return self._bury(key_of(raw), uid, _version(raw), last)
 
     def gone(self, kind: str, namespace: str, name: str, uid: str | None = None) -> Entry | None:
         """The API server says that it is not there; with `uid`, that this very one is not."""
@@ -168,10 +168,19 @@ class Store:
         """
         listed, touched = set(), set()
         for raw in raws:
-            listed.add(_key(raw))
+            listed.add(key_of(raw))
             entry = self.put(raw)
             if entry is not None:
                 touched.add(entry.job)
+        return touched | self.keep(kind, listed, version, namespaces)
+
+    def keep(
+        self, kind: str, listed: Collection[Key], version: int, namespaces: Collection[str] | None = None
+    ) -> set[JobKey]:
+        """Of a kind, in `namespaces` (None: in all), there was nothing but what is `listed` at `version`. Gives the
+        jobs of what is gone.
+        """
+        touched = set()
         for entry in [one for one in self._entries.values() if one.kind == kind and one.key not in listed]:
             if entry.version <= version and (namespaces is None or entry.namespace in namespaces):
                 self._bury(entry.key, entry.uid, version)
@@ -182,7 +191,7 @@ class Store:
         """The same for the objects of one job."""
         listed = set()
         for raw in raws:
-            listed.add(_key(raw))
+            listed.add(key_of(raw))
             self.put(raw)
         for entry in list(self._of_job.get(job, {}).values()):
             if entry.kind == kind and entry.key not in listed and entry.version <= version:
@@ -256,7 +265,8 @@ def _metadata(raw: Raw) -> Mapping[str, JsonValue]:
     return metadata
 
 
-def _key(raw: Raw) -> Key:
+def key_of(raw: Raw) -> Key:
+    """What it is stored under. UnreadableError."""
     metadata = _metadata(raw)
     return _text(raw, "kind"), _text(metadata, "namespace"), _text(metadata, "name")
 

@@ -1,19 +1,23 @@
 """Fills the store by one list per kind, and again whenever a watch may have missed something.
 
-A watch that was interrupted for long begins anew with a list, and objects that vanished meanwhile are in no event. So a
-list is read again after an outage, and when a watch tells of known objects anew.
+What vanished while a watch was interrupted is in no event. So a list is read again after an outage, and before a watch
+that cannot go on where it ended (following.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 
-from finetune_operator.rendering.types import JOB_LABEL
+from finetune_operator.reconcile.types import JobView
+from finetune_operator.rendering.types import JOB_LABEL, Manifest
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.kube import FINETUNE_JOB, POD, ApiError, Resource
 from finetune_operator.shell.state import OperatorState
+from finetune_operator.shell.store import Key, UnreadableError, key_of
 
 log = logging.getLogger(__name__)
 
@@ -21,6 +25,8 @@ QUIET_SECONDS = 1.0
 """A list answers all requests of this long."""
 AGAIN_SECONDS = 2.0
 """Before the next try when a list failed in spite of all retries."""
+TURN_SECONDS = 0.02
+"""How long objects are taken over at a stretch; others have their turn then."""
 SERVED_SECONDS = 15.0
 """Between two questions for what is served, while a job waits to begin."""
 
@@ -109,13 +115,48 @@ class Syncer:
             self._state.measurements.resynced(reason)
 
 
+class Turn:
+    """Work that never waits shares the event loop: what many objects cost in a row must not hold up a probe."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+
+    async def shared(self) -> None:
+        """Others have their turn, when this one was long."""
+        if time.monotonic() > self._began + TURN_SECONDS:
+            await asyncio.sleep(0)
+            self._began = time.monotonic()
+
+
 async def read_all(state: OperatorState, resource: Resource, namespace: str | None) -> int:
     """Read a kind whole, from one namespace or from all, and have every job looked at for which something is new. Gives
     the version at which it was read.
     """
     labels = None if resource is FINETUNE_JOB else JOB_LABEL
-    found, version = await state.kube.list_objects(resource, namespace, labels)
-    within = None if namespace is None else {namespace}
-    for key in state.store.replace_all(resource.kind, found, version, within):
+    listed: set[Key] = set()
+    version = 0
+    turn = Turn()
+    async for page in state.kube.pages(resource, namespace, labels):
+        if page.first:
+            listed.clear()
+        version = page.version
+        for raw in page.items:
+            await turn.shared()
+            take(state, resource, raw)
+            with suppress(UnreadableError):
+                listed.add(key_of(raw))
+    for key in state.store.keep(resource.kind, listed, version, None if namespace is None else {namespace}):
         state.queue.add(key)
     return version
+
+
+def take(state: OperatorState, resource: Resource, raw: Manifest, *, gone: bool = False) -> None:
+    """Put what was read of an object into the store, and have its job looked at when it is news."""
+    try:
+        entry = state.store.remove(raw) if gone else state.store.put(raw)
+    except UnreadableError as error:
+        log.warning("passed over a %s that cannot be read: %s", resource.kind, error)
+        return
+    if entry is not None:
+        # Jobs for which nothing was done yet come first.
+        state.queue.add(entry.job, new=isinstance(entry.view, JobView) and entry.view.status.plan is None)
