@@ -155,3 +155,21 @@ def test_it_is_calm_once_no_new_job_waits_or_after_a_while():
         await waiting
 
     queued(work)
+
+
+def test_who_waits_for_calm_can_be_cancelled_at_any_moment():
+    async def work(queue: WorkQueue) -> None:
+        async def wait() -> None:
+            while True:
+                await queue.calm(60)
+                await asyncio.sleep(0)
+
+        for turns in range(12):
+            waiting = asyncio.create_task(wait())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait([waiting], timeout=patient(10))
+            assert waiting.cancelled(), turns
+
+    queued(work)

@@ -116,8 +116,10 @@ class WorkQueue:
 
     async def calm(self, seconds: float) -> None:
         """Wait until no new job waits, at most `seconds`: for work that new jobs go before."""
+        # Not wait_for: until Python 3.12 it can swallow that its caller is cancelled, who then never ends.
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._calm.wait(), seconds)
+            async with asyncio.timeout(seconds):
+                await self._calm.wait()
 
     def close(self) -> None:
         """Hand out no more keys: who works on one finishes it, who waits for one is told None."""
