@@ -2,23 +2,28 @@
 
 /healthz fails when something that has to run for ever has ended, or when the event loop came round more than a minute
 too late: the kubelet then starts the operator anew, which loses nothing. /readyz tells that all objects are known; a
-replica that stands by is ready too. Neither shows anything about jobs.
+replica that stands by is ready too. Neither shows anything about jobs. The port is open to many: connections are few at
+a time (listening.py), so that the kubelet is heard whoever else calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from aiohttp import web
 
+from finetune_operator.shell.listening import Bounds, Listener
 from finetune_operator.shell.metrics import Metrics
 
 HTTP_PORT = 8080
 BEAT_SECONDS = 1.0
 LAG_LIMIT_SECONDS = 60.0
+BOUNDS = Bounds(connections=128, seconds=20.0)
+METRICS_PAUSE = 10
+"""Times that it took to write the metrics: for so long they are not written anew."""
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -63,11 +68,14 @@ class Endpoints:
         self._metrics = metrics
         self._heartbeat = heartbeat or Heartbeat(metrics.event_loop_lag)
         self._runner: web.AppRunner | None = None
+        self._listener: Listener | None = None
+        self._exposed = b""
+        self._exposed_until = float("-inf")
         self._beating: asyncio.Task[None] | None = None
 
     async def start(self, host: str | None = None, port: int = HTTP_PORT) -> int:
         """Listen on `host` (None: all addresses); gives the port, which is chosen when `port` is 0."""
-        application = web.Application()
+        application = web.Application(middlewares=[_closing])
         application.add_routes(
             [
                 web.get("/healthz", self._healthz),
@@ -76,20 +84,24 @@ class Endpoints:
             ]
         )
         self._beating = asyncio.create_task(self._heartbeat.run(), name="heartbeat")
-        self._runner = web.AppRunner(application, access_log=None, keepalive_timeout=30.0, shutdown_timeout=2.0)
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=2.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port).start()
-        chosen: int = self._runner.addresses[0][1]
-        return chosen
+        assert self._runner.server is not None, "it is set up"
+        self._listener = Listener("probes and metrics", self._runner.server, BOUNDS)
+        return await self._listener.start(host, port)
 
     async def stop(self) -> None:
         """Also after a start that failed."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.wait([self._beating])
+        if self._listener is not None:
+            await self._listener.stop()
         if self._runner is not None:
             await self._runner.cleanup()
-        self._beating = self._runner = None
+        if self._listener is not None:
+            self._listener.close()
+        self._beating = self._runner = self._listener = None
 
     async def _healthz(self, _request: web.Request) -> web.Response:
         faults = list(self._health.faults())
@@ -102,7 +114,22 @@ class Endpoints:
         return _page(self._health.missing())
 
     async def _metrics_page(self, _request: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.exposition(), headers={"Content-Type": _TEXT})
+        began = time.monotonic()
+        if began > self._exposed_until:
+            self._exposed = self._metrics.exposition()
+            # Whoever asks again and again takes a tenth of the time at most.
+            self._exposed_until = time.monotonic() + METRICS_PAUSE * (time.monotonic() - began)
+        return web.Response(body=self._exposed, headers={"Content-Type": _TEXT})
+
+
+@web.middleware
+async def _closing(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """A connection carries one request, so that its life is bounded."""
+    response = await handler(request)
+    response.force_close()
+    return response
 
 
 def _page(wrong: Sequence[str]) -> web.Response:

@@ -1,9 +1,11 @@
 """Where pods report their progress: HTTPS, in the protocol of Kubeflow Trainer.
 
-It takes only what is cheap to take: a body of 64 KiB, one update a second from a pod, a connection of half a minute,
-so many connections from one address, so many unknown tokens from one address. Who sends is known from the token alone,
-and the pod it is bound to has to be one of the attempt in the path. Losing an update disturbs nothing, so whatever is
-in doubt is refused. Answers and logs hold our own words only: never a token, never a part of a body.
+It takes only what is cheap to take: a body of 64 KiB, one update a second from a pod, a connection of half a minute, so
+many connections at once (listening.py), so many unknown tokens of one pod or, where a token names no pod that is known,
+of one address. Who sends is known from the token alone, and the pod it is bound to has to be one of the attempt in the
+path. Losing an update disturbs nothing, so whatever is in doubt is refused; but it is told to the operator, which then
+does not take a pod's silence for a sign that it hangs. Answers and logs hold our own words only: never a token, never a
+part of a body.
 
 A replica that stands by relays to the one that leads. It shows the servers' certificate as its own, so that the other
 one can believe the address it names; what was relayed once is not relayed again.
@@ -13,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -25,7 +26,9 @@ from aiohttp import web
 
 from finetune_operator.api.types import ProgressStatus
 from finetune_operator.rendering.types import PROGRESS_PORT
+from finetune_operator.shell.bodies import Bodies, BodyError
 from finetune_operator.shell.certificates import SERVICE_NAME, TlsContexts
+from finetune_operator.shell.listening import Bounds, Listener
 from finetune_operator.shell.progress_protocol import (
     BODY_LIMIT_BYTES,
     AttemptKey,
@@ -42,6 +45,7 @@ from finetune_operator.shell.tokens import (
     ReviewUnavailableError,
     TokenChecker,
     TokenReviewer,
+    claimed,
 )
 
 log = logging.getLogger(__name__)
@@ -55,9 +59,7 @@ RELAYED_FOR = "X-Finetune-Relayed-For"
 class ServerLimits:
     """How much the server takes. The defaults serve a thousand pods on one processor."""
 
-    connections: int = 1024
-    connections_of_address: int = 64
-    """Of one address; pods behind one that masquerades share it."""
+    connections: int = 384
     connection_seconds: float = 30.0
     """Life of a connection. Each carries one update."""
     body_seconds: float = 10.0
@@ -66,7 +68,8 @@ class ServerLimits:
     pod_burst: int = 3
     pod_per_second: float = 1.0
     unknown_burst: int = 20
-    """Tokens of one address that turned out to be of no use; those that are good are not counted."""
+    """Tokens of one address that turned out to be of no use, counted for each pod that they name; those that are good
+    are not counted."""
     unknown_per_second: float = 1.0
     reviews_burst: int = 100
     """TokenReviews that all addresses together cause."""
@@ -110,6 +113,10 @@ class World(Protocol):
         """Take what the pod says; `mark` is the same for as long as nothing moves."""
         ...
 
+    def unheard(self) -> None:
+        """A report of an honest pod may just have been turned away."""
+        ...
+
 
 class RefusedError(Exception):
     """A request that is not carried out: its status and, in our own words, why."""
@@ -143,14 +150,15 @@ class ProgressServer:
         self._pods = Rate(burst=limits.pod_burst, per_second=limits.pod_per_second)
         self._unknown = Rate(burst=limits.unknown_burst, per_second=limits.unknown_per_second)
         self._reviews = Rate(burst=limits.reviews_burst, per_second=limits.reviews_per_second, keys=1)
+        self._bodies = Bodies(BODY_LIMIT_BYTES, limits.body_seconds)
         self._relays = asyncio.Semaphore(limits.relays)
         self._relay: aiohttp.ClientSession | None = None
-        self._listener: _Listener | None = None
-        self._server: asyncio.Server | None = None
+        self._listener: Listener | None = None
+        self._server: _Server | None = None
 
     async def start(self, host: str | None = None, port: int = PORT) -> int:
         """Listen on `host` (None: all addresses); gives the port, which is chosen when `port` is 0."""
-        self._listener = _Listener(self._handle, self._limits)
+        self._server = _Server(self._handle, self._limits)
         self._relay = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=self._tls.relay, force_close=True),
             timeout=aiohttp.ClientTimeout(total=self._limits.relay_seconds),
@@ -158,25 +166,20 @@ class ProgressServer:
             trust_env=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
-        self._server = await asyncio.get_running_loop().create_server(
-            self._listener,
-            host,
-            port,
-            ssl=self._tls.server,
-            ssl_handshake_timeout=self._limits.handshake_seconds,
-            ssl_shutdown_timeout=2.0,
-            backlog=256,
-        )
-        chosen: int = self._server.sockets[0].getsockname()[1]
-        return chosen
+        limits = self._limits
+        bounds = Bounds(limits.connections, limits.connection_seconds, limits.handshake_seconds)
+        self._listener = Listener("progress", self._server, bounds, tls=self._tls.server, dropped=self._world.unheard)
+        return await self._listener.start(host, port)
 
     async def stop(self) -> None:
         """Take no more, finish what is in hand, close the rest; also after a start that failed."""
-        if self._server is not None:
-            self._server.close()
         if self._listener is not None:
-            self._listener.pre_shutdown()
-            await self._listener.shutdown(self._limits.stop_seconds)
+            await self._listener.stop()
+        if self._server is not None:
+            self._server.pre_shutdown()
+            await self._server.shutdown(self._limits.stop_seconds)
+        if self._listener is not None:
+            self._listener.close()
         if self._relay is not None:
             await self._relay.close()
         self._server = self._listener = self._relay = None
@@ -188,12 +191,16 @@ class ProgressServer:
             answer = await self._answer(request)
         except RefusedError as refused:
             answer = _error(refused.status, str(refused), refused.headers)
+        except BodyError as refused:
+            answer = _error(refused.status, str(refused))
         except ConnectionError:
             raise  # the sender went away
         except Exception as error:
             # Its text might hold what was sent.
             log.error("A progress report could not be handled: %s.", type(error).__name__)
             answer = _error(HTTPStatus.INTERNAL_SERVER_ERROR, "the operator could not handle this report")
+        if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            self._world.unheard()
         answer.force_close()
         self._counted(answer.status)
         return answer
@@ -201,10 +208,8 @@ class ProgressServer:
     async def _answer(self, request: web.BaseRequest) -> web.Response:
         """The checks, the cheap ones first."""
         key = _attempt(request)
-        if request.content_length is not None and request.content_length > BODY_LIMIT_BYTES:
-            raise _too_large()
         token = _bearer(request)
-        body = await self._body(request)
+        body = await self._bodies.read(request)
         if not self._world.leading():
             return await self._relayed(request, token, body)
         if not self._world.synced():
@@ -217,28 +222,13 @@ class ProgressServer:
         self._world.report(pod, progress_of(update, self._clock()), mark_of(update))
         return web.json_response({})
 
-    async def _body(self, request: web.BaseRequest) -> bytes:
-        """The whole body, also of unknown length."""
-        body = bytearray()
-        try:
-            async with asyncio.timeout(self._limits.body_seconds):
-                async for chunk in request.content.iter_any():
-                    body += chunk
-                    if len(body) > BODY_LIMIT_BYTES:
-                        raise _too_large()
-        except TimeoutError:
-            seconds = f"{self._limits.body_seconds:g}"
-            raise RefusedError(HTTPStatus.REQUEST_TIMEOUT, f"the body did not arrive within {seconds} s") from None
-        except (aiohttp.ClientPayloadError, aiohttp.http_exceptions.HttpProcessingError, web.RequestPayloadError):
-            raise RefusedError(HTTPStatus.BAD_REQUEST, "the body is not what its headers say") from None
-        return bytes(body)
-
     async def _sender(self, request: web.BaseRequest, token: str) -> PodIdentity:
         """The pod that sends, which is known by its token alone."""
         found = self._tokens.remembered(token)
         if found is None:
-            address = _address(request)
-            if not (self._unknown.take(address) and self._reviews.take("all")):
+            sender = self._rated(_address(request), token)
+            if not (self._unknown.take(sender) and self._reviews.take("all")):
+                self._world.unheard()
                 raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, "too many unknown tokens", Retry_After="5")
             try:
                 found = await self._tokens.check(token)
@@ -247,13 +237,22 @@ class ProgressServer:
                     HTTPStatus.SERVICE_UNAVAILABLE, "the token could not be checked now", Retry_After="5"
                 ) from None
             if isinstance(found, PodIdentity):
-                self._unknown.give_back(address)
+                self._unknown.give_back(sender)
         if isinstance(found, RefusedToken):
             raise _unauthorized(found.why)
         if not self._pods.take(found.uid):
             rate = f"{self._limits.pod_per_second:g} update(s) a second, {self._limits.pod_burst} at once"
             raise RefusedError(HTTPStatus.TOO_MANY_REQUESTS, f"too fast: a pod may send {rate}", Retry_After="1")
         return found
+
+    def _rated(self, address: str, token: str) -> str:
+        """For whom an unknown token counts. Pods may share an address with somebody who guesses; who says to be a pod
+        that is known counts for that pod alone, so that nobody else's guesses are held against it.
+        """
+        claim = claimed(token)
+        known = None if claim is None else self._world.pod(claim.namespace, claim.name)
+        named = claim is not None and known is not None and known.uid == claim.uid
+        return f"{address} {claim.uid}" if claim is not None and named else address
 
     def _pod_of(self, key: AttemptKey, sender: PodIdentity) -> KnownPod:
         """What is known about the sender, which has to be a pod of the attempt."""
@@ -322,10 +321,6 @@ def _address(request: web.BaseRequest) -> str:
     return (request.headers.get(RELAYED_FOR) if by_replica else None) or request.remote or ""
 
 
-def _too_large() -> RefusedError:
-    return RefusedError(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"the body is larger than {BODY_LIMIT_BYTES} bytes")
-
-
 def _unauthorized(why: str) -> RefusedError:
     return RefusedError(HTTPStatus.UNAUTHORIZED, why, WWW_Authenticate="Bearer")
 
@@ -337,8 +332,8 @@ def _error(status: int, why: str, headers: Mapping[str, str] | None = None) -> w
 # -------------------------------------------------------------------------------------------------------- connections
 
 
-class _Listener(web.Server):
-    """aiohttp's server with bounds on connections."""
+class _Server(web.Server):
+    """aiohttp's server, whose connections answer in our own words."""
 
     def __init__(self, handle: Callable[[web.BaseRequest], Any], limits: ServerLimits) -> None:
         super().__init__(
@@ -349,46 +344,13 @@ class _Listener(web.Server):
             keepalive_timeout=limits.connection_seconds,
             lingering_time=2.0,
         )
-        self.limits = limits
-        self.of_address: Counter[str] = Counter()
 
     def __call__(self) -> web.RequestHandler:
         return _Connection(self, loop=self._loop, **self._kwargs)
 
 
 class _Connection(web.RequestHandler):
-    """One connection: one request, and a bounded life."""
-
-    def __init__(self, listener: _Listener, **kwargs: Any) -> None:
-        super().__init__(listener, **kwargs)
-        self._listener = listener
-        self._peer: str | None = None
-        self._end: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        assert isinstance(transport, asyncio.Transport)
-        limits, of_address = self._listener.limits, self._listener.of_address
-        # Replicas carry the reports of many pods.
-        peer = "" if transport.get_extra_info("peercert") else str((transport.get_extra_info("peername") or [""])[0])
-        if of_address.total() >= limits.connections or (peer and of_address[peer] >= limits.connections_of_address):
-            transport.abort()
-            return
-        self._peer = peer
-        of_address[peer] += 1
-        loop = asyncio.get_running_loop()
-        self._end = loop.call_later(limits.connection_seconds, transport.abort)
-
-    def connection_lost(self, exc: BaseException | None) -> None:
-        if self._end is not None:
-            self._end.cancel()
-        if self._peer is not None:
-            of_address = self._listener.of_address
-            of_address[self._peer] -= 1
-            if not of_address[self._peer]:
-                del of_address[self._peer]
-            self._peer = None
-        super().connection_lost(exc)
+    """One connection."""
 
     def handle_error(
         self,

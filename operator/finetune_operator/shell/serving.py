@@ -180,6 +180,10 @@ class OperatorView:
         )  # fmt: skip
         self._state.queue.add(JobKey(at.namespace, at.job))
 
+    def unheard(self) -> None:
+        """See `progress_server.World`."""
+        self._state.hearing.missed()
+
     def jobs(self) -> list[JobView]:
         """See `webhook.World`."""
         found = [self._state.store.job(key) for key in self._state.store.jobs()]

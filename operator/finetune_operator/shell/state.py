@@ -92,6 +92,10 @@ class Hearing:
     _since: datetime | None = None
     _asked: datetime | None = None
 
+    def missed(self) -> None:
+        """A report may just have been turned away: what was said before does not count any more."""
+        self._since = None
+
     def since(self, able: bool, now: datetime) -> datetime | None:
         """None while reports cannot be heard; `able` says whether they can be now."""
         passed = None if self._asked is None else now - self._asked

@@ -224,7 +224,8 @@ def _verified(token: str, known: IssuerKeys, audience: str) -> Verdict:
         return RefusedToken("the token has expired")
     except jwt.ImmatureSignatureError:
         return RefusedToken("the token is not valid yet")
-    except jwt.PyJWTError:
+    except (jwt.PyJWTError, RecursionError):
+        # A header that nests too deep is one that nobody has signed.
         return not_valid(audience)
     return _identity(claims)
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+from finetune_operator.api.json_text import loads
 from finetune_operator.rendering.types import PROGRESS_AUDIENCE
 
 REMEMBER_SECONDS = 600.0
@@ -90,12 +90,25 @@ def verdict(status: Mapping[str, Any], audience: str) -> Verdict:
 
 def expiry(token: str) -> float | None:
     """`exp` of a JSON web token in Unix seconds, unverified; None where there is none to be read."""
-    payload = token.partition(".")[2].partition(".")[0]
     try:
-        claims = json.loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
-        return float(claims["exp"])
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return float(_claims(token)["exp"])
+    except (ValueError, TypeError, KeyError, OverflowError):
         return None
+
+
+def claimed(token: str) -> PodIdentity | None:
+    """The pod that a JSON web token says to be bound to, unverified; None where it names none."""
+    try:
+        claims = _claims(token)["kubernetes.io"]
+        return PodIdentity(str(claims["namespace"]), str(claims["pod"]["name"]), str(claims["pod"]["uid"]))
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _claims(token: str) -> Any:
+    """What a JSON web token claims. ValueError."""
+    payload = token.partition(".")[2].partition(".")[0]
+    return loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
 
 
 class TokenChecker:

@@ -30,14 +30,22 @@ from finetune_operator.api.types import LauncherName
 from finetune_operator.reconcile.admission import NoReviewError, answer
 from finetune_operator.reconcile.types import JobView
 from finetune_operator.rendering.types import Manifest
+from finetune_operator.shell.bodies import Bodies, BodyError
 from finetune_operator.shell.certificates import valid_until
 from finetune_operator.shell.kube import WEBHOOK, ConflictError, Kube, NotFoundError
+from finetune_operator.shell.listening import Bounds, Listener
 
 log = logging.getLogger(__name__)
 
 PATH = "/validate"
-BODY_LIMIT_BYTES = 8 * 1024 * 1024
-"""A review holds two objects, each of which the API server takes up to 3 MiB."""
+BODY_LIMIT_BYTES = 3 * 1024 * 1024
+"""A review holds two objects. What a job may have at most (finetune_operator.api.problems), with annotations and
+managed fields, is half of that.
+"""
+BODY_SECONDS = 10.0
+BOUNDS = Bounds(connections=64, seconds=60.0)
+AT_ONCE = 2
+"""Reviews that are answered at a time, in threads of their own."""
 AUTHORITIES = 2
 """Kept in a configuration: while certificates change, replicas may still show one that the last authority signed."""
 LOOK_AGAIN_SECONDS = 60.0
@@ -81,30 +89,42 @@ class WebhookServer:
         self._tls = tls
         self._counted = counted
         self._runner: web.AppRunner | None = None
+        self._listener: Listener | None = None
+        self._bodies = Bodies(BODY_LIMIT_BYTES, BODY_SECONDS)
+        self._at_once = asyncio.Semaphore(AT_ONCE)
 
     async def start(self, host: str | None, port: int) -> int:
         """Listen on `host` (None: all addresses); gives the port. OSError when it is taken."""
-        application = web.Application(client_max_size=BODY_LIMIT_BYTES)
+        application = web.Application()
         application.add_routes([web.post(PATH, self._review)])
         self._runner = web.AppRunner(application, access_log=None, keepalive_timeout=60.0, shutdown_timeout=2.0)
         await self._runner.setup()
-        await web.TCPSite(self._runner, host, port, ssl_context=self._tls).start()
-        chosen: int = self._runner.addresses[0][1]
-        return chosen
+        assert self._runner.server is not None, "it is set up"
+        self._listener = Listener("webhook", self._runner.server, BOUNDS, tls=self._tls)
+        return await self._listener.start(host, port)
 
     async def stop(self) -> None:
         """Also after a start that failed."""
+        if self._listener is not None:
+            await self._listener.stop()
         if self._runner is not None:
             await self._runner.cleanup()
-        self._runner = None
+        if self._listener is not None:
+            self._listener.close()
+        self._runner = self._listener = None
 
     async def _review(self, request: web.Request) -> web.Response:
         try:
-            asked, served = await request.read(), await self._world.served()
-            told = answer(asked, self._settings, self._world.jobs(), served)
-        except NoReviewError as error:
+            asked, served = await self._bodies.read(request), await self._world.served()
+            async with self._at_once:
+                told = await asyncio.to_thread(answer, asked, self._settings, tuple(self._world.jobs()), served)
+        except (NoReviewError, BodyError) as error:
             self._counted("failed")
-            return web.json_response({"message": str(error)}, status=HTTPStatus.BAD_REQUEST)
+            status = error.status if isinstance(error, BodyError) else HTTPStatus.BAD_REQUEST
+            return web.json_response({"message": str(error)}, status=status)
+        if self._listener is not None:
+            # The API server keeps its connections for many reviews.
+            self._listener.renew(request.transport)
         response = told["response"]
         assert isinstance(response, dict), "an answer has a response"
         self._counted("allowed" if response["allowed"] else "refused")

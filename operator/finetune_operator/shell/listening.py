@@ -1,0 +1,277 @@
+"""Accepts connections within bounds, from the moment of accept on: before a TLS handshake, and before a request.
+
+A listener has so many connections at a time. One more takes the place of the oldest one of the address that has most
+of them: who opens many and says nothing loses them, and who comes to say one thing is heard, also when it shares its
+address with the other (pods behind one that masquerades do). A connection with a certificate of ours is not taken away
+for others. Each has a bounded life.
+
+An IPv6 address counts with its /64, all of which one machine may have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 256
+SHUTDOWN_SECONDS = 2.0
+"""For the end of TLS."""
+AGAIN_SECONDS = 0.5
+"""Before the next try when nothing can be accepted, as for want of file descriptors."""
+TELL_SECONDS = 60.0
+"""Between two words in the log about connections that had to go."""
+_NO_IPV6 = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How many connections there are at a time, and for how long."""
+
+    connections: int
+    """asyncio's TLS takes about 300 KiB for each."""
+    seconds: float
+    """Life of a connection, from its accept or its last `renew` on."""
+    handshake_seconds: float = 10.0
+
+
+class Listener:
+    """One port."""
+
+    def __init__(
+        self,
+        name: str,
+        handler: Callable[[], asyncio.Protocol],
+        bounds: Bounds,
+        *,
+        tls: ssl.SSLContext | None = None,
+        dropped: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`handler` makes the protocol of each connection; `dropped` is told when one had to go for another."""
+        self._name = name
+        self._handler = handler
+        self._bounds = bounds
+        self._tls = tls
+        self._dropped = dropped
+        self._of_address: dict[str, dict[_Connection, None]] = {}
+        """Those without a certificate, of each address the oldest first."""
+        self._known: set[_Connection] = set()
+        """Those with one."""
+        self._by_transport: dict[asyncio.BaseTransport, _Connection] = {}
+        self._sockets: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
+        self._told = float("-inf")
+        self._untold = 0
+
+    async def start(self, host: str | None, port: int) -> int:
+        """Listen on `host` (None: all addresses); gives the port, which is chosen when `port` is 0. OSError when it is
+        taken.
+        """
+        self._sockets = await asyncio.to_thread(_listening, host, port)
+        self._accepting = [
+            asyncio.create_task(self._accept(each), name=f"accepting for {self._name}") for each in self._sockets
+        ]
+        chosen: int = self._sockets[0].getsockname()[1]
+        return chosen
+
+    async def stop(self) -> None:
+        """Accept no more; what is open stays, and is the handler's."""
+        for task in self._accepting:
+            task.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        for each in self._sockets:
+            each.close()
+        self._accepting, self._sockets = [], []
+
+    def close(self) -> None:
+        """End what is still open."""
+        for connection in [*self._known, *(one for these in self._of_address.values() for one in these)]:
+            connection.drop()
+
+    def __len__(self) -> int:
+        return len(self._known) + sum(map(len, self._of_address.values()))
+
+    def renew(self, transport: asyncio.BaseTransport | None) -> None:
+        """A request came to its end: the connection counts as new, for the next one."""
+        connection = None if transport is None else self._by_transport.get(transport)
+        if connection is not None:
+            if connection not in self._known:
+                self._forget(connection)
+                self._of_address.setdefault(connection.address, {})[connection] = None
+            connection.live(self._bounds.seconds)
+
+    # -------------------------------------------------------------------------------------------- of each connection
+
+    def opened(self, connection: _Connection, transport: asyncio.BaseTransport) -> None:
+        """Its handler is about to hear of it."""
+        self._by_transport[transport] = connection
+        if transport.get_extra_info("peercert"):
+            # TLS has verified it: another replica, or the API server.
+            self._forget(connection)
+            self._known.add(connection)
+
+    def closed(self, connection: _Connection) -> None:
+        """It counts no longer."""
+        if connection.transport is not None:
+            self._by_transport.pop(connection.transport, None)
+        self._forget(connection)
+
+    def _forget(self, connection: _Connection) -> None:
+        self._known.discard(connection)
+        these = self._of_address.get(connection.address, {})
+        these.pop(connection, None)
+        if not these:
+            self._of_address.pop(connection.address, None)
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, peer = await loop.sock_accept(listening)
+            except OSError as error:
+                log.warning("%s: no connection can be accepted: %s", self._name, error)
+                await asyncio.sleep(AGAIN_SECONDS)
+                continue
+            # Accepting what waits already gives nobody else a turn.
+            await asyncio.sleep(0)
+            address = network_of(str(peer[0]))
+            if len(self) >= self._bounds.connections and not self._made_room():
+                accepted.close()
+                continue
+            connection = _Connection(self, address, self._handler())
+            self._of_address.setdefault(address, {})[connection] = None
+            connection.live(self._bounds.seconds)
+            connection.opening = asyncio.create_task(self._open(connection, accepted), name=f"opening for {self._name}")
+
+    def _made_room(self) -> bool:
+        """Whether one has gone for another; otherwise the new one has to."""
+        self._dropped()
+        self._tell()
+        if not self._of_address:
+            return False
+        most = max(self._of_address.values(), key=len)
+        next(iter(most)).drop()
+        return True
+
+    def _tell(self) -> None:
+        self._untold += 1
+        if time.monotonic() > self._told + TELL_SECONDS:
+            log.warning(
+                "%s: %d connections at once, as many as there may be; %d had to go for others",
+                self._name, self._bounds.connections, self._untold,
+            )  # fmt: skip
+            self._told, self._untold = time.monotonic(), 0
+
+    async def _open(self, connection: _Connection, accepted: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection,
+                accepted,
+                ssl=self._tls,
+                ssl_handshake_timeout=None if self._tls is None else self._bounds.handshake_seconds,
+                ssl_shutdown_timeout=None if self._tls is None else SHUTDOWN_SECONDS,
+            )
+        except OSError as error:
+            # A handshake that failed is one, too.
+            log.debug("%s: a connection was not opened: %s", self._name, type(error).__name__)
+        finally:
+            connection.opening = None
+            if connection.transport is None:
+                accepted.close()
+                connection.end()
+
+
+class _Connection(asyncio.Protocol):
+    """A connection of a handler, counted by its listener."""
+
+    def __init__(self, listener: Listener, address: str, handler: asyncio.Protocol) -> None:
+        self.address = address
+        self.transport: asyncio.BaseTransport | None = None
+        self.opening: asyncio.Task[None] | None = None
+        self._listener = listener
+        self._handler = handler
+        self._end: asyncio.TimerHandle | None = None
+
+    def live(self, seconds: float) -> None:
+        """End it after that time."""
+        if self._end is not None:
+            self._end.cancel()
+        self._end = asyncio.get_running_loop().call_later(seconds, self.drop)
+
+    def drop(self) -> None:
+        """End it now."""
+        self.end()
+        if isinstance(self.transport, asyncio.Transport):
+            self.transport.abort()
+        elif self.opening is not None:
+            self.opening.cancel()
+
+    def end(self) -> None:
+        """It counts no longer."""
+        if self._end is not None:
+            self._end.cancel()
+        self._listener.closed(self)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+        self._listener.opened(self, transport)
+        self._handler.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end()
+        self._handler.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._handler.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._handler.eof_received()
+
+    def pause_writing(self) -> None:
+        self._handler.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._handler.resume_writing()
+
+
+def network_of(address: str) -> str:
+    """What counts as one address: an IPv4 address, or the /64 of an IPv6 address."""
+    with contextlib.suppress(ValueError):
+        found = ipaddress.ip_address(address.partition("%")[0])
+        if isinstance(found, ipaddress.IPv6Address):
+            return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
+    return address
+
+
+def _listening(host: str | None, port: int) -> list[socket.socket]:
+    """Sockets that listen on one port, of IPv4 and of IPv6 where `host` is None."""
+    hosts: list[tuple[socket.AddressFamily, str]] = [(socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")]
+    if host is not None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        hosts = [(found[0], str(found[4][0]))]
+    sockets: list[socket.socket] = []
+    try:
+        for family, address in hosts:
+            try:
+                made = socket.create_server((address, port), family=family, backlog=BACKLOG)
+            except OSError as error:
+                if sockets and error.errno in _NO_IPV6:
+                    continue
+                raise
+            made.setblocking(False)
+            sockets.append(made)
+            port = made.getsockname()[1]
+    except OSError:
+        for made in sockets:
+            made.close()
+        raise
+    return sockets
