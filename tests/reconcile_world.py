@@ -390,6 +390,8 @@ class World:
         stage = self.children[name]["metadata"]["labels"]["finetune.dev/stage"]
         for rank, pod in enumerate(self.pods_of(name)):
             told = failure if rank == 0 else FailureClass.COLLECTIVE
+            if told is FailureClass.PREEMPTED:
+                self.pods[pod]["metadata"].setdefault("deletionTimestamp", stamp(self.now))
             self.end_pod(pod, EXIT_CODES[told], report(stage, (told, 10.0 + rank), rank=rank))
         self.end_child(name, succeeded=False)
         return name

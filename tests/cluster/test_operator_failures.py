@@ -180,7 +180,6 @@ def _created(world: World, name: str) -> dict[str, str]:
 FREE: dict[str, Play] = {
     "a pod that is preempted": PREEMPTED,
     "a pod that is evicted by its node": Play(exit_code=137, reason="Error", message="", pod_reason="Evicted"),
-    "a connection between ranks that breaks": fails(FailureClass.COLLECTIVE, "NcclTimeout", "all-reduce timed out"),
 }
 
 
@@ -191,6 +190,16 @@ def test_failures_of_the_infrastructure_are_free_of_charge(world: World, case: s
     status = world.wait_phase("free", "Succeeded")
     assert states(status)["train"] == ("Succeeded", 2)
     assert (status["restarts"], status.get("countedRestarts", 0), status.get("failure")) == (1, 0, None)
+
+
+def test_ranks_that_never_find_each_other_are_not_tried_for_ever(world: World) -> None:
+    never = fails(FailureClass.COLLECTIVE, "RendezvousTimeout", "7 of 8 processes came")
+    world.kubelet.playbook.set("apart", "train", never)
+    short(world, "apart", {"runPolicy": {"maxRestarts": 2}})
+    status = world.wait_phase("apart", "Failed")
+    assert (status["failure"]["class"], status["failure"]["attempt"]) == ("CollectiveFailed", 3)
+    assert (status["restarts"], status["countedRestarts"]) == (2, 2)
+    assert "nothing shows that the infrastructure did it" in status["failure"]["hint"]
 
 
 MEMORY: dict[str, Play] = {

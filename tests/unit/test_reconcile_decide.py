@@ -572,7 +572,7 @@ def test_a_failure_is_told_before_anything_of_the_attempt_is_deleted():
     )
     world.wait(1)
     assert world.stage("train") == ("Running", 2)
-    assert (world.job().status.restarts, world.job().status.counted_restarts) == (1, 0)
+    assert (world.job().status.restarts, world.job().status.counted_restarts) == (1, 1)
 
 
 def test_the_delay_doubles_up_to_the_most_and_begins_anew_after_a_long_run():
@@ -580,7 +580,7 @@ def test_the_delay_doubles_up_to_the_most_and_begins_anew_after_a_long_run():
     delays = []
     for ran in (0, 0, 0, 0, 0, 700, 0):
         world.wait(ran)
-        world.fail(FailureClass.COLLECTIVE)
+        world.fail(FailureClass.PREEMPTED)
         world.step()
         wake = world.decide().wake_at
         assert wake is not None
@@ -595,7 +595,7 @@ def test_the_delay_doubles_up_to_the_most_and_begins_anew_after_a_long_run():
 def test_counted_restarts_end_with_the_job_and_free_ones_do_not():
     world = training()
     world.edit(maxRestarts=1)
-    for failure in (FailureClass.COLLECTIVE, FailureClass.HUB_UNAVAILABLE, FailureClass.PREEMPTED):
+    for failure in (FailureClass.PREEMPTED, FailureClass.HUB_UNAVAILABLE, FailureClass.PREEMPTED):
         world.fail(failure)
         world.settle()
         world.wait(300)
@@ -606,6 +606,71 @@ def test_counted_restarts_end_with_the_job_and_free_ones_do_not():
     assert (world.phase, status.restarts, status.counted_restarts) == ("Failed", 3, 1)
     assert status.failure is not None
     assert status.failure.hint == "runPolicy.maxRestarts (1) restarts are used up. Do so."
+
+
+def restarts(world: World) -> tuple[int, int]:
+    """Restarts of the job, and those of them that are counted."""
+    world.settle()
+    status = world.job().status
+    world.wait(300)
+    world.start()
+    world.settle()
+    return status.restarts, status.counted_restarts
+
+
+def at_step(world: World, step: int) -> None:
+    """The attempt that runs has told this, and it is in the status."""
+    world.progress = ProgressStatus(step=step, total_steps=100)
+    world.settle()
+    assert world.job().status.progress == world.progress
+
+
+def test_what_fails_the_same_way_before_each_first_step_is_counted_and_has_an_end():
+    world = training()
+    for attempt in (1, 2, 3):
+        world.fail(FailureClass.COLLECTIVE)
+        assert restarts(world) == (attempt, attempt)
+    assert "nothing shows that the infrastructure did it" in world.events[-2].message
+    world.fail(FailureClass.COLLECTIVE)
+    world.settle()
+    assert world.phase == "Failed"
+    hint = world.job().status.failure.hint  # type: ignore[union-attr]
+    assert hint is not None
+    assert "maxRestarts (3) restarts are used up (nothing shows that the infrastructure did it" in hint
+
+
+def test_a_restart_after_progress_is_free_and_one_without_new_progress_is_not():
+    world = training()
+    found = []
+    for step in (5, 5, 6, 0, 7):
+        if step:
+            at_step(world, step)
+        world.fail(FailureClass.COLLECTIVE)
+        found.append(restarts(world))
+    assert found == [(1, 0), (2, 1), (3, 1), (4, 2), (5, 2)]
+    assert next(one for one in world.job().status.stages if one.name == "train").furthest_step == 7
+
+
+@pytest.mark.parametrize("step", [0, 5])
+def test_a_restart_that_kubernetes_accounts_for_is_free_with_and_without_progress(step: int):
+    world = training()
+    for attempt in (1, 2, 3, 4, 5):
+        if step:
+            at_step(world, step)
+        world.fail(FailureClass.PREEMPTED)
+        assert restarts(world) == (attempt, 0)
+
+
+def test_free_restarts_are_bounded_in_a_window_of_time():
+    world = training(settings=limits(freeRestarts=2, freeRestartsSeconds=3600))
+    found = []
+    for _ in range(3):
+        world.fail(FailureClass.PREEMPTED)
+        found.append(restarts(world))
+    world.wait(3600)
+    world.fail(FailureClass.PREEMPTED)
+    found.append(restarts(world))
+    assert found == [(1, 0), (2, 0), (3, 1), (4, 1)]
 
 
 def test_a_failure_is_forgotten_when_its_stage_has_succeeded():

@@ -12,9 +12,9 @@ from datetime import datetime, timedelta
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import TrainerReport
+from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.settings import Limits
 from finetune_operator.api.types import FailureStatus, StageStatus
-from finetune_operator.planning.quantities import human_seconds
 from finetune_operator.planning.types import PlanRefused
 from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.planned import (
@@ -101,7 +101,7 @@ def attempt_failed(course: Course, stage: StageStatus, cause: Cause, at: datetim
         case Remedy.FAIL:
             return give_up(course, stage, failure)
         case Remedy.FREE:
-            return _again(course, stage, cause, "free of charge")
+            return _free(course, stage, cause, failure)
         case Remedy.COUNTED:
             return _counted(course, stage, cause, failure)
         case Remedy.ADAPT:
@@ -127,12 +127,39 @@ def _remedy(course: Course, stage: StageStatus, cause: Cause) -> Remedy:
     return Remedy.ADAPT if loops else Remedy.COUNTED
 
 
-def _counted(course: Course, stage: StageStatus, cause: Cause, failure: FailureStatus) -> Course:
+def _free(course: Course, stage: StageStatus, cause: Cause, failure: FailureStatus) -> Course:
+    """Free of charge when the infrastructure shows that it did it, or the attempt has come further than any before; and
+    not more often than the settings allow. What fails the same way each time would otherwise begin again for ever.
+    """
+    limits, step = course.settings.limits, _step(course)
+    further = step > (stage.furthest_step or 0)
+    stage = stage.model_copy(update={"furthest_step": max(step, stage.furthest_step or 0) or None})
+    over = stage.free_since is None or seconds_since(stage.free_since, course.now) >= limits.free_restarts_seconds
+    used = 0 if over else stage.free_restarts
+    if not (cause.evident or further):
+        why = "nothing shows that the infrastructure did it, and the attempt came no further than those before"
+        return _counted(course, stage, cause, failure, f" ({why})")
+    if used >= limits.free_restarts:
+        why = f"{used} restarts were free of charge since {stage.free_since}, as many as limits.freeRestarts allows"
+        return _counted(course, stage, cause, failure, f" ({why})")
+    since = stamp(course.now) if over else stage.free_since
+    stage = stage.model_copy(update={"free_restarts": used + 1, "free_since": since})
+    return _again(course, stage, cause, "free of charge")
+
+
+def _step(course: Course) -> int:
+    """How far the attempt has come, as it told last; 0: it told nothing."""
+    progress = course.status.progress
+    return (progress.step or 0) if progress is not None else 0
+
+
+def _counted(course: Course, stage: StageStatus, cause: Cause, failure: FailureStatus, why: str = "") -> Course:
+    """`why`: of a failure that is free of charge otherwise."""
     used, most = course.status.counted_restarts, course.spec.run_policy.max_restarts
     if used >= most:
-        return give_up(course, stage, failure, f"runPolicy.maxRestarts ({most}) restarts are used up.")
+        return give_up(course, stage, failure, f"runPolicy.maxRestarts ({most}) restarts are used up{why}.")
     course = course.with_status(counted_restarts=used + 1)
-    return _again(course, stage, cause, f"{used + 1} of {most} restarts that runPolicy.maxRestarts allows")
+    return _again(course, stage, cause, f"{used + 1} of {most} restarts that runPolicy.maxRestarts allows{why}")
 
 
 def _adapted(course: Course, stage: StageStatus, cause: Cause, failure: FailureStatus) -> Course:

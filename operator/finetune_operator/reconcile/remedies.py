@@ -121,6 +121,21 @@ class Cause:
         return REMEDIES[self.cause]
 
     @property
+    def evident(self) -> bool:
+        """Whether Kubernetes itself says that the infrastructure, or somebody with a hand on it, ended the pod. What a
+        process says of its peers, or its exit code, may have any cause.
+        """
+        if self.cause in (OperatorCause.NODE_LOST, OperatorCause.EVICTED, OperatorCause.POD_REJECTED):
+            return True
+        pod = self.pod
+        if self.second_hand or pod is None:
+            # Only a pod that is gone is told of by its child alone.
+            return self.cause is FailureClass.PREEMPTED
+        ended = None if pod.ended is None else pod.ended.finished
+        told_to_go = pod.deleting_since is not None and (ended is None or pod.deleting_since <= ended)
+        return pod.disruption is not None or pod.gone or told_to_go
+
+    @property
     def bad_node(self) -> str | None:
         """The node to keep away from."""
         return self.pod.node if self.pod is not None and self.node_at_fault else None
