@@ -352,6 +352,24 @@ def test_a_deepspeed_section_that_would_replace_a_field_of_the_job_is_refused(se
         strategy_for(run.job.training, {**run.deepspeed_config(), section: {"type": "SGD"}}, run.paths.offload)
 
 
+@pytest.mark.parametrize("uri", ["hf:///etc/passwd", "hf://../../etc", "hf://our/../evil/x", "hf://a/b/c", "hf://a--b"])
+def test_a_name_that_could_lead_elsewhere_is_no_model_of_the_hub(uri: str):
+    from finetune_trainer.models import resolve_model
+
+    with pytest.raises(StageError, match="no name of a repository on the Hub"):
+        resolve_model(uri)
+
+
+def test_a_folder_never_takes_the_place_of_a_model_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from finetune_trainer.models import resolve_model
+
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model("hf://our-organisation/model")[0] == "our-organisation/model"
+    (tmp_path / "our-organisation" / "model").mkdir(parents=True)
+    with pytest.raises(StageError, match=r"our-organisation/model is there, which would be taken in its place"):
+        resolve_model("hf://our-organisation/model")
+
+
 def test_a_revision_of_a_model_that_is_not_on_the_hub_is_refused(tiny_model: Path):
     from finetune_trainer.models import resolve_model
 

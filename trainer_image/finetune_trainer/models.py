@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from finetune_contract.job import ModelSource, TrainerJob
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError, chain
-from finetune_trainer.uris import Uri, local_path, package_path
+from finetune_trainer.uris import Uri, hub_name, local_path, package_path
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -68,7 +68,8 @@ def resolve_model(
     parsed = Uri.parse(uri, _FIELD)
     match parsed.scheme:
         case "hf":
-            return parsed.rest.strip("/"), {"revision": revision, "trust_remote_code": trust_remote_code}
+            name = hub_name(parsed.rest.rstrip("/"), parsed, _FIELD)
+            return name, {"revision": revision, "trust_remote_code": trust_remote_code}
         case "file":
             path = local_path(parsed)
         case "pkg":

@@ -11,6 +11,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from finetune_contract.hub import is_hub_name
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
 
@@ -35,6 +36,29 @@ class Uri:
                 "Write hf://org/name, file:///absolute/path, file://relative/path or pkg://package/folder.",
             )
         return cls(text, scheme.lower(), rest)
+
+
+def hub_name(name: str, uri: Uri, field: str) -> str:
+    """The repository `name`, or `organisation/name`, of an `hf://` URI.
+
+    Libraries look for a folder of that name first: StageError CONFIG `BadHubName` for a name that could lead elsewhere,
+    and `HubNameIsFolder` where there is such a folder, whose code and weights nobody has asked for.
+    """
+    if not is_hub_name(name):
+        raise StageError(
+            FailureClass.CONFIG,
+            "BadHubName",
+            f"{field} is {uri.text!r}, which is no name of a repository on the Hub.",
+            "Write hf://name or hf://organisation/name, each of letters, digits, -, _ and ., without -- and ...",
+        )
+    if Path(name).exists():
+        raise StageError(
+            FailureClass.CONFIG,
+            "HubNameIsFolder",
+            f"{field} is {uri.text!r}, and {Path(name).absolute()} is there, which would be taken in its place.",
+            f"Write file://{name} if it is meant; otherwise rename it, or run in another folder.",
+        )
+    return name
 
 
 def local_path(uri: Uri) -> Path:

@@ -27,7 +27,7 @@ from finetune_trainer.data.readers import ENDINGS, SUFFIXES, format_of, read
 from finetune_trainer.data.spool import Spool
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import hub_error
-from finetune_trainer.uris import Uri, local_path, package_path
+from finetune_trainer.uris import Uri, hub_name, local_path, package_path
 
 Role: TypeAlias = Literal["train", "validation", "test", "predict"]
 SPLIT_ROLES: tuple[Role, ...] = ("train", "validation", "test")
@@ -390,8 +390,9 @@ class HubSource:
 
     @property
     def repository(self) -> str:
-        """`org/name`."""
-        return self.uri.rest.partition("@")[0].strip("/").removeprefix("datasets/")
+        """`org/name`. StageError CONFIG for what is none."""
+        name = self.uri.rest.partition("@")[0].rstrip("/").removeprefix("datasets/")
+        return hub_name(name, self.uri, f"{self.setting}.uri")
 
     @cached_property
     def _all(self) -> Mapping[str, datasets.Dataset]:
