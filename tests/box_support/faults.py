@@ -197,12 +197,12 @@ def puppet(team: Team, step_seconds: float = 0.0, holds_at: int = 0) -> Object:
     )
     return {
         "env": [
-            {"name": "PYTHONPATH", "value": f"/opt/{_PUPPET}"},
+            {"name": "PYTHONPATH", "value": f"/mnt/{_PUPPET}"},
             {"name": "PUPPET_STEP_SECONDS", "value": str(step_seconds)},
             {"name": "PUPPET_HOLDS_AT", "value": str(holds_at)},
         ],
         "volumes": [{"name": _PUPPET, "configMap": {"name": _PUPPET}}],
-        "volumeMounts": [{"name": _PUPPET, "mountPath": f"/opt/{_PUPPET}", "readOnly": True}],
+        "volumeMounts": [{"name": _PUPPET, "mountPath": f"/mnt/{_PUPPET}", "readOnly": True}],
     }
 
 

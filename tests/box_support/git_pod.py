@@ -22,9 +22,9 @@ PORT = 8443
 AUTHORITY = "git-authority"
 """ConfigMap in the team's namespace with the certificate of the host's authority."""
 TEMPLATE: Object = {
-    "env": [{"name": "GIT_SSL_CAINFO", "value": "/etc/git-authority/ca.crt"}],
+    "env": [{"name": "GIT_SSL_CAINFO", "value": "/mnt/git-authority/ca.crt"}],
     "volumes": [{"name": AUTHORITY, "configMap": {"name": AUTHORITY}}],
-    "volumeMounts": [{"name": AUTHORITY, "mountPath": "/etc/git-authority", "readOnly": True}],
+    "volumeMounts": [{"name": AUTHORITY, "mountPath": "/mnt/git-authority", "readOnly": True}],
 }
 """What a job says so that git trusts the host."""
 

@@ -12,7 +12,7 @@ from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJobStatus, StageStatus
 from finetune_operator.reconcile.children import child_view
-from finetune_operator.reconcile.observed import job_view, kept_log, pod_view, wanted_logs
+from finetune_operator.reconcile.observed import TOLD_PROBLEMS, job_view, kept_log, pod_view, wanted_logs
 from finetune_operator.reconcile.types import ChildView, Ended, JobView, ObjectRef, Observed, PodView, Waiting
 from reconcile_world import SPEC, World, report
 
@@ -315,7 +315,7 @@ def document(**changes: Any) -> dict[str, Any]:
 def test_a_job_is_seen_whole():
     seen = job_view(document(status={"phase": "Training", "future": 1}), CLUSTER_SETTINGS)
     assert seen.job is not None
-    assert replace(seen, job=None) == JobView(
+    assert replace(seen, job=None, marks="") == JobView(
         name="reviews",
         namespace="team",
         uid="u",
@@ -339,6 +339,18 @@ def test_a_job_that_asks_for_the_same_is_judged_once(spec: dict[str, object]):
     assert relabelled.problems != first.problems
 
 
+def test_of_a_job_nothing_long_is_kept():
+    annotations = {"note": "x" * 200_000}
+    seen = job_view(document(metadata={"annotations": annotations}), CLUSTER_SETTINGS)
+    assert seen.job is not None
+    assert "x" * 1_000 not in repr(seen)
+    wrong = {f"{'x' * 1_000}{at}": 1 for at in range(50)}
+    refused = job_view(document(spec={**SPEC, **wrong}), CLUSTER_SETTINGS)
+    assert "x" * 1_000 not in repr(refused.problems)
+    assert len(refused.problems) == TOLD_PROBLEMS + 1
+    assert refused.problems[-1].rule == f"has {50 - TOLD_PROBLEMS} more problems"
+
+
 @pytest.mark.parametrize("error", [RecursionError(), ZeroDivisionError("by zero")])
 def test_a_job_that_our_own_checks_fail_over_is_refused_and_says_so(
     monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -354,10 +366,10 @@ def test_a_job_that_our_own_checks_fail_over_is_refused_and_says_so(
 
 
 def test_of_a_log_the_end_is_kept_without_secrets():
-    env = [{"name": "DB_PASSWORD", "value": "correct horse"}]
+    env = [{"name": "DB_PASSWORD", "value": "/correct horse"}]
     job = job_view(document(spec={**SPEC, "template": {"env": env}}), CLUSTER_SETTINGS)
     token = "hf_" + "A" * 30
-    text = "x" * 5000 + f" cloning https://me:pa55word@git.example.com/a with {token} and correct horse\nthe cause\n"
+    text = "x" * 5000 + f" cloning https://me:pa55word@git.example.com/a with {token} and /correct horse\nthe cause\n"
     kept = kept_log(job, text)
     assert len(kept) == 4096
     assert kept.endswith("the cause\n")

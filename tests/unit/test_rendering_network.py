@@ -22,10 +22,23 @@ IN_CLUSTER = ProgressEndpoint("https://finetune-operator-progress.ops.svc:8443",
 OUTSIDE = ProgressEndpoint("https://192.0.2.7:9443", "CA")
 OWN = {"matchLabels": {"finetune.dev/job": "reviews", "finetune.dev/job-uid": "uid-1"}}
 WORLD = [
-    {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}},
-    {"ipBlock": {"cidr": "::/0", "except": ["fd00:ec2::254/128"]}},
+    {"ipBlock": {"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32"]}},
+    {
+        "ipBlock": {
+            "cidr": "::/0",
+            "except": ["fd00:ec2::254/128", "fd00:ec2::23/128", "fd20:ce::254/128", "fe80::/10"],
+        }
+    },
 ]
-DNS = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
+DNS_PORTS = [{"port": port, "protocol": protocol} for port in (53, 5353) for protocol in ("UDP", "TCP")]
+DNS = {
+    "to": [
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}},
+        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "openshift-dns"}}},
+        {"ipBlock": {"cidr": "169.254.20.10/32"}},
+    ],
+    "ports": DNS_PORTS,
+}
 HTTPS = {"to": WORLD, "ports": [{"port": 443, "protocol": "TCP"}]}
 OPERATOR = {
     "to": [
@@ -80,9 +93,10 @@ def test_the_policy_of_a_job_is_whole():
                 "finetune.dev/job-uid": "uid-1",
             },
             "annotations": {
-                ALLOWS_ANNOTATION: "In: pods of this job. Out: pods of this job; DNS (port 53); progress reports to "
-                "the operator in ops (port 8443); TCP port 443 of any address but the metadata services of clouds "
-                "(169.254.0.0/16, fd00:ec2::254/128).",
+                ALLOWS_ANNOTATION: "In: pods of this job. Out: pods of this job; DNS (port 53) of the "
+                "resolvers that the operator's settings name; progress reports to the operator in ops (port 8443); TCP "
+                "port 443 of any address but the metadata services of clouds (169.254.0.0/16, 100.100.100.200/32, "
+                "168.63.129.16/32, fd00:ec2::254/128, fd00:ec2::23/128, fd20:ce::254/128, fe80::/10).",
             },
             "ownerReferences": [
                 {
@@ -121,6 +135,12 @@ EGRESS: dict[str, tuple[ProgressEndpoint | None, dict[str, Any], list[dict[str, 
         {"networkPolicy": {"egressPorts": [443, 3128, 443], "extraEgress": [EXTRA]}},
         [DNS, OPERATOR, {"to": WORLD, "ports": [{"port": n, "protocol": "TCP"} for n in (443, 3128)]}, EXTRA],
     ),
+    "resolvers of the nodes themselves": (
+        None,
+        {"networkPolicy": {"dns": [{"ipBlock": {"cidr": "169.254.169.254/32"}}]}},
+        [{"to": [{"ipBlock": {"cidr": "169.254.169.254/32"}}], "ports": DNS_PORTS}, HTTPS],
+    ),
+    "no names at all": (None, {"networkPolicy": {"dns": []}}, [HTTPS]),
     "no way into the world": (IN_CLUSTER, {"networkPolicy": {"egressPorts": []}}, [DNS, OPERATOR]),
 }
 

@@ -8,11 +8,18 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.api.problems import HIDDEN, MOST_PROBLEMS, describe_value, holds_secret
+from finetune_operator.api.problems import (
+    HIDDEN,
+    MAX_CHARACTERS,
+    MAX_VALUES,
+    MOST_PROBLEMS,
+    describe_value,
+    holds_secret,
+)
 from finetune_operator.api.validation import validate_job
 
 MANY = 40_000
-"""About half of what the API server takes. What is quadratic in it takes more than the time limit on any machine."""
+"""More than a job may have. What is quadratic in it takes more than the time limit on any machine."""
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -53,7 +60,9 @@ LONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("value", LONG.values(), ids=LONG.keys())
-def test_many_mistakes_are_told_by_some_of_them(value: dict[str, Any]) -> None:
+def test_many_mistakes_are_told_by_some_of_them(value: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetune_operator.api.validation.MAX_VALUES", 10 * MANY)
+    monkeypatch.setattr("finetune_operator.api.validation.MAX_CHARACTERS", 100 * MANY)
     read, problems = validate_job(value)
     assert read is None
     assert 1 <= len(problems) <= MOST_PROBLEMS
@@ -82,6 +91,39 @@ def test_a_deep_value_is_refused_where_it_stands(place: str, wrap: Any, levels: 
     assert read is None
     assert problems[0].path.startswith(place)
     assert (len(problems), "levels deep" in problems[0].rule) == (1, True) or levels == 90
+
+
+WIDE = {
+    "fields": {f"k{at}": 1 for at in range(MAX_VALUES)},
+    "items": [1] * MAX_VALUES,
+    "fields of items": [{"a": 1}] * (MAX_VALUES // 2),
+}
+LONG_TEXTS = {
+    "a text": "x" * MAX_CHARACTERS,
+    "a name": {"x" * MAX_CHARACTERS: 1},
+    "texts": ["x" * 1_000] * (MAX_CHARACTERS // 1_000),
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "rule"),
+    [
+        *((value, f"at most {MAX_VALUES:,} fields and items") for value in WIDE.values()),
+        *((value, f"at most {MAX_CHARACTERS:,} characters") for value in LONG_TEXTS.values()),
+    ],
+    ids=[*WIDE, *LONG_TEXTS],
+)
+def test_a_job_that_is_too_large_is_refused_where_it_becomes_so(value: Any, rule: str) -> None:
+    asked = job(training={"epochs": 1, "globalBatchSize": 8, "arguments": {"x": value}})
+    read, (problem,) = validate_job(asked)
+    assert read is None
+    assert rule in problem.rule
+    assert problem.path.startswith("spec.training.arguments")
+
+
+def test_annotations_may_be_as_long_as_the_api_server_lets_them() -> None:
+    read, problems = validate_job(job({"annotations": {"a": "x" * 2 * MAX_CHARACTERS}}))
+    assert (read is None, problems) == (False, [])
 
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.c2lnbmF0dXJl"

@@ -9,11 +9,13 @@ an optional block does not run when the block comes or goes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import yaml
+from pydantic import BaseModel
 
+from finetune_operator.api.pod_types import Affinity, EnvVar, PodSecurityContext, Toleration, Volume, VolumeMount
 from finetune_operator.api.rules import MUTABLE, RULES, Rule
 from finetune_operator.api.shapes import (
     Anything,
@@ -26,13 +28,21 @@ from finetune_operator.api.shapes import (
     Scalars,
     Shape,
     Text,
+    shape_of,
     spec_shape,
     status_shape,
+)
+from finetune_operator.api.syntax import MAX_NAME, NAME_PATTERN
+from finetune_operator.api.template import (
+    CODE_ENV,
+    RESERVED_ENV,
+    RESERVED_ENV_PREFIXES,
+    RESERVED_VOLUME_PREFIX,
+    RESERVED_VOLUMES,
 )
 from finetune_operator.api.types import (
     API_VERSION,
     CATEGORY,
-    DNS_LABEL_PATTERN,
     GROUP,
     KIND,
     PLURAL,
@@ -43,11 +53,33 @@ from finetune_operator.api.types import (
 
 Schema: TypeAlias = dict[str, Any]
 
-NAME_PATTERN = DNS_LABEL_PATTERN
-"""RFC 1123 label: children, pods and host names are made from the job's name."""
-MAX_NAME = 63
-
 _ANY: Schema = {"x-kubernetes-preserve-unknown-fields": True}
+FREE_LEVELS: Mapping[str, int] = {"training.arguments": 3, "parallelism.deepspeedConfig": 5, "endpoint.resources": 3}
+"""Levels below the names of an object whose form another project defines; the schema doubles with each. Deepest in
+DeepSpeed's documentation is `compression_training`, with four.
+"""
+HUB_TOKEN = "hf_[A-Za-z0-9]{16,}"
+FREE_NAMES = 256
+FREE_ITEMS = 1024
+FREE_TEXT = 32_768
+"""Most fields, items and characters in one value of such an object."""
+TYPED: Mapping[str, type[BaseModel]] = {
+    "template.affinity": Affinity,
+    "template.env": EnvVar,
+    "template.securityContext": PodSecurityContext,
+    "template.tolerations": Toleration,
+    "template.volumeMounts": VolumeMount,
+    "template.volumes": Volume,
+}
+"""Kubernetes' own objects, or lists of them. The API server refuses of them what it would refuse of the pod."""
+THEIR_TEXT = 1024
+THEIR_ITEMS = 256
+LABELS = ("template.labels", "template.nodeSelector")
+LABEL_VALUE: Schema = {
+    "type": "string", "maxLength": 63, "pattern": "^([A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)?$",
+}  # fmt: skip
+KEYS: Mapping[str, str] = {"template.env": "name", "template.volumes": "name", "template.volumeMounts": "mountPath"}
+"""What no two items of a list share."""
 
 # Name, type, jsonPath, priority (1: `-o wide` only).
 _COLUMNS: tuple[tuple[str, str, str, int], ...] = (
@@ -115,6 +147,23 @@ def _root() -> Schema:
     for rule in RULES:
         if rule.schema:
             _node_at(spec, rule.path).update(rule.schema)
+    for path, levels in FREE_LEVELS.items():
+        free = _node_at(spec, path)
+        del free["x-kubernetes-preserve-unknown-fields"]
+        free["additionalProperties"] = _free(levels)
+    for path, model in TYPED.items():
+        typed = _node_at(spec, path)
+        schema = _theirs(_crd_node(shape_of(model)))
+        if typed["type"] == "array":
+            typed["items"] = schema | _item_rules(path)
+            if path in KEYS:
+                typed |= {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": [KEYS[path]]}
+        else:
+            del typed["x-kubernetes-preserve-unknown-fields"]
+            typed.pop("maxProperties", None)
+            typed.update(schema)
+    for path in LABELS:
+        _node_at(spec, path)["additionalProperties"] = LABEL_VALUE
     spec["x-kubernetes-validations"] = [_validation(rule) for rule in RULES if rule.cel is not None]
     return {
         "type": "object",
@@ -135,6 +184,60 @@ def _root() -> Schema:
             *_immutability(),
         ],
     }
+
+
+def _item_rules(path: str) -> Schema:
+    """What `template.py` refuses of an item, as far as CEL can say it."""
+    match path:
+        case "template.env":
+            taken = [f"self.name == '{name}'" for name in sorted(RESERVED_ENV | CODE_ENV)]
+            taken += [f"self.name.startsWith('{prefix}')" for prefix in RESERVED_ENV_PREFIXES]
+            rules = [
+                (f"!({' || '.join(taken)})", "is a variable of the operator, of the launcher or of the image", ".name"),
+                (f"!has(self.value) || !self.value.matches('{HUB_TOKEN}')", "looks like a Hub token: "
+                 "put it into a Secret, and name that in spec.secrets.hubToken", ".value"),
+            ]  # fmt: skip
+        case "template.volumes":
+            taken = [f"self.name == '{name}'" for name in sorted(RESERVED_VOLUMES)]
+            taken.append(f"self.name.startsWith('{RESERVED_VOLUME_PREFIX}')")
+            rules = [(f"!({' || '.join(taken)})", "is the name of a volume of the operator", ".name")]
+        case _:
+            return {}
+    return {
+        "x-kubernetes-validations": [
+            {"rule": rule, "message": message, "fieldPath": field} for rule, message, field in rules
+        ]
+    }
+
+
+def _free(levels: int) -> Schema:
+    """A value of any form with so many levels of objects and lists. CEL does not look into nodes without a type, but
+    bounds hold in them; `items` is there because lists would slip through otherwise.
+    """
+    if levels == 0:
+        return {**_ANY, "nullable": True, "maxProperties": 0, "maxItems": 0, "maxLength": FREE_TEXT}
+    below = _free(levels - 1)
+    bounds = {"maxProperties": FREE_NAMES, "maxItems": FREE_ITEMS, "maxLength": FREE_TEXT}
+    return {**_ANY, "nullable": True, **bounds, "additionalProperties": below, "items": below}
+
+
+def _theirs(node: Schema) -> Schema:
+    """A node of Kubernetes' objects: with bounds on everything, which Kubernetes leaves to the size of an object; and
+    without defaults, as the API server adds nothing of ours to them.
+    """
+    kept = {key: value for key, value in node.items() if key != "default"}
+    match kept.get("type"):
+        case "string" if "enum" not in kept:
+            kept.setdefault("maxLength", THEIR_TEXT)
+        case "array":
+            kept.setdefault("maxItems", THEIR_ITEMS)
+            kept["items"] = _theirs(kept["items"])
+        case "object" if "properties" in kept:
+            kept["properties"] = {name: _theirs(inner) for name, inner in kept["properties"].items()}
+        case "object":
+            kept.setdefault("maxProperties", THEIR_ITEMS)
+            kept["additionalProperties"] = _theirs(kept["additionalProperties"])
+    return kept
 
 
 def _validation(rule: Rule) -> Schema:
@@ -190,7 +293,8 @@ def _crd_node(shape: Shape) -> Schema:
 def _crd_plain(shape: Shape) -> Schema:
     match shape.body:
         case None:
-            return {"type": "string", "enum": list(shape.words)}
+            flags = all(isinstance(word, bool) for word in shape.words)
+            return {"type": "boolean" if flags else "string", "enum": list(shape.words)}
         case Text(quantity=True) as text:
             return _quantity(text, ())
         case Text() as text:

@@ -1,7 +1,7 @@
 """The parts of a pod that a job may bring along, as Kubernetes has them: what `spec.template` holds.
 
-The CRD takes these as free objects, as Kubernetes' own schemas would make it huge; here they are checked as the API
-server checks the pod, which is much later and away from the file. What PodSecurity `restricted` refuses is not among
+The CRD is made of them, and the finetune command checks by them what the API server would refuse of the pod, much later
+and away from the file. What PodSecurity `restricted` refuses is not among
 the fields and words: `template.py` says why. Fields are those of core/v1 in Kubernetes 1.30 to 1.36.
 """
 
@@ -69,7 +69,7 @@ class EnvVar(SpecModel):
     """An environment variable."""
 
     name: Annotated[str, StringConstraints(pattern=ENV_PATTERN, max_length=1024)]
-    value: str | None = None
+    value: Annotated[str, StringConstraints(max_length=32_768)] | None = None
     value_from: EnvVarSource | None = None
 
 
@@ -364,7 +364,7 @@ class Profile(SpecModel):
     """A seccomp or AppArmor profile; Unconfined is not among those that PodSecurity `restricted` allows."""
 
     type: Literal["RuntimeDefault", "Localhost"]
-    localhost_profile: Word | None = None
+    localhost_profile: RelativePath | None = None
 
 
 class SeLinuxOptions(SpecModel):

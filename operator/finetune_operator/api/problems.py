@@ -31,6 +31,10 @@ Reason = Literal[
 HIDDEN = "(hidden)"
 MAX_DEPTH = 100
 """Levels of nesting of a document: several times what a FineTuneJob needs, far from the recursion limit of Python."""
+MAX_VALUES = 10_000
+"""Fields and items of a document at all levels: ten times what the largest FineTuneJob needs."""
+MAX_CHARACTERS = 131_072
+"""In all names and texts of a document but its annotations, which Kubernetes bounds (at twice as many)."""
 MOST_PROBLEMS = 100
 """Told of one object. Nobody reads more, and whoever writes an object could have the operator look for ever."""
 

@@ -54,6 +54,7 @@ RESERVED_PREFIXES = (
     "training.kubeflow.org/",
     "batch.kubernetes.io/",
     "app.kubernetes.io/managed-by",
+    "app.kubernetes.io/component",
 )
 """Of labels and annotations by which operators find their pods."""
 MUTABLE = {"runPolicy": ("suspend", "ttlSecondsAfterFinished"), "endpoint": ()}

@@ -6,11 +6,12 @@ cluster uses `LOCAL_SETTINGS`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Literal, TypeAlias, get_args
 
 from pydantic import Field, StringConstraints
 
-from finetune_operator.api.network_types import EgressRule, Port
+from finetune_operator.api.network_types import EgressRule, Peer, Port
 from finetune_operator.api.pod_types import Toleration
 from finetune_operator.api.types import (
     CURRENCY_PATTERN,
@@ -20,6 +21,7 @@ from finetune_operator.api.types import (
     Image,
     NonNegative,
     ObjectName,
+    Quantity,
     RunPolicySpec,
     Scheme,
     SecretSpec,
@@ -107,6 +109,13 @@ class Limits(SpecModel):
     restart_delay_seconds: Annotated[float, Field(ge=0, le=3600)] = Field(
         default=10, description="Delay before the first restart; it doubles with each failure in a row. Default 10."
     )
+    free_restarts: Count = Field(
+        default=50,
+        description="Restarts of one stage that are free of charge within freeRestartsSeconds, a count. Later ones "
+        "count against runPolicy.maxRestarts, as does one for which nothing shows that the infrastructure did it and "
+        "which came no further than those before. Default 50.",
+    )
+    free_restarts_seconds: Count = Field(default=86_400, description="See freeRestarts. Default 86400, a day.")
     restart_delay_most_seconds: Annotated[float, Field(ge=0, le=86_400)] = Field(
         default=300, description="Longest delay before a restart. Default 300."
     )
@@ -136,6 +145,17 @@ class Progress(SpecModel):
     )
 
 
+def _pods_in(namespace: str) -> Peer:
+    return Peer.model_validate({"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}}})
+
+
+RESOLVERS = (
+    _pods_in("kube-system"),
+    _pods_in("openshift-dns"),
+    Peer.model_validate({"ipBlock": {"cidr": "169.254.20.10/32"}}),
+)
+
+
 class Network(SpecModel):
     """What the pods of jobs may reach: each job gets a NetworkPolicy of its own."""
 
@@ -143,6 +163,12 @@ class Network(SpecModel):
     egress_ports: Annotated[tuple[Port, ...], Field(max_length=64)] = Field(
         default=(443,),
         description="TCP ports at which pods reach any address, for the Hub, object stores and proxies. Default 443.",
+    )
+    dns: Annotated[tuple[Peer, ...], Field(max_length=16)] = Field(
+        default=RESOLVERS,
+        description="Resolvers, which pods reach at ports 53 and 5353, as peers of Kubernetes' NetworkPolicy. Where "
+        "nodes resolve names themselves, as with Cloud DNS for GKE (169.254.169.254/32), name their addresses. "
+        "Default: pods in kube-system and openshift-dns, and NodeLocal DNSCache.",
     )
     extra_egress: Annotated[tuple[EgressRule, ...], Field(max_length=64)] = Field(
         default=(),
@@ -201,6 +227,79 @@ class Spark(SpecModel):
     )
 
 
+Globs: TypeAlias = Annotated[tuple[Text, ...], Field(max_length=256)]
+ANY = ("*",)
+HARMLESS_ENV = (
+    *("NCCL_*", "GLOO_*", "TORCH_*", "TOKENIZERS_PARALLELISM", "TRITON_*", "XDG_CACHE_HOME", "TZ", "LANG", "LC_*"),
+    *("HF_HUB_ENABLE_HF_TRANSFER", "HF_HUB_DISABLE_*", "HF_DATASETS_*", "WANDB_PROJECT", "WANDB_NAME", "MLFLOW_RUN_ID"),
+)
+"""Variables that name no other code and no other server."""
+Profile: TypeAlias = Literal["open", "strict"]
+AllowedNames: TypeAlias = Literal[
+    "service_accounts", "secrets", "token_audiences", "priority_classes", "env", "annotations"
+]
+PROFILES: Mapping[Profile, Mapping[AllowedNames, tuple[str, ...]]] = {
+    "open": dict.fromkeys(get_args(AllowedNames), ANY),
+    "strict": {
+        "service_accounts": ("default",),
+        "secrets": ("finetune-*",),
+        "token_audiences": (),
+        "priority_classes": (),
+        "env": HARMLESS_ENV,
+        "annotations": (),
+    },
+}
+"""What each list is where it is left out."""
+
+
+class Allow(SpecModel):
+    """What jobs may use of their namespace, and how large they may be."""
+
+    profile: Profile = Field(
+        default="open",
+        description="What the lists below are where they are left out. open: anything, for namespaces whose users may "
+        "create pods all the same. strict: the service account default, Secrets named finetune-*, no tokens, no "
+        "priority classes, no annotations, and variables that name no other code and no other server. Default open.",
+    )
+    service_accounts: Globs | None = Field(
+        default=None, description="Globs of service accounts that a job may name. Left out: the profile's."
+    )
+    secrets: Globs | None = Field(
+        default=None, description="Globs of Secrets that a job may name, wherever it does. Left out: the profile's."
+    )
+    token_audiences: Globs | None = Field(
+        default=None,
+        description="Globs of audiences of tokens that a job has projected into its pods; api stands for the API "
+        "server's own. Left out: the profile's.",
+    )
+    priority_classes: Globs | None = Field(
+        default=None,
+        description="Globs of priority classes that a job may name. Those of Kubernetes itself, system-*, are never "
+        "allowed. Left out: the profile's.",
+    )
+    env: Globs | None = Field(
+        default=None, description="Globs of environment variables that a job may set. Left out: the profile's."
+    )
+    annotations: Globs | None = Field(
+        default=None, description="Globs of annotations that a job may give its pods. Left out: the profile's."
+    )
+    max_nodes: Count | None = Field(default=None, description="Most nodes of a job, a count. Left out: no bound.")
+    max_gpus: NonNegative | None = Field(
+        default=None, description="Most GPUs of a job on all its nodes, a count. Left out: no bound."
+    )
+    max_workers: Count | None = Field(
+        default=None, description="Most workers that prepare or predict, a count. Left out: no bound."
+    )
+    max_storage: Quantity | None = Field(
+        default=None, description="Largest claim that is made for a job, e.g. 500Gi. Left out: no bound."
+    )
+
+    def names(self, which: AllowedNames) -> tuple[str, ...]:
+        """The globs of one list: its own, or else the profile's."""
+        own: tuple[str, ...] | None = getattr(self, which)
+        return PROFILES[self.profile][which] if own is None else own
+
+
 class Settings(SpecModel):
     """Settings of one installation."""
 
@@ -214,6 +313,7 @@ class Settings(SpecModel):
     spark: Spark = Field(default=Spark(), description="What preparation.engine spark runs with.")
     network_policy: Network = Field(default=Network(), description="What the pods of jobs may reach.")
 
+    allow: Allow = Field(default=Allow(), description="What jobs may use of their namespace, and their largest size.")
     schemes: tuple[Scheme, ...] = Field(default=CLUSTER_SCHEMES, description="URI schemes that jobs may use.")
     git_hosts: tuple[str, ...] = Field(
         default=("github.com", "gitlab.com", "huggingface.co"),

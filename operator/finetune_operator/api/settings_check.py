@@ -55,6 +55,8 @@ def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
             f"cannot be above limits.restartDelayMostSeconds, {most:g}", "exchange the two, or raise the other",
         )  # fmt: skip
     yield from _spot(settings, whole)
+    for number, resolver in enumerate(settings.network_policy.dns):
+        yield from _peer(("networkPolicy", "dns", number), resolver)
     for number, rule in enumerate(settings.network_policy.extra_egress):
         for place, peer in enumerate(rule.to):
             yield from _peer(("networkPolicy", "extraEgress", number, "to", place), peer)

@@ -7,10 +7,13 @@ from collections.abc import Iterator, Mapping
 
 from pydantic import JsonValue
 
-from finetune_operator.api.crd import MAX_NAME, NAME_PATTERN
 from finetune_operator.api.fields import Path
 from finetune_operator.api.problems import Problem, describe_value, format_path
+from finetune_operator.api.types import DNS_LABEL_PATTERN
 
+NAME_PATTERN = DNS_LABEL_PATTERN
+"""RFC 1123 label: children, pods and host names are made from the job's name."""
+MAX_NAME = 63
 DNS_LABEL_RULE = f"must have at most {MAX_NAME} characters: a-z, 0-9 and -, with no - at its ends"
 LABEL_KEY_RULE = (
     "a label's key is a name of at most 63 letters, digits, -, _ and ., with a letter or digit at its ends, and "

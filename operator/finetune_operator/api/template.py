@@ -16,7 +16,15 @@ from pydantic import BaseModel, JsonValue
 
 from finetune_operator.api.fields import Path, read_fields, without_nulls
 from finetune_operator.api.pod_types import Affinity, EnvVar, PodSecurityContext, Toleration, Volume, VolumeMount
-from finetune_operator.api.problems import HIDDEN, Problem, Reason, describe_value, format_path, holds_secret
+from finetune_operator.api.problems import (
+    HIDDEN,
+    Problem,
+    Reason,
+    describe_value,
+    format_path,
+    holds_secret,
+    is_secret_name,
+)
 from finetune_operator.api.shapes import Shape, shape_of
 from finetune_operator.api.syntax import LABEL_KEY_RULE, LABEL_VALUE_RULE, is_label_key, is_label_value, label_problems
 from finetune_operator.api.types import FineTuneJobSpec, SecretKeySpec, TemplateSpec
@@ -41,6 +49,30 @@ RESERVED_VOLUMES = frozenset(
     }
 )
 RESERVED_VOLUME_PREFIX = "claim-"
+CODE_ENV = frozenset({"LD_PRELOAD", "LD_AUDIT", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "BASH_ENV", "PATH"})
+"""Decide which code runs in the trainer's place."""
+NO_SECRET_ENV = frozenset({"PWD", "OLDPWD"})
+FLAGS = frozenset({"", "0", "1", "true", "false", "yes", "no", "on", "off", "none"})
+REFUSED_ANNOTATIONS = (
+    *("container.apparmor.security.beta.kubernetes.io/", "seccomp.security.alpha.kubernetes.io/"),
+    *("container.seccomp.security.alpha.kubernetes.io/", "k8s.v1.cni.cncf.io/", "v1.multus-cni.io/"),
+    *("io.kubernetes.cri-o.", "security.alpha.kubernetes.io/"),
+)
+"""Prefixes of what loosens the confinement of a pod, or gives it another network."""
+SIDECAR_ANNOTATIONS: Mapping[str, str] = {
+    "sidecar.istio.io/inject": "false",
+    "linkerd.io/inject": "disabled",
+    "consul.hashicorp.com/connect-inject": "false",
+    "kuma.io/sidecar-injection": "disabled",
+    "vault.hashicorp.com/agent-inject": "false",
+    "dapr.io/enabled": "false",
+}
+"""Have another container put into the pod, unless they say this."""
+SYSTEM_FOLDERS = (
+    *("/bin", "/boot", "/etc", "/home", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/root", "/sbin", "/src"),
+    *("/usr", "/var"),
+)
+"""Hold code of the image, or what decides about it."""
 RESERVED_FOLDERS = (
     *("/etc/finetune", "/workspace", "/cache", "/claims", "/offload", "/tmp", "/home/mpiuser", "/etc/mpi"),
     *("/dev", "/proc", "/sys", "/run/secrets", "/var/run/secrets"),
@@ -130,8 +162,18 @@ def _labels(template: TemplateSpec, path: Path) -> Iterator[Problem]:
     yield from label_problems(template.labels, (*path, "labels"), "move longer text to spec.template.annotations")
     for key in template.annotations:
         # An annotation's key has a label's form, but that capital letters do not matter.
+        full = (*path, "annotations", key)
         if not is_label_key(key.lower()):
-            yield Problem(format_path((*path, "annotations", key)), None, LABEL_KEY_RULE, "change the key")
+            yield Problem(format_path(full), None, LABEL_KEY_RULE, "change the key")
+        elif key.startswith(REFUSED_ANNOTATIONS):
+            yield _forbidden(
+                full, None, "would loosen the pod's confinement, or give it another network", "leave it out"
+            )
+        elif key in SIDECAR_ANNOTATIONS and template.annotations[key] != SIDECAR_ANNOTATIONS[key]:
+            yield _forbidden(
+                full, template.annotations[key], "would put another container into the pod, which then never ends",
+                f"leave it out, or set it to {SIDECAR_ANNOTATIONS[key]}",
+            )  # fmt: skip
 
 
 def _toleration(value: JsonValue, path: Path) -> Iterator[Problem]:
@@ -236,6 +278,13 @@ def _env_name(variable: EnvVar, hub_token: SecretKeySpec | None, path: Path) -> 
     name = variable.name
     if name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIXES):
         yield _forbidden(path, name, "is set by the operator or the launcher", "leave it out, or use another name")
+    elif name in CODE_ENV:
+        yield _forbidden(
+            path,
+            name,
+            "decides which code runs in the image",
+            "leave it out, or name an image of your own in spec.image",
+        )
     elif name in TOKEN_ENV and hub_token is not None:
         yield _forbidden(path, name, "is set from spec.secrets.hubToken", "leave one of the two out")
     elif name in TOKEN_ENV and variable.value:
@@ -250,12 +299,26 @@ def _env_value(variable: EnvVar, path: Path) -> Iterator[Problem]:
         yield Problem(
             format_path((*path, "valueFrom")), None, "has no place beside a value", "leave one of the two out"
         )
-    if variable.value and holds_secret(variable.value):
+    if variable.value and _is_credential(variable.name, variable.value):
+        yield Problem(
+            format_path((*path, "value")), HIDDEN, f"{variable.name} is a credential by its name, and a job must not "
+            "hold one in plain text", "put it into a Secret, and name that with valueFrom.secretKeyRef",
+            reason="Forbidden",
+        )  # fmt: skip
+    elif variable.value and holds_secret(variable.value):
         yield Problem(
             format_path((*path, "value")), HIDDEN, "looks like a credential, and a job must not hold one",
             "put it into a Secret, and name that with valueFrom.secretKeyRef", reason="Forbidden",
         )  # fmt: skip
     yield from _exactly_one(variable.value_from, (*path, "valueFrom"), VALUE_SOURCES)
+
+
+def _is_credential(name: str, value: str) -> bool:
+    """Whether the value is one by its name: `*_PASSWORD`, `*_API_KEY`, `AWS_SECRET_ACCESS_KEY`. A path to a file of a
+    Secret is none, nor is a flag such as `HF_HUB_DISABLE_IMPLICIT_TOKEN=1`. Hub tokens are told of by their own rule.
+    """
+    by_name = is_secret_name(name) and name not in NO_SECRET_ENV and name not in TOKEN_ENV
+    return by_name and not value.startswith("/") and value.lower() not in FLAGS
 
 
 # -------------------------------------------------------------------------------------------------------------- volumes
@@ -331,6 +394,11 @@ def _mount(mount: VolumeMount, volumes: Sequence[str | None], path: Path) -> Ite
             f"lies over {taken[0]}, which the trainer needs",
             "choose another folder, e.g. /mnt",
         )
+    elif system := [own for own in SYSTEM_FOLDERS if _overlap(folder, own)]:
+        yield _forbidden(
+            where, mount.mount_path, f"lies in {system[0]}, where code and settings of the image are",
+            "choose another folder, e.g. below /mnt",
+        )  # fmt: skip
     for field, text in (("subPath", mount.sub_path), ("subPathExpr", mount.sub_path_expr)):
         if text is not None and ".." in text.split("/"):
             yield Problem(
@@ -365,4 +433,9 @@ def _security_context(given: dict[str, JsonValue], path: Path) -> Iterator[Probl
             yield Problem(
                 format_path((*path, name)), None, "type Localhost and localhostProfile go together",
                 "give both, or set type to RuntimeDefault",
+            )  # fmt: skip
+        if profile is not None and ".." in (profile.localhost_profile or "").split("/"):
+            yield _forbidden(
+                (*path, name, "localhostProfile"), profile.localhost_profile, "must not hold ..",
+                "name a profile below the kubelet's own folder",
             )  # fmt: skip

@@ -954,6 +954,13 @@ class StageStatus(StatusModel):
         description="Since when a container of the current attempt cannot start, for its image or for what it mounts, "
         "RFC 3339.",
     )
+    furthest_step: int | None = Field(
+        default=None, ge=0, description="The furthest step that a failed attempt of the stage had told."
+    )
+    free_restarts: int = Field(
+        default=0, ge=0, description="Restarts free of charge since freeSince, a count; the settings bound them."
+    )
+    free_since: str | None = Field(default=None, description="When the first of those restarts was, RFC 3339.")
     avoided_nodes: tuple[str, ...] = Field(
         default=(), max_length=16, description="Nodes on which an attempt broke; later pods prefer others."
     )

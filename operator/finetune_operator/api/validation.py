@@ -29,12 +29,15 @@ from finetune_contract.arguments import (
     check_arguments,
     known_arguments,
 )
-from finetune_operator.api.crd import MAX_NAME
+from finetune_contract.hub import is_hub_name
+from finetune_operator.api.allowed import allowed_problems
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.fields import Path, read_fields, unknown_field, value_at, without_nulls
 from finetune_operator.api.problems import (
     HIDDEN,
+    MAX_CHARACTERS,
     MAX_DEPTH,
+    MAX_VALUES,
     MOST_PROBLEMS,
     Problem,
     Reason,
@@ -45,7 +48,7 @@ from finetune_operator.api.rules import RULES, Rule
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.shapes import spec_shape
 from finetune_operator.api.support import unsupported
-from finetune_operator.api.syntax import DNS_LABEL_RULE, is_dns_label, label_problems, quote
+from finetune_operator.api.syntax import DNS_LABEL_RULE, MAX_NAME, is_dns_label, label_problems, quote
 from finetune_operator.api.template import template_problems
 from finetune_operator.api.types import (
     API_VERSION,
@@ -98,8 +101,8 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
         ]
     if version := _other_version(value):
         return None, [version]
-    if deep := _too_deep(value):
-        return None, [deep]
+    if beyond := _out_of_bounds(value):
+        return None, [beyond]
     around = chain(_tokens(value, ()), _frame(value), _metadata(value.get("metadata")))
     problems = list(islice(around, MOST_PROBLEMS))
     spec_value = value.get("spec")
@@ -151,20 +154,38 @@ def foreign(value: JsonValue) -> str | None:
 # ------------------------------------------------------------------------------------------------------ around the spec
 
 
-def _too_deep(value: Mapping[str, JsonValue]) -> Problem | None:
-    """Return the problem of a value nested deeper than MAX_DEPTH, or None. Later checks are recursive."""
+def _out_of_bounds(value: Mapping[str, JsonValue]) -> Problem | None:
+    """Return the problem of a document that is too deep, too wide or too long for the later checks, or None.
+
+    It stops at the first bound that is passed, so that its own time is bounded, too.
+    """
     # A value, how deep it lies, and the first steps to it.
     left: list[tuple[JsonValue, int, Path]] = [(dict(value), 1, ())]
+    values = characters = 0
     while left:
         inner, depth, path = left.pop()
-        if not isinstance(inner, dict | list):
-            continue
-        if depth > MAX_DEPTH:
-            rule = f"must nest at most {MAX_DEPTH} levels deep"
-            return Problem(format_path(path), None, rule, "write it with fewer levels")
-        parts = inner.items() if isinstance(inner, dict) else enumerate(inner)
-        left.extend((part, depth + 1, path if len(path) == 3 else (*path, name)) for name, part in parts)
+        if path[:2] != ("metadata", "annotations"):
+            if isinstance(inner, str):
+                characters += len(inner)
+            elif isinstance(inner, dict):
+                characters += sum(map(len, inner))
+        if isinstance(inner, dict | list):
+            values += len(inner)
+            if depth > MAX_DEPTH:
+                return _beyond(path, f"must nest at most {MAX_DEPTH} levels deep", "write it with fewer levels")
+        if values > MAX_VALUES:
+            return _beyond(path, f"a FineTuneJob holds at most {MAX_VALUES:,} fields and items", "take some out")
+        if characters > MAX_CHARACTERS:
+            rule = f"the names and texts of a FineTuneJob have at most {MAX_CHARACTERS:,} characters"
+            return _beyond(path, rule, "put long text into a file of the dataset or the repository")
+        if isinstance(inner, dict | list):
+            parts = inner.items() if isinstance(inner, dict) else enumerate(inner)
+            left.extend((part, depth + 1, path if len(path) == 3 else (*path, name)) for name, part in parts)
     return None
+
+
+def _beyond(path: Path, rule: str, way_out: str) -> Problem:
+    return Problem(format_path(path), None, rule, way_out)
 
 
 def _other_version(value: Mapping[str, JsonValue]) -> Problem | None:
@@ -278,7 +299,9 @@ def _across_fields(
     keys = override_problems(spec.parallelism.deepspeed_config)
     others = (
         *unsupported(spec),
+        *_hub_names(spec),
         *_settings(spec, settings),
+        *allowed_problems(spec, settings),
         *_arguments(spec),
         *_hyperparameters(spec),
         *keys,
@@ -345,6 +368,19 @@ def _hyperparameters(spec: FineTuneJobSpec) -> Iterator[Problem]:
         if isinstance(value, str) and len(value) > _LONGEST_ARGUMENT:
             rule = f"has {len(value):,} characters, and an argument has {_LONGEST_ARGUMENT:,} at most"
             yield Problem(format_path(path), None, rule, "put it into a file of the repository")
+
+
+def _hub_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
+    """`hf://` names one repository of the Hub and nothing else: no folder, no file, no way up."""
+    for path, uri in _uris(spec):
+        scheme, _, name = uri.partition("://")
+        if path.endswith("dataset.uri"):
+            name = name.partition("@")[0].removeprefix("datasets/")
+        if scheme == "hf" and not is_hub_name(name.rstrip("/")):
+            yield Problem(
+                path, describe_value(uri), "is no name of a repository on the Hub", "write hf://name or "
+                "hf://organisation/name, each of letters, digits, -, _ and ., at most 96, without -- and ..",
+            )  # fmt: skip
 
 
 def _settings(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:

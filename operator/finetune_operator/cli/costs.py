@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.types import CostStatus, EstimateStatus
 from finetune_operator.cli.cluster import ClusterJob
 from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.jobview import phase_of
-from finetune_operator.planning.quantities import human_seconds
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from finetune_operator.api.quantities import human_bytes, human_seconds
 from finetune_operator.api.types import Condition, CostStatus, FailureStatus, PlanStatus, ProgressStatus, StageStatus
 from finetune_operator.cli.cluster import ClusterJob, Happening
 from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.display import duration
-from finetune_operator.planning.quantities import human_bytes, human_seconds
 from finetune_operator.reconcile.spot import words
 from finetune_operator.reconcile.times import moment
 

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
+from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.types import FailureStatus
 from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.display import duration
-from finetune_operator.planning.quantities import human_bytes
 from finetune_operator.planning.summary import summarise
 from finetune_operator.planning.types import JobPlan
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune_operator.api.problems import Problem
+from finetune_operator.api.quantities import human_bytes, human_seconds
 from finetune_operator.cli.console import described, problem_data
 from finetune_operator.cli.costs import money
 from finetune_operator.cli.inputs import JobEntry
-from finetune_operator.planning.quantities import human_bytes, human_seconds
 from finetune_operator.planning.summary import summarise
 from finetune_operator.planning.types import JobPlan
 

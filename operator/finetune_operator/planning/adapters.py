@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from finetune_contract.facts import LinearWidths, ModelFacts
 from finetune_contract.job import Adapter
+from finetune_operator.api.quantities import human_bytes, human_count
 from finetune_operator.planning.draft import Draft
-from finetune_operator.planning.quantities import human_bytes, human_count
 
 FOUR_BIT_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
 """Of a weight: 4 bits, a scale of 8 bits for 64 weights, and one of 32 bits for 256 of these scales."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import SpotSpec
 from finetune_operator.planning.draft import Draft
-from finetune_operator.planning.quantities import human_seconds
 
 NO_SPOT_HERE = "it trains on this machine, as there are no spot nodes without a cluster; spec.spot holds in one"
 

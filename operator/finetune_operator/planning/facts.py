@@ -15,9 +15,9 @@ from pydantic import JsonValue
 
 from finetune_contract.choices import Task
 from finetune_contract.facts import DeviceFacts, HardwareFacts, ModelFacts
+from finetune_operator.api.quantities import human_count, parse_quantity
 from finetune_operator.planning.architectures import ARCHITECTURES, UnknownArchitectureError, model_facts
 from finetune_operator.planning.devices import GPU_MODELS, find_gpu
-from finetune_operator.planning.quantities import human_count, parse_quantity
 
 __all__ = [
     "ARCHITECTURES",

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from finetune_contract.choices import LANGUAGE_TASKS, WRITING_TASKS, InferencePrecision, Stage
 from finetune_contract.plans import ASKED_LOGITS
+from finetune_operator.api.quantities import human_bytes
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.facts import is_well_known
 from finetune_operator.planning.memory import inference_bytes
-from finetune_operator.planning.quantities import human_bytes
 
 GPU_BATCH_TOKENS = 16_384
 """Padded tokens of one inference batch: enough to fill any GPU of the table, and below 1 GB of activations up to 2,048

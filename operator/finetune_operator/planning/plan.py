@@ -27,6 +27,7 @@ from finetune_contract.job import (
     TrainerJob,
     Training,
 )
+from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import DatasetSpec, FineTuneJob
 from finetune_operator.planning.adapters import choose_adapter
@@ -39,7 +40,6 @@ from finetune_operator.planning.facts import assumed_device, assumed_hardware, a
 from finetune_operator.planning.inference import choose_inference, inference_tokens
 from finetune_operator.planning.model_parallel import check_model_parallel
 from finetune_operator.planning.placement import asked_strategy, check_place, choose_launcher, choose_world
-from finetune_operator.planning.quantities import parse_quantity
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
 from finetune_operator.planning.script import SCRIPT, choose_script, script_order
 from finetune_operator.planning.sequence import check_sequence

@@ -6,14 +6,17 @@ out, and what is missing is found again from the children; an object without our
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 
 from pydantic import JsonValue, ValidationError
 
 from finetune_contract.choices import Stage
 from finetune_contract.report import TrainerReport, shortened
-from finetune_operator.api.problems import Problem
+from finetune_operator.api.problems import MOST_PROBLEMS, Problem
 from finetune_operator.api.redaction import Redactor
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus
@@ -29,6 +32,8 @@ from finetune_operator.rendering.pods import CONTAINER_NAME
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 """kubectl's copy of the whole object: what is wrong in it is told once, for the object itself."""
+TOLD_PROBLEMS = 20
+LONGEST_PATH = 300
 _INDEX_LABELS = ("batch.kubernetes.io/job-completion-index", "training.kubeflow.org/replica-index")
 _ROLE_LABEL = "training.kubeflow.org/job-role"
 _LAUNCHER_ROLE = "launcher"
@@ -44,6 +49,8 @@ def job_view(value: Mapping[str, JsonValue], settings: Settings, before: JobView
     meta = Meta.model_validate(value["metadata"])
     annotations: dict[str, JsonValue] = {key: text for key, text in meta.annotations.items() if key != LAST_APPLIED}
     labels: dict[str, JsonValue] = {**meta.labels}
+    # Views of all jobs are kept, so nothing that its user can make large is.
+    marks = hashlib.sha256(json.dumps([labels, annotations], sort_keys=True).encode()).hexdigest()
     metadata: dict[str, JsonValue] = {
         "name": meta.name,
         "namespace": meta.namespace,
@@ -58,7 +65,8 @@ def job_view(value: Mapping[str, JsonValue], settings: Settings, before: JobView
         "metadata": metadata,
         "spec": value.get("spec"),
     }
-    if before is not None and _asks_the_same(before, meta, labels, annotations):
+    # Kubernetes counts the generation up with each change of a spec, but not with one of labels and annotations.
+    if before is not None and (before.uid, before.generation, before.marks) == (meta.uid, meta.generation, marks):
         job, problems = before.job, before.problems
     else:
         try:
@@ -66,7 +74,9 @@ def job_view(value: Mapping[str, JsonValue], settings: Settings, before: JobView
         except Exception as error:
             # A fault of ours, met by one object, must not keep the operator from all others.
             job, found = None, [_not_judged(error)]
-        problems = tuple(found)
+        problems = _kept(found)
+        if job is not None:
+            job = job.model_copy(update={"metadata": job.metadata.model_copy(update={"annotations": {}})})
     return JobView(
         name=meta.name,
         namespace=meta.namespace,
@@ -78,9 +88,17 @@ def job_view(value: Mapping[str, JsonValue], settings: Settings, before: JobView
         job=job,
         problems=problems,
         status=_status(value.get("status")),
-        labels=labels,
-        annotations=annotations,
+        marks=marks,
     )
+
+
+def _kept(found: Sequence[Problem]) -> tuple[Problem, ...]:
+    """The first of them, and how many more there are: as much as a condition tells."""
+    kept = [replace(problem, path=shortened(problem.path, LONGEST_PATH)) for problem in found[:TOLD_PROBLEMS]]
+    if more := len(found) - len(kept):
+        rule = f"has {more} more problem{'s' * (more > 1)}{' or more' * (len(found) >= MOST_PROBLEMS)}"
+        kept.append(Problem("", None, rule, "finetune validate tells them"))
+    return tuple(kept)
 
 
 def _not_judged(error: Exception) -> Problem:
@@ -90,14 +108,6 @@ def _not_judged(error: Exception) -> Problem:
         None,
         f"cannot be judged by this operator ({shortened(why, 200)})",
         "run finetune validate on the job's file, and report what it says as a fault of the operator",
-    )
-
-
-def _asks_the_same(before: JobView, meta: Meta, labels: object, annotations: object) -> bool:
-    """Kubernetes counts the generation up with each change of a spec, but not with one of labels and annotations."""
-    return (before.uid, before.generation) == (meta.uid, meta.generation) and (before.labels, before.annotations) == (
-        labels,
-        annotations,
     )
 
 

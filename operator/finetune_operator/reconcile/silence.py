@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from finetune_contract.choices import Stage
+from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import ProgressStatus
-from finetune_operator.planning.quantities import human_seconds
 from finetune_operator.reconcile.remedies import MOST_LOGS, Cause, OperatorCause
 from finetune_operator.reconcile.times import stamp
 from finetune_operator.reconcile.types import JobView, Observed, PodView

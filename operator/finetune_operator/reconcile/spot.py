@@ -13,9 +13,9 @@ from datetime import datetime, timedelta
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
+from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.types import Capacity, SpotStatus, StageStatus
 from finetune_operator.planning.capacity import patience
-from finetune_operator.planning.quantities import human_seconds
 from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
 from finetune_operator.reconcile.times import earliest, moment, seconds_since, stamp

@@ -5,12 +5,9 @@ They are plain and frozen, so that a situation can be written down as a row of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, TypeAlias
-
-from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
 from finetune_contract.report import TrainerReport
@@ -49,9 +46,8 @@ class JobView:
     problems: tuple[Problem, ...]
     status: FineTuneJobStatus
     """What was stored last; everything that has to survive a restart of the operator is in it."""
-    labels: Mapping[str, JsonValue] = field(default_factory=dict)
-    annotations: Mapping[str, JsonValue] = field(default_factory=dict)
-    """Labels, annotations and spec are what validation reads."""
+    marks: str = ""
+    """Digest of labels and annotations, which validation reads beside the spec."""
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ hand out credentials of the node. What the kubelet does for a pod (volumes, imag
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from pydantic import JsonValue
+from pydantic import BaseModel, JsonValue
 
 from finetune_operator.rendering.types import (
     PROGRESS_PORT,
@@ -25,14 +26,19 @@ ALLOWS_ANNOTATION = "finetune.dev/allows"
 OPERATOR_LABELS = {"app.kubernetes.io/component": "operator"}
 """Of the operator's pods, in manifests/operator/deployment.yaml."""
 _HTTPS_PORT = 443
-_METADATA = ("169.254.0.0/16", "fd00:ec2::254/128")
-"""Metadata services: link-local in all large clouds (169.254.169.254), and Amazon's address for IPv6 (EC2 User Guide,
-"Access instance metadata").
+_METADATA_IPV4 = ("169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32")
+_METADATA_IPV6 = ("fd00:ec2::254/128", "fd00:ec2::23/128", "fd20:ce::254/128", "fe80::/10")
+"""Where clouds hand out credentials of the node or of a pod, each in its maker's own documentation: link-local in all
+large ones (169.254.169.254; EKS Pod Identity 169.254.170.23), Alibaba's 100.100.100.200, Azure's 168.63.129.16; for
+IPv6 those of EC2, of EKS Pod Identity and of Google.
 """
+_METADATA = (*_METADATA_IPV4, *_METADATA_IPV6)
 _WORLD: tuple[Manifest, ...] = (
-    {"ipBlock": {"cidr": "0.0.0.0/0", "except": [_METADATA[0]]}},
-    {"ipBlock": {"cidr": "::/0", "except": [_METADATA[1]]}},
+    {"ipBlock": {"cidr": "0.0.0.0/0", "except": [*_METADATA_IPV4]}},
+    {"ipBlock": {"cidr": "::/0", "except": [*_METADATA_IPV6]}},
 )
+_DNS_PORTS = (53, 5353)
+"""The second is that of OpenShift's resolvers behind their Service, where policies look."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,7 @@ class Rules:
     pods: Manifest
     """Selects the job's pods."""
     egress: tuple[Manifest, ...]
-    """Beyond the job's own pods and DNS, which the template has."""
+    """Beyond the job's own pods, which the template has."""
     words: str
 
 
@@ -50,7 +56,13 @@ def rules_of(job: str, context: RenderContext) -> Rules:
     """The rules for the job called `job`."""
     settings = context.settings.network_policy
     egress: list[Manifest] = []
-    words = ["In: pods of this job. Out: pods of this job", "DNS (port 53)"]
+    words = ["In: pods of this job. Out: pods of this job"]
+    if settings.dns:
+        resolving: list[JsonValue] = [
+            {"port": port, "protocol": protocol} for port in _DNS_PORTS for protocol in ("UDP", "TCP")
+        ]
+        egress.append({"to": _written(settings.dns), "ports": resolving})
+        words.append("DNS (port 53) of the resolvers that the operator's settings name")
     if context.progress is not None:
         for rule, said in _progress(context.progress, context.settings.progress.url):
             egress.append(rule)
@@ -60,11 +72,15 @@ def rules_of(job: str, context: RenderContext) -> Rules:
         egress.append({"to": list(_WORLD), "ports": [_tcp(port) for port in ports]})
         listed = f"port{'s' * (len(ports) > 1)} {', '.join(map(str, ports))}"
         words.append(f"TCP {listed} of any address but the metadata services of clouds ({', '.join(_METADATA)})")
-    extra = [rule.model_dump(mode="json", by_alias=True, exclude_defaults=True) for rule in settings.extra_egress]
+    extra = _written(settings.extra_egress)
     if extra:
-        egress += extra
+        egress += [rule for rule in extra if isinstance(rule, dict)]
         words.append(f"{len(extra)} rule{'s' * (len(extra) > 1)} of the operator's settings, the last of those below")
     return Rules({"matchLabels": {**context.job_labels(job)}}, tuple(egress), f"{'; '.join(words)}.")
+
+
+def _written(parts: Sequence[BaseModel]) -> list[JsonValue]:
+    return [part.model_dump(mode="json", by_alias=True, exclude_defaults=True) for part in parts]
 
 
 def _progress(endpoint: ProgressEndpoint, url: str | None) -> list[tuple[Manifest, str]]:

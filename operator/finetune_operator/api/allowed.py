@@ -1,0 +1,146 @@
+"""What the administrator's settings let jobs use of their namespace, and how much: `settings.allow`.
+
+Who may create a job has pods run with what it names. So all of it can be bounded: service accounts, Secrets, tokens,
+priority classes, environment variables, annotations, and the size of a job. Names are matched by globs; labels would
+need a right to read the objects.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from pydantic import JsonValue
+
+from finetune_operator.api.fields import Path
+from finetune_operator.api.problems import Problem, describe_value, format_path
+from finetune_operator.api.quantities import parse_quantity
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.types import FineTuneJobSpec
+
+SYSTEM_PRIORITY = "system-"
+API_AUDIENCE = "api"
+"""Stands for a token without an audience, which is for the API server itself."""
+
+
+def allowed_problems(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
+    """What the job names or takes and may not."""
+    allow, template = settings.allow, spec.template
+    named: tuple[tuple[tuple[str, ...], str, Iterable[tuple[Path, str]]], ...] = (
+        (allow.names("service_accounts"), "a service account", _account(spec)),
+        (allow.names("priority_classes"), "a priority class", _priority(spec)),
+        (allow.names("secrets"), "a Secret", _secrets(spec)),
+        (allow.names("token_audiences"), "a token audience", _audiences(template.volumes)),
+        (allow.names("env"), "an environment variable", _variables(template.env)),
+        (allow.names("annotations"), "an annotation", _annotations(template.annotations)),
+    )
+    for globs, what, names in named:
+        for path, name in names:
+            if not any(fnmatch.fnmatchcase(name, glob) for glob in globs):
+                yield _refused(path, f"is {what} that the settings do not allow", _instead(globs), name)
+    priority = spec.run_policy.priority_class_name
+    if priority is not None and priority.startswith(SYSTEM_PRIORITY):
+        rule = "is a priority class of Kubernetes' own parts, before which other pods are taken away"
+        yield _refused(("runPolicy", "priorityClassName"), rule, "name another one, or leave it out", priority)
+    yield from _sizes(spec, settings)
+
+
+def _account(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+    if spec.template.service_account_name is not None:
+        yield ("template", "serviceAccountName"), spec.template.service_account_name
+
+
+def _priority(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+    if spec.run_policy.priority_class_name is not None:
+        yield ("runPolicy", "priorityClassName"), spec.run_policy.priority_class_name
+
+
+def _annotations(given: Iterable[str]) -> Iterator[tuple[Path, str]]:
+    return ((("template", "annotations", key), key) for key in given)
+
+
+def _instead(globs: Sequence[str]) -> str:
+    return f"use one of {', '.join(globs)}" if globs else "leave it out, or ask the administrator"
+
+
+def _refused(path: Path, rule: str, way_out: str, value: object) -> Problem:
+    full = ("spec", *path)
+    return Problem(format_path(full), describe_value(value, full), rule, way_out, reason="Forbidden")
+
+
+def _secrets(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+    """Every Secret that the job names. Objects of Kubernetes are as they were written: other checks tell what is
+    wrong in them.
+    """
+    if spec.secrets.hub_token is not None:
+        yield ("secrets", "hubToken", "name"), spec.secrets.hub_token.name
+    if spec.secrets.storage is not None:
+        yield ("secrets", "storage", "name"), spec.secrets.storage.name
+    for index, secret in enumerate(spec.template.image_pull_secrets):
+        yield ("template", "imagePullSecrets", index, "name"), secret.name
+    for place, items, references in (
+        ("env", spec.template.env, (("valueFrom", "secretKeyRef", "name"),)),
+        ("volumes", spec.template.volumes, (("secret", "secretName"), ("csi", "nodePublishSecretRef", "name"))),
+    ):
+        for index, item in enumerate(items):
+            for reference in references:
+                name = _at(item, reference)
+                if isinstance(name, str):
+                    yield ("template", place, index, *reference), name
+    for path, source in _projected(spec.template.volumes):
+        name = _at(source, ("secret", "name"))
+        if isinstance(name, str):
+            yield (*path, "secret", "name"), name
+
+
+def _audiences(volumes: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[Path, str]]:
+    for path, source in _projected(volumes):
+        token = source.get("serviceAccountToken")
+        if isinstance(token, dict):
+            yield (*path, "serviceAccountToken", "audience"), str(token.get("audience") or API_AUDIENCE)
+
+
+def _projected(volumes: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[Path, Mapping[str, JsonValue]]]:
+    for index, volume in enumerate(volumes):
+        sources = _at(volume, ("projected", "sources"))
+        for number, source in enumerate(sources if isinstance(sources, list) else ()):
+            if isinstance(source, dict):
+                yield ("template", "volumes", index, "projected", "sources", number), source
+
+
+def _variables(env: Sequence[Mapping[str, JsonValue]]) -> Iterator[tuple[Path, str]]:
+    for index, variable in enumerate(env):
+        name = variable.get("name")
+        if isinstance(name, str):
+            yield ("template", "env", index, "name"), name
+
+
+def _at(value: JsonValue | Mapping[str, JsonValue], path: Sequence[str]) -> JsonValue:
+    found: JsonValue = dict(value) if isinstance(value, Mapping) else value
+    for name in path:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
+def _sizes(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
+    allow, resources = settings.allow, spec.resources
+    nodes = max(resources.nodes, resources.elastic.max_nodes if resources.elastic is not None else 0)
+    where = ("resources", "nodes") if nodes == resources.nodes else ("resources", "elastic", "maxNodes")
+    gpus = resources.gpus_per_node if isinstance(resources.gpus_per_node, int) else 0
+    workers = {
+        ("preparation", "workers"): spec.preparation.workers,
+        ("predict", "workers"): 0 if spec.predict is None else spec.predict.workers,
+    }
+    for most, path, asked, what in (
+        (allow.max_nodes, where, nodes, "nodes"),
+        (allow.max_gpus, ("resources", "gpusPerNode"), nodes * gpus, "GPUs on all nodes"),
+        *((allow.max_workers, path, count, "workers") for path, count in workers.items()),
+    ):
+        if most is not None and asked > most:
+            rule = f"asks for {asked} {what}, and the settings allow {most}"
+            yield _refused(path, rule, f"ask for {most} at most", asked)
+    if allow.max_storage is not None and spec.storage.workspace is None:
+        size = spec.storage.size
+        if parse_quantity(size) > parse_quantity(allow.max_storage):
+            rule = f"is more than the settings allow, {allow.max_storage}"
+            yield _refused(("storage", "size"), rule, f"ask for {allow.max_storage} at most", size)
