@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from cluster_support.access import Object, path_of
+import pytest
+
+from cluster_support.access import Object, path_of, wait_until
 from cluster_support.plays import RUNS, fails
-from cluster_support.world import World, namespace_for_pods, states
+from cluster_support.world import BASE, World, loose_crd, merged, namespace_for_pods, states
 from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport, TrainerReport
-from finetune_operator.api.types import API_VERSION, PLURAL
+from finetune_operator.api.crd import crd_yaml
+from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from finetune_operator.rendering.pods import CONTAINER_NAME
 from finetune_operator.rendering.types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL, UID_LABEL
 
@@ -23,6 +28,8 @@ FAILURE = TrainerReport(
     ),
 )
 SUCCESS = TrainerReport(job="victim", stage=Stage.EVALUATE, outcome="succeeded", metrics={"accuracy": 1.0, "forged": 1})
+NESTED = "(nested)"
+"""Stands where a text of JSON is put in that Python itself could not write."""
 LONG_AGO = "2020-01-01T00:00:00Z"
 """So that what the operator waits for is over."""
 
@@ -107,3 +114,93 @@ def test_a_report_of_another_namespace_is_no_result(world: World) -> None:
         forge(world, evil, labels, SUCCESS)
         metrics = world.wait_phase("victim", "Succeeded")["artifacts"]["metrics"]
     assert "forged" not in metrics
+
+
+# ------------------------------------------------------------------------------------------------------ hostile objects
+
+
+def document(name: str, arguments: str) -> str:
+    """A job whose `training.arguments.x` is this text of JSON."""
+    spec = merged(BASE, {"training": {"arguments": {"x": NESTED}}, "predict": None})
+    body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": name}, "spec": spec}
+    return json.dumps(body).replace(json.dumps(NESTED), arguments)
+
+
+def store(world: World, name: str, arguments: str) -> None:
+    """Create it."""
+    text = document(name, arguments)
+    world.cluster.must("create", "--raw", world.path(API_VERSION, PLURAL), "-f", "-", stdin=text)
+
+
+def taken(world: World, arguments: str) -> bool:
+    """Whether the API server would store it now."""
+    path = f"{world.path(API_VERSION, PLURAL)}?dryRun=All"
+    tried = world.cluster.kubectl("create", "--raw", path, "-f", "-", stdin=document("probe", arguments))
+    return tried.returncode == 0
+
+
+@contextmanager
+def before_there_were_bounds(world: World) -> Iterator[None]:
+    """The CRD as it was when free objects had none: what is stored then is there afterwards, too."""
+    deep = HOSTILE["levels"]["objects"]
+    apply = ("apply", "--server-side", "--force-conflicts", "-f", "-")
+    world.cluster.must(*apply, stdin=loose_crd())
+    try:
+        wait_until(lambda: taken(world, deep), "the API server takes everything")
+        yield
+    finally:
+        world.cluster.must(*apply, stdin=crd_yaml())
+        wait_until(lambda: not taken(world, deep), "the API server keeps to the bounds")
+
+
+def accepted(world: World, name: str) -> tuple[str, str]:
+    """Status and message of the job's condition, by kubectl: Python could not read the job."""
+    wanted = '{range .status.conditions[?(@.type=="Accepted")]}{.status}{"|"}{.message}{end}'
+    found = world.cluster.must("get", PLURAL, name, "-n", world.namespace, "-o", f"jsonpath={wanted}")
+    status, _, message = found.partition("|")
+    return status, message
+
+
+HOSTILE = {
+    "levels": {
+        "objects": '{"a":' * 500 + "1" + "}" * 500,
+        "lists": "[" * 3_000 + "]" * 3_000,
+        "deepest": '{"a":' * 9_000 + "1" + "}" * 9_000,
+    },
+    "fields and items": {"wide": json.dumps({f"k{at}": 1 for at in range(50_000)}), "items": f"[{'1,' * 400_000}1]"},
+    # More than a page of a list in all.
+    "characters": {f"long-{at}": json.dumps("\\" * 300_000 + "x" * 600_000) for at in range(16)},
+}
+"""What a job may not have too many of -> name -> JSON. All of it is stored by the API server."""
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_the_api_server_does_not_store_a_new_one(world: World, kind: str) -> None:
+    assert [name for name, value in HOSTILE[kind].items() if taken(world, value)] == []
+
+
+@pytest.mark.parametrize("when", ["while it runs", "before it starts"])
+def test_hostile_jobs_stop_nobody_and_are_refused(world: World, when: str) -> None:
+    if when == "before it starts":
+        world.operator.terminate()
+    with before_there_were_bounds(world):
+        for of_kind in HOSTILE.values():
+            for name, value in of_kind.items():
+                store(world, name, value)
+    if when == "before it starts":
+        world.operator.start()
+    pid = world.operator.pid
+    world.apply("honest", {"predict": None, "evaluation": None})
+    world.wait_phase("honest", "Succeeded")
+    for kind, of_kind in HOSTILE.items():
+        for name in of_kind:
+            wait_until(
+                lambda name=name: accepted(world, name)[0] == "False", f"{name} is refused", tell=world.operator.logs
+            )
+            message = accepted(world, name)[1]
+            assert f" {kind}" in message, (name, message)
+    assert world.operator.healthy()
+    assert world.operator.running
+    assert world.operator.pid == pid
+    told = world.operator.logs()
+    assert [word for word in ("Traceback", "RecursionError", "has ended") if word in told] == []

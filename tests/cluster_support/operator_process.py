@@ -104,7 +104,14 @@ class OperatorProcess:
             self.wait_ready()
 
     def ready(self) -> bool:
-        return new_session().get(f"http://127.0.0.1:{self.http_port}/readyz", timeout=patient(5)).status_code == 200
+        return self._says("readyz")
+
+    def healthy(self) -> bool:
+        return self._says("healthz")
+
+    def _says(self, probe: str) -> bool:
+        answer = new_session().get(f"http://127.0.0.1:{self.http_port}/{probe}", timeout=patient(5))
+        return answer.status_code == 200
 
     def wait_ready(self) -> None:
         def ready() -> bool:

@@ -21,7 +21,7 @@ from cluster_support.gangs import Gangs
 from cluster_support.kubelet import ON_STAND_IN, STORAGE_CLASS, Kubelet
 from cluster_support.operator_process import OperatorProcess
 from finetune_contract.report import KubeflowMetric, KubeflowStatus, KubeflowUpdate
-from finetune_operator.api.crd import crd_yaml
+from finetune_operator.api.crd import crd, crd_yaml
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from finetune_operator.rendering.types import JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL
 from suite_plugins.patience import patient
@@ -82,6 +82,16 @@ def install_kinds(cluster: Cluster) -> None:
     wanted = [text for name, text in definitions.items() if name not in served]
     cluster.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin="\n---\n".join(wanted))
     cluster.wait_served(*definitions)
+
+
+def loose_crd() -> str:
+    """The CRD as it was when free objects had no bounds: what was stored then is there still."""
+    loose = crd()
+    spec = loose["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    arguments = spec["properties"]["training"]["properties"]["arguments"]
+    del arguments["additionalProperties"]
+    arguments["x-kubernetes-preserve-unknown-fields"] = True
+    return json.dumps(loose)
 
 
 def _established(api: Api, name: str) -> bool:
