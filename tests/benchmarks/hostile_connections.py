@@ -1,4 +1,4 @@
-"""What honest reports lose while somebody fills all ports of the operator.
+"""Measure lost reports and slow probes while hostile connections fill all ports of the operator.
 
     python tests/benchmarks/hostile_connections.py [--minutes 10]
 
@@ -54,7 +54,7 @@ BODY = b"x" * 65_536
 
 @dataclass
 class Seen:
-    """What one arm was seen to do."""
+    """Measurements of one arm."""
 
     answers: Counter[str] = field(default_factory=Counter)
     """By HTTP status, or by the error."""
@@ -104,7 +104,7 @@ async def attack(ports: Sequence[tuple[int, bool]], seen: Seen, seconds: float) 
 
 
 def said(kind: str, draw: random.Random) -> list[bytes]:
-    """What a connection says."""
+    """Return the bytes that one hostile connection sends."""
     path = "/v1alpha1/namespaces/a/finetunejobs/b/stages/train/attempts/1"
     head = f"POST {draw.choice([path, '/validate', '/healthz'])} HTTP/1.1\r\nHost: x\r\n"
     token = f"Authorization: Bearer a.{draw.randrange(10**9)}.c\r\n"
@@ -122,7 +122,7 @@ def said(kind: str, draw: random.Random) -> list[bytes]:
 
 
 def report(world: World, number: int, seen: Seen, stop: threading.Event) -> None:
-    """What one pod's trainer does, until `stop`."""
+    """Report progress as the trainer of one pod does, until `stop` is set."""
     (pod,) = world.pods(f"honest-{number}", "train")
     token = world.token(pod)
     container = pod["spec"]["containers"][0]
@@ -146,7 +146,7 @@ def report(world: World, number: int, seen: Seen, stop: threading.Event) -> None
 
 
 def watch_over(process: OperatorProcess, seen: Seen, stop: threading.Event) -> None:
-    """What the kubelet does, until `stop`."""
+    """Request /healthz once a second, as the kubelet does, until `stop` is set."""
     operator = psutil.Process(process.pid)
     while not stop.wait(1.0):
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""What jobs of honest users lose while somebody stores thousands of hostile ones.
+"""Measure the delay of honest jobs while thousands of hostile jobs are stored.
 
     python tests/benchmarks/hostile_objects.py [--objects 10000] [--rate 100]
 
@@ -13,7 +13,6 @@ every hostile job.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import random
 import statistics
@@ -47,7 +46,7 @@ HONEST_SPEC = merged(BASE, {"predict": None})
 
 @dataclass
 class Seen:
-    """What one arm was seen to do."""
+    """Measurements of one arm."""
 
     name: str
     seconds: list[float] = field(default_factory=list)
@@ -201,7 +200,7 @@ def main() -> None:
         install(cluster)
         cluster.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=loose_crd())
         with running_stand_ins(cluster, folder):
-            for number, (name, texts) in enumerate(itertools.chain(arms.items())):
+            for number, (name, texts) in enumerate(arms.items()):
                 process = OperatorProcess(cluster, folder, SETTINGS, name=f"operator-{number}")
                 try:
                     seen = run(cluster, process, name, texts, arguments.rate)

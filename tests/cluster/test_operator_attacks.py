@@ -133,7 +133,7 @@ def store(world: World, name: str, arguments: str) -> None:
 
 
 def taken(world: World, arguments: str) -> bool:
-    """Whether the API server would store it now."""
+    """Return whether the API server accepts the job in a dry run."""
     path = f"{world.path(API_VERSION, PLURAL)}?dryRun=All"
     tried = world.cluster.kubectl("create", "--raw", path, "-f", "-", stdin=document("probe", arguments))
     return tried.returncode == 0
@@ -171,7 +171,7 @@ HOSTILE = {
     # More than a page of a list in all.
     "characters": {f"long-{at}": json.dumps("\\" * 300_000 + "x" * 600_000) for at in range(16)},
 }
-"""What a job may not have too many of -> name -> JSON. All of it is stored by the API server."""
+"""Kind of limit -> name -> JSON of a value beyond it. The API server stored such values before the CRD had bounds."""
 
 
 @pytest.mark.parametrize("kind", HOSTILE)

@@ -1,4 +1,4 @@
-"""What a job may use: what nobody may, what the settings say, and what the strict profile leaves."""
+"""Validation of what a job may use: rules for all jobs, lists of the settings, and the strict profile."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ def test_a_connection_ends_after_its_time(silent: bool) -> None:
         assert await asyncio.wait_for(_end(reader), LIFE)
         await running.until(lambda: len(running.listener) == 0)
 
-    play(scene, seconds=0.3, tls=True)
+    play(scene, seconds=patient(0.5), tls=True)
 
 
 def test_a_closed_connection_makes_room() -> None:

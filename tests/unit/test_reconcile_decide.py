@@ -651,6 +651,16 @@ def test_a_restart_after_progress_is_free_and_one_without_new_progress_is_not():
     assert next(one for one in world.job().status.stages if one.name == "train").furthest_step == 7
 
 
+def test_progress_counts_whatever_the_attempt_that_made_it_failed_of():
+    world = training()
+    at_step(world, 50)
+    world.fail(FailureClass.HUB_UNAVAILABLE)
+    assert restarts(world) == (1, 1)
+    at_step(world, 20)
+    world.fail(FailureClass.COLLECTIVE)
+    assert restarts(world) == (2, 2)
+
+
 @pytest.mark.parametrize("step", [0, 5])
 def test_a_restart_that_kubernetes_accounts_for_is_free_with_and_without_progress(step: int):
     world = training()

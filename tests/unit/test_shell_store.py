@@ -8,7 +8,7 @@ import pytest
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.reconcile.types import ChildView, PodView
 from finetune_operator.shell.queue import JobKey
-from finetune_operator.shell.store import BURIED_SECONDS, Store, UnreadableError
+from finetune_operator.shell.store import BURIED_SECONDS, Store, UnreadableError, key_of
 
 KEY = JobKey("team", "demo")
 CREATED = "2026-01-01T00:00:00Z"
@@ -76,6 +76,14 @@ def pod(version: int, name: str = "demo-train-1-0", uid: str = "pod-1") -> dict[
         "spec": {"containers": []},
         "status": {"phase": "Running"},
     }
+
+
+def replace_all(
+    store: Store, kind: str, raws: list[dict[str, Any]], version: int, namespaces: set[str] | None = None
+) -> set[JobKey]:
+    """Take over a list of the kind, as `sync.read_all` does, and return the jobs for which something is new."""
+    touched = {entry.job for raw in raws if (entry := store.put(raw)) is not None}
+    return touched | store.keep(kind, {key_of(raw) for raw in raws}, version, namespaces)
 
 
 def children(store: Store) -> list[tuple[str, str | None]]:
@@ -184,7 +192,7 @@ def test_a_list_removes_what_it_does_not_name_and_tells_whose_it_was(store: Stor
     for raw in (child(5), child(6, uid="child-2", attempt="2"), pod(7)):
         store.put(raw)
 
-    assert store.replace_all("Job", [child(5)], version=20) == {KEY}
+    assert replace_all(store, "Job", [child(5)], version=20) == {KEY}
     assert children(store) == [("demo-train-1", "child-1")]
     assert len(store.pods(("team", "job-1"))) == 1
 
@@ -192,21 +200,21 @@ def test_a_list_removes_what_it_does_not_name_and_tells_whose_it_was(store: Stor
 def test_a_list_leaves_what_is_newer_than_the_list(store: Store):
     store.put(child(30))
 
-    assert store.replace_all("Job", [], version=20) == set()
+    assert replace_all(store, "Job", [], version=20) == set()
     assert children(store) == [("demo-train-1", "child-1")]
 
 
 def test_a_list_of_one_namespace_leaves_the_others(store: Store):
     store.put(child(5))
 
-    assert store.replace_all("Job", [], version=20, namespaces={"elsewhere"}) == set()
+    assert replace_all(store, "Job", [], version=20, namespaces={"elsewhere"}) == set()
     assert children(store) == [("demo-train-1", "child-1")]
 
 
 def test_a_list_does_not_go_back_to_an_older_state(store: Store):
     store.put(job(25, phase="Training"))
 
-    assert store.replace_all("FineTuneJob", [job(10)], version=20) == set()
+    assert replace_all(store, "FineTuneJob", [job(10)], version=20) == set()
     assert phase(store) == "Training"
 
 
@@ -251,7 +259,7 @@ def test_an_object_of_another_namespace_is_none_of_the_jobs_whatever_its_labels_
     assert store.pods(("team", "job-1")) == ()
     # Nor when it goes, or a list of its namespace leaves it out.
     store.remove({**foreign, "metadata": {**foreign["metadata"], "resourceVersion": "4"}})
-    store.replace_all(foreign["kind"], [], 5, {"evil"})
+    replace_all(store, foreign["kind"], [], 5, {"evil"})
     assert children(store) == [("demo-train-1", "child-1")]
     assert store.pods(("team", "job-1")) == ()
 
@@ -311,7 +319,7 @@ def test_the_last_state_of_a_pod_that_is_gone_is_kept_while_its_attempt_is_judge
 def test_a_pod_that_a_list_does_not_name_any_more_is_kept_as_it_was_seen_last(store: Store):
     store.put(child(2))
     store.put(pod(3))
-    store.replace_all("Pod", [], version=9)
+    replace_all(store, "Pod", [], version=9)
     assert seen_of(store) == [("Running", True)]
 
 

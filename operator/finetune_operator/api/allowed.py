@@ -1,4 +1,4 @@
-"""What the administrator's settings let jobs use of their namespace, and how much: `settings.allow`.
+"""Check jobs against `settings.allow`: the objects of the namespace that they may name, and their largest size.
 
 Who may create a job has pods run with what it names. So all of it can be bounded: service accounts, Secrets, tokens,
 priority classes, environment variables, annotations, and the size of a job. Names are matched by globs; labels would
@@ -24,7 +24,7 @@ API_AUDIENCE = "api"
 
 
 def allowed_problems(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
-    """What the job names or takes and may not."""
+    """Return the problems of names and sizes that the settings do not allow."""
     allow, template = settings.allow, spec.template
     named: tuple[tuple[tuple[str, ...], str, Iterable[tuple[Path, str]]], ...] = (
         (allow.names("service_accounts"), "a service account", _account(spec)),
@@ -38,10 +38,10 @@ def allowed_problems(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Prob
         for path, name in names:
             if not any(fnmatch.fnmatchcase(name, glob) for glob in globs):
                 yield _refused(path, f"is {what} that the settings do not allow", _instead(globs), name)
-    priority = spec.run_policy.priority_class_name
-    if priority is not None and priority.startswith(SYSTEM_PRIORITY):
-        rule = "is a priority class of Kubernetes' own parts, before which other pods are taken away"
-        yield _refused(("runPolicy", "priorityClassName"), rule, "name another one, or leave it out", priority)
+    for path, name in _priority(spec):
+        if name.startswith(SYSTEM_PRIORITY):
+            rule = "is a priority class of Kubernetes' own parts, before which other pods are taken away"
+            yield _refused(path, rule, "name another one, or leave it out", name)
     yield from _sizes(spec, settings)
 
 

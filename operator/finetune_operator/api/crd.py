@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel
 
 from finetune_operator.api.pod_types import Affinity, EnvVar, PodSecurityContext, Toleration, Volume, VolumeMount
+from finetune_operator.api.problems import HUB_TOKEN_PATTERN
 from finetune_operator.api.rules import MUTABLE, RULES, Rule
 from finetune_operator.api.shapes import (
     Anything,
@@ -32,7 +33,7 @@ from finetune_operator.api.shapes import (
     spec_shape,
     status_shape,
 )
-from finetune_operator.api.syntax import MAX_NAME, NAME_PATTERN
+from finetune_operator.api.syntax import LABEL_VALUE_PATTERN, MAX_NAME, NAME_PATTERN
 from finetune_operator.api.template import (
     CODE_ENV,
     RESERVED_ENV,
@@ -58,7 +59,6 @@ FREE_LEVELS: Mapping[str, int] = {"training.arguments": 3, "parallelism.deepspee
 """Levels below the names of an object whose form another project defines; the schema doubles with each. Deepest in
 DeepSpeed's documentation is `compression_training`, with four.
 """
-HUB_TOKEN = "hf_[A-Za-z0-9]{16,}"
 FREE_NAMES = 256
 FREE_ITEMS = 1024
 FREE_TEXT = 32_768
@@ -75,11 +75,8 @@ TYPED: Mapping[str, type[BaseModel]] = {
 THEIR_TEXT = 1024
 THEIR_ITEMS = 256
 LABELS = ("template.labels", "template.nodeSelector")
-LABEL_VALUE: Schema = {
-    "type": "string", "maxLength": 63, "pattern": "^([A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?)?$",
-}  # fmt: skip
 KEYS: Mapping[str, str] = {"template.env": "name", "template.volumes": "name", "template.volumeMounts": "mountPath"}
-"""What no two items of a list share."""
+"""The field by which the items of a list are unique."""
 
 # Name, type, jsonPath, priority (1: `-o wide` only).
 _COLUMNS: tuple[tuple[str, str, str, int], ...] = (
@@ -163,7 +160,11 @@ def _root() -> Schema:
             typed.pop("maxProperties", None)
             typed.update(schema)
     for path in LABELS:
-        _node_at(spec, path)["additionalProperties"] = LABEL_VALUE
+        _node_at(spec, path)["additionalProperties"] = {
+            "type": "string",
+            "pattern": LABEL_VALUE_PATTERN,
+            "maxLength": 63,
+        }
     spec["x-kubernetes-validations"] = [_validation(rule) for rule in RULES if rule.cel is not None]
     return {
         "type": "object",
@@ -187,14 +188,14 @@ def _root() -> Schema:
 
 
 def _item_rules(path: str) -> Schema:
-    """What `template.py` refuses of an item, as far as CEL can say it."""
+    """Return the checks of `template.py` on one item that CEL can express."""
     match path:
         case "template.env":
             taken = [f"self.name == '{name}'" for name in sorted(RESERVED_ENV | CODE_ENV)]
             taken += [f"self.name.startsWith('{prefix}')" for prefix in RESERVED_ENV_PREFIXES]
             rules = [
                 (f"!({' || '.join(taken)})", "is a variable of the operator, of the launcher or of the image", ".name"),
-                (f"!has(self.value) || !self.value.matches('{HUB_TOKEN}')", "looks like a Hub token: "
+                (f"!has(self.value) || !self.value.matches('{HUB_TOKEN_PATTERN}')", "looks like a Hub token: "
                  "put it into a Secret, and name that in spec.secrets.hubToken", ".value"),
             ]  # fmt: skip
         case "template.volumes":

@@ -21,19 +21,19 @@ CUT = b'"(cut: nested too deep)"'
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _NO_BRACKETS = bytes(set(range(256)) - set(b"{}[]"))
 _STEPS = {ord("{"): 1, ord("["): 1, ord("}"): -1, ord("]"): -1}
-_TOKEN = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[{}\[\]]', re.DOTALL)
+_TOKEN = re.compile(_STRING.pattern + rb"|[{}\[\]]", re.DOTALL)
 
 
 def loads(text: bytes) -> JsonValue:
     """The value of `text`, at most DEEPEST levels deep. ValueError for what is no JSON."""
-    value: JsonValue = json.loads(text if depth(text) <= DEEPEST else cut(text))
+    # Nearly all texts have few brackets, which are counted quickly.
+    may_be_deep = text.count(b"{") + text.count(b"[") > DEEPEST
+    value: JsonValue = json.loads(cut(text) if may_be_deep and depth(text) > DEEPEST else text)
     return value
 
 
 def depth(text: bytes) -> int:
     """Levels of JSON; at least as many as a reader comes to where it is none."""
-    if len(text) <= DEEPEST:
-        return len(text)
     brackets = _STRING.sub(b"", text).translate(None, _NO_BRACKETS)
     return max(accumulate(map(_STEPS.__getitem__, brackets)), default=0)
 

@@ -54,6 +54,8 @@ SECRET_TEXT = re.compile(
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}|\bxox[abeprs]-[\w-]{10,}|\bAIza[\w-]{30,}|\bya29\.[\w-]{20,}"
     r"|\bsk-[\w-]{16,}"
 )
+HUB_TOKEN_PATTERN = "hf_[A-Za-z0-9]{16,}"
+"""A user access token of the Hub: 34 letters after hf_ today; half of that is still no word."""
 _URI_PASSWORD = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 

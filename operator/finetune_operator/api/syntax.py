@@ -21,6 +21,8 @@ LABEL_KEY_RULE = (
 )
 LABEL_VALUE_RULE = "a label's value has at most 63 letters, digits, -, _ and ., with a letter or digit at its ends"
 _NAME = re.compile(r"([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)")
+LABEL_VALUE_PATTERN = f"^{_NAME.pattern}?$"
+"""As a label's name, or nothing."""
 _PREFIX = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 
 

@@ -314,8 +314,9 @@ def _env_value(variable: EnvVar, path: Path) -> Iterator[Problem]:
 
 
 def _is_credential(name: str, value: str) -> bool:
-    """Whether the value is one by its name: `*_PASSWORD`, `*_API_KEY`, `AWS_SECRET_ACCESS_KEY`. A path to a file of a
-    Secret is none, nor is a flag such as `HF_HUB_DISABLE_IMPLICIT_TOKEN=1`. Hub tokens are told of by their own rule.
+    """Return whether the name of the variable marks its value as a credential, e.g. `*_PASSWORD`, `*_API_KEY` or
+    `AWS_SECRET_ACCESS_KEY`. Exceptions are paths (to a file of a mounted Secret) and flags such as
+    `HF_HUB_DISABLE_IMPLICIT_TOKEN=1`. Hub tokens have a rule of their own.
     """
     by_name = is_secret_name(name) and name not in NO_SECRET_ENV and name not in TOKEN_ENV
     return by_name and not value.startswith("/") and value.lower() not in FLAGS

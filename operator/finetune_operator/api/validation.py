@@ -35,6 +35,7 @@ from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.fields import Path, read_fields, unknown_field, value_at, without_nulls
 from finetune_operator.api.problems import (
     HIDDEN,
+    HUB_TOKEN_PATTERN,
     MAX_CHARACTERS,
     MAX_DEPTH,
     MAX_VALUES,
@@ -61,8 +62,7 @@ from finetune_operator.api.types import (
     ObjectMeta,
 )
 
-# User access tokens have 34 letters after hf_ today; half of that is still no word.
-_HUB_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{16,}")
+_HUB_TOKEN = re.compile(rf"\b{HUB_TOKEN_PATTERN}")
 # Strict, because git and other readers disagree on unusual URLs: what is checked has to be what is fetched from.
 _GIT_URL = re.compile(r"https://(?P<host>[A-Za-z0-9.-]+)(:443)?/[A-Za-z0-9._~/%+-]+")
 _LONGEST_ARGUMENT = 32_000

@@ -84,6 +84,8 @@ def _replanned(course: Course, stage: StageStatus) -> Course:
 def attempt_failed(course: Course, stage: StageStatus, cause: Cause, at: datetime | None = None) -> Course:
     """Write down the failure of the stage's attempt and what follows from it."""
     ended = at or course.now
+    before, step = stage.furthest_step or 0, _step(course)
+    stage = stage.model_copy(update={"furthest_step": max(before, step) or None})
     failure = cause.told(Stage(stage.name), stage.attempt, course.observed.logs)
     if cause.rank is None:
         failure = failure.model_copy(update={"rank": _only_rank(course, stage, cause)})
@@ -101,7 +103,7 @@ def attempt_failed(course: Course, stage: StageStatus, cause: Cause, at: datetim
         case Remedy.FAIL:
             return give_up(course, stage, failure)
         case Remedy.FREE:
-            return _free(course, stage, cause, failure)
+            return _free(course, stage, cause, failure, further=step > before)
         case Remedy.COUNTED:
             return _counted(course, stage, cause, failure)
         case Remedy.ADAPT:
@@ -127,13 +129,11 @@ def _remedy(course: Course, stage: StageStatus, cause: Cause) -> Remedy:
     return Remedy.ADAPT if loops else Remedy.COUNTED
 
 
-def _free(course: Course, stage: StageStatus, cause: Cause, failure: FailureStatus) -> Course:
+def _free(course: Course, stage: StageStatus, cause: Cause, failure: FailureStatus, *, further: bool) -> Course:
     """Free of charge when the infrastructure shows that it did it, or the attempt has come further than any before; and
     not more often than the settings allow. What fails the same way each time would otherwise begin again for ever.
     """
-    limits, step = course.settings.limits, _step(course)
-    further = step > (stage.furthest_step or 0)
-    stage = stage.model_copy(update={"furthest_step": max(step, stage.furthest_step or 0) or None})
+    limits = course.settings.limits
     over = stage.free_since is None or seconds_since(stage.free_since, course.now) >= limits.free_restarts_seconds
     used = 0 if over else stage.free_restarts
     if not (cause.evident or further):

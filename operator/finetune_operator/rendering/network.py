@@ -58,10 +58,10 @@ def rules_of(job: str, context: RenderContext) -> Rules:
     egress: list[Manifest] = []
     words = ["In: pods of this job. Out: pods of this job"]
     if settings.dns:
-        resolving: list[JsonValue] = [
-            {"port": port, "protocol": protocol} for port in _DNS_PORTS for protocol in ("UDP", "TCP")
-        ]
-        egress.append({"to": _written(settings.dns), "ports": resolving})
+        egress.append({
+            "to": _written(settings.dns),
+            "ports": [_port(port, protocol) for port in _DNS_PORTS for protocol in ("UDP", "TCP")],
+        })  # fmt: skip
         words.append("DNS (port 53) of the resolvers that the operator's settings name")
     if context.progress is not None:
         for rule, said in _progress(context.progress, context.settings.progress.url):
@@ -69,7 +69,7 @@ def rules_of(job: str, context: RenderContext) -> Rules:
             words.append(said)
     if settings.egress_ports:
         ports = list(dict.fromkeys(settings.egress_ports))
-        egress.append({"to": list(_WORLD), "ports": [_tcp(port) for port in ports]})
+        egress.append({"to": list(_WORLD), "ports": [_port(port) for port in ports]})
         listed = f"port{'s' * (len(ports) > 1)} {', '.join(map(str, ports))}"
         words.append(f"TCP {listed} of any address but the metadata services of clouds ({', '.join(_METADATA)})")
     extra = _written(settings.extra_egress)
@@ -91,12 +91,12 @@ def _progress(endpoint: ProgressEndpoint, url: str | None) -> list[tuple[Manifes
             "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": endpoint.namespace}},
             "podSelector": {"matchLabels": {**OPERATOR_LABELS}},
         }
-        rule: Manifest = {"to": [operator], "ports": [_tcp(PROGRESS_PORT)]}
+        rule: Manifest = {"to": [operator], "ports": [_port(PROGRESS_PORT)]}
         found.append((rule, f"progress reports to the operator in {endpoint.namespace} (port {PROGRESS_PORT})"))
     if url is not None:
         parts = urlsplit(url)
         port = parts.port or _HTTPS_PORT
-        rule = {"to": _addresses(parts.hostname or ""), "ports": [_tcp(port)]}
+        rule = {"to": _addresses(parts.hostname or ""), "ports": [_port(port)]}
         found.append((rule, f"progress reports to {parts.hostname} (port {port})"))
     return found
 
@@ -110,5 +110,5 @@ def _addresses(host: str) -> list[JsonValue]:
     return [{"ipBlock": {"cidr": f"{address}/{address.max_prefixlen}"}}]
 
 
-def _tcp(port: int) -> Manifest:
-    return {"port": port, "protocol": "TCP"}
+def _port(port: int, protocol: str = "TCP") -> Manifest:
+    return {"port": port, "protocol": protocol}

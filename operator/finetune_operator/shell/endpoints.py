@@ -15,15 +15,16 @@ from typing import Protocol
 
 from aiohttp import web
 
-from finetune_operator.shell.listening import Bounds, Listener
+from finetune_operator.shell.listening import Bounds
 from finetune_operator.shell.metrics import Metrics
+from finetune_operator.shell.sites import Site
 
 HTTP_PORT = 8080
 BEAT_SECONDS = 1.0
 LAG_LIMIT_SECONDS = 60.0
 BOUNDS = Bounds(connections=128, seconds=20.0)
 METRICS_PAUSE = 10
-"""Times that it took to write the metrics: for so long they are not written anew."""
+"""The metrics page is reused for this many times the duration of its generation."""
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -67,8 +68,7 @@ class Endpoints:
         self._health = health
         self._metrics = metrics
         self._heartbeat = heartbeat or Heartbeat(metrics.event_loop_lag)
-        self._runner: web.AppRunner | None = None
-        self._listener: Listener | None = None
+        self._site: Site | None = None
         self._exposed = b""
         self._exposed_until = float("-inf")
         self._beating: asyncio.Task[None] | None = None
@@ -84,24 +84,17 @@ class Endpoints:
             ]
         )
         self._beating = asyncio.create_task(self._heartbeat.run(), name="heartbeat")
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=2.0)
-        await self._runner.setup()
-        assert self._runner.server is not None, "it is set up"
-        self._listener = Listener("probes and metrics", self._runner.server, BOUNDS)
-        return await self._listener.start(host, port)
+        self._site = Site("probes and metrics", application, BOUNDS)
+        return await self._site.start(host, port)
 
     async def stop(self) -> None:
         """Also after a start that failed."""
         if self._beating is not None:
             self._beating.cancel()
             await asyncio.wait([self._beating])
-        if self._listener is not None:
-            await self._listener.stop()
-        if self._runner is not None:
-            await self._runner.cleanup()
-        if self._listener is not None:
-            self._listener.close()
-        self._beating = self._runner = self._listener = None
+        if self._site is not None:
+            await self._site.stop()
+        self._beating = self._site = None
 
     async def _healthz(self, _request: web.Request) -> web.Response:
         faults = list(self._health.faults())
@@ -117,7 +110,7 @@ class Endpoints:
         began = time.monotonic()
         if began > self._exposed_until:
             self._exposed = self._metrics.exposition()
-            # Whoever asks again and again takes a tenth of the time at most.
+            # Frequent requests use at most about a tenth of the processor.
             self._exposed_until = time.monotonic() + METRICS_PAUSE * (time.monotonic() - began)
         return web.Response(body=self._exposed, headers={"Content-Type": _TEXT})
 

@@ -81,7 +81,7 @@ anybody who may create jobs may store many of that size.
 """
 SMALLER = 8
 AT_ONCE_BYTES = 128 * 1024
-"""What is parsed on the event loop; longer texts are parsed in a thread."""
+"""Longest text that is parsed on the event loop; longer ones are parsed in a thread."""
 LOG_LINES = 60
 LOG_BYTES = 256 * 1024
 """Of those lines. The kubelet cuts them at their end, so that this has to hold them all."""

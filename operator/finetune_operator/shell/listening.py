@@ -63,9 +63,9 @@ class Listener:
         self._tls = tls
         self._dropped = dropped
         self._of_address: dict[str, dict[_Connection, None]] = {}
-        """Those without a certificate, of each address the oldest first."""
+        """Connections without a client certificate by address, the oldest first."""
         self._known: set[_Connection] = set()
-        """Those with one."""
+        """Connections with a verified client certificate."""
         self._by_transport: dict[asyncio.BaseTransport, _Connection] = {}
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
@@ -244,7 +244,7 @@ class _Connection(asyncio.Protocol):
 
 
 def network_of(address: str) -> str:
-    """What counts as one address: an IPv4 address, or the /64 of an IPv6 address."""
+    """Return the key under which an address is counted: an IPv4 address itself, an IPv6 address by its /64."""
     with contextlib.suppress(ValueError):
         found = ipaddress.ip_address(address.partition("%")[0])
         if isinstance(found, ipaddress.IPv6Address):

@@ -246,13 +246,15 @@ class ProgressServer:
         return found
 
     def _rated(self, address: str, token: str) -> str:
-        """For whom an unknown token counts. Pods may share an address with somebody who guesses; who says to be a pod
-        that is known counts for that pod alone, so that nobody else's guesses are held against it.
+        """Return the key under which an unknown token is rate-limited: the address and, if the token claims to be of a
+        known pod, that pod. A pod may share its address with a client that guesses tokens.
         """
         claim = claimed(token)
-        known = None if claim is None else self._world.pod(claim.namespace, claim.name)
-        named = claim is not None and known is not None and known.uid == claim.uid
-        return f"{address} {claim.uid}" if claim is not None and named else address
+        if claim is not None:
+            known = self._world.pod(claim.namespace, claim.name)
+            if known is not None and known.uid == claim.uid:
+                return f"{address} {claim.uid}"
+        return address
 
     def _pod_of(self, key: AttemptKey, sender: PodIdentity) -> KnownPod:
         """What is known about the sender, which has to be a pod of the attempt."""

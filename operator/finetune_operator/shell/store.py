@@ -160,25 +160,11 @@ class Store:
         uid = uid or (known.uid if known is not None else None)
         return None if uid is None else self._bury(key, uid, NEVER_AGAIN)
 
-    def replace_all(
-        self, kind: str, raws: Iterable[Raw], version: int, namespaces: Collection[str] | None = None
-    ) -> set[JobKey]:
-        """Take over a whole list of a kind, read at `version` from `namespaces` (None: from all); what it does not
-        name is gone, unless it is newer than the list. Gives the jobs for which something is new.
-        """
-        listed, touched = set(), set()
-        for raw in raws:
-            listed.add(key_of(raw))
-            entry = self.put(raw)
-            if entry is not None:
-                touched.add(entry.job)
-        return touched | self.keep(kind, listed, version, namespaces)
-
     def keep(
         self, kind: str, listed: Collection[Key], version: int, namespaces: Collection[str] | None = None
     ) -> set[JobKey]:
-        """Of a kind, in `namespaces` (None: in all), there was nothing but what is `listed` at `version`. Gives the
-        jobs of what is gone.
+        """Remove what a list of the kind, read at `version` from `namespaces` (None: from all), does not name, unless
+        it is newer than the list. Returns the jobs of what was removed.
         """
         touched = set()
         for entry in [one for one in self._entries.values() if one.kind == kind and one.key not in listed]:
@@ -266,7 +252,7 @@ def _metadata(raw: Raw) -> Mapping[str, JsonValue]:
 
 
 def key_of(raw: Raw) -> Key:
-    """What it is stored under. UnreadableError."""
+    """Return the key under which it is stored. Raises UnreadableError."""
     metadata = _metadata(raw)
     return _text(raw, "kind"), _text(metadata, "namespace"), _text(metadata, "name")
 

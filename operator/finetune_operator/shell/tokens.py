@@ -106,7 +106,7 @@ def claimed(token: str) -> PodIdentity | None:
 
 
 def _claims(token: str) -> Any:
-    """What a JSON web token claims. ValueError."""
+    """Return the claims of a JSON web token, unverified. Raises ValueError."""
     payload = token.partition(".")[2].partition(".")[0]
     return loads(base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
 

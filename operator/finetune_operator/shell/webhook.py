@@ -33,7 +33,8 @@ from finetune_operator.rendering.types import Manifest
 from finetune_operator.shell.bodies import Bodies, BodyError
 from finetune_operator.shell.certificates import valid_until
 from finetune_operator.shell.kube import WEBHOOK, ConflictError, Kube, NotFoundError
-from finetune_operator.shell.listening import Bounds, Listener
+from finetune_operator.shell.listening import Bounds
+from finetune_operator.shell.sites import Site
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ managed fields, is half of that.
 BODY_SECONDS = 10.0
 BOUNDS = Bounds(connections=64, seconds=60.0)
 AT_ONCE = 2
-"""Reviews that are answered at a time, in threads of their own."""
+"""Maximum number of reviews that are answered at the same time, each in a thread."""
 AUTHORITIES = 2
 """Kept in a configuration: while certificates change, replicas may still show one that the last authority signed."""
 LOOK_AGAIN_SECONDS = 60.0
@@ -88,8 +89,7 @@ class WebhookServer:
         self._settings = settings
         self._tls = tls
         self._counted = counted
-        self._runner: web.AppRunner | None = None
-        self._listener: Listener | None = None
+        self._site: Site | None = None
         self._bodies = Bodies(BODY_LIMIT_BYTES, BODY_SECONDS)
         self._at_once = asyncio.Semaphore(AT_ONCE)
 
@@ -97,21 +97,14 @@ class WebhookServer:
         """Listen on `host` (None: all addresses); gives the port. OSError when it is taken."""
         application = web.Application()
         application.add_routes([web.post(PATH, self._review)])
-        self._runner = web.AppRunner(application, access_log=None, keepalive_timeout=60.0, shutdown_timeout=2.0)
-        await self._runner.setup()
-        assert self._runner.server is not None, "it is set up"
-        self._listener = Listener("webhook", self._runner.server, BOUNDS, tls=self._tls)
-        return await self._listener.start(host, port)
+        self._site = Site("webhook", application, BOUNDS, tls=self._tls, keepalive_seconds=60.0)
+        return await self._site.start(host, port)
 
     async def stop(self) -> None:
         """Also after a start that failed."""
-        if self._listener is not None:
-            await self._listener.stop()
-        if self._runner is not None:
-            await self._runner.cleanup()
-        if self._listener is not None:
-            self._listener.close()
-        self._runner = self._listener = None
+        if self._site is not None:
+            await self._site.stop()
+        self._site = None
 
     async def _review(self, request: web.Request) -> web.Response:
         try:
@@ -122,9 +115,9 @@ class WebhookServer:
             self._counted("failed")
             status = error.status if isinstance(error, BodyError) else HTTPStatus.BAD_REQUEST
             return web.json_response({"message": str(error)}, status=status)
-        if self._listener is not None:
+        if self._site is not None:
             # The API server keeps its connections for many reviews.
-            self._listener.renew(request.transport)
+            self._site.renew(request.transport)
         response = told["response"]
         assert isinstance(response, dict), "an answer has a response"
         self._counted("allowed" if response["allowed"] else "refused")

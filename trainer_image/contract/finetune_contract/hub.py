@@ -1,4 +1,4 @@
-"""What a repository of the Hugging Face Hub is called."""
+"""Names of repositories on the Hugging Face Hub."""
 
 from __future__ import annotations
 
