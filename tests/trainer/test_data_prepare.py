@@ -16,11 +16,13 @@ import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 import numpy as np
 import pandas as pd
 import pyarrow as pa
@@ -31,7 +33,7 @@ from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
 from finetune_trainer.data import readers
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.data.sources import ColumnNeed, splits_by_role
+from finetune_trainer.data.sources import ColumnNeed, FsFile, splits_by_role
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config, load_tokenizer
 from finetune_trainer.progress import NoProgress
@@ -876,6 +878,62 @@ def test_long_rows_are_tokenised_few_at_a_time(tmp_path, monkeypatch):
     with pa.ipc.open_stream(file.read_bytes()) as reader:
         assert max(batch.num_rows for batch in reader) == 2
     assert list(PreparedData.open(paths).split("train")["position"]) == list(range(19))
+
+
+ENDLESS: dict[str, tuple[str, bytes, str, str]] = {
+    "JSON Lines": ("rows.jsonl.gz", b'{"text": "a"}\n', "line 2: the line is longer than 1 MiB", "LineTooLong"),
+    "text": ("rows.txt.zst", b"a\n", "line 2: the line is longer than 1 MiB", "LineTooLong"),
+    "CSV": ("rows.csv.xz", b"text,label\na,0\n", "line 3: the record", "LineTooLong"),
+    "CSV with an open quote": ("rows.csv.gz", b'text,label\na,0\n"', "which may have an open quote", "LineTooLong"),
+    "an array": ("rows.json.gz", b"[", "is one JSON array of more than 1 MiB", "ArrayTooLong"),
+    "no array": ("rows.json.gz", b"", "line 1: the line is longer than 1 MiB", "LineTooLong"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_a_line_without_an_end_does_not_fill_memory(case, tmp_path, monkeypatch):
+    monkeypatch.setattr(readers, "LINE_BYTES", 1 << 20)
+    monkeypatch.setattr(readers, "ARRAY_BYTES", 1 << 20)
+    name, start, words, reason = ENDLESS[case]
+    path = tmp_path / name
+    filling = b"x\n" if case == "CSV with an open quote" else b" "
+    with compressing(path) as stream:
+        stream.write(start)
+        for _ in range(200 if case == "JSON Lines" else 40):  # MiB
+            stream.write(filling * ((1 << 20) // len(filling)))
+    file = FsFile(fsspec.filesystem("file"), str(path))
+    tracemalloc.start()
+    try:
+        with pytest.raises(StageError) as error:
+            list(readers.read(file, ["text"], {}))
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (error.value.failure_class, error.value.reason) == (FailureClass.DATA, reason)
+    assert str(path) in error.value.message
+    assert words in error.value.message
+    assert most < 20 << 20
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".txt", ".csv"])
+def test_a_line_of_the_largest_length_is_read(ending, tmp_path, monkeypatch):
+    path = tmp_path / f"rows{ending}"
+    line = {".jsonl": '{"text": "xxx"}', ".txt": "xxxxxxxxxxxxxx", ".csv": "xxxxxxxxxxxxxx"}[ending] + "\n"
+    path.write_text(("text\n" if ending == ".csv" else "") + line, encoding="utf-8")
+    file = FsFile(fsspec.filesystem("file"), str(path))
+    monkeypatch.setattr(readers, "LINE_BYTES", len(line))
+    assert sum(table.num_rows for table in readers.read(file, ["text"], {})) == 1
+    monkeypatch.setattr(readers, "LINE_BYTES", len(line) - 1)
+    with pytest.raises(StageError, match="longer than"):
+        list(readers.read(file, ["text"], {}))
+
+
+def compressing(path: Path) -> Any:
+    """The file to write to, compressed as its ending says."""
+    if path.suffix == ".xz":
+        return lzma.open(path, "wb", preset=0)
+    codec = {".gz": "gzip", ".zst": "zstd"}[path.suffix]
+    return pa.CompressedOutputStream(str(path), codec)
 
 
 def test_readers_map_files_and_go_to_other_processes_without_their_rows(many, paths):

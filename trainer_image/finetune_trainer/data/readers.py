@@ -3,6 +3,9 @@
 Text arrives byte for byte: nothing is guessed from it (no dates, numbers or nulls out of CSV words like `NA`), which
 is why JSON lines and CSV are parsed here and not by Arrow's readers. A line that cannot be read is an error with its
 number; no row is skipped. Only the columns that the job uses are converted, a chunk of rows at a time.
+
+A line has a largest length, and so has a record of CSV: a few KB of a compressed file can be many GB without a newline,
+which would otherwise all be one line in memory.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import json
 import lzma
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import IO, NoReturn, Protocol, TypeAlias, cast
 
 import pyarrow as pa
@@ -27,8 +31,16 @@ _CHUNK_BYTES = 16 << 20
 """Bytes of rows as they are written in the file, after which a chunk ends: bounds what is alive at a time to some tens
 of MB, however long the rows are.
 """
+_BLOCK_BYTES = 1 << 20
+"""Read from a file at once."""
 _BATCH_ROWS = 1024
 """Rows that are read from Parquet at once: more of them are not read any faster."""
+LINE_BYTES = 64 << 20
+"""Largest line, in bytes; of CSV the largest record, in characters. A book has 1 MB of text, and the largest of
+Wikipedia's articles 2 MB; parsing a line takes some ten times its length.
+"""
+ARRAY_BYTES = 1 << 30
+"""Largest file that is one JSON array, in bytes without compression: it is read whole, and parsing takes some 5 GB."""
 TEXT = "text"
 """Column of a file of plain text."""
 
@@ -148,14 +160,33 @@ def _refuse_constant(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def _lines(stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Numbered from 1, with their ends, without a byte order mark."""
-    for number, line in enumerate(stream, start=1):
+def _lines(file: RawFile, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Numbered from 1, with their ends, without a byte order mark. StageError DATA for one over `LINE_BYTES`."""
+    for number, line in enumerate(iter(partial(stream.readline, LINE_BYTES + 1), b""), start=1):
+        if len(line) > LINE_BYTES:
+            raise _too_long(file, number)
         yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
 
 
+def _too_long(file: RawFile, line: int, record: str = "the line") -> StageError:
+    return StageError(
+        FailureClass.DATA,
+        "LineTooLong",
+        f"{file.name}, line {line}: {record} is longer than {_size(LINE_BYTES)}.",
+        "End each row with a newline and divide longer rows; Parquet has no lines.",
+    )
+
+
+def _size(count: int) -> str:
+    """Return a number of bytes in the largest unit that divides it."""
+    return next((f"{count >> shift} {unit}" for shift, unit in _UNITS if count % (1 << shift) == 0), f"{count} bytes")
+
+
+_UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"))
+
+
 def _json_lines(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
-    for number, line in _lines(stream):
+    for number, line in _lines(file, stream):
         if not line.strip():
             continue
         try:
@@ -172,7 +203,7 @@ def _json_lines(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
 
 def _text_lines(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
     """A row for each line, also for an empty one: what is predicted keeps the lines' order and number."""
-    for number, line in _lines(stream):
+    for number, line in _lines(file, stream):
         try:
             yield number, {TEXT: line.decode("utf-8").removesuffix("\n").removesuffix("\r")}, len(line)
         except UnicodeDecodeError as error:
@@ -183,7 +214,14 @@ def _json_array(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
     """A file that is one JSON array of objects, which is read whole; `line` of its rows is the index from 1, for the
     parser tells no lines.
     """
-    content = stream.read()
+    content = stream.read(ARRAY_BYTES + 1)
+    if len(content) > ARRAY_BYTES:
+        raise StageError(
+            FailureClass.DATA,
+            "ArrayTooLong",
+            f"{file.name} is one JSON array of more than {_size(ARRAY_BYTES)}, which would have to be read whole.",
+            "Write it as JSON Lines: one object a line, without brackets and commas around them.",
+        )
     try:
         rows = _DECODER.decode(content.decode("utf-8-sig").strip())
     except UnicodeDecodeError:
@@ -200,17 +238,18 @@ def _json_array(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
 
 def _separated(delimiter: str) -> Callable[[RawFile, IO[bytes]], Iterator[_Row]]:
     def rows(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
-        # The default limit of 128 KiB for one field is below real documents. It is a setting of the whole module, and
-        # only grows.
+        # The default limit of 128 KiB for one field is below real documents, and a setting of the whole module.
+        # `_Records` has a limit of its own.
         csv.field_size_limit(sys.maxsize)
-        reader = csv.reader(
-            io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), delimiter=delimiter, strict=True
-        )
+        records = _Records(file, io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
+        reader = csv.reader(records, delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
             if len(set(header)) < len(header):
                 raise corrupt(file, 1, f"the header names a column twice: {', '.join(header)}.")
+            records.begin()
             for row in reader:
+                records.begin()
                 if len(row) == len(header):
                     yield reader.line_num, dict(zip(header, row, strict=True)), sum(map(len, row))
                 elif row:
@@ -223,10 +262,38 @@ def _separated(delimiter: str) -> Callable[[RawFile, IO[bytes]], Iterator[_Row]]
     return rows
 
 
+class _Records:
+    """The lines of a CSV file for its parser, as long as a record is not too long: a quote that nobody closes takes all
+    lines behind it into one field.
+    """
+
+    def __init__(self, file: RawFile, text: io.TextIOWrapper) -> None:
+        self._file = file
+        self._text = text
+        self._line = self._taken = 0
+
+    def begin(self) -> None:
+        """Count the length of the next record from here."""
+        self._taken = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._text.readline(LINE_BYTES + 1)
+        if not line:
+            raise StopIteration
+        self._line += 1
+        self._taken += len(line)
+        if self._taken > LINE_BYTES:
+            raise _too_long(self._file, self._line, "the record, which may have an open quote before it,")
+        return line
+
+
 def _not_utf8(file: RawFile) -> StageError:
     """Finds the line by decoding line after line; the parsers read ahead and do not know it."""
     with _decompressed(file) as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in _lines(file, stream):
             try:
                 line.decode("utf-8")
             except UnicodeDecodeError as error:
@@ -242,7 +309,8 @@ def _excerpt(line: bytes) -> str:
 def _decompressed(file: RawFile) -> IO[bytes]:
     ending, stream = _compression(file.name), file.open()
     if not ending:
-        return stream
+        # Files of remote file systems give a line only as a whole, however long it is.
+        return cast(IO[bytes], io.BufferedReader(cast(io.RawIOBase, stream), _BLOCK_BYTES))
     if ending == ".xz":
         return cast(IO[bytes], lzma.open(stream))
     return cast(IO[bytes], io.BufferedReader(pa.CompressedInputStream(stream, _COMPRESSIONS[ending])))
@@ -253,8 +321,9 @@ def _compression(name: str) -> str:
 
 
 def _opens_array(stream: IO[bytes]) -> bool:
-    while byte := stream.read(1):
-        if byte not in b" \t\r\n\xef\xbb\xbf":
+    for _ in range(LINE_BYTES):
+        byte = stream.read(1)
+        if not byte or byte not in b" \t\r\n\xef\xbb\xbf":
             return byte == b"["
     return False
 
