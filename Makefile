@@ -6,6 +6,8 @@ WORKSPACE ?= runs
 # Processes that test files are dealt out to.
 WORKERS ?= logical
 BIN := $(VENV)/bin
+# Programs for images, releases and requirements, apart from what the project imports.
+TOOLS ?= .venv-tools
 # One of the slowest tests may take so long: six times what the longest of them took where others had the processor first.
 SLOW_SECONDS ?= 1800
 PYTEST_BESIDE := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --max-worker-restart 0
@@ -13,6 +15,8 @@ PYTEST_BESIDE := --numprocesses $(WORKERS) --maxprocesses 8 --dist loadfile --ma
 # cluster that is given is one for all.
 CLUSTER_WORKERS ?= 3
 CLUSTER_BESIDE = $(if $(FINETUNE_TEST_KUBECONFIG),,--numprocesses $(CLUSTER_WORKERS) --dist loadfile --max-worker-restart 0)
+# Of a release.
+IMAGES ?= operator trainer
 # Where each suite leaves its JUnit report, which `make test-times` reads.
 REPORTS ?= .test-reports
 REPORT = --junitxml=$(REPORTS)/$@.xml
@@ -20,20 +24,35 @@ REPORT = --junitxml=$(REPORTS)/$@.xml
 FORGET = @rm -f $(REPORTS)/$@.*
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test test-slow test-everything test-cluster test-e2e test-times test-changed images fuzz lint format generate pictures benchmark clean
+.PHONY: help install quickstart test test-slow test-everything test-cluster test-e2e test-times test-changed images tools requirements audit \
+  release release-compare fuzz lint format generate pictures benchmark clean
 
 help: ## Show the targets
-	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 install: $(VENV)/.installed ## Make .venv with the finetune command and everything the tests need
 
-$(VENV)/.installed: constraints.txt pyproject.toml operator/pyproject.toml trainer_image/pyproject.toml trainer_image/contract/pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..." >&2; exit 1; }
+# Two steps: packages of others by hash, then ours, which have none. What comes as source is built with the setuptools of
+# build.txt, as pip would download others for it without hashes.
+PIP_INSTALL = python -m pip install --quiet --disable-pip-version-check
+ENOUGH_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 ..." >&2; exit 1; }
+
+$(VENV)/.installed: requirements/build.txt requirements/dev.txt pyproject.toml operator/pyproject.toml trainer_image/pyproject.toml trainer_image/contract/pyproject.toml
+	@$(ENOUGH_PYTHON)
 	@echo "Installing into $(VENV) (torch and its libraries are large: some minutes the first time)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade --constraint constraints.txt pip
-	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	  --editable trainer_image/contract --editable trainer_image --editable 'operator[operator]' --group dev
+	$(BIN)/$(PIP_INSTALL) --require-hashes --requirement requirements/build.txt
+	PYTHONWARNINGS=ignore $(BIN)/$(PIP_INSTALL) --require-hashes --no-build-isolation --requirement requirements/dev.txt
+	PYTHONWARNINGS=ignore $(BIN)/$(PIP_INSTALL) --no-deps --no-index --no-build-isolation --editable trainer_image/contract --editable trainer_image --editable operator
+	@touch $@
+
+tools: $(TOOLS)/.installed ## Make .venv-tools with what builds images and releases and renews requirements
+
+$(TOOLS)/.installed: requirements/build.txt requirements/tools.txt
+	@$(ENOUGH_PYTHON)
+	$(PYTHON) -m venv $(TOOLS)
+	$(TOOLS)/bin/$(PIP_INSTALL) --require-hashes --requirement requirements/build.txt
+	$(TOOLS)/bin/$(PIP_INSTALL) --require-hashes --no-build-isolation --requirement requirements/tools.txt
 	@touch $@
 
 quickstart: install ## Fine-tune, evaluate and predict on this machine (about 2 minutes after installing)
@@ -68,8 +87,22 @@ test-times: ## Show where the time of the last runs went: suites, files, fixture
 test-changed: install ## Run the tests that a change can break (BASE=main; ARGS=--list names them, ARGS=--help)
 	@PYTHONPATH=tests $(BIN)/python -m changed $(if $(BASE),--base $(BASE)) $(ARGS) -- $(PYTEST_BESIDE) --timeout $(SLOW_SECONDS)
 
-images: ## Build both images (REGISTRY=ghcr.io/acme TAG=1.2 ACCELERATOR=cpu; see images/README.md)
-	@images/build
+images: tools ## Build both images (REGISTRY=ghcr.io/acme TAG=1.2 ACCELERATOR=cpu; see images/README.md)
+	@TOOLS=$(TOOLS) images/build
+
+release: tools ## Make a release in dist/VERSION from the last commit (VERSION=0.1.0; see docs/release.md)
+	@test -n "$(VERSION)" || { echo "make release: name the version: make release VERSION=$$(sed -n 's/^version = "\(.*\)"/\1/p' operator/pyproject.toml)" >&2; exit 1; }
+	@$(TOOLS)/bin/python release/make_release.py $(VERSION) $(if $(OUT),--out $(OUT)) --images "$(IMAGES)"
+
+release-compare: ## List what differs between two releases (FIRST=dist/0.1.0 SECOND=../again/dist/0.1.0)
+	@$(PYTHON) release/archive.py compare $(FIRST) $(SECOND)
+
+requirements: tools ## Write the hashed requirements again, after a change of constraints.txt or a pyproject.toml
+	@$(TOOLS)/bin/python requirements/lock.py
+
+audit: tools ## Look for known vulnerabilities in all requirements (asks the index)
+	@$(TOOLS)/bin/pip-audit --strict --disable-pip --require-hashes $(foreach file,$(wildcard requirements/*.txt),--requirement $(file)) \
+	  || { echo "make audit: failed. Where it says \"could not be audited\" or that there is no connection, nothing was audited: this index has no such data." >&2; exit 1; }
 
 lint: install ## Check style, types, import layers and Dockerfiles
 	$(BIN)/ruff check .
@@ -93,4 +126,4 @@ benchmark: install ## Measure training, prediction and the operator (see tests/b
 	$(BIN)/python tests/benchmarks/operator_load.py
 
 clean: ## Remove the virtual environment, caches and results of runs
-	rm -rf $(VENV) runs $(REPORTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(TOOLS) runs $(REPORTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -61,7 +63,9 @@ def test_the_linter_does_find_what_is_wrong(tmp_path: Path) -> None:
 def test_an_image_stands_on_debian_alone(image: str) -> None:
     froms = [rest.split() for word, rest in instructions(image) if word == "FROM"]
     stages = {words[2] for words in froms if len(words) == 3}
-    assert {words[0] for words in froms} - stages == {"debian:bookworm-slim"}
+    assert {words[0] for words in froms} - stages == {"debian:bookworm-slim", "${BASE:-tagged}"}
+    assert froms[:2] == [["debian:bookworm-slim", "AS", "tagged"], ["${BASE:-tagged}", "AS", "system"]]
+    assert instructions(image)[0] == ("ARG", "BASE")
     assert len(froms) > 1, "what only the build needs stays behind in a stage of its own"
 
 
@@ -146,55 +150,68 @@ def test_what_a_build_copies_is_there_and_is_not_kept_from_it(image: str) -> Non
         assert any(source == path or source.startswith(f"{path}/") for path in let_in), source
 
 
-@pytest.mark.parametrize(
-    ("arguments", "some"),
-    [
-        (["operator/pyproject.toml", "--extra", "operator"], {"kubernetes", "pydantic", "aiohttp"}),
-        (["trainer_image/pyproject.toml"], {"torch", "deepspeed", "transformers", "pydantic"}),
-    ],
-)
-def test_the_layer_of_requirements_holds_pinned_packages_of_others(arguments: list[str], some: set[str]) -> None:
-    command = [sys.executable, "images/requirements.py", "trainer_image/contract/pyproject.toml", *arguments]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    names = {re.split(r"[^-\w.]", line, maxsplit=1)[0].lower() for line in printed}
-    pins = (ROOT / "constraints.txt").read_text().splitlines()
-    pinned = {line.partition("==")[0].lower().replace("_", "-") for line in pins}
-    assert some <= names
-    assert names <= pinned
-    assert not {name for name in names if name.startswith("finetune")}
-
-
 # --------------------------------------------------------------------------------------------------------- make images
 
-REPORT_CALL = '#!/bin/sh\n[ "$1" = info ] && exit {info}\nprintf "%s\\n" "$*" >>"{log}"\n'
+REPORT_CALL = """#!/bin/sh
+case "$1" in
+info) exit {info} ;;
+build) printf "%s\\n" "$*" >>"{log}" ;;
+run) cat >/dev/null; printf "%s\\n" '{{"os": {{}}, "debian": [], "python": []}}' ;;
+*) echo "{name}" ;;
+esac
+"""
+BASE = "debian:bookworm-slim"
+DIGEST = "sha256:" + "a" * 64
 
 
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
-    """A folder for PATH with what a build script needs, and no container engine."""
+    """A folder for PATH with what a build script needs, and no container engine; beside it what `make tools` makes."""
     place = tmp_path / "bin"
     place.mkdir()
-    for program in ("bash", "dirname", "env", "git", "make", "sed"):
+    for program in ("bash", "cat", "cp", "date", "dirname", "env", "git", "make", "mkdir", "mktemp", "rm", "sed", "sh"):
         found = shutil.which(program)
         if found is None:
             pytest.skip(f"{program} is not installed")
         (place / program).symlink_to(found)
+    python = tmp_path / "tools" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "tools" / ".installed").touch()
     return place
 
 
 def add_engine(tools: Path, name: str, info: int = 0) -> Path:
     """A container engine that only writes down how it was called; returns where."""
     log = tools / f"{name}.log"
-    (tools / name).write_text(REPORT_CALL.format(info=info, log=log))
+    (tools / name).write_text(REPORT_CALL.format(info=info, log=log, name=name))
     (tools / name).chmod(0o755)
     return log
 
 
+def environment(tools: Path) -> dict[str, str]:
+    return {"PATH": str(tools), "HOME": os.environ.get("HOME", "/"), "RECORDS": str(tools.parent / "records")}
+
+
 def make_images(tools: Path, *settings: str) -> subprocess.CompletedProcess[str]:
-    command = [str(tools / "make"), "--no-print-directory", "images", *settings]
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, env={"PATH": str(tools), "HOME": os.environ.get("HOME", "/")}
-    )
+    command = [str(tools / "make"), "--no-print-directory", "images", f"TOOLS={tools.parent / 'tools'}", *settings]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment(tools))
+
+
+def copied_images(folder: Path, lock: str) -> Path:
+    """Copy what images/build reads, with another lock file; returns the program."""
+    for path in ("images", "release", "requirements", "constraints.txt", "operator/pyproject.toml"):
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (ROOT / path).is_dir() else shutil.copy2
+        copy(ROOT / path, folder / path)
+    (folder / "images" / "bases.lock").write_text(lock)
+    return folder / "images" / "build"
+
+
+def build_images(tools: Path, program: Path, **settings: str) -> subprocess.CompletedProcess[str]:
+    settings = {**environment(tools), "TOOLS": str(tools.parent / "tools"), **settings}
+    return subprocess.run([str(program)], capture_output=True, text=True, env=settings)
 
 
 def built(log: Path) -> list[str]:
@@ -204,6 +221,8 @@ def built(log: Path) -> list[str]:
 
 def calls(registry: str, tag: str, accelerator: str, options: str = "") -> list[str]:
     labels = f"--build-arg VERSION={VERSION} --build-arg REVISION=_"
+    digest = re.search(rf"(?m)^{BASE} (sha256:.*)$", (IMAGES / "bases.lock").read_text())
+    labels += f" --build-arg BASE={BASE}@{digest[1]}" if digest else ""
     trainer = f"--build-arg ACCELERATOR={accelerator} --build-arg TORCH_INDEX="
     return [
         f"build {options}{labels} -f images/operator/Dockerfile -t {registry}finetune-operator:{tag} .",
@@ -257,3 +276,97 @@ def test_make_images_says_what_to_install_where_no_engine_works(tools: Path) -> 
     assert made.returncode != 0
     assert "none of docker, podman and buildah works here" in made.stderr
     assert "CONTAINER_TOOL" in made.stderr
+
+
+# --------------------------------------------------------------------------------------------------------------- bases
+
+
+def statement(tools: Path, image: str) -> dict[str, Any]:
+    file = tools.parent / "records" / f"finetune-{image}-{VERSION}.provenance.json"
+    return dict(json.loads(file.read_text())["predicate"]["buildDefinition"])
+
+
+@pytest.mark.parametrize("image", DOCKERFILES)
+def test_images_are_built_on_the_base_that_is_locked(tools: Path, image: str, tmp_path: Path) -> None:
+    log = add_engine(tools, "docker")
+    ran = build_images(tools, copied_images(tmp_path / "copy", f"# bases\n{BASE} {DIGEST}\n"))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert [f"--build-arg BASE={BASE}@{DIGEST} " in line for line in built(log)] == [True, True]
+    assert "NOT BY DIGEST" not in ran.stdout
+    assert {
+        "uri": "pkg:docker/debian@bookworm-slim",
+        "digest": {"sha256": "a" * 64},
+        "annotations": {"requestedByDigest": True},
+    } in statement(tools, image)["resolvedDependencies"]
+
+
+@pytest.mark.parametrize("image", DOCKERFILES)
+def test_a_base_without_a_digest_is_told_and_recorded(tools: Path, image: str, tmp_path: Path) -> None:
+    log = add_engine(tools, "docker")
+    ran = build_images(tools, copied_images(tmp_path / "copy", f"{BASE}\n"))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert [line for line in built(log) if "BASE=" in line] == []
+    assert f"NOT BY DIGEST: the base of finetune-{image}: {BASE}." in ran.stdout
+    [base] = [each for each in statement(tools, image)["resolvedDependencies"] if "pkg:docker" in each.get("uri", "")]
+    assert base["annotations"] == {"requestedByDigest": False}
+
+
+def test_a_base_without_a_digest_is_refused_on_demand(tools: Path, tmp_path: Path) -> None:
+    log = add_engine(tools, "docker")
+    ran = build_images(tools, copied_images(tmp_path / "copy", f"{BASE}\n"), REQUIRE_DIGESTS="yes")
+    assert ran.returncode == 1
+    assert "Run images/renew" in ran.stderr
+    assert not log.exists()
+
+
+def test_a_base_that_is_given_takes_the_place_of_the_locked_one(tools: Path, tmp_path: Path) -> None:
+    log = add_engine(tools, "docker")
+    other = f"registry.example.com/debian:13@{DIGEST}"
+    ran = build_images(tools, copied_images(tmp_path / "copy", f"{BASE}\n"), BASE=other, REQUIRE_DIGESTS="yes")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert [f"--build-arg BASE={other} " in line for line in built(log)] == [True, True]
+
+
+def renew(tools: Path, folder: Path, answer: str) -> subprocess.CompletedProcess[str]:
+    (tools / "skopeo").write_text(f'#!/bin/sh\necho "$*" >>"{tools}/skopeo.log"\necho "{answer}"\n')
+    (tools / "skopeo").chmod(0o755)
+    program = copied_images(folder, f"# kept\n{BASE}\n").with_name("renew")
+    return subprocess.run([str(program)], capture_output=True, text=True, env=environment(tools))
+
+
+def test_renewing_writes_the_digest_of_each_base(tools: Path, tmp_path: Path) -> None:
+    ran = renew(tools, tmp_path / "copy", DIGEST)
+    assert ran.returncode == 0, ran.stderr
+    assert (tmp_path / "copy" / "images" / "bases.lock").read_text() == f"# kept\n{BASE} {DIGEST}\n"
+    assert f"docker://{BASE}" in (tools / "skopeo.log").read_text()
+
+
+def test_renewing_changes_nothing_if_the_answer_is_no_digest(tools: Path, tmp_path: Path) -> None:
+    ran = renew(tools, tmp_path / "copy", "unauthorized")
+    assert ran.returncode == 1
+    assert "'unauthorized'" in ran.stderr
+    assert (tmp_path / "copy" / "images" / "bases.lock").read_text() == f"# kept\n{BASE}\n"
+
+
+def test_every_base_has_a_line_in_the_lock_file() -> None:
+    lines = [line for line in (IMAGES / "bases.lock").read_text().splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[^ ]+:[^ @]+( sha256:[0-9a-f]{64})?", line) for line in lines), lines
+    bases = {
+        rest.split()[0] for image in DOCKERFILES for word, rest in instructions(image) if rest.endswith(" AS tagged")
+    }
+    assert {line.split()[0] for line in lines} == bases
+
+
+def test_the_operators_image_keeps_nothing_that_two_builds_differ_in() -> None:
+    runs = [rest for word, rest in instructions("operator") if word == "RUN"]
+    installing = [run for run in runs if "pip install" in run]
+    assert installing
+    assert all(
+        each.strip().startswith("install --no-cache-dir --no-compile ")
+        for run in installing
+        for each in run.split("pip ")[1:]
+        if each.startswith("install")
+    )
+    system = runs[0]
+    for path in ("__pycache__", "/var/log", "/var/lib/apt/lists", "/var/cache/apt", "/var/cache/ldconfig"):
+        assert path in system

@@ -94,6 +94,9 @@ TABLE = Table(
             ("Makefile", "images/build"),
             "runs commands of",
         ),
+        Link(("tests/architecture/test_images.py",), ("images/*", "release/*"), "builds images by"),
+        Link(("tests/architecture/test_release.py",), ("release/*", "charts/*", ".github/*"), "makes releases by"),
+        Link(("tests/architecture/test_requirements.py",), ("requirements/*",), "reads"),
         Link(
             ("tests/box_support/box.py",),
             ("images/*", ".dockerignore", "operator/*", "trainer_image/*", "manifests/operator/*"),
@@ -107,7 +110,7 @@ TABLE = Table(
         Link(("tests/cluster/test_readme_cluster.py",), ("manifests/*",), "applies"),
     ),
     everything=(
-        Row(("constraints.txt",), "versions of the libraries"),
+        Row(("constraints.txt", "requirements/dev.txt"), "versions of the libraries"),
         Row(("pyproject.toml", "*/pyproject.toml"), "packages, and settings of pytest"),
     ),
     nothing=(

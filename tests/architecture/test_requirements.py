@@ -1,0 +1,149 @@
+"""Installing takes files by hash, and the hashed files hold what constraints.txt and the pyproject.toml files say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, distribution
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+
+from lock import FILES, HEADER, direct_requirements, name_of, normalized, pins
+
+ROOT = Path(__file__).parents[2]
+PINNED = pins((ROOT / "constraints.txt").read_text())
+NOT_IN_THE_SUITE = {"build.txt", "tools.txt"}
+"""Files whose distributions the suite's own virtual environment does not have, so that nothing tells their needs."""
+PINNED_FOR_USERS = {"evaluate"}
+"""Pins of nothing that we install: images/README.md adds it to an image."""
+ENTRY = re.compile(r"^(?P<name>[\w.-]+)==(?P<version>[\w.+!-]+)(?: ; (?P<marker>[^\\]+))? \\$")
+HASH = re.compile(r"^    --hash=sha256:[0-9a-f]{64}(?: \\)?$")
+
+
+def text_of(file: str) -> str:
+    return (ROOT / "requirements" / file).read_text()
+
+
+def applying(file: str) -> set[str]:
+    """Return the distributions of a file that its markers want on this machine."""
+    entries = [match for line in text_of(file).splitlines() if (match := ENTRY.match(line))]
+    return {normalized(entry["name"]) for entry in entries if not entry["marker"] or Marker(entry["marker"]).evaluate()}
+
+
+def needed(requirements: Iterable[str]) -> set[str]:
+    """Return all that requirements lead to, by what the installed distributions say of themselves."""
+    found: set[str] = set()
+    waiting = [Requirement(line) for line in requirements]
+    seen: set[tuple[str, frozenset[str]]] = set()
+    while waiting:
+        requirement = waiting.pop()
+        key = normalized(requirement.name), frozenset(requirement.extras)
+        if key in seen:
+            continue
+        seen.add(key)
+        found.add(key[0])
+        for line in distribution(key[0]).requires or []:
+            other = Requirement(line)
+            environments = [{"extra": extra} for extra in ("", *requirement.extras)]
+            if other.marker is None or any(other.marker.evaluate(environment) for environment in environments):
+                waiting.append(other)
+    return found
+
+
+def test_every_hashed_file_has_a_row() -> None:
+    assert {path.name for path in (ROOT / "requirements").glob("*.txt")} == set(FILES)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_hashed_file_holds_versions_and_hashes_and_no_address(file: str) -> None:
+    text = text_of(file)
+    assert text.startswith(HEADER)
+    lines = text.removeprefix(HEADER).splitlines()
+    wrong = [line for line in lines if not ENTRY.match(line) and not HASH.match(line)]
+    assert wrong == []
+    hashed = [ENTRY.match(line) is not None and HASH.match(after) is not None for line, after in pairwise(lines)]
+    assert sum(hashed) == len(pins(text)) > 0
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_hashed_file_has_the_versions_of_the_constraints(file: str) -> None:
+    assert pins(text_of(file)) == {name: PINNED.get(name) for name in pins(text_of(file))}
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_hashed_file_holds_what_is_asked_for(file: str) -> None:
+    wanted = FILES[file]
+    before = {name for each in wanted.installed_before for name in pins(text_of(each))}
+    asked = {name_of(line) for line in direct_requirements(wanted)} - before - set(wanted.built_apart)
+    assert asked
+    assert asked <= pins(text_of(file)).keys()
+
+
+@pytest.mark.parametrize("file", sorted(FILES.keys() - NOT_IN_THE_SUITE))
+def test_hashed_file_holds_all_that_its_requirements_need_and_no_more(file: str) -> None:
+    wanted = FILES[file]
+    direct = direct_requirements(wanted)
+    try:
+        expected = needed(direct) if wanted.dependencies else {name_of(line) for line in direct}
+    except PackageNotFoundError as error:
+        pytest.fail(f"{error.name} is needed and not installed: `make requirements`, then `make install`")
+    before = {name for each in wanted.installed_before for name in pins(text_of(each))}
+    assert applying(file) == expected - before - set(wanted.built_apart)
+
+
+def test_every_pin_is_in_a_hashed_file() -> None:
+    hashed = {name for file in FILES for name in pins(text_of(file))}
+    assert PINNED.keys() - hashed == PINNED_FOR_USERS
+
+
+# Of the commands that take files from an index, those without hashes: torch of an index of the user's own, which has
+# other builds and so other hashes. DeepSpeed is installed from the wheel that the image has built.
+EXEMPT = ("--constraint /tmp/versions.txt",)
+COMMANDS = re.compile(r"pip (?:install|download|wheel)[^;&|\n]*|\$\(PIP_INSTALL\)[^\n]*")
+
+
+@pytest.mark.parametrize("file", ["Makefile", "images/operator/Dockerfile", "images/trainer/Dockerfile"])
+def test_what_comes_from_an_index_is_taken_by_hash(file: str) -> None:
+    text = re.sub(r"\\\n", " ", re.sub(r"(?m)^#.*\n", "", (ROOT / file).read_text()))
+    commands = [found for found in COMMANDS.findall(text) if "PIP_INSTALL =" not in found]
+    taking = [command for command in commands if "--no-index" not in command and "pip wheel" not in command]
+    taking = [
+        command for command in taking if not command.startswith("pip install --quiet --disable-pip-version-check")
+    ]
+    assert len(taking) >= 2, commands
+    without = [command for command in taking if "--require-hashes" not in command]
+    assert [command for command in without if not any(exempt in command for exempt in EXEMPT)] == []
+
+
+@pytest.mark.parametrize("file", ["Makefile", "images/operator/Dockerfile", "images/trainer/Dockerfile"])
+def test_sources_are_built_with_the_tools_that_were_taken_by_hash(file: str) -> None:
+    """Only the wheels of build.txt, of a whole file, are installed without `--no-build-isolation`: pip would build with
+    tools that it downloads without looking at hashes.
+    """
+    text = re.sub(r"\\\n", " ", (ROOT / file).read_text())
+    commands = [command for command in COMMANDS.findall(text) if "--require-hashes" in command]
+    assert commands
+    for command in commands:
+        assert "--no-build-isolation" in command or "build.txt" in command or "fp8.txt" in command, command
+
+
+def test_torch_of_another_index_is_given_the_versions_of_the_hashed_file() -> None:
+    """The expression of the trainer's Dockerfile for TORCH_INDEX reads the file of this format."""
+    dockerfile = (ROOT / "images" / "trainer" / "Dockerfile").read_text()
+    program = re.search(r"sed -n '([^']+)' /opt/finetune/requirements/torch\.txt", dockerfile)
+    assert program is not None
+    ran = subprocess.run(
+        ["sed", "-n", program[1]], input=text_of("torch.txt"), capture_output=True, text=True, check=True
+    )
+    assert pins(ran.stdout) == pins(text_of("torch.txt"))
+    assert "hash" not in ran.stdout
+
+
+def test_an_audit_that_cannot_be_made_fails() -> None:
+    """Without `--strict` pip-audit ends well when the index has no data of a distribution."""
+    assert re.search(r"pip-audit --strict ", (ROOT / "Makefile").read_text())
