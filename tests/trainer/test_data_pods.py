@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.process import BaseProcess
@@ -130,7 +131,7 @@ def cause_of(pods: Sequence[Pod]) -> Cause:
 
 
 def ordered(gang: Gang) -> bool:
-    return any(gang.paths.root.glob("prepared.tmp-*/raw/exchange/order-*.pickle"))
+    return any(gang.paths.root.glob("prepared.tmp-*/raw/exchange/order-*.json"))
 
 
 @pytest.mark.parametrize("count", [1, 2, 7])
@@ -297,12 +298,46 @@ def test_the_engine_needs_its_pods(gang: Gang):
     assert (caught.value.failure_class, caught.value.reason) == (FailureClass.CONFIG, "PodsMissing")
 
 
+class Marks:
+    """Creates a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pod_does_not_run_what_a_forged_order_holds(gang: Gang, tmp_path: Path):
+    marker, place = tmp_path / "it ran", gang.paths.root / "prepared.tmp-forged" / "raw" / "exchange"
+    place.mkdir(parents=True)
+    (place / "order-1.json").write_bytes(pickle.dumps(Marks(marker)))
+    word = pods.Word(attempt="attempt-1", state="ordered", orders=str(place.relative_to(gang.paths.root)))
+    gang.paths.state.mkdir()
+    (gang.paths.state / "prepare.pods.json").write_text(word.to_json(), encoding="utf-8")
+    obeying = gang.pods(2)[1:]
+    assert ends(gang.start(obeying)) == [EXIT_CODES[FailureClass.STORAGE_LOST]], said(obeying)
+    (report,) = reports_of(obeying)
+    assert report.failure is not None
+    assert report.failure.reason == "BrokenOrder"
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("orders", ["../../elsewhere", "/elsewhere"])
+def test_a_word_that_leads_out_of_the_jobs_folder_is_not_heard(orders: str, gang: Gang):
+    pod = pods.Pod(1, 2, "attempt-1", gang.paths.root)
+    gang.paths.state.mkdir(parents=True)
+    forged = {"attempt": "attempt-1", "state": "ordered", "orders": orders}
+    pod.place.write_text(json.dumps(forged), encoding="utf-8")
+    assert pod.word() is None
+
+
 def test_orders_do_not_grow_with_the_rows(gang: Gang):
     """The others map the rows that pod 0 has left."""
     all_pods = gang.pods(2)
     all_pods[0] = all_pods[0].other(trouble="hangs in a shard")
     gang.start(all_pods[:1])
     wait_until(lambda: ordered(gang), "the order is there")
-    (order,) = gang.paths.root.glob("prepared.tmp-*/raw/exchange/order-1.pickle")
+    (order,) = gang.paths.root.glob("prepared.tmp-*/raw/exchange/order-1.json")
     labels_and_places = 16 * ROWS
     assert os.path.getsize(order) < 8_000 + labels_and_places  # noqa: PTH202

@@ -125,6 +125,32 @@ def test_tokens_of_other_libraries_are_not_taken(workspace: Workspace, monkeypat
     assert not workspace.linked("one", "two")
 
 
+@pytest.mark.parametrize("name", ["../job.json", "/tmp/job.json"])
+def test_an_entry_that_names_files_elsewhere_is_not_taken(name: str, workspace: Workspace, caplog):
+    workspace.prepared("one")
+    (entry,) = workspace.entries()
+    manifest = entry / "data" / "manifest.json"
+    forged = json.loads(manifest.read_text(encoding="utf-8"))
+    forged["files"][name] = next(iter(forged["files"].values()))
+    manifest.write_text(json.dumps(forged), encoding="utf-8")
+    (entry / "job.json").write_text("{}", encoding="utf-8")
+    workspace.prepared("two")
+    assert not workspace.linked("one", "two")
+    assert not (workspace.paths("two").root / "job.json").exists()
+    assert "manifest.json cannot be read" in caplog.text
+
+
+def test_an_entry_with_a_link_is_not_taken(workspace: Workspace, caplog):
+    workspace.prepared("one")
+    (entry,) = workspace.entries()
+    victim = next((entry / "data").glob("train-*.arrow"))
+    victim.rename(entry / "elsewhere.arrow")
+    victim.symlink_to(entry / "elsewhere.arrow")
+    workspace.prepared("two")
+    assert not workspace.linked("one", "two")
+    assert "is damaged" in caplog.text
+
+
 def test_an_emptied_cache_takes_nothing_from_a_job(workspace: Workspace):
     facts, _ = workspace.prepared("one")
     shutil.rmtree(workspace.shared.folder)

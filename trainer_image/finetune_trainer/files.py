@@ -6,10 +6,14 @@ import fcntl
 import hashlib
 import os
 import shutil
+import stat
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Annotated, TypeAlias
+
+from pydantic import AfterValidator
 
 from finetune_contract.base import Message
 
@@ -19,6 +23,18 @@ class FileEntry(Message):
 
     size: int
     sha256: str
+
+
+def _below(name: str) -> str:
+    """Return `name`; raise ValueError for a path that leads out of the folder it is relative to."""
+    path = PurePosixPath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+        raise ValueError(f"{name!r} is not a path below the folder")
+    return name
+
+
+EntryName: TypeAlias = Annotated[str, AfterValidator(_below)]
+"""Path of a file, relative to a folder that somebody else may have written: it never leads out of that folder."""
 
 
 def write_synced(path: Path, text: str) -> None:
@@ -98,31 +114,75 @@ def share(folder: Path) -> None:
 
 
 def entries_of(folder: Path) -> dict[str, FileEntry]:
-    """All files below `folder`, by their path from there, once they are on the disk."""
-    return {str(path.relative_to(folder)): _entry(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    """Return all files below `folder` by their path from there, once they are on the disk. Raise OSError for a symbolic
+    link or a device among them.
+    """
+    return {str(path.relative_to(folder)): _entry(path) for path in _files_below(folder)}
 
 
 def first_difference(folder: Path, entries: Mapping[str, FileEntry]) -> tuple[Path, str] | None:
-    """The first file that is not as its entry has it, and how it differs."""
-    for name, entry in entries.items():
-        path = folder / name
-        if not path.is_file():
-            return path, "is missing"
-        size = path.stat().st_size
-        if size != entry.size:
-            return path, f"has {size} bytes instead of {entry.size}"
-        if _sha256(path) != entry.sha256:
-            return path, "has other content than was written"
+    """Return the first file that is not as its entry says, and how it differs; None when all are. Reads every byte,
+    about 1.5 GB a second on one core.
+    """
+    return next(
+        (different for name, entry in entries.items() if (different := difference(folder, name, entry)) is not None),
+        None,
+    )
+
+
+def difference(folder: Path, name: str, entry: FileEntry) -> tuple[Path, str] | None:
+    """Return the file `name` below `folder` and how it differs from its entry; None when it does not. The file must be
+    a regular one, reached without a symbolic link.
+    """
+    path = folder
+    for part in PurePosixPath(name).parts:
+        path /= part
+        if path.is_symlink():
+            return path, "is a symbolic link"
+    try:
+        found = path.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return path, "is missing"
+    if not stat.S_ISREG(found.st_mode):
+        return path, "is not a regular file"
+    if found.st_size != entry.size:
+        return path, f"has {found.st_size} bytes instead of {entry.size}"
+    if sha256_of(path) != entry.sha256:
+        return path, "has other content than was written"
     return None
+
+
+def first_unlisted(folder: Path, listed: Collection[str]) -> Path | None:
+    """Return the first entry below `folder`, folders aside, that is not `listed` by its path from there; None when
+    there is none. Does not follow symbolic links, which are entries themselves.
+    """
+    return next((path for path in _entries_below(folder) if str(path.relative_to(folder)) not in listed), None)
+
+
+def _entries_below(folder: Path) -> list[Path]:
+    found = [
+        Path(place, name)
+        for place, folders, files in os.walk(folder)
+        for name in (*files, *(each for each in folders if Path(place, each).is_symlink()))
+    ]
+    return sorted(found)
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    for path in _entries_below(folder):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise OSError(f"{path} is not a regular file, and only those can be kept by their hashes.")
+        yield path
 
 
 def _entry(path: Path) -> FileEntry:
     with path.open("rb") as file:
         os.fsync(file.fileno())
-    return FileEntry(size=path.stat().st_size, sha256=_sha256(path))
+    return FileEntry(size=path.stat().st_size, sha256=sha256_of(path))
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Return the hash of the file's content, 64 hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

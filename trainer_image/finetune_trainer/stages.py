@@ -82,7 +82,11 @@ def _prepare(given: StageInput) -> StageResult:
         with Leader(pod) as leader:
             return _prepare_alone(given, leader)
     settings = runs.Given.of(given.job, given.deepspeed)
-    rows = follow(pod, lambda: runs.finished(given.paths, Stage.PREPARE, settings) is not None, given.progress)
+
+    def finished() -> bool:
+        return runs.finished(given.paths, Stage.PREPARE, settings) is not None
+
+    rows = follow(pod, given.job, finished, given.progress)
     return StageResult({"rows": rows}, {})
 
 

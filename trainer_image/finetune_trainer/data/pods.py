@@ -11,14 +11,17 @@ has written (NFS keeps names for so long), and patience is longer than that.
 
 Nobody waits for ever. The others give up on a pod 0 that does not come or falls silent, and end with it when it fails.
 Pod 0 writes itself what is left of the share of a silent pod: that two write the same shard does no harm, as both write
-the same. Orders are pickled, as those of Spark are: who can write to the job's folder is trusted with its pods.
+the same.
+
+Others may write to the folder, too. So orders and words are JSON, and a pod takes from them which rows it encodes, and
+never what it runs: the job is its own.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import pickle
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,11 +37,13 @@ from finetune_contract.base import Message
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import ENV_ATTEMPT, FailureClass, JobPaths
 from finetune_contract.report import FailureReport
+from finetune_trainer.data.orders import PodOrder, RowFolder, broken_order, pod_order, read_pod_order, read_shards
 from finetune_trainer.data.prepared import shard_name
 from finetune_trainer.data.shards import Encoder, Recipe, Shard, ShardFacts
 from finetune_trainer.distributed import START_SECONDS, ProcessWorld
 from finetune_trainer.failures import StageError, classify
-from finetune_trainer.files import replaced, write_atomically
+from finetune_trainer.files import EntryName, write_atomically
+from finetune_trainer.models import pinned
 from finetune_trainer.progress import ProgressSink
 
 log = logging.getLogger(__name__)
@@ -51,6 +56,7 @@ SILENT_SECONDS = 300.0
 tokenizer is loaded, or 4 MB of text encoded, in less than another.
 """
 _FACTS = TypeAdapter(ShardFacts)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Word(Message):
@@ -60,7 +66,7 @@ class Word(Message):
     state: Literal["reading", "ordered", "done", "failed"]
     beat: int = 0
     """Counts up as long as pod 0 lives."""
-    orders: str | None = None
+    orders: EntryName | None = None
     """Folder of the orders, from the job's folder; None: there are none (yet)."""
     failure: FailureReport | None = None
 
@@ -71,15 +77,6 @@ class Told(Message):
     rows: int
     """Written so far."""
     failure: FailureReport | None = None
-
-
-@dataclass(frozen=True)
-class _Order:
-    """What another pod shall write."""
-
-    recipe: Recipe
-    shards: Mapping[int, Shard]
-    """By their place among all shards."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ class Pod:
 
 
 def _order_name(index: int) -> str:
-    return f"order-{index}.pickle"
+    return f"order-{index}.json"
 
 
 def _told_name(index: int) -> str:
@@ -216,10 +213,10 @@ class Leader:
         """
         place, count = scratch / "exchange", self._pod.count
         place.mkdir()
+        kept = RowFolder(scratch)
         for index in range(1, count):
             own = {number: shards[number] for number in range(index, len(shards), count)}
-            with replaced(place / _order_name(index)) as partial:
-                partial.write_bytes(pickle.dumps(_Order(recipe, own)))
+            write_atomically(place / _order_name(index), pod_order(recipe, own, kept), folder=False)
         self._tell(state="ordered", orders=str(place.relative_to(self._pod.root)))
         found = _Collection(self._pod, place, shards, progressed)
         for number in range(0, len(shards), count):
@@ -283,12 +280,20 @@ class _Collection:
                 self._hear(index)
         for number, shard in enumerate(self._shards):
             if number not in self.facts and _facts_name(number) in names:
-                self.facts[number] = _FACTS.validate_json((self._place / _facts_name(number)).read_bytes())
+                path = self._place / _facts_name(number)
+                try:
+                    self.facts[number] = _FACTS.validate_json(path.read_bytes())
+                except ValidationError as error:
+                    raise broken_order(path, error) from error
                 self._heard[number % self._pod.count] = self._looked
                 self._progressed(len(shard.rows.index))
 
     def _hear(self, index: int) -> None:
-        told = Told.model_validate_json((self._place / _told_name(index)).read_bytes())
+        path = self._place / _told_name(index)
+        try:
+            told = Told.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise broken_order(path, error) from error
         if told.failure is not None:
             raise self._pod.lost(index, told.failure)
         if told != self._said.get(index):
@@ -298,18 +303,18 @@ class _Collection:
 # ---------------------------------------------------------------------------------------------------------- the others
 
 
-def follow(pod: Pod, finished: Callable[[], bool], progress: ProgressSink) -> int:
+def follow(pod: Pod, job: TrainerJob, finished: Callable[[], bool], progress: ProgressSink) -> int:
     """What a pod that does not lead does; gives the number of rows that it has written.
 
-    `finished`: whether the stage was done before this attempt, of which pod 0 says nothing. StageError COLLECTIVE when
-    pod 0 is lost or has failed; the task's own are told to pod 0.
+    `job`: this pod's own. `finished`: whether the stage was done before this attempt, of which pod 0 says nothing.
+    StageError COLLECTIVE when pod 0 is lost or has failed; the task's own are told to pod 0.
     """
     place = _orders(pod, finished)
     if place is None:
         return 0
     told = _Telling(place / _told_name(pod.index), progress)
     try:
-        return _obey(pod, place, told)
+        return _obey(pod, job, place, told)
     except BaseException as error:
         # Path.exists raises where a folder is gone from a share (ESTALE).
         if isinstance(error, OSError) and not os.path.exists(place) and _led_to_an_end(pod):  # noqa: PTH110
@@ -351,18 +356,36 @@ def _silent(pod: Pod, seconds: float) -> StageError:
     )
 
 
-def _obey(pod: Pod, place: Path, told: _Telling) -> int:
+def _obey(pod: Pod, job: TrainerJob, place: Path, told: _Telling) -> int:
     """Writes what is ordered and not there yet."""
-    order: _Order = pickle.loads((place / _order_name(pod.index)).read_bytes())
-    told.total = sum(len(shard.rows.index) for shard in order.shards.values())
+    path = place / _order_name(pod.index)
+    order = read_pod_order(path)
+    recipe = Recipe(_of_revision(job, order, path), order.max_length, order.stride, order.model_type)
+    shards = read_shards(path, order, RowFolder(place.parent))
+    told.total = sum(len(shard.rows.index) for shard in shards.values())
     encoder: Encoder | None = None
-    for number, shard in order.shards.items():
+    for number, shard in shards.items():
         if (place / _facts_name(number)).exists():
             continue  # pod 0 was tired of waiting
         told.living()
-        encoder = encoder or order.recipe.encoder()
+        encoder = encoder or recipe.encoder()
         _write(place, number, shard, encoder, told.written)
     return told.rows
+
+
+def _of_revision(job: TrainerJob, order: PodOrder, path: Path) -> TrainerJob:
+    """The job at the commit that pod 0 has pinned. Where the repository's code runs, this pod asks the Hub itself: on
+    the Hub anybody can add a commit to anybody's repository, by a pull request. StageError STORAGE_LOST `BrokenOrder`
+    when it finds another one.
+    """
+    if job.model.trust_remote_code:
+        job, _ = pinned(job)
+    revision = order.revision
+    if revision == job.model.revision:
+        return job
+    if job.model.trust_remote_code or not _COMMIT.fullmatch(revision):
+        raise broken_order(path, f"the model's revision is {revision!r}, here it is {job.model.revision!r}")
+    return job.model_copy(update={"model": job.model.model_copy(update={"revision": revision})})
 
 
 class _Telling:

@@ -394,7 +394,7 @@ def _written(
     if order.job.preparation.engine == "spark":
         from finetune_trainer.data.spark import write_by_spark
 
-        return write_by_spark(folder, shards, recipe, workers, progressed)
+        return write_by_spark(folder, folder / _SCRATCH, shards, recipe, workers, progressed)
     encoder = Encoder(order.task, coding, order.job.preparation.packing)
     if leader is not None:
         return leader.write(folder, folder / _SCRATCH, shards, recipe, encoder, progressed)

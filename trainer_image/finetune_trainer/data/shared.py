@@ -27,6 +27,7 @@ from pydantic import ValidationError
 from finetune_contract.base import Message
 from finetune_contract.layout import COMPLETION_MARKER, ENV_CACHE, JobPaths
 from finetune_trainer.files import (
+    EntryName,
     FileEntry,
     discard,
     discard_leftovers,
@@ -49,7 +50,7 @@ _TEMPORARY = "tmp-"
 class _Manifest(Message):
     """What an entry consists of; when the file was touched last, the entry was used last."""
 
-    files: dict[str, FileEntry]
+    files: dict[EntryName, FileEntry]
 
 
 @dataclass(frozen=True)

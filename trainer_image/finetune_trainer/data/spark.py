@@ -3,12 +3,14 @@
 The driver reads, checks and cuts as the built-in engine does; the executors take shards, map the rows that the driver
 has left in the job's folder, and write what any other process would write there. So they have to see that folder under
 the same path. Where there is no Spark cluster, the same runs on this machine in processes of Spark's own.
+
+Shards and results travel as JSON. Spark pickles the function that it sends to executors, over its own connections and
+never through the job's folder.
 """
 
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
@@ -18,6 +20,15 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from finetune_contract.layout import FailureClass
+from finetune_trainer.data.orders import (
+    RowFolder,
+    read_recipe_text,
+    read_result_text,
+    read_shard_text,
+    recipe_text,
+    result_text,
+    shard_text,
+)
 from finetune_trainer.data.shards import Encoder, Recipe, Shard, ShardFacts
 from finetune_trainer.failures import StageError
 
@@ -28,19 +39,27 @@ _COLUMNS = "number long, value binary"
 
 
 def write_by_spark(
-    folder: Path, shards: Sequence[Shard], recipe: Recipe, partitions: int, progressed: Callable[[int], None]
+    folder: Path,
+    scratch: Path,
+    shards: Sequence[Shard],
+    recipe: Recipe,
+    partitions: int,
+    progressed: Callable[[int], None],
 ) -> Iterator[ShardFacts]:
-    """Writes the shards in so many partitions; tells of them when all are done.
+    """Writes the shards in so many partitions, with their rows in `scratch`; tells of them when all are done.
 
     StageError CONFIG `SparkMissing` without pyspark or Java; those of the task as they are.
     """
     session = _session(partitions)
     try:
-        orders = [(number, pickle.dumps(shard)) for number, shard in enumerate(shards)]
+        kept = RowFolder(scratch)
+        orders = [(number, shard_text(shard, kept)) for number, shard in enumerate(shards)]
         cut = [orders[start::partitions] for start in range(partitions)]
         rows = session.sparkContext.parallelize(cut, partitions).flatMap(lambda part: part)
-        written = session.createDataFrame(rows, _COLUMNS).mapInArrow(_Writer(folder, recipe), _COLUMNS)
-        found = {row["number"]: pickle.loads(row["value"]) for row in written.collect()}
+        written = session.createDataFrame(rows, _COLUMNS).mapInArrow(
+            _Writer(folder, scratch, recipe_text(recipe)), _COLUMNS
+        )
+        found = {row["number"]: read_result_text(bytes(row["value"])) for row in written.collect()}
     finally:
         session.stop()
     for number, shard in enumerate(shards):
@@ -56,20 +75,22 @@ class _Writer:
     come to the driver as text.
     """
 
-    def __init__(self, folder: Path, recipe: Recipe) -> None:
+    def __init__(self, folder: Path, scratch: Path, recipe: bytes) -> None:
         self._folder = folder
+        self._scratch = scratch
         self._recipe = recipe
 
     def __call__(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        kept = RowFolder(self._scratch)
         for batch in batches:
             for order in batch.to_pylist():
-                value = pickle.dumps(self._write(pickle.loads(order["value"])))
+                value = result_text(self._write(read_shard_text(order["value"], kept)))
                 yield pa.RecordBatch.from_pylist([{"number": order["number"], "value": value}])
 
     def _write(self, shard: Shard) -> ShardFacts | StageError:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the partitions are the parallelism
         try:
-            return _encoder(pickle.dumps(self._recipe)).write(self._folder, shard, lambda _rows: None)
+            return _encoder(self._recipe).write(self._folder, shard, lambda _rows: None)
         except StageError as error:
             return error
 
@@ -77,8 +98,7 @@ class _Writer:
 @lru_cache(maxsize=1)
 def _encoder(recipe: bytes) -> Encoder:
     """Spark keeps its Python processes from task to task."""
-    made: Recipe = pickle.loads(recipe)
-    return made.encoder()
+    return read_recipe_text(recipe).encoder()
 
 
 def _session(partitions: int) -> SparkSession:

@@ -1,0 +1,356 @@
+"""Shards on their way to another process: JSON that says which rows become which file.
+
+An order lies in a folder, or passes through a cluster, that others may be able to write to. So it holds data alone,
+every part of it has a type, and it never names what is run: who obeys it brings the job. Rows are not in it; they stay
+in Arrow files of one folder, which an order names without a path.
+
+Targets keep their exact types, as what a task encodes depends on them: arrays by their bytes, tuples and lists apart.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pydantic import Field, JsonValue, TypeAdapter, ValidationError
+
+from finetune_contract.base import Order
+from finetune_contract.layout import FailureClass
+from finetune_trainer.data.shards import CHUNK_ROWS, Recipe, Rows, Shard, ShardFacts
+from finetune_trainer.data.sources import Role
+from finetune_trainer.data.spool import write_tables
+from finetune_trainer.failures import StageError
+from finetune_trainer.files import EntryName
+
+_NumberType: TypeAlias = Literal["bool", "int32", "int64", "float64"]
+"""The numbers that targets and indices are of."""
+_RECIPE = TypeAdapter(Recipe)
+_FACTS = TypeAdapter(ShardFacts)
+
+
+class StoredNumbers(Order):
+    """An array of numbers by its bytes, in the order of the machine that wrote them; nodes of one job are alike."""
+
+    type: _NumberType
+    shape: tuple[int, ...] = Field(min_length=1, max_length=2)
+    content: str
+    """Base64."""
+
+
+class StoredObjects(Order):
+    """An array of one dimension, of objects; see `_plain`."""
+
+    objects: tuple[JsonValue, ...]
+
+
+class StoredShard(Order):
+    """A `Shard` without its rows."""
+
+    role: Role
+    number: int = Field(ge=0)
+    of: int = Field(gt=0)
+    first: int = Field(ge=0)
+    inputs: dict[str, str]
+    chunk_rows: int = Field(gt=0)
+    file: EntryName
+    """The raw split, an Arrow stream in the folder of rows."""
+    rows: int = Field(ge=0)
+    """Rows of the raw split."""
+    index: StoredNumbers
+    targets: StoredNumbers | StoredObjects | None
+
+
+class PodOrder(Order):
+    """The share of one pod."""
+
+    format: Literal[1] = 1
+    revision: str
+    """Of the model, as pod 0 has pinned it."""
+    max_length: int = Field(gt=0)
+    stride: int = Field(ge=0)
+    model_type: str
+    shards: dict[int, StoredShard]
+    """By their place among all shards."""
+
+
+class StoredFailure(Order):
+    """A StageError."""
+
+    failure_class: FailureClass
+    reason: str
+    message: str
+    hint: str
+
+
+def broken_order(path: Path, why: object) -> StageError:
+    """Return the error for a file of the exchange between pods that none of them has written so. Another attempt writes
+    it anew. A ValidationError is told by its first fault.
+    """
+    if isinstance(why, ValidationError):
+        first = why.errors(include_url=False, include_input=False)[0]
+        why = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return StageError(
+        FailureClass.STORAGE_LOST,
+        "BrokenOrder",
+        f"{path} is broken, or was not written by a pod of this job: {why}",
+        "Find out who else writes to the job's folder; the next attempt writes the file again.",
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- rows
+
+
+class RowFolder:
+    """The folder with the Arrow files that orders name."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._names: dict[int, tuple[datasets.Dataset, str]] = {}
+        """By identity; with the data set, so that no other one takes its place in memory."""
+        self._opened: dict[str, datasets.Dataset] = {}
+
+    def name_of(self, raw: datasets.Dataset) -> str:
+        """Return the file of these rows. Rows that lie elsewhere, as those of the Hub do, are copied into the folder
+        once.
+        """
+        if id(raw) not in self._names:
+            self._names[id(raw)] = raw, self._in_place(raw) or self._copied(raw)
+        return self._names[id(raw)][1]
+
+    def _in_place(self, raw: datasets.Dataset) -> str | None:
+        """Return the one file of the folder that holds these rows and no others; None when there is none."""
+        files, folder = [Path(each["filename"]).absolute() for each in raw.cache_files], self._folder.absolute()
+        if len(files) != 1 or raw._indices is not None or not files[0].is_relative_to(folder):
+            return None
+        name = str(files[0].relative_to(folder))
+        return name if len(datasets.Dataset.from_file(str(files[0]))) == len(raw) else None
+
+    def _copied(self, raw: datasets.Dataset) -> str:
+        name, rows = f"rows-{len(self._names)}.arrow", raw.with_format("arrow")
+        tables: Iterator[pa.Table] = (
+            rows[start : min(start + CHUNK_ROWS, len(raw))] for start in range(0, len(raw), CHUNK_ROWS)
+        )
+        write_tables(self._folder / name, tables)
+        return name
+
+    def open(self, name: str, rows: int) -> datasets.Dataset:
+        """Return the rows of a file, mapped. Raise ValueError when it has not as many, and for a symbolic link."""
+        if name not in self._opened:
+            path = self._folder / name
+            if path.is_symlink() or not path.is_file():
+                raise ValueError(f"{path} is not a file")
+            try:
+                self._opened[name] = datasets.Dataset.from_file(str(path))
+            except pa.ArrowInvalid as error:
+                raise ValueError(f"{path} cannot be read: {error}") from error
+        found = self._opened[name]
+        if len(found) != rows:
+            raise ValueError(f"{self._folder / name} has {len(found)} rows instead of {rows}")
+        return found
+
+
+# -------------------------------------------------------------------------------------------------------------- shards
+
+
+def stored_shard(shard: Shard, folder: RowFolder) -> StoredShard:
+    """Return the shard without its rows, which are in `folder` then."""
+    return StoredShard(
+        role=shard.role,  # type: ignore[arg-type]  # which pydantic checks
+        number=shard.number,
+        of=shard.of,
+        first=shard.first,
+        inputs=dict(shard.inputs),
+        chunk_rows=shard.chunk_rows,
+        file=folder.name_of(shard.rows.raw),
+        rows=len(shard.rows.raw),
+        index=_stored_numbers(shard.rows.index),
+        targets=_stored_targets(shard.rows.targets),
+    )
+
+
+def read_shard(stored: StoredShard, folder: RowFolder) -> Shard:
+    """Return the shard with its rows from `folder`. Raise ValueError for one that does not fit together."""
+    raw = folder.open(stored.file, stored.rows)
+    index = _numbers(stored.index)
+    targets = None if stored.targets is None else _targets(stored.targets)
+    if stored.index.type != "int64" or index.ndim != 1 or not len(index):
+        raise ValueError("its index is not a list of rows")
+    if index[0] < 0 or index[-1] >= stored.rows or (np.diff(index) <= 0).any():
+        raise ValueError(f"its index does not ascend within the {stored.rows} rows of {stored.file}")
+    if targets is not None and len(targets) != len(index):
+        raise ValueError(f"it has {len(targets)} targets for {len(index)} rows")
+    rows = Rows(raw, index, targets)
+    return Shard(stored.role, stored.number, stored.of, stored.first, rows, stored.inputs, stored.chunk_rows)
+
+
+def _stored_targets(targets: NDArray[Any] | None) -> StoredNumbers | StoredObjects | None:
+    if targets is None:
+        return None
+    if targets.dtype == object:
+        return StoredObjects(objects=tuple(_plain(each) for each in targets))
+    return _stored_numbers(targets)
+
+
+def _targets(stored: StoredNumbers | StoredObjects) -> NDArray[Any]:
+    if isinstance(stored, StoredNumbers):
+        return _numbers(stored)
+    found = np.empty(len(stored.objects), object)
+    for at, each in enumerate(stored.objects):
+        found[at] = _object(each)
+    return found
+
+
+def _stored_numbers(values: NDArray[Any]) -> StoredNumbers:
+    content = base64.b64encode(np.ascontiguousarray(values).tobytes()).decode()
+    return StoredNumbers(type=values.dtype.name, shape=values.shape, content=content)  # type: ignore[arg-type]
+
+
+def _numbers(stored: StoredNumbers) -> NDArray[Any]:
+    try:
+        content = base64.b64decode(stored.content, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"an array is not base64: {error}") from error
+    if min(stored.shape) < 0 or len(content) != math.prod(stored.shape) * np.dtype(stored.type).itemsize:
+        raise ValueError(f"an array of shape {stored.shape} has {len(content)} bytes")
+    if stored.type == "bool" and content.strip(b"\0\1"):
+        raise ValueError("an array of truth values has others than 0 and 1")
+    return np.frombuffer(content, stored.type).reshape(stored.shape).copy()
+
+
+def _plain(value: object) -> JsonValue:
+    """Return a task's target as JSON: lists as they are, everything else that JSON has not as an object with one key,
+    its type.
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return {"float": value.hex()}
+        case tuple():
+            return {"tuple": [_plain(each) for each in value]}
+        case list():
+            return [_plain(each) for each in value]
+        case dict():
+            return {"dict": [[str(key), _plain(each)] for key, each in value.items()]}
+        case np.ndarray():
+            return {"array": _stored_numbers(value).model_dump(mode="json")}
+        case _:
+            raise TypeError(f"a target of type {type(value).__name__} cannot be sent to another process")
+
+
+def _object(stored: JsonValue) -> Any:
+    """Return what `_plain` was given. Raise ValueError for what it does not make."""
+    match stored:
+        case None | bool() | int() | str():
+            return stored
+        case list():
+            return [_object(each) for each in stored]
+        case {"float": str(text), **others} if not others:
+            return float.fromhex(text)
+        case {"tuple": list(items), **others} if not others:
+            return tuple(_object(each) for each in items)
+        case {"dict": list(items), **others} if not others:
+            return dict(_pair(each) for each in items)
+        case {"array": dict(array), **others} if not others:
+            return _numbers(StoredNumbers.model_validate(array))
+        case _:
+            raise ValueError(f"a target is {str(stored)[:80]}")
+
+
+def _pair(stored: JsonValue) -> tuple[str, Any]:
+    match stored:
+        case [str(key), value]:
+            return key, _object(value)
+        case _:
+            raise ValueError(f"an entry of a target is {str(stored)[:80]}")
+
+
+# ---------------------------------------------------------------------------------------------------------------- pods
+
+
+def pod_order(recipe: Recipe, shards: Mapping[int, Shard], folder: RowFolder) -> str:
+    """Return the order of one pod, as JSON."""
+    return PodOrder(
+        revision=recipe.job.model.revision,
+        max_length=recipe.max_length,
+        stride=recipe.stride,
+        model_type=recipe.model_type,
+        shards={number: stored_shard(shard, folder) for number, shard in shards.items()},
+    ).model_dump_json()
+
+
+def read_pod_order(path: Path) -> PodOrder:
+    """Return the order in a file. Raise StageError STORAGE_LOST `BrokenOrder` for anything else."""
+    if path.is_symlink():
+        raise broken_order(path, "it is a symbolic link")
+    try:
+        return PodOrder.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise broken_order(path, error) from error
+
+
+def read_shards(path: Path, order: PodOrder, folder: RowFolder) -> dict[int, Shard]:
+    """Return the shards of the order in `path`. Raise StageError STORAGE_LOST `BrokenOrder` for one that does not fit
+    together.
+    """
+    try:
+        return {number: read_shard(stored, folder) for number, stored in order.shards.items()}
+    except ValueError as error:
+        raise broken_order(path, error) from error
+
+
+# --------------------------------------------------------------------------------------------------------------- Spark
+
+
+def shard_text(shard: Shard, folder: RowFolder) -> bytes:
+    """Return one shard as JSON."""
+    return stored_shard(shard, folder).model_dump_json().encode()
+
+
+def read_shard_text(text: bytes, folder: RowFolder) -> Shard:
+    """Return the shard of `shard_text`. Raise ValueError for another text."""
+    return read_shard(StoredShard.model_validate_json(text), folder)
+
+
+def recipe_text(recipe: Recipe) -> bytes:
+    """Return the recipe, with its job, as JSON: for ways that only Spark itself can write to."""
+    return _RECIPE.dump_json(recipe)
+
+
+def read_recipe_text(text: bytes) -> Recipe:
+    """Return the recipe of `recipe_text`. Raise ValueError for another text."""
+    return _RECIPE.validate_json(text)
+
+
+def result_text(result: ShardFacts | StageError) -> bytes:
+    """Return what became of a shard, as JSON."""
+    if isinstance(result, ShardFacts):
+        return _FACTS.dump_json(result)
+    return (
+        StoredFailure(
+            failure_class=result.failure_class, reason=result.reason, message=result.message, hint=result.hint
+        )
+        .model_dump_json()
+        .encode()
+    )
+
+
+_RESULT: TypeAdapter[StoredFailure | ShardFacts] = TypeAdapter(
+    Annotated[StoredFailure | ShardFacts, Field(union_mode="left_to_right")]
+)
+
+
+def read_result_text(text: bytes) -> ShardFacts | StageError:
+    """Return the result of `result_text`. Raise ValueError for another text."""
+    found = _RESULT.validate_json(text)
+    if isinstance(found, ShardFacts):
+        return found
+    return StageError(found.failure_class, found.reason, found.message, found.hint)
