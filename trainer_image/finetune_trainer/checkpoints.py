@@ -3,6 +3,11 @@ the latest.
 
 Nothing here knows what a checkpoint holds. A folder without a manifest that matches its files is not used; a damaged
 one is skipped with a warning and the one before it is taken. The last good one is never deleted.
+
+Anybody who can write to the job's volume can write a checkpoint with a matching manifest. So hashes find damage, and
+with a signature, whose key is not on the volume, forgery as well. Files outside of the checkpoint's folder are never
+read: names in a manifest lead nowhere else, symbolic links are refused, and so is a file that the manifest does not
+list.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -26,15 +32,29 @@ from finetune_contract.base import Message
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError, other_settings
-from finetune_trainer.files import FileEntry, entries_of, first_difference, write_atomically, write_synced
+from finetune_trainer.files import (
+    EntryName,
+    FileEntry,
+    difference,
+    entries_of,
+    first_difference,
+    first_unlisted,
+    write_atomically,
+    write_synced,
+)
+from finetune_trainer.signing import Signer
 
 log = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+SIGNATURE = "manifest.hmac-sha256"
+"""Signature of the manifest's bytes in hexadecimal digits; absent where nothing is signed."""
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d+)")
 _FULL_BELOW_BYTES = 1 << 20
 """torch says only that a write failed; with less free space than this on the volume we take that as the reason."""
+_LARGEST_MANIFEST_BYTES = 64 << 20
+"""A file takes some 200 bytes of a manifest, and a rank writes a handful of files: enough for 10,000 ranks."""
 
 
 class Manifest(Message):
@@ -49,7 +69,7 @@ class Manifest(Message):
     job_digest: str
     written: float
     """Unix time in seconds."""
-    files: dict[str, FileEntry]
+    files: dict[EntryName, FileEntry]
     """Path below the checkpoint's folder -> what it is known by."""
 
 
@@ -59,6 +79,34 @@ class Checkpoint:
 
     folder: Path
     manifest: Manifest
+
+    def part(self, name: str) -> CheckpointPart:
+        """Return the folder `name` in it."""
+        return CheckpointPart(self, self.folder / name)
+
+
+@dataclass(frozen=True)
+class CheckpointPart:
+    """A folder inside of a checkpoint."""
+
+    checkpoint: Checkpoint
+    folder: Path
+
+    def checked(self, path: Path) -> Path:
+        """Return `path` after another look at that file, as time has passed since the checkpoint verified. Raise
+        StageError CHECKPOINT when it is not a file of the manifest, or is no longer as the manifest says. Reads the
+        file once.
+        """
+        entries = self.checkpoint.manifest.files
+        root = self.checkpoint.folder.absolute()
+        path = path.absolute()
+        name = str(path.relative_to(root)) if path.is_relative_to(root) else ""
+        if name not in entries:
+            raise _damaged(self.checkpoint.folder, path, "is not in its manifest")
+        different = difference(root, name, entries[name])
+        if different is not None:
+            raise _damaged(self.checkpoint.folder, *different)
+        return path
 
 
 def identity(job: TrainerJob, fingerprint: str) -> dict[str, Any]:
@@ -93,9 +141,11 @@ class CheckpointStore:
     `begin` made.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
+    def __init__(self, folder: Path, keep: int, signer: Signer | None = None) -> None:
+        """`signer`: signs what is written, and has to have signed what is read; None: neither."""
         self._folder = folder
         self._keep = keep
+        self._signer = signer
 
     def partial(self, step: int) -> Path:
         """Where the checkpoint of `step` is written before it counts."""
@@ -130,11 +180,14 @@ class CheckpointStore:
             written=time.time(),
             files=entries_of(source),
         )
-        write_synced(source / MANIFEST, manifest.to_json())
+        text = manifest.to_json()
+        write_synced(source / MANIFEST, text)
+        if self._signer is not None:
+            write_synced(source / SIGNATURE, self._signer.sign(text.encode()) + "\n")
         if target.exists():
             shutil.rmtree(target)
         os.replace(source, target)
-        checkpoint = verify(target)
+        checkpoint = verify(target, self._signer)
         write_atomically(self._folder / LATEST, target.name + "\n")
         self._prune(0 if first_of_run else self._keep - 1, newest=target)
         return checkpoint
@@ -155,19 +208,28 @@ class CheckpointStore:
 
     def newest(self) -> Checkpoint | None:
         """The newest one that verifies; None when there is none. StageError CHECKPOINT when there are some, all
-        damaged.
+        damaged, or when the store's folder is a symbolic link.
         """
+        if self._folder.is_symlink():
+            raise StageError(
+                FailureClass.CHECKPOINT,
+                "CheckpointsElsewhere",
+                f"{self._folder} is a symbolic link; checkpoints are read from the job's own folder only.",
+                "Put a folder there instead.",
+            )
         folders = self._folders()
         for folder in folders:
             try:
-                return verify(folder)
+                return verify(folder, self._signer)
             except StageError as error:
                 log.warning("%s %s Trying the one before it.", error.message, "It is skipped.")
         if folders:
+            signed = "" if self._signer is None else " and signed with the key of checkpoints.signingKey"
             raise StageError(
                 FailureClass.CHECKPOINT,
                 "NoWholeCheckpoint",
-                f"None of the {len(folders)} checkpoints in {self._folder} is whole; the warnings name the files.",
+                f"None of the {len(folders)} checkpoints in {self._folder} is whole{signed}; the warnings name the "
+                "files.",
                 "Delete them and start anew, or set checkpoints.resume to never.",
             )
         return None
@@ -179,24 +241,48 @@ def refuse_other_job(checkpoint: Checkpoint, job: Mapping[str, Any]) -> None:
         raise other_settings(f"{checkpoint.folder} was", checkpoint.manifest.job, job)
 
 
-def verify(folder: Path) -> Checkpoint:
-    """The checkpoint in `folder`; StageError CHECKPOINT naming the first file that is missing or differs from the
-    manifest.
+def verify(folder: Path, signer: Signer | None = None) -> Checkpoint:
+    """Return the checkpoint in `folder`. Raise StageError CHECKPOINT naming the first file that is missing, differs
+    from the manifest, is not listed there or leads elsewhere; with `signer` also for a manifest without its signature.
     """
+    if folder.is_symlink():
+        raise _damaged(folder, folder, "is a symbolic link")
+    content = _small_file(folder, MANIFEST)
+    if signer is not None:
+        signature = _small_file(folder, SIGNATURE).decode(errors="replace").strip()
+        if not signer.has_signed(content, signature):
+            raise _damaged(folder, folder / SIGNATURE, "does not belong to the manifest and the job's signing key")
     try:
-        manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
-    except FileNotFoundError:
-        raise _damaged(folder / MANIFEST, "is missing") from None
-    except (OSError, ValidationError) as error:
-        raise _damaged(folder / MANIFEST, "cannot be read") from error
+        manifest = Manifest.model_validate_json(content)
+    except ValidationError as error:
+        raise _damaged(folder, folder / MANIFEST, "cannot be read") from error
+    if folder.name != f"step-{manifest.step}":
+        raise _damaged(folder, folder / MANIFEST, f"is that of step {manifest.step}")
+    unlisted = first_unlisted(folder, {*manifest.files, MANIFEST, SIGNATURE})
+    if unlisted is not None:
+        raise _damaged(folder, unlisted, "is not in its manifest")
     different = first_difference(folder, manifest.files)
     if different is not None:
-        raise _damaged(*different)
+        raise _damaged(folder, *different)
     return Checkpoint(folder, manifest)
 
 
-def _damaged(path: Path, what: str) -> StageError:
-    message = f"Checkpoint {path.parent.name} is damaged: {path} {what}."
+def _small_file(folder: Path, name: str) -> bytes:
+    """Return the content of a regular file; raise StageError CHECKPOINT otherwise."""
+    path = folder / name
+    try:
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_MANIFEST_BYTES:
+            raise _damaged(folder, path, f"is not a file of at most {_LARGEST_MANIFEST_BYTES >> 20} MiB")
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise _damaged(folder, path, "is missing") from None
+    except OSError as error:
+        raise _damaged(folder, path, "cannot be read") from error
+
+
+def _damaged(folder: Path, path: Path, what: str) -> StageError:
+    message = f"Checkpoint {folder.name} is damaged: {path} {what}."
     return StageError(FailureClass.CHECKPOINT, "DamagedCheckpoint", message, "Use an older checkpoint.")
 
 

@@ -265,6 +265,10 @@ class CheckpointSchedule(Order):
     on_preemption: bool = True
     """Save when SIGTERM arrives."""
     resume: bool = True
+    signed: Annotated[bool, Field(exclude_if=lambda signed: not signed)] = False
+    """Whether checkpoints are signed, and only signed ones read. Left out where it is false: older images do not know
+    it.
+    """
 
 
 class Training(Order):

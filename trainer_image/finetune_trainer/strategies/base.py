@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import TimePart
+from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.failures import StageError
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Strategy(Protocol):
     def save(self, placed: Placed, folder: Path) -> None:
         """Writes weights and optimizer state below `folder`, which exists. Every rank must call it."""
 
-    def load(self, placed: Placed, folder: Path) -> None:
+    def load(self, placed: Placed, part: CheckpointPart) -> None:
         """Reads what `save` wrote. Every rank must call it."""
 
     def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:

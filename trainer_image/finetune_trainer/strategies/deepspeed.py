@@ -3,11 +3,17 @@
 The configuration comes decided, as `deepspeed.json`. What is left undecided and what would replace the job's own
 optimizer or schedule is refused here, the transformers integration compares the rest with TrainingArguments, and after
 set-up the engine is compared with the job.
+
+DeepSpeed reads its checkpoints by unpickling, which runs whatever code a file names. Here it reads through `_read`,
+which makes tensors, containers and a handful of DeepSpeed's own plain classes, and nothing else; and only files that
+the checkpoint's manifest lists, each compared with its hash by the rank that is about to read it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +21,7 @@ from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.job import Strategy as StrategySettings
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import TimePart
+from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.failures import StageError
 from finetune_trainer.strategies.base import Placed, expect, not_in_effect, tied_names, type_name
 
@@ -47,6 +54,7 @@ class DeepSpeed:
         self._world_size = world_size
         refuse_auto(config)
         _refuse_second_owners(config)
+        _refuse_universal(config)
         self._config = _with_folder(config, scratch)
         self._zero: Mapping[str, Any] = self._config.get("zero_optimization", {})
 
@@ -227,20 +235,26 @@ class DeepSpeed:
         """The engine writes one folder with the shards of all ranks."""
         placed.wrapped.save_checkpoint(str(folder), exclude_frozen_parameters=placed.adapted)  # type: ignore[operator]
 
-    def load(self, placed: Placed, folder: Path) -> None:
-        """The engine reads its shards; StageError CHECKPOINT when it does not find them."""
-        strict = not placed.adapted
-        loaded, _ = placed.wrapped.load_checkpoint(str(folder), load_module_strict=strict)  # type: ignore[operator]
+    def load(self, placed: Placed, part: CheckpointPart) -> None:
+        """The engine reads its shards. StageError CHECKPOINT when it does not find them, or for a file that is not as
+        the manifest says or holds more than data.
+        """
+        engine: Any = placed.wrapped
+        tag = part.checked(part.folder / "latest").read_text(encoding="utf-8").strip()
+        loaded = None
+        if tag not in ("", "..") and tag == Path(tag).name:  # DeepSpeed would follow a path
+            with _reads_data_of(engine, part):
+                loaded, _ = engine.load_checkpoint(str(part.folder), tag, load_module_strict=not placed.adapted)
         if loaded is None:
             raise StageError(
                 FailureClass.CHECKPOINT,
                 "NoDeepSpeedState",
-                f"DeepSpeed found no state of its own in {folder}.",
+                f"DeepSpeed found no state of its own in {part.folder}.",
                 "Start anew.",
             )
         if self._settings.offload_optimizer == "nvme":
-            _restore_what_is_in_memory(placed.wrapped, folder)
-        _settle_adam(placed.wrapped)
+            _restore_what_is_in_memory(engine, part, tag)
+        _settle_adam(engine)
 
     def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:
         """Only the same stage over the same number of processes."""
@@ -290,16 +304,56 @@ def _settle_adam(engine: Any) -> None:
             state["step"] = int(state["step"]) if on_host else torch.tensor(float(state["step"]))
 
 
-def _restore_what_is_in_memory(engine: Any, folder: Path) -> None:
+@contextmanager
+def _reads_data_of(engine: Any, part: CheckpointPart) -> Iterator[None]:
+    """Have DeepSpeed read files of `part` by `_read`. All of its ways to one file end in the `load` of its checkpoint
+    engine (DeepSpeed 0.19, `runtime/engine.py` and `runtime/state_dict_factory.py`), but for universal checkpoints.
+    """
+    reader = engine.checkpoint_engine
+    reader.load = lambda path, map_location=None: _read(part, Path(path), map_location)
+    try:
+        yield
+    finally:
+        del reader.load
+
+
+def _read(part: CheckpointPart, path: Path, map_location: Any) -> Any:
+    """Return what DeepSpeed has written to a file of `part`. StageError CHECKPOINT when it is not as the manifest says,
+    and for anything but data, of which nothing has run then.
+    """
+    import torch
+
+    checked = part.checked(path)
+    try:
+        with torch.serialization.safe_globals(_plain_classes()):
+            return torch.load(checked, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise StageError(
+            FailureClass.CHECKPOINT,
+            "CheckpointHoldsCode",
+            f"{path} was not read: it holds more than tensors and numbers: {str(error).splitlines()[0]}",
+            "Find out who wrote it. Delete this checkpoint to go on from the one before it.",
+        ) from error
+
+
+def _plain_classes() -> list[Any]:
+    """Return DeepSpeed's classes in its own checkpoints: they hold numbers, and building one calls nothing else."""
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    return [DynamicLossScaler, LossScaler, ZeroStageEnum, fragment_address]
+
+
+def _restore_what_is_in_memory(engine: Any, part: CheckpointPart, tag: str) -> None:
     """What DeepSpeed 0.19 does not read back when optimizer state is in files: sub-groups that are too small for a
     file, the learning rate, and Adam's count of steps. It writes all of it; `load_checkpoint` copies the files alone,
     and would begin the moments in them anew, as it knows of none before the first step.
     """
     import torch
 
-    path = engine._get_zero_ckpt_name(str(folder), (folder / "latest").read_text(encoding="utf-8").strip())
-    # As DeepSpeed reads it; the checkpoint's hashes have been verified.
-    saved = torch.load(path, map_location="cpu", weights_only=False)["optimizer_state_dict"]
+    path = Path(engine._get_zero_ckpt_name(str(part.folder), tag))
+    saved = _read(part, path, "cpu")["optimizer_state_dict"]
     zero, inner = engine.optimizer, engine.optimizer.optimizer
     zero.checkpoint_event_prologue()  # lets go of the weights that stay gathered, which are old
     zero._set_fp32_optimizer_param_groups()
@@ -380,3 +434,14 @@ def _refuse_second_owners(config: Mapping[str, Any]) -> None:
                 f"deepspeed.json.{section} is set, and {field} decides it.",
                 f"Leave it out of parallelism.deepspeedConfig and set {field}.",
             )
+
+
+def _refuse_universal(config: Mapping[str, Any]) -> None:
+    """StageError CONFIG for universal checkpoints: this trainer writes none, and DeepSpeed unpickles what it finds."""
+    if config.get("checkpoint", {}).get("load_universal"):
+        raise StageError(
+            FailureClass.CONFIG,
+            "UniversalCheckpoint",
+            "deepspeed.json.checkpoint.load_universal is true, and only checkpoints that this trainer wrote are read.",
+            "Leave it out of parallelism.deepspeedConfig.",
+        )

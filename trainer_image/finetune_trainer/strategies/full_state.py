@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_contract.job import WHOLE_CHECKPOINTS
+from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.distributed import barrier
 from finetune_trainer.strategies.base import Placed, ReplicaStep
 
@@ -62,7 +63,7 @@ class FullState:
             torch.save(weights, folder / WEIGHTS)
             torch.save(optimizer, folder / OPTIMIZER)
 
-    def load(self, placed: Placed, folder: Path) -> None:
+    def load(self, placed: Placed, part: CheckpointPart) -> None:
         """Rank 0 reads; the others get their share from it."""
         import torch
         from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
@@ -70,8 +71,8 @@ class FullState:
         weights: dict[str, Any] = {}
         optimizer: dict[str, Any] = {}
         if _is_main():
-            weights = torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True)
-            optimizer = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+            weights = torch.load(part.folder / WEIGHTS, map_location="cpu", weights_only=True)
+            optimizer = torch.load(part.folder / OPTIMIZER, map_location="cpu", weights_only=True)
         barrier()
         set_model_state_dict(placed.wrapped, weights, options=_options(placed, loading=True))
         set_optimizer_state_dict(placed.wrapped, placed.optimizer, optimizer, options=_options(placed, loading=True))

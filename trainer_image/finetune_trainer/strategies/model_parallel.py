@@ -18,6 +18,7 @@ from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.job import Training
 from finetune_contract.plans import AVERAGED_ELEMENTS
 from finetune_contract.report import TimePart
+from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.distributed import barrier
 from finetune_trainer.strategies.base import Placed, ReplicaStep, expect, not_combined, tied_names, type_name
 from finetune_trainer.strategies.full_state import OPTIMIZER, WEIGHTS, FullState
@@ -303,13 +304,13 @@ class ModelParallel(FullState):
         torch.save(weights, folder / WEIGHTS)
         torch.save({"state": state, "param_groups": merged}, folder / OPTIMIZER)
 
-    def load(self, placed: Placed, folder: Path) -> None:
+    def load(self, placed: Placed, part: CheckpointPart) -> None:
         """Rank 0 reads; the others get their share from it."""
         weights: dict[str, Any] = {}
         optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
         if distributed.get_rank() == 0:
-            weights = torch.load(folder / WEIGHTS, map_location="cpu", weights_only=True)
-            optimizer = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+            weights = torch.load(part.folder / WEIGHTS, map_location="cpu", weights_only=True)
+            optimizer = torch.load(part.folder / OPTIMIZER, map_location="cpu", weights_only=True)
         barrier()
         held = placed.model.state_dict()
         with torch.no_grad():

@@ -26,6 +26,7 @@ from finetune_contract.job import Training
 from finetune_contract.layout import FailureClass
 from finetune_contract.plans import SEQUENCE_FAMILIES
 from finetune_contract.report import TimePart
+from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.data.slices import NOT_LEARNT, ROW_POSITIONS
 from finetune_trainer.failures import StageError
 from finetune_trainer.strategies.base import HEADS, Placed, ReplicaStep, Strategy, expect, not_combined, refuse_uneven
@@ -121,9 +122,9 @@ class SequenceParallel:
         """As the strategy around it: nothing depends on how rows are cut."""
         self._inner.save(placed, folder)
 
-    def load(self, placed: Placed, folder: Path) -> None:
+    def load(self, placed: Placed, part: CheckpointPart) -> None:
         """As the strategy around it."""
-        self._inner.load(placed, folder)
+        self._inner.load(placed, part)
 
     def why_not_from(self, manifest_strategy: str, manifest_world_size: int, world_size: int) -> str | None:
         """As the strategy around it."""

@@ -36,6 +36,7 @@ from finetune_trainer.float8 import InFloat8, convert, refuse_without_library, r
 from finetune_trainer.models import load_tokenizer, pinned, weights_digest
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, training_environment, write_environment, write_model_card
+from finetune_trainer.signing import signer_of
 from finetune_trainer.strategies.base import Strategy, tied_names
 from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
@@ -366,7 +367,9 @@ def _saver(
     if adapted is not None:
         settings["frozen_weights"] = adapted.base  # they are not in the checkpoint
     return RunSaver(
-        CheckpointStore(paths.checkpoints, training.checkpoints.keep),
+        CheckpointStore(
+            paths.checkpoints, training.checkpoints.keep, signer_of(job.name, training.checkpoints, os.environ)
+        ),
         training.checkpoints,
         strategy=strategy,
         label=training.strategy.checkpoint_form,

@@ -156,7 +156,7 @@ class RunSaver:
     def resume(self, loop: TrainingLoop) -> None:
         """Model, optimizer, scheduler and stopper from the checkpoint that `find` chose."""
         folder = self._chosen().folder
-        self._strategy.load(loop.placed, folder / _STATE)
+        self._strategy.load(loop.placed, self._chosen().part(_STATE))
         assert loop.lr_scheduler is not None
         schedule = torch.load(folder / _SCHEDULER, weights_only=True)
         loop.lr_scheduler.load_state_dict(schedule_of_groups(schedule, len(loop.placed.optimizer.param_groups)))

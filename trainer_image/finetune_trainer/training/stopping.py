@@ -15,6 +15,7 @@ from finetune_contract.layout import FailureClass
 from finetune_trainer.checkpoints import storage_errors_named
 from finetune_trainer.distributed import ProcessWorld, barrier
 from finetune_trainer.failures import StageError
+from finetune_trainer.files import sha256_of
 from finetune_trainer.tasks.base import LOWER_IS_BETTER
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class EarlyStopper:
         self._world = world
         self._best: float | None = None
         self._best_step = 0
+        self._best_sha256: str | None = None
         self._without_improvement = 0
 
     def should_stop(self, step: int, metrics: Mapping[str, float], loop: TrainingLoop) -> bool:
@@ -98,6 +100,7 @@ class EarlyStopper:
         try:
             with storage_errors_named(self._folder):
                 torch.save(state, partial)
+                self._best_sha256 = sha256_of(partial)
                 os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
@@ -109,12 +112,29 @@ class EarlyStopper:
         return self._folder / f"step-{step}.pt"
 
     def best_weights(self) -> Path | None:
-        """The file with the best weights; None when nothing was evaluated."""
-        return None if self._best is None else self._path(self._best_step)
+        """The file with the best weights; None when nothing was evaluated. For rank 0, as the others keep no hash.
+        StageError CHECKPOINT when the file was changed since it was written.
+        """
+        if self._best is None:
+            return None
+        path = self._path(self._best_step)
+        if self._best_sha256 is not None and (path.is_symlink() or sha256_of(path) != self._best_sha256):
+            raise StageError(
+                FailureClass.CHECKPOINT,
+                "BestWeightsChanged",
+                f"{path} has other content than was written.",
+                "Delete it and start the job again: the weights of the last step are the result then.",
+            )
+        return path
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run goes on from."""
-        return {"best": self._best, "best_step": self._best_step, "without_improvement": self._without_improvement}
+        """What a resumed run goes on from. With the hash of the weights, which are not in the checkpoint themselves."""
+        return {
+            "best": self._best,
+            "best_step": self._best_step,
+            "best_sha256": self._best_sha256,
+            "without_improvement": self._without_improvement,
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         """From `state`. When the best weights are gone (those of a later step may have replaced them after the
@@ -124,4 +144,5 @@ class EarlyStopper:
             log.warning("The best weights, of step %d, are gone; early stopping begins anew.", state["best_step"])
             return
         self._best, self._best_step = state["best"], state["best_step"]
+        self._best_sha256 = state.get("best_sha256")  # earlier releases kept none
         self._without_improvement = state["without_improvement"]

@@ -1,0 +1,357 @@
+"""Somebody who can write to the job's volume changes its checkpoints: nothing of theirs runs, and with a signing key
+nothing of theirs is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from finetune_contract.job import CheckpointSchedule, EarlyStopping
+from finetune_contract.layout import ENV_CHECKPOINT_SECRET, FailureClass
+from finetune_trainer.checkpoints import MANIFEST, SIGNATURE, Checkpoint, CheckpointStore, Manifest, verify
+from finetune_trainer.distributed import ProcessWorld
+from finetune_trainer.failures import StageError
+from finetune_trainer.files import entries_of
+from finetune_trainer.signing import Signer, signer_of
+from finetune_trainer.training.stopping import EarlyStopper
+
+KEY = "0123456789abcdef0123456789abcdef"
+
+
+def write(store: CheckpointStore, step: int) -> Path:
+    store.begin(step)
+    (store.partial(step) / "state").mkdir()
+    (store.partial(step) / "state" / "weights.pt").write_bytes(b"w" * (1000 + step))
+    return store.commit(step, strategy="ddp", world_size=1, job={"seed": 1}, first_of_run=False).folder
+
+
+def forge_manifest(folder: Path, **changes: Any) -> None:
+    """Write a manifest that matches the files, as only the hashes would have to."""
+    manifest = Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+    files = entries_of(folder)
+    kept = {name: entry for name, entry in files.items() if name not in (MANIFEST, SIGNATURE)}
+    forged = manifest.model_copy(update={"files": kept, **changes})
+    (folder / MANIFEST).write_text(forged.to_json(), encoding="utf-8")
+
+
+class Marks:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+# ------------------------------------------------------------------------------------------------------------ folders
+
+
+def adds_a_file(folder: Path) -> None:
+    (folder / "state" / "mp_rank_01_model_states.pt").write_bytes(b"x")
+
+
+def links_a_file_to_its_copy_elsewhere(folder: Path) -> None:
+    victim, elsewhere = folder / "state" / "weights.pt", folder.parent / "elsewhere.pt"
+    shutil.move(victim, elsewhere)
+    victim.symlink_to(elsewhere)
+
+
+def links_a_folder_to_its_copy_elsewhere(folder: Path) -> None:
+    shutil.move(folder / "state", folder.parent / "elsewhere")
+    (folder / "state").symlink_to(folder.parent / "elsewhere")
+
+
+def links_the_checkpoint_to_its_copy_elsewhere(folder: Path) -> None:
+    shutil.move(folder, folder.parent / "elsewhere")
+    folder.symlink_to(folder.parent / "elsewhere")
+
+
+def puts_a_pipe_in_place_of_a_file(folder: Path) -> None:
+    (folder / "state" / "weights.pt").unlink()
+    os.mkfifo(folder / "state" / "weights.pt")
+
+
+def names_a_file_outside(folder: Path) -> None:
+    (folder.parent / "outside.pt").write_bytes(b"x")
+    text = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    text["files"]["../outside.pt"] = text["files"].pop("state/weights.pt")
+    (folder / "state" / "weights.pt").unlink()
+    (folder / MANIFEST).write_text(json.dumps(text), encoding="utf-8")
+
+
+def is_an_older_checkpoint_under_a_newer_name(folder: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(folder.parent / "step-5", folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (adds_a_file, "mp_rank_01_model_states.pt is not in its manifest"),
+        (links_a_file_to_its_copy_elsewhere, "weights.pt is a symbolic link"),
+        (links_a_folder_to_its_copy_elsewhere, "state is not in its manifest"),
+        (links_the_checkpoint_to_its_copy_elsewhere, "step-10 is a symbolic link"),
+        (puts_a_pipe_in_place_of_a_file, "weights.pt is not a regular file"),
+        (names_a_file_outside, "manifest.json cannot be read"),
+        (is_an_older_checkpoint_under_a_newer_name, "manifest.json is that of step 5"),
+    ],
+)
+def test_a_checkpoint_that_leads_elsewhere_is_skipped(
+    change: Callable[[Path], None], named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 5)
+    change(write(store, 10))
+    newest = store.newest()
+    assert newest is not None
+    assert newest.manifest.step == 5
+    (record,) = caplog.records
+    assert named in record.getMessage()
+
+
+def test_a_link_in_place_of_the_checkpoints_is_refused(tmp_path: Path):
+    write(CheckpointStore(tmp_path / "elsewhere", keep=2), 5)
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StageError, match="is a symbolic link") as error:
+        CheckpointStore(tmp_path / "checkpoints", keep=2).newest()
+    assert (error.value.failure_class, error.value.reason) == (FailureClass.CHECKPOINT, "CheckpointsElsewhere")
+
+
+@pytest.mark.parametrize("change", ["content", "link", "unlisted", "outside"])
+def test_a_file_that_changes_after_the_checkpoint_verified_is_not_read(change: str, tmp_path: Path):
+    part = verify(write(CheckpointStore(tmp_path, keep=2), 5)).part("state")
+    path = part.folder / "weights.pt"
+    assert part.checked(path).samefile(path)
+    match change:
+        case "content":
+            path.write_bytes(b"x" * path.stat().st_size)
+        case "link":
+            shutil.move(path, tmp_path / "weights.pt")
+            path.symlink_to(tmp_path / "weights.pt")
+        case "unlisted":
+            path = part.folder / "other.pt"
+            path.write_bytes(b"x")
+        case _:
+            path = part.folder / ".." / ".." / "latest"
+    with pytest.raises(StageError) as error:
+        part.checked(path)
+    assert (error.value.failure_class, error.value.reason) == (FailureClass.CHECKPOINT, "DamagedCheckpoint")
+
+
+def test_best_weights_that_somebody_replaced_are_not_the_result(tmp_path: Path):
+    import torch
+
+    def stopper() -> EarlyStopper:
+        return EarlyStopper(EarlyStopping(patience=1), tmp_path / "best", ProcessWorld(0, 1), ())
+
+    strategy = SimpleNamespace(model_state=lambda placed: {"weight": torch.ones(2)})
+    loop: Any = SimpleNamespace(parts=SimpleNamespace(strategy=strategy), placed=None)
+    first = stopper()
+    first.should_stop(3, {"loss": 0.5}, loop)
+    assert first.best_weights() == tmp_path / "best" / "step-3.pt"
+    resumed = stopper()
+    resumed.restore(json.loads(json.dumps(first.state())))
+    assert resumed.best_weights() == first.best_weights()
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "best" / "step-3.pt")
+    with pytest.raises(StageError, match="has other content than was written") as error:
+        resumed.best_weights()
+    assert error.value.reason == "BestWeightsChanged"
+
+
+# --------------------------------------------------------------------------------------------------------- signatures
+
+
+def test_a_signed_checkpoint_is_continued_from_with_its_key_alone(tmp_path: Path):
+    signer = Signer(KEY.encode(), "mine")
+    folder = write(CheckpointStore(tmp_path, 2, signer), 5)
+    assert len((folder / SIGNATURE).read_text(encoding="utf-8").strip()) == 64
+    assert verify(folder, signer).manifest.step == 5
+    assert verify(folder).manifest.step == 5  # without a key nothing is asked for
+    for other in (Signer(KEY[::-1].encode(), "mine"), Signer(KEY.encode(), "another job")):
+        with pytest.raises(StageError, match="does not belong to the manifest and the job's signing key"):
+            verify(folder, other)
+
+
+def takes_the_signature_away(folder: Path) -> None:
+    (folder / SIGNATURE).unlink()
+
+
+def forges_file_and_manifest(folder: Path) -> None:
+    (folder / "state" / "weights.pt").write_bytes(b"forged")
+    forge_manifest(folder)
+
+
+def takes_the_signature_of_another_checkpoint(folder: Path) -> None:
+    shutil.copy(folder.parent / "step-5" / SIGNATURE, folder / SIGNATURE)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (takes_the_signature_away, f"{SIGNATURE} is missing"),
+        (forges_file_and_manifest, "does not belong to the manifest"),
+        (takes_the_signature_of_another_checkpoint, "does not belong to the manifest"),
+    ],
+)
+def test_with_a_key_a_checkpoint_that_it_did_not_sign_is_skipped(
+    change: Callable[[Path], None], named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    store = CheckpointStore(tmp_path, 2, Signer(KEY.encode(), "mine"))
+    write(store, 5)
+    change(write(store, 10))
+    newest = store.newest()
+    assert newest is not None
+    assert newest.manifest.step == 5
+    (record,) = caplog.records
+    assert named in record.getMessage()
+
+
+def test_unsigned_checkpoints_alone_are_refused_with_a_key(tmp_path: Path):
+    write(CheckpointStore(tmp_path, 2), 5)
+    with pytest.raises(StageError, match=r"signed with the key of checkpoints\.signingKey") as error:
+        CheckpointStore(tmp_path, 2, Signer(KEY.encode(), "mine")).newest()
+    assert error.value.reason == "NoWholeCheckpoint"
+
+
+def test_the_key_comes_from_the_environment_and_is_not_shown():
+    signed = CheckpointSchedule(every_steps=1, keep=1, signed=True)
+    signer = signer_of("mine", signed, {ENV_CHECKPOINT_SECRET: f"{KEY}\n"})
+    assert signer == Signer(KEY.encode(), "mine")
+    assert KEY not in repr(signer)
+    assert signer_of("mine", CheckpointSchedule(every_steps=1, keep=1), {ENV_CHECKPOINT_SECRET: KEY}) is None
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"), [({}, "SigningKeyMissing"), ({ENV_CHECKPOINT_SECRET: "short"}, "SigningKeyTooShort")]
+)
+def test_a_job_that_signs_does_not_train_without_a_good_key(environment: dict[str, str], reason: str):
+    with pytest.raises(StageError) as error:
+        signer_of("mine", CheckpointSchedule(every_steps=1, keep=1, signed=True), environment)
+    assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, reason)
+
+
+# ---------------------------------------------------------------------------------------------------------- DeepSpeed
+
+
+def test_deepspeeds_own_classes_are_read_and_anything_else_is_not(tmp_path: Path):
+    import torch
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    from finetune_trainer.strategies.deepspeed import _read
+
+    store, marker = CheckpointStore(tmp_path, keep=2), tmp_path / "it ran"
+    scaler = DynamicLossScaler(2.0, 2.0, 1000, 1, 1, raise_error_at_min_scale=True, dtype=torch.float16)
+    state = {
+        "loss_scaler": LossScaler(4.0),
+        "other_scaler": scaler,
+        "zero_stage": ZeroStageEnum.gradients,
+        "param_slice_mappings": [OrderedDict(weight=fragment_address(numel=3, start=1))],
+        "flat": torch.nn.Parameter(torch.ones(3)),
+        "shape": torch.Size([1, 2]),
+        "ds_config": {"bf16": {"enabled": False}},
+    }
+    store.begin(5)
+    for zipped in (False, True):
+        torch.save(state, store.partial(5) / f"plain-{zipped}.pt", _use_new_zipfile_serialization=zipped)
+        hostile = store.partial(5) / f"hostile-{zipped}.pt"
+        torch.save({"a": Marks(marker)}, hostile, _use_new_zipfile_serialization=zipped)
+    checkpoint: Checkpoint = store.commit(5, strategy="s", world_size=1, job={}, first_of_run=False)
+    part = checkpoint.part(".")
+    for zipped in (False, True):
+        read = _read(part, checkpoint.folder / f"plain-{zipped}.pt", "cpu")
+        assert (read["loss_scaler"].cur_scale, read["zero_stage"]) == (4.0, ZeroStageEnum.gradients)
+        assert vars(read["other_scaler"]) == vars(scaler)
+        assert read["param_slice_mappings"] == state["param_slice_mappings"]
+        with pytest.raises(StageError) as error:
+            _read(part, checkpoint.folder / f"hostile-{zipped}.pt", "cpu")
+        assert error.value.reason == "CheckpointHoldsCode"
+    assert not marker.exists()
+    torch.load(checkpoint.folder / "hostile-False.pt", weights_only=False)
+    assert marker.exists()
+
+
+@pytest.fixture(scope="module")
+def trained(bench, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Two processes with ZeRO-2 to step 4, of which the checkpoint of step 2 is left, signed."""
+    run = bench.at(tmp_path_factory.mktemp("hostile") / "w").spread("deepspeed", 2, zero_stage=2)
+    schedule = CheckpointSchedule(every_steps=2, keep=2, signed=True)
+    run = run.with_training(max_steps=4, checkpoints=schedule)
+    ended = run.run(processes=2, deepspeed=run.deepspeed_config(), environment={ENV_CHECKPOINT_SECRET: KEY})
+    assert ended.exit_code == 0, ended.output
+    shutil.rmtree(run.paths.checkpoints / "step-4")
+    (run.paths.checkpoints / "latest").write_text("step-2\n", encoding="utf-8")
+    (run.paths.state / "train.json").unlink()
+    return run
+
+
+def copy_of(run: Any, folder: Path, *, signed: bool) -> Any:
+    """The same job with its checkpoint in another workspace, which asks for a signature or does not."""
+    other = run.at(folder / "w")
+    shutil.copytree(run.paths.checkpoints, other.paths.checkpoints)
+    return other.with_training(checkpoints=CheckpointSchedule(every_steps=2, keep=2, signed=signed))
+
+
+def resumed(run: Any) -> Any:
+    return run.run(processes=2, deepspeed=run.deepspeed_config(), environment={ENV_CHECKPOINT_SECRET: KEY})
+
+
+def put_code_into_each_file(run: Any, marker: Path) -> None:
+    """Replace every file that DeepSpeed unpickles, and make the manifest match."""
+    import torch
+
+    folder = run.paths.checkpoints / "step-2"
+    files = [*folder.glob("state/global_step2/*_states.pt")]
+    assert len(files) == 3
+    for file in files:
+        torch.save({"module": Marks(marker), "mp_world_size": 1}, file, _use_new_zipfile_serialization=False)
+    forge_manifest(folder)
+
+
+def test_code_in_a_deepspeed_checkpoint_does_not_run(trained, tmp_path: Path):
+    run, marker = copy_of(trained, tmp_path, signed=False), tmp_path / "it ran"
+    put_code_into_each_file(run, marker)
+    ended = resumed(run)
+    failure = ended.first_failure.failure
+    assert (failure.failure_class, failure.reason) == (FailureClass.CHECKPOINT, "CheckpointHoldsCode")
+    assert not marker.exists()
+
+
+def test_with_a_key_a_forged_deepspeed_checkpoint_is_not_even_opened(trained, tmp_path: Path):
+    run, marker = copy_of(trained, tmp_path, signed=True), tmp_path / "it ran"
+    put_code_into_each_file(run, marker)
+    ended = resumed(run)
+    failure = ended.first_failure.failure
+    assert (failure.failure_class, failure.reason) == (FailureClass.CHECKPOINT, "NoWholeCheckpoint")
+    assert "does not belong to the manifest and the job's signing key" in ended.output
+    assert not marker.exists()
+
+
+def test_a_signed_deepspeed_checkpoint_is_continued_from(trained, tmp_path: Path):
+    run = copy_of(trained, tmp_path, signed=True)
+    ended = resumed(run)
+    assert ended.exit_code == 0, ended.output
+    assert "Resuming from" in ended.output
+    assert KEY not in ended.output
+    assert all(KEY not in path.read_text(errors="replace") for path in run.workspace.rglob("*") if path.is_file())
+
+
+def test_universal_checkpoints_are_refused():
+    from finetune_contract.job import Strategy
+    from finetune_trainer.strategies.deepspeed import DeepSpeed
+
+    settings = Strategy(name="deepspeed", zero_stage=2)
+    with pytest.raises(StageError) as error:
+        DeepSpeed(settings, "fp32", 2, {"checkpoint": {"load_universal": True}}, Path("unused"))
+    assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "UniversalCheckpoint")
