@@ -35,7 +35,7 @@ BUDGETS: Mapping[str, Budget] = {
     "unit": Budget(all=240, each=5),
     "golden": Budget(all=30, each=5),
     "chart": Budget(all=60, each=10),
-    "architecture": Budget(all=30, each=15),
+    "architecture": Budget(all=60, each=15),
     "trainer": Budget(all=480, each=20),
     "e2e/local": Budget(all=120, each=60),
     "slow": Budget(all=900, each=240),

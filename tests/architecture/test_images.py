@@ -286,29 +286,30 @@ def statement(tools: Path, image: str) -> dict[str, Any]:
     return dict(json.loads(file.read_text())["predicate"]["buildDefinition"])
 
 
-@pytest.mark.parametrize("image", DOCKERFILES)
-def test_images_are_built_on_the_base_that_is_locked(tools: Path, image: str, tmp_path: Path) -> None:
+def test_images_are_built_on_the_base_that_is_locked(tools: Path, tmp_path: Path) -> None:
     log = add_engine(tools, "docker")
     ran = build_images(tools, copied_images(tmp_path / "copy", f"# bases\n{BASE} {DIGEST}\n"))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert [f"--build-arg BASE={BASE}@{DIGEST} " in line for line in built(log)] == [True, True]
     assert "NOT BY DIGEST" not in ran.stdout
-    assert {
+    base = {
         "uri": "pkg:docker/debian@bookworm-slim",
         "digest": {"sha256": "a" * 64},
         "annotations": {"requestedByDigest": True},
-    } in statement(tools, image)["resolvedDependencies"]
+    }
+    assert all(base in statement(tools, image)["resolvedDependencies"] for image in DOCKERFILES)
 
 
-@pytest.mark.parametrize("image", DOCKERFILES)
-def test_a_base_without_a_digest_is_told_and_recorded(tools: Path, image: str, tmp_path: Path) -> None:
+def test_a_base_without_a_digest_is_told_and_recorded(tools: Path, tmp_path: Path) -> None:
     log = add_engine(tools, "docker")
     ran = build_images(tools, copied_images(tmp_path / "copy", f"{BASE}\n"))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert [line for line in built(log) if "BASE=" in line] == []
-    assert f"NOT BY DIGEST: the base of finetune-{image}: {BASE}." in ran.stdout
-    [base] = [each for each in statement(tools, image)["resolvedDependencies"] if "pkg:docker" in each.get("uri", "")]
-    assert base["annotations"] == {"requestedByDigest": False}
+    for image in DOCKERFILES:
+        assert f"NOT BY DIGEST: the base of finetune-{image}: {BASE}." in ran.stdout
+        materials = statement(tools, image)["resolvedDependencies"]
+        [base] = [each for each in materials if "pkg:docker" in each.get("uri", "")]
+        assert base["annotations"] == {"requestedByDigest": False}
 
 
 def test_a_base_without_a_digest_is_refused_on_demand(tools: Path, tmp_path: Path) -> None:
