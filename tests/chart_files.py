@@ -124,6 +124,8 @@ FORMS: dict[str, Schema] = {
         {name: {"type": "string", "minLength": 1} for name in ("name", "kind", "group")}
     ),
     "networkPolicy.apiServerPorts": listed({"type": "integer", "minimum": 1, "maximum": 65535}) | {"minItems": 1},
+    "networkPolicy.metricsFrom": listed(free("A NetworkPolicyPeer.")),
+    "webhook.clientCertificates.names": listed({"type": "string", "minLength": 1}),
     "networkPolicy.extraIngress": listed(
         closed({"from": listed(free("A NetworkPolicyPeer.")), "ports": listed(free("A NetworkPolicyPort."))})
     ),

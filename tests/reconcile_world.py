@@ -23,7 +23,7 @@ from finetune_operator.api.types import FineTuneJobStatus, LauncherName, Progres
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.reconcile.children import child_view
 from finetune_operator.reconcile.decide import decide
-from finetune_operator.reconcile.observed import job_view, pod_view, wanted_logs
+from finetune_operator.reconcile.observed import job_view, leaving, pod_view, wanted_logs
 from finetune_operator.reconcile.times import stamp
 from finetune_operator.reconcile.types import Decision, EventNote, JobView, ObjectRef, Observed, Refusal
 
@@ -107,6 +107,8 @@ class World:
     """Since when the operator can hear reports; None, as here: it cannot."""
     logs: dict[str, str] = field(default_factory=dict)
     """What the pods have logged."""
+    last_logs: dict[str, str] = field(default_factory=dict)
+    """Those that were read when a deletion began."""
     events: list[EventNote] = field(default_factory=list)
     created: list[str] = field(default_factory=list)
     writes: int = 0
@@ -143,9 +145,13 @@ class World:
             children, pods, self.progress, served=self.served, spark=self.spark, refusals=self.refusals,
             moved=self.moved, heard_since=self.heard_since,
         )  # fmt: skip
+        self.last_logs = {name: text for name, text in self.last_logs.items() if name in {one.name for one in pods}}
+        seen = replace(seen, last_logs=tuple(self.last_logs.items()))
+        for name in leaving(self.job(), seen):
+            self.last_logs[name] = self.logs.get(name, "")
         wanted = wanted_logs(self.job(), seen, self.now, self.settings)
         logs = tuple((name, self.logs.get(name, "")) for name in wanted)
-        return replace(seen, logs=logs)
+        return replace(seen, logs=logs, last_logs=tuple(self.last_logs.items()))
 
     def decide(self) -> Decision:
         """What the operator would do now."""

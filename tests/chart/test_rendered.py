@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -315,11 +316,13 @@ OTHERS: dict[str, Any] = {
     "topologySpreadConstraints": [],
     "podDisruptionBudget.minAvailable": "50%",
     "networkPolicy.apiServerPorts": [6443],
+    "networkPolicy.metricsFrom": [{"namespaceSelector": {"matchLabels": {"monitoring": "yes"}}}],
     "networkPolicy.extraIngress": [{"ports": [{"port": 1}]}],
     "networkPolicy.extraEgress": [{"ports": [{"port": 1}]}],
     "webhook.failurePolicy": "Fail",
     "webhook.namespaceSelector": {"matchLabels": {"ml": "yes"}},
     "webhook.certManager.issuerRef": {"name": "ours", "kind": "ClusterIssuer"},
+    "webhook.clientCertificates.names": ["kube-apiserver"],
     "env": [{"name": "A", "value": "b"}],
     "volumes": [{"name": "a", "emptyDir": {}}],
     "volumeMounts": [{"name": "tmp", "mountPath": "/var/tmp"}],
@@ -342,6 +345,7 @@ WITH: dict[str, Object] = {
     "rbac.tokenReview": {"watchNamespaces": ["team-a"]},
     "webhook.enabled": {},
     "webhook.certManager.issuerRef": {"webhook": {"enabled": True, "certManager": {"enabled": True}}},
+    "webhook.clientCertificates.": {"webhook": {"enabled": True, "clientCertificates": {"authorities": "any"}}},
     "webhook.": {"webhook": {"enabled": True}},
     **{
         f"metrics.{name}.": {"metrics": {name: {"enabled": True}}}
@@ -431,6 +435,33 @@ def test_cert_manager_makes_the_webhook_s_certificate_and_the_operator_needs_no_
     assert secret in pod["volumes"]
     command = pod["containers"][0]["command"]
     assert command[command.index("--webhook-certificate") + 1] == "/etc/finetune-webhook"
+
+
+def test_the_webhook_can_be_kept_for_clients_with_a_certificate() -> None:
+    clients = {"authorities": "front-proxy", "key": "ca.pem", "names": ["kube-apiserver", "second"]}
+    found = render({"webhook": {"enabled": True, "clientCertificates": clients}})
+    pod = one(found, "Deployment", "finetune-operator")["spec"]["template"]["spec"]
+    command, mounts = pod["containers"][0]["command"], pod["containers"][0]["volumeMounts"]
+    place = command[command.index("--webhook-client-authorities") + 1]
+    (mount,) = (one for one in mounts if place == f"{one['mountPath']}/ca.pem")
+    (volume,) = (one for one in pod["volumes"] if one["name"] == mount["name"])
+    assert volume["configMap"] == {"name": "front-proxy"}
+    names = [after for before, after in itertools.pairwise(command) if before == "--webhook-client-name"]
+    assert names == ["kube-apiserver", "second"]
+
+
+def metrics_sources(values: Object) -> list[Object] | None:
+    """Return from where the port of metrics may be reached; None: from nowhere."""
+    rules = one(render(values), "NetworkPolicy", "finetune-operator")["spec"]["ingress"]
+    (found,) = [rule["from"] for rule in rules if {"port": "http"} in rule["ports"]] or [None]
+    return found
+
+
+def test_where_metrics_may_be_read_is_a_value() -> None:
+    prometheus = [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]
+    assert metrics_sources({}) == [{"namespaceSelector": {}}]
+    assert metrics_sources({"networkPolicy": {"metricsFrom": prometheus}}) == prometheus
+    assert metrics_sources({"networkPolicy": {"metricsFrom": []}}) is None
 
 
 def test_for_given_namespaces_the_operator_cannot_name_its_own_authority_and_that_is_said_before_installing() -> None:

@@ -91,6 +91,39 @@ def test_a_failed_pod_of_another_namespace_ends_no_attempt(world: World) -> None
     assert (same["metadata"]["uid"], same["status"]["phase"]) == (pod["metadata"]["uid"], "Running")
 
 
+@pytest.mark.parametrize("where", ["beside it", "in another namespace"])
+def test_a_pod_with_the_labels_of_a_job_is_passed_over_and_told_so_itself(world: World, where: str) -> None:
+    """As a copy is that somebody made to look into it."""
+    world.kubelet.playbook.set("victim", "train", RUNS)
+    world.apply("victim", {"predict": None})
+    world.wait_running("victim", "train")
+    (pod,) = world.pods("victim", "train")
+    with namespace_for_pods(world.cluster) as other:
+        namespace = world.namespace if where == "beside it" else other
+        forge(world, namespace, pod["metadata"]["labels"], FAILURE)
+        forged = world.api.get(path_of("v1", "pods", namespace, "forged"))
+        assert forged is not None
+        events = path_of("v1", "events", namespace)
+
+        def told() -> list[Object]:
+            found = world.api.get(events) or {"items": []}
+            return [one for one in found["items"] if one["involvedObject"].get("uid") == forged["metadata"]["uid"]]
+
+        (event,) = wait_until(lambda: [one for one in told() if one["reason"] == "NotOfThisJob"], "the pod is told")
+        # The job has been looked at since, as often as it takes.
+        note = {"metadata": {"annotations": {"example.com/looked": "at"}}}
+        world.api.patch(world.path(API_VERSION, PLURAL, "victim"), note)
+        world.catch_up()
+        status = world.status("victim")
+        again = [one for one in told() if one["reason"] == "NotOfThisJob"]
+    assert (event["type"], event["involvedObject"]["kind"]) == ("Warning", "Pod")
+    assert 'FineTuneJob "victim"' in event["message"]
+    assert [one["count"] for one in again] == [1]
+    assert states(status)["train"] == ("Running", 1)
+    assert "failure" not in status
+    assert "NotOfThisJob" not in json.dumps(world.events("victim"))
+
+
 def test_what_a_program_prints_of_its_secrets_is_in_no_status_and_no_event(world: World) -> None:
     token, password, key = "hf_" + "Ab1" * 12, "s3cret-pa55", "AKIA" + "Z9" * 8
     said = f"HF_TOKEN={token}\nhttps://me:{password}@git.example.com/a\nAuthorization: Bearer {token}\n{key}\n"

@@ -97,6 +97,17 @@ def test_the_first_cause_is_told_and_not_its_echo(world: World) -> None:
     assert failure["pod"].startswith("two-train-1-1")
 
 
+def test_when_every_pod_of_an_attempt_is_deleted_its_log_is_told_all_the_same(world: World) -> None:
+    lingers = replace(RUNS, log="step 7 of 9\n", stops_after=patient(2))
+    world.kubelet.playbook.set("wiped", "train", lingers)
+    world.apply("wiped", {"predict": None})
+    world.wait_running("wiped", "train")
+    for pod in world.pods("wiped", "train"):
+        world.api.delete(world.path("v1", "pods", pod["metadata"]["name"]))
+    failure = world.wait("wiped", "the failure is told", lambda status: status.get("failure"))["failure"]
+    assert (failure["class"], failure["logTail"]) == ("Preempted", "step 7 of 9")
+
+
 def test_of_pods_that_prepare_the_one_that_failed_is_told_with_its_rank(world: World) -> None:
     world.kubelet.playbook.set("third", "prepare", WRONG_COLUMN, index=2)
     echo = fails(FailureClass.COLLECTIVE, "PodFailed", "Pod 2 of the 3 that prepare has failed", lasts=None)

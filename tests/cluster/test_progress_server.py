@@ -83,14 +83,10 @@ class Given:
             "serviceAccountName": "trainer",
             "containers": [{"name": "pytorch", "image": "nothing"}],
         }
-        return self.create(
-            {
-                "apiVersion": "v1",
-                "kind": "Pod",
-                "metadata": {"name": name, "namespace": namespace, "labels": labels},
-                "spec": spec,
-            }
-        )
+        owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "controller": True}
+        owner |= {key: job["metadata"][key] for key in ("name", "uid")}
+        metadata = {"name": name, "namespace": namespace, "labels": labels, "ownerReferences": [owner]}
+        return self.create({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec})
 
     def token(self, pod: dict[str, Any] | None, namespace: str = OURS, audience: str = PROGRESS_AUDIENCE) -> str:
         """A token of the namespace's service account, bound to the pod if there is one."""

@@ -46,6 +46,15 @@ def projected(source: dict[str, Any]) -> dict[str, Any]:
     return {"template": {"volumes": [{"name": "v", "projected": {"sources": [source]}}]}}
 
 
+def volume(source: dict[str, Any]) -> dict[str, Any]:
+    return {"template": {"volumes": [{"name": "v", **source}]}}
+
+
+def ephemeral(size: str) -> dict[str, Any]:
+    asked = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
+    return volume({"ephemeral": {"volumeClaimTemplate": {"spec": asked}}})
+
+
 NEVER: dict[str, tuple[dict[str, Any], str]] = {
     "a library before all others": (env("LD_PRELOAD", "/mnt/x.so"), "spec.template.env[0].name"),
     "another program search path": (env("PATH", "/mnt"), "spec.template.env[0].name"),
@@ -125,11 +134,10 @@ STRICT: dict[str, tuple[dict[str, Any], str]] = {
     "any Secret among other sources": (
         projected({"secret": {"name": "db"}}), "spec.template.volumes[0].projected.sources[0].secret.name",
     ),
-    "any Secret of a driver": (
-        {"template": {"volumes": [{"name": "v", "csi": {"driver": "d.org", "nodePublishSecretRef": {"name": "db"}}}]}},
-        "spec.template.volumes[0].csi.nodePublishSecretRef.name",
-    ),
     "any Secret for the Hub": ({"secrets": {"hubToken": {"name": "db"}}}, "spec.secrets.hubToken.name"),
+    "any Secret to sign with": (
+        {"checkpoints": {"signingKey": {"name": "db"}}}, "spec.checkpoints.signingKey.name",
+    ),
     "any Secret for storage": ({"secrets": {"storage": {"name": "db"}}}, "spec.secrets.storage.name"),
     "any Secret for images": (
         {"template": {"imagePullSecrets": [{"name": "db"}]}}, "spec.template.imagePullSecrets[0].name",
@@ -148,6 +156,9 @@ STRICT: dict[str, tuple[dict[str, Any], str]] = {
     "another authority for git": (env("GIT_SSL_CAINFO", "/mnt/ca.crt"), "spec.template.env[0].name"),
     "modules of elsewhere": (env("PYTHONPATH", "/mnt"), "spec.template.env[0].name"),
     "an annotation": (annotated("example.com/a"), 'spec.template.annotations["example.com/a"]'),
+    "a driver that gives out secrets": (
+        volume({"csi": {"driver": "secrets-store.csi.k8s.io"}}), "spec.template.volumes[0].csi.driver",
+    ),
 }  # fmt: skip
 
 
@@ -172,14 +183,62 @@ def test_a_list_of_the_settings_takes_the_place_of_the_profiles() -> None:
     assert paths(job(**env("NCCL_DEBUG")), taken) == ["spec.template.env[0].name"]
 
 
+LISTED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a driver": ("csiDrivers", volume({"csi": {"driver": "other"}}), "spec.template.volumes[0].csi.driver"),
+    "a Secret of a driver": (
+        "secrets", volume({"csi": {"driver": "d.org", "nodePublishSecretRef": {"name": "other"}}}),
+        "spec.template.volumes[0].csi.nodePublishSecretRef.name",
+    ),
+    "a claim as a volume": (
+        "claims", volume({"persistentVolumeClaim": {"claimName": "other"}}),
+        "spec.template.volumes[0].persistentVolumeClaim.claimName",
+    ),
+    "a claim of a model": ("claims", {"model": {"uri": "pvc://other/model"}}, "spec.model.uri"),
+    "a claim of data": ("claims", {"dataset": {"uri": "pvc://other"}}, "spec.dataset.uri"),
+    "a claim for results": ("claims", {"storage": {"workspace": "pvc://other"}}, "spec.storage.workspace"),
+    "a ConfigMap as files": (
+        "configMaps", volume({"configMap": {"name": "other"}}), "spec.template.volumes[0].configMap.name",
+    ),
+    "a ConfigMap among other sources": (
+        "configMaps", projected({"configMap": {"name": "other"}}),
+        "spec.template.volumes[0].projected.sources[0].configMap.name",
+    ),
+    "a ConfigMap as a variable": (
+        "configMaps",
+        {"template": {"env": [{"name": "TZ", "valueFrom": {"configMapKeyRef": {"name": "other", "key": "k"}}}]}},
+        "spec.template.env[0].valueFrom.configMapKeyRef.name",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", LISTED)
+def test_what_a_list_leaves_out_is_refused_and_what_it_names_is_not(case: str) -> None:
+    which, spec, path = LISTED[case]
+    named = json.loads(json.dumps(spec).replace("other", "team-a"))
+    lists = settings(**{which: ["team-*"]})
+    assert paths(job(**spec)) == []
+    assert (paths(job(**spec), lists), paths(job(**named), lists)) == ([path], [])
+
+
+def test_a_bound_of_costs_needs_prices() -> None:
+    _, problems = check_settings({"allow": {"maxCost": 5}})
+    assert [problem.path for problem in problems] == ["allow.maxCost"]
+    price = {"product": "cpu", "gpus": 0, "perHour": 1}
+    assert check_settings({"allow": {"maxCost": 5}, "prices": [price]})[1] == []
+
+
 SIZES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "nodes": ({"maxNodes": 2}, {"resources": {"nodes": 3}}, "spec.resources.nodes"),
     "GPUs": ({"maxGpus": 8}, {"resources": {"nodes": 2, "gpusPerNode": 8}}, "spec.resources.gpusPerNode"),
     "workers that prepare": ({"maxWorkers": 4}, {"preparation": {"workers": 5}}, "spec.preparation.workers"),
     "workers that predict": ({"maxWorkers": 4}, {"predict": {"workers": 5}}, "spec.predict.workers"),
     "storage": ({"maxStorage": "50Gi"}, {"storage": {"size": "60G"}}, "spec.storage.size"),
+    "storage of each pod": (
+        {"maxStorage": "50Gi"}, {"storage": {"size": "1Gi"}, **ephemeral("60Gi")},
+        "spec.template.volumes[0].ephemeral.volumeClaimTemplate.spec.resources.requests.storage",
+    ),
     "the default's storage": ({"maxStorage": "99Gi"}, {}, "spec.storage.size"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", SIZES)

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import json
 import logging
+import os
 import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +15,14 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from cryptography.x509.verification import PolicyBuilder, Store
 
 from cluster_support.certificates import Certificate, for_loopback
+from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.rendering.types import Manifest
 from finetune_operator.shell.certificates import (
     LEAF_LIFE,
@@ -31,7 +34,7 @@ from finetune_operator.shell.certificates import (
     make,
     server_names,
 )
-from finetune_operator.shell.webhook import FolderCertificate
+from finetune_operator.shell.webhook import ClientAuthorities, FolderCertificate, WebhookServer
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 NAMES = server_names("ops", None)
@@ -400,3 +403,81 @@ def test_the_end_of_our_own_certificate_is_that_of_the_one_in_use() -> None:
     assert tls.valid_until == NOW + LEAF_LIFE
     tls.take(new)
     assert tls.valid_until == NOW + DAY + LEAF_LIFE
+
+
+# --------------------------------------------------------------------------------------------- clients of the webhook
+
+
+class NoJobs:
+    """A `webhook.World` in which there is nothing."""
+
+    def jobs(self) -> list[Any]:
+        return []
+
+    async def served(self) -> list[Any]:
+        return []
+
+
+REVIEW = {
+    "apiVersion": "admission.k8s.io/v1",
+    "kind": "AdmissionReview",
+    "request": {"uid": "u", "operation": "DELETE"},
+}
+
+
+async def asked(server: ssl.SSLContext, client: ssl.SSLContext, names: Sequence[str] = ()) -> int | str:
+    """Return the status of the webhook's answer, or `no connection`."""
+    webhook = WebhookServer(NoJobs(), CLUSTER_SETTINGS, server, client_names=names)
+    port = await webhook.start("127.0.0.1", 0)
+    try:
+        async with aiohttp.ClientSession() as session:
+            url = f"https://localhost:{port}/validate"
+            async with session.post(url, json=REVIEW, ssl=client) as answer:
+                return answer.status
+    except (aiohttp.ClientError, ssl.SSLError, ConnectionError):
+        return "no connection"
+    finally:
+        await webhook.stop()
+
+
+def client_with(pair: Certificate | None) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if pair is not None:
+        context.load_cert_chain(pair.certificate, pair.key)
+    return context
+
+
+def test_a_webhook_with_authorities_for_its_clients_answers_those_that_they_signed_for_alone(tmp_path: Path) -> None:
+    server, ours, other, later = (
+        for_loopback(tmp_path, name) for name in ("server", "kube-apiserver", "other", "later")
+    )
+    file = tmp_path / "authorities.pem"
+    file.write_text(ours.certificate.read_text())
+    context = server.server_context()
+    assert asyncio.run(asked(context, client_with(None))) not in ("no connection", 403)
+    authorities = ClientAuthorities(file, context)
+    found = {name: asyncio.run(asked(context, client_with(pair))) for name, pair in
+             {"none": None, "ours": ours, "other": other, "later": later}.items()}  # fmt: skip
+    open_ = found.pop("ours")
+    assert open_ not in ("no connection", 403)
+    assert set(found.values()) == {"no connection"}
+    # By name, when only one of several that an authority signs for may ask.
+    assert asyncio.run(asked(context, client_with(ours), ["kube-apiserver"])) == open_
+    assert asyncio.run(asked(context, client_with(ours), ["somebody else"])) == 403
+    # An authority that is added to the file counts after the next look.
+    file.write_text(ours.certificate.read_text() + later.certificate.read_text())
+    os.utime(file, ns=(1, 1))
+    authorities.look()
+    assert asyncio.run(asked(context, client_with(later))) == open_
+
+
+@pytest.mark.parametrize("text", [None, "", "no certificate"])
+def test_a_file_without_authorities_is_refused_by_name_and_lets_nobody_in_by_mistake(
+    tmp_path: Path, text: str | None
+) -> None:
+    file = tmp_path / "authorities.pem"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(OSError, match=str(file)):
+        ClientAuthorities(file, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))

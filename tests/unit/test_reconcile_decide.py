@@ -491,6 +491,58 @@ def test_a_job_past_its_deadline_fails_and_its_running_child_goes():
     assert (failure.failure_class, failure.stage, failure.attempt) == ("DeadlineExceeded", "train", 1)
 
 
+PRICED = {"prices": ({"product": "cpu", "gpus": 0, "perHour": 36.0},)}
+
+
+def test_a_job_that_has_cost_as_much_as_it_may_ends_and_its_running_child_goes():
+    """At 36 an hour, a hundred seconds cost 1; the estimate is below the bound."""
+    world = training(settings=Settings.model_validate({**PRICED, "allow": {"maxCost": 100.0}}))
+    world.settle()
+    due = world.decide().wake_at
+    assert due is not None
+    assert abs(due - (world.now + timedelta(seconds=10_000))) < timedelta(seconds=1)
+    # What earlier attempts have cost counts.
+    world.wait(6000)
+    world.fail(FailureClass.COLLECTIVE)
+    world.settle()
+    assert world.phase == "Training"
+    world.wait(2000)
+    world.start()
+    world.settle()
+    assert world.phase == "Training"
+    world.wait(3000)
+    assert world.phase == "Training"
+    world.wait(1000)
+    world.settle()
+    failure, cost = world.job().status.failure, world.job().status.cost
+    assert (world.phase, list(world.children)) == ("Failed", ["reviews-prepare-1"])
+    assert failure is not None
+    assert (failure.failure_class, failure.stage) == ("CostExceeded", "train")
+    assert "the settings allow 100" in failure.message
+    assert cost is not None
+    assert cost.amount is not None
+    assert cost.amount >= 100.0
+
+
+@pytest.mark.parametrize(
+    ("allow", "spec", "path", "words"),
+    [
+        ({"maxCost": 1e-9}, {}, "spec", "by the estimate"),
+        ({"maxCost": 1e9}, {"resources": {"gpusPerNode": 1}}, "spec.resources", "without a price"),
+        ({"maxCost": 1e9}, {"spot": {"enabled": True}}, "spec.spot.enabled", "without a price (nodes without GPUs)"),
+    ],
+    ids=["dear", "unknown nodes", "unknown spot nodes"],
+)
+def test_a_job_that_would_cost_more_than_it_may_is_not_begun(allow: object, spec: dict, path: str, words: str):
+    settings = Settings.model_validate({**PRICED, "allow": allow})
+    world = World(spec={**SPEC, **spec}, settings=settings)
+    world.settle()
+    (planned,) = [one for one in world.job().status.conditions if one.type == "Planned"]
+    assert (planned.status, list(world.children)) == ("False", [])
+    assert words in planned.message
+    assert path in planned.message
+
+
 def test_the_deadline_counts_anew_after_a_suspension():
     world = training()
     world.edit(activeDeadlineSeconds=100, suspend=True)

@@ -382,6 +382,17 @@ def test_of_a_pod_that_is_gone_the_others_logs_are_told_with_their_names():
     assert told.log_tail == "==> pod-0 <==\nstopped after step 28"
 
 
+def test_when_all_pods_were_deleted_the_log_that_was_read_before_is_told():
+    first, second = (
+        pod(index, phase="Running", gone=True, deleting_since=after(10 + index), deleting_until=after(40))
+        for index in (0, 1)
+    )
+    found = first_cause(Stage.TRAIN, CHILD, (second, first))
+    assert (found.reason, found.pod) == ("PodDeleted", first)
+    assert found.told(Stage.TRAIN, 1, (("pod-0", "step 28\n"), ("pod-1", "step 27\n"))).log_tail == "step 28"
+    assert found.told(Stage.TRAIN, 1, (("pod-1", "step 27\n"),)).log_tail == "==> pod-1 <==\nstep 27"
+
+
 def test_of_a_pod_that_has_logged_nothing_the_others_logs_are_told_with_their_names():
     killed = pod(1, ended=ended(137, 12, "OOMKilled"))
     left = pod(0, ended=ended(150, 13, told=FailureClass.COLLECTIVE, at=T0 + 12))

@@ -12,7 +12,7 @@ from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJobStatus, StageStatus
 from finetune_operator.reconcile.children import child_view
-from finetune_operator.reconcile.observed import TOLD_PROBLEMS, job_view, kept_log, pod_view, wanted_logs
+from finetune_operator.reconcile.observed import TOLD_PROBLEMS, job_view, kept_log, leaving, pod_view, wanted_logs
 from finetune_operator.reconcile.types import ChildView, Ended, JobView, ObjectRef, Observed, PodView, Waiting
 from reconcile_world import SPEC, World, report
 
@@ -445,3 +445,37 @@ def test_logs_are_not_wanted_without_a_child_or_a_failure():
     world.settle()
     world.start()
     assert wanted_logs(world.job(), world.observed(), NOON, CLUSTER_SETTINGS) == ()
+
+
+def told_to_end(index: int, second: int, **more: Any) -> PodView:
+    """A pod that runs and has to go."""
+    since = NOON + timedelta(seconds=second)
+    found = replace(PLAIN, attempt=1, name=f"p{index}", index=index, phase="Running", began=NOON, deleting_since=since)
+    return replace(found, deleting_until=since + timedelta(seconds=30), **more)
+
+
+def test_the_logs_of_pods_that_are_deleted_while_they_run_are_wanted_at_once():
+    """With a pod its log goes, and when all pods of an attempt are deleted there is no other."""
+    view, child = job_view(document(), CLUSTER_SETTINGS), replace(attempt(1), state="Running")
+    pods = tuple(told_to_end(index, second) for index, second in enumerate((9, 3, 3, 8, 7)))
+    seen = Observed(children=(child,), pods=(*pods, replace(PLAIN, name="stays", phase="Running")))
+    assert leaving(view, seen) == ("p1", "p2", "p4")
+    assert leaving(view, replace(seen, last_logs=(("p1", "a"), ("p2", "")))) == ("p4",)
+    # Three are enough for one failure, whichever they were.
+    assert leaving(view, replace(seen, last_logs=(("p0", ""), ("p3", ""), ("p4", "")))) == ()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [told_to_end(0, 1, began=None), told_to_end(0, 1, phase="Failed"), told_to_end(0, 1, gone=True),
+     told_to_end(0, 1, attempt=2)],
+    ids=["never ran", "has ended", "is gone", "of another attempt"],
+)  # fmt: skip
+def test_no_log_is_read_early_that_is_not_there_or_can_be_read_at_the_end(case: PodView):
+    child = replace(attempt(1), state="Running")
+    assert leaving(job_view(document(), CLUSTER_SETTINGS), Observed(children=(child,), pods=(case,))) == ()
+
+
+def test_the_end_of_a_log_takes_the_place_of_what_was_read_before_it():
+    seen = Observed(logs=(("a", "the end"), ("b", "")), last_logs=(("a", "before"), ("b", "before"), ("c", "before")))
+    assert seen.ends == (("a", "the end"), ("b", "before"), ("c", "before"))

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from datetime import UTC, datetime, timedelta
 
 from finetune_operator.shell.queue import NEW_IN_A_ROW, JobKey, WorkQueue
 from suite_plugins.patience import patient
@@ -91,11 +90,10 @@ def test_all_workers_get_something_to_do():
 
 def test_of_several_times_the_earliest_counts_once():
     async def work(queue: WorkQueue) -> None:
-        now = datetime.now(UTC)
-        queue.add_at(A, now + timedelta(hours=1))
-        queue.add_at(A, now + timedelta(milliseconds=20))
-        queue.add_at(A, now + timedelta(minutes=1))
-        queue.add_at(B, now - timedelta(hours=1))
+        queue.add_after(A, 3600)
+        queue.add_after(A, 0.02)
+        queue.add_after(A, 60)
+        queue.add_after(B, -3600)
         assert await queue.take() == B
         assert await queue.take() == A
         assert len(queue) == 0

@@ -56,23 +56,29 @@ def job(version: int, uid: str = "job-1", phase: str = "Pending") -> dict[str, A
     }
 
 
+def controlled(metadata: dict[str, Any], kind: str, name: str, uid: str) -> dict[str, Any]:
+    """`metadata` with that controller."""
+    return metadata | {"ownerReferences": [{"kind": kind, "name": name, "uid": uid, "controller": True}]}
+
+
 def child(version: int, uid: str = "child-1", attempt: str = "1", job_uid: str = "job-1") -> dict[str, Any]:
     labels = {"job": "demo", "job_uid": job_uid, "stage": "train", "attempt": attempt}
+    about = metadata(f"demo-train-{attempt}", uid, version, **labels)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": metadata(f"demo-train-{attempt}", uid, version, **labels),
+        "metadata": controlled(about, "FineTuneJob", "demo", job_uid),
         "spec": {},
         "status": {},
     }
 
 
-def pod(version: int, name: str = "demo-train-1-0", uid: str = "pod-1") -> dict[str, Any]:
+def pod(version: int, name: str = "demo-train-1-0", uid: str = "pod-1", owner: str = "child-1") -> dict[str, Any]:
     labels = {"job": "demo", "job_uid": "job-1", "stage": "train", "attempt": "1"}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
-        "metadata": metadata(name, uid, version, **labels),
+        "metadata": controlled(metadata(name, uid, version, **labels), "Job", "demo-train-1", owner),
         "spec": {"containers": []},
         "status": {"phase": "Running"},
     }

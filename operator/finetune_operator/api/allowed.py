@@ -1,14 +1,15 @@
 """Check jobs against `settings.allow`: the objects of the namespace that they may name, and their largest size.
 
-Who may create a job has pods run with what it names. So all of it can be bounded: service accounts, Secrets, tokens,
-priority classes, environment variables, annotations, and the size of a job. Names are matched by globs; labels would
-need a right to read the objects.
+Who may create a job has pods run with what it names. So all of it can be bounded: service accounts, Secrets,
+ConfigMaps, claims, CSI drivers, tokens, priority classes, environment variables, annotations, and the size of a job.
+Names are matched by globs; labels would need a right to read the objects.
 """
 
 from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 
 from pydantic import JsonValue
 
@@ -19,6 +20,7 @@ from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobSpec
 
 SYSTEM_PRIORITY = "system-"
+CLAIM_SCHEME = "pvc://"
 API_AUDIENCE = "api"
 """Stands for a token without an audience, which is for the API server itself."""
 
@@ -30,6 +32,9 @@ def allowed_problems(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Prob
         (allow.names("service_accounts"), "a service account", _account(spec)),
         (allow.names("priority_classes"), "a priority class", _priority(spec)),
         (allow.names("secrets"), "a Secret", _secrets(spec)),
+        (allow.names("config_maps"), "a ConfigMap", _config_maps(spec)),
+        (allow.names("claims"), "a claim", _claims(spec)),
+        (allow.names("csi_drivers"), "a CSI driver", _volumes(template.volumes, ("csi", "driver"))),
         (allow.names("token_audiences"), "a token audience", _audiences(template.volumes)),
         (allow.names("env"), "an environment variable", _variables(template.env)),
         (allow.names("annotations"), "an annotation", _annotations(template.annotations)),
@@ -68,6 +73,50 @@ def _refused(path: Path, rule: str, way_out: str, value: object) -> Problem:
     return Problem(format_path(full), describe_value(value, full), rule, way_out, reason="Forbidden")
 
 
+def named_uris(spec: FineTuneJobSpec) -> Iterator[tuple[str, str]]:
+    """Return every URI of the job by its path."""
+    predict = spec.predict
+    uris = {
+        "spec.model.uri": spec.model.uri,
+        "spec.dataset.uri": spec.dataset.uri if spec.dataset else None,
+        "spec.storage.workspace": spec.storage.workspace,
+        "spec.storage.cache": spec.storage.cache,
+        "spec.checkpoints.uri": spec.checkpoints.uri,
+        "spec.predict.dataset.uri": predict.dataset.uri if predict and predict.dataset else None,
+        "spec.predict.output": predict.output if predict else None,
+    }
+    return ((path, uri) for path, uri in uris.items() if uri is not None)
+
+
+def _claims(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+    """Return every claim that the job names; not those that are made for it."""
+    for path, uri in named_uris(spec):
+        if uri.startswith(CLAIM_SCHEME):
+            yield tuple(path.split(".")[1:]), uri.removeprefix(CLAIM_SCHEME).partition("/")[0]
+    yield from _volumes(spec.template.volumes, ("persistentVolumeClaim", "claimName"))
+
+
+def _config_maps(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+    reference = ("valueFrom", "configMapKeyRef", "name")
+    for index, variable in enumerate(spec.template.env):
+        name = _at(variable, reference)
+        if isinstance(name, str):
+            yield ("template", "env", index, *reference), name
+    yield from _volumes(spec.template.volumes, ("configMap", "name"))
+    for path, source in _projected(spec.template.volumes):
+        name = _at(source, ("configMap", "name"))
+        if isinstance(name, str):
+            yield (*path, "configMap", "name"), name
+
+
+def _volumes(volumes: Sequence[Mapping[str, JsonValue]], reference: tuple[str, ...]) -> Iterator[tuple[Path, str]]:
+    """Return what each volume has at `reference`, if it is text."""
+    for index, volume in enumerate(volumes):
+        name = _at(volume, reference)
+        if isinstance(name, str):
+            yield ("template", "volumes", index, *reference), name
+
+
 def _secrets(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
     """Every Secret that the job names. Objects of Kubernetes are as they were written: other checks tell what is
     wrong in them.
@@ -76,6 +125,8 @@ def _secrets(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
         yield ("secrets", "hubToken", "name"), spec.secrets.hub_token.name
     if spec.secrets.storage is not None:
         yield ("secrets", "storage", "name"), spec.secrets.storage.name
+    if spec.checkpoints.signing_key is not None:
+        yield ("checkpoints", "signingKey", "name"), spec.checkpoints.signing_key.name
     for index, secret in enumerate(spec.template.image_pull_secrets):
         yield ("template", "imagePullSecrets", index, "name"), secret.name
     for place, items, references in (
@@ -139,8 +190,21 @@ def _sizes(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
         if most is not None and asked > most:
             rule = f"asks for {asked} {what}, and the settings allow {most}"
             yield _refused(path, rule, f"ask for {most} at most", asked)
-    if allow.max_storage is not None and spec.storage.workspace is None:
-        size = spec.storage.size
-        if parse_quantity(size) > parse_quantity(allow.max_storage):
-            rule = f"is more than the settings allow, {allow.max_storage}"
-            yield _refused(("storage", "size"), rule, f"ask for {allow.max_storage} at most", size)
+    if allow.max_storage is not None:
+        yield from _too_large(_storage(spec), allow.max_storage)
+
+
+def _too_large(sizes: Iterable[tuple[Path, str]], most: str) -> Iterator[Problem]:
+    for path, size in sizes:
+        with suppress(ValueError):  # other checks tell of what is no quantity
+            if parse_quantity(size) > parse_quantity(most):
+                yield _refused(path, f"is more than the settings allow, {most}", f"ask for {most} at most", size)
+
+
+def _storage(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
+    """Return the sizes of the claims that are made for the job: its workspace, and those of each of its pods."""
+    if spec.storage.workspace is None:
+        yield ("storage", "size"), spec.storage.size
+    yield from _volumes(
+        spec.template.volumes, ("ephemeral", "volumeClaimTemplate", "spec", "resources", "requests", "storage")
+    )

@@ -144,6 +144,8 @@ def _root() -> Schema:
     for rule in RULES:
         if rule.schema:
             _node_at(spec, rule.path).update(rule.schema)
+        if rule.schema_around:
+            _node_at(spec, rule.path.rpartition(".")[0]).update(rule.schema_around)
     for path, levels in FREE_LEVELS.items():
         free = _node_at(spec, path)
         del free["x-kubernetes-preserve-unknown-fields"]

@@ -80,6 +80,8 @@ class Rule:
     """Fields that the Python reads; left out where the CEL names them."""
     schema: Mapping[str, JsonValue] = field(default_factory=dict)
     """Schema keywords at `path` that say as much of the rule as can be said."""
+    schema_around: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Schema keywords of the object around the field, where CEL cannot look into the field."""
 
     @property
     def fields_read(self) -> tuple[str, ...]:
@@ -254,7 +256,7 @@ _LOOP_ONLY = (
     *("parallelism.strategy", "parallelism.zeroStage", "parallelism.offload.activations", "parallelism.tensor"),
     *("parallelism.pipeline.degree", "parallelism.pipeline.microBatches", "parallelism.pipeline.schedule"),
     *("parallelism.sequence", "parallelism.activationCheckpointing", "parallelism.placement"),
-    *("checkpoints.every", "checkpoints.keep", "checkpoints.onPreemption", "checkpoints.uri"),
+    *("checkpoints.every", "checkpoints.keep", "checkpoints.onPreemption", "checkpoints.uri", "checkpoints.signingKey"),
     *("model.adapter.method", "preference.beta"),
 )
 """What the built-in loop alone obeys: beside a script these would be accepted and ignored. What needs one of them is
@@ -534,6 +536,12 @@ RULES: tuple[Rule, ...] = (
         "needs spec.parallelism.strategy deepspeed",
         "set spec.parallelism.strategy to deepspeed, or leave it out",
         reads=("parallelism.deepspeedConfig", "parallelism.strategy"),
+        schema_around={
+            "anyOf": [
+                {"properties": {"strategy": {"enum": ["deepspeed"]}}},
+                {"properties": {"deepspeedConfig": {"maxProperties": 0}}},
+            ]
+        },
     ),
     Rule(
         "single-is-one-process",

@@ -236,13 +236,24 @@ HARMLESS_ENV = (
 """Variables that name no other code and no other server."""
 Profile: TypeAlias = Literal["open", "strict"]
 AllowedNames: TypeAlias = Literal[
-    "service_accounts", "secrets", "token_audiences", "priority_classes", "env", "annotations"
+    "service_accounts",
+    "secrets",
+    "config_maps",
+    "claims",
+    "csi_drivers",
+    "token_audiences",
+    "priority_classes",
+    "env",
+    "annotations",
 ]
 PROFILES: Mapping[Profile, Mapping[AllowedNames, tuple[str, ...]]] = {
     "open": dict.fromkeys(get_args(AllowedNames), ANY),
     "strict": {
         "service_accounts": ("default",),
         "secrets": ("finetune-*",),
+        "config_maps": ANY,
+        "claims": ANY,
+        "csi_drivers": (),
         "token_audiences": (),
         "priority_classes": (),
         "env": HARMLESS_ENV,
@@ -258,14 +269,28 @@ class Allow(SpecModel):
     profile: Profile = Field(
         default="open",
         description="What the lists below are where they are left out. open: anything, for namespaces whose users may "
-        "create pods all the same. strict: the service account default, Secrets named finetune-*, no tokens, no "
-        "priority classes, no annotations, and variables that name no other code and no other server. Default open.",
+        "create pods all the same. strict: the service account default, Secrets named finetune-*, no CSI drivers, "
+        "no tokens, no priority classes, no annotations, and variables that name no other code and no other server. "
+        "Default open.",
     )
     service_accounts: Globs | None = Field(
         default=None, description="Globs of service accounts that a job may name. Left out: the profile's."
     )
     secrets: Globs | None = Field(
         default=None, description="Globs of Secrets that a job may name, wherever it does. Left out: the profile's."
+    )
+    config_maps: Globs | None = Field(
+        default=None, description="Globs of ConfigMaps that a job may name. Left out: any."
+    )
+    claims: Globs | None = Field(
+        default=None,
+        description="Globs of claims that a job may name, in pvc:// URIs and in volumes; its own workspace needs no "
+        "leave. Left out: any.",
+    )
+    csi_drivers: Globs | None = Field(
+        default=None,
+        description="Globs of CSI drivers that a job may name for volumes of its pods; some give secrets to whoever "
+        "asks. Left out: the profile's.",
     )
     token_audiences: Globs | None = Field(
         default=None,
@@ -291,7 +316,15 @@ class Allow(SpecModel):
         default=None, description="Most workers that prepare or predict, a count. Left out: no bound."
     )
     max_storage: Quantity | None = Field(
-        default=None, description="Largest claim that is made for a job, e.g. 500Gi. Left out: no bound."
+        default=None,
+        description="Largest claim that is made for a job, its workspace or a volume of one of its pods, e.g. 500Gi. "
+        "Left out: no bound.",
+    )
+    max_cost: Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description="Most that a job may cost, in `currency`, at the prices below: a job is refused whose estimate is "
+        "higher or whose nodes have no price, and it ends with a checkpoint when it has cost so much. Left out: no "
+        "bound.",
     )
 
     def names(self, which: AllowedNames) -> tuple[str, ...]:

@@ -54,6 +54,11 @@ def _together(read: Read[Settings], settings: Settings) -> Iterator[Problem]:
             "limits.restartDelaySeconds", describe_value(first),
             f"cannot be above limits.restartDelayMostSeconds, {most:g}", "exchange the two, or raise the other",
         )  # fmt: skip
+    if settings.allow.max_cost is not None and not settings.prices and whole(("prices",), ("allow", "maxCost")):
+        yield Problem(
+            "allow.maxCost", describe_value(settings.allow.max_cost), "needs prices: without them no cost is known",
+            "add the prices of your nodes, or leave it out", reason="Required",
+        )  # fmt: skip
     yield from _spot(settings, whole)
     for number, resolver in enumerate(settings.network_policy.dns):
         yield from _peer(("networkPolicy", "dns", number), resolver)

@@ -30,7 +30,7 @@ from finetune_contract.arguments import (
     known_arguments,
 )
 from finetune_contract.hub import is_hub_name
-from finetune_operator.api.allowed import allowed_problems
+from finetune_operator.api.allowed import allowed_problems, named_uris
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.fields import Path, read_fields, unknown_field, value_at, without_nulls
 from finetune_operator.api.problems import (
@@ -372,7 +372,7 @@ def _hyperparameters(spec: FineTuneJobSpec) -> Iterator[Problem]:
 
 def _hub_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
     """`hf://` names one repository of the Hub and nothing else: no folder, no file, no way up."""
-    for path, uri in _uris(spec):
+    for path, uri in named_uris(spec):
         scheme, _, name = uri.partition("://")
         if path.endswith("dataset.uri"):
             name = name.partition("@")[0].removeprefix("datasets/")
@@ -385,7 +385,7 @@ def _hub_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
 
 def _settings(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
     """What the administrator's settings do not allow."""
-    for path, uri in _uris(spec):
+    for path, uri in named_uris(spec):
         scheme = uri.partition("://")[0]
         if scheme not in settings.schemes:
             allowed = ", ".join(f"{name}://" for name in settings.schemes)
@@ -404,20 +404,6 @@ def _settings(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
         )  # fmt: skip
     if spec.script is not None:
         yield from _git_host(spec.script.git.url, settings)
-
-
-def _uris(spec: FineTuneJobSpec) -> Iterator[tuple[str, str]]:
-    predict = spec.predict
-    uris = {
-        "spec.model.uri": spec.model.uri,
-        "spec.dataset.uri": spec.dataset.uri if spec.dataset else None,
-        "spec.storage.workspace": spec.storage.workspace,
-        "spec.storage.cache": spec.storage.cache,
-        "spec.checkpoints.uri": spec.checkpoints.uri,
-        "spec.predict.dataset.uri": predict.dataset.uri if predict and predict.dataset else None,
-        "spec.predict.output": predict.output if predict else None,
-    }
-    return ((path, uri) for path, uri in uris.items() if uri is not None)
 
 
 def _remote_code(uri: str, settings: Settings) -> Iterator[Problem]:

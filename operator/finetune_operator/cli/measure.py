@@ -29,6 +29,7 @@ from finetune_contract.facts import HardwareFacts, ModelFacts, TrainerFacts
 from finetune_contract.job import ModelSource, TrainerJob
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import TrainerReport
+from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.cli.console import err, note
 from finetune_operator.cli.environment import trainer_environment, usable_cores
@@ -38,6 +39,10 @@ TRAINER = "finetune_trainer"
 TIMEOUT_SECONDS = 120
 """Importing torch and reading a config take about 10 s; a config from the Hub over a slow line takes
 longer."""
+MEMORY_STEP = 512 * 1024**2
+"""Free memory is rounded down to multiples of it, in bytes."""
+LITTLE_LEFT = 0.25
+"""Share of the memory; when less is free, a note tells it."""
 
 # The trainer's last line is a log line: time, class and reason of the failure, and then what is to be told.
 _LOG_PREFIX = re.compile(r"^[0-9:]{8} \w+ \(\w+\): ")
@@ -69,12 +74,26 @@ def measure(job: FineTuneJob) -> Measured:
         if facts is not None:
             with contextlib.suppress(OSError):  # a cache that cannot be written only costs the next plan some seconds
                 write_atomically(cached, facts.to_json())
-    return Measured(None, own_hardware()) if facts is None else Measured(facts.model, facts.hardware)
+    return Measured(None, own_hardware()) if facts is None else Measured(facts.model, _free_part(facts.hardware))
 
 
 def own_hardware() -> HardwareFacts:
     """This machine as far as it can be seen without torch: GPUs cannot."""
-    return HardwareFacts(cpu_cores=usable_cores(), memory_bytes=psutil.virtual_memory().total, assumed=True)
+    total = psutil.virtual_memory().total
+    return _free_part(HardwareFacts(cpu_cores=usable_cores(), memory_bytes=total, assumed=True))
+
+
+def _free_part(hardware: HardwareFacts) -> HardwareFacts:
+    """Return the machine with the memory that other programs leave, in whole steps so that equal plans stay equal. A
+    run that takes more would have the machine swap, or the kernel end something.
+    """
+    free = psutil.virtual_memory().available // MEMORY_STEP * MEMORY_STEP
+    if free >= hardware.memory_bytes // MEMORY_STEP * MEMORY_STEP:
+        return hardware
+    if free < hardware.memory_bytes * LITTLE_LEFT:
+        there = f"{human_bytes(free)} of {human_bytes(hardware.memory_bytes)} of memory are free here"
+        note(f"{there}, and the plan uses no more than that. Close other programs for a larger one.")
+    return hardware.model_copy(update={"memory_bytes": max(MEMORY_STEP, free)})
 
 
 def _ask_trainer(job: FineTuneJob) -> TrainerFacts | None:

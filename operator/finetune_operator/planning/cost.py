@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from finetune_contract.choices import Precision
 from finetune_contract.facts import ModelFacts
 from finetune_contract.job import Adapter, Batch, Strategy
+from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import Price, Settings
 from finetune_operator.planning.adapters import trained_parameters
 from finetune_operator.planning.devices import find_gpu, link_bytes
@@ -213,11 +214,41 @@ def estimate_training(draft: Draft) -> Estimate:
     return _with_cost(draft, seconds, basis)
 
 
+def cost_problems(draft: Draft, estimate: Estimate) -> tuple[Problem, ...]:
+    """Return why a finished draft costs more than `allow.maxCost` of the settings, or could without anybody knowing."""
+    most, world = draft.settings.allow.max_cost, draft.world
+    if most is None or draft.local or world is None:
+        return ()
+    price, product, gpus = _node_price(draft)
+    spot = draft.spec.spot.enabled
+    problem: Problem | None = None
+    if price is None or (spot and price.spot_per_hour is None):
+        node = f"{product} with {gpus} GPUs" if gpus else "nodes without GPUs"
+        problem = Problem(
+            "spec.spot.enabled" if price is not None else "spec.resources", None,
+            f"asks for {'spot ' * spot}nodes without a price ({node}), and the settings bound what a job may cost",
+            "ask for other nodes, or ask the administrator to add their price to the settings", reason="Forbidden",
+        )  # fmt: skip
+    elif estimate.cost is not None and estimate.cost > most:
+        problem = Problem(
+            "spec", None,
+            f"costs {estimate.cost:,.2f} {estimate.currency} by the estimate, and the settings allow {most:g}",
+            "train for fewer epochs or steps, or on other nodes, or ask the administrator for a higher allow.maxCost",
+            reason="Forbidden",
+        )  # fmt: skip
+    return () if problem is None else (problem,)
+
+
+def _node_price(draft: Draft) -> tuple[Price | None, str, int]:
+    """Return the price of one node of a finished draft, if there is one, with its product and its GPUs."""
+    gpus = draft.hardware.gpus_per_node if decided(draft.world).device == "cuda" else 0
+    product = decided(draft.hardware.gpu).product if gpus else "cpu"
+    return find_price(draft.settings, product, gpus), product, gpus
+
+
 def _with_cost(draft: Draft, seconds: float, basis: str) -> Estimate:
     world, settings = decided(draft.world), draft.settings
-    gpus = draft.hardware.gpus_per_node if world.device == "cuda" else 0
-    product = decided(draft.hardware.gpu).product if gpus else "cpu"
-    price, spot = find_price(settings, product, gpus), draft.spec.spot.enabled
+    (price, _, _), spot = _node_price(draft), draft.spec.spot.enabled
     if draft.local or price is None:
         return Estimate(seconds=seconds, basis=basis)
     per_hour = price.spot_per_hour if spot else price.per_hour

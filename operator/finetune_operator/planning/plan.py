@@ -33,7 +33,7 @@ from finetune_operator.api.types import DatasetSpec, FineTuneJob
 from finetune_operator.planning.adapters import choose_adapter
 from finetune_operator.planning.batch import check_batch
 from finetune_operator.planning.capacity import choose_capacity
-from finetune_operator.planning.cost import estimate_training
+from finetune_operator.planning.cost import cost_problems, estimate_training
 from finetune_operator.planning.devices import has_fp8
 from finetune_operator.planning.draft import Draft, Lengths, decided
 from finetune_operator.planning.facts import assumed_device, assumed_hardware, assumed_model, is_well_known, node_words
@@ -529,6 +529,9 @@ def _finish(draft: Draft) -> JobPlan:
             f"inference batches of {inference_tokens(draft):,} padded tokens: rows of like length together, "
             "as many as fit in that"
         )
+    estimate = estimate_training(draft) if draft.loops else Estimate(basis=_no_estimate(draft))
+    if problems := cost_problems(draft, estimate):
+        raise PlanRefused(problems)
     return JobPlan(
         name=draft.job.name,
         stages=draft.stages,
@@ -538,7 +541,7 @@ def _finish(draft: Draft) -> JobPlan:
         trainer=trainer_job(draft),
         deepspeed_overrides=draft.spec.parallelism.deepspeed_config,
         memory=draft.memory,
-        estimate=estimate_training(draft) if draft.loops else Estimate(basis=_no_estimate(draft)),
+        estimate=estimate,
         hardware=draft.hardware,
         model=draft.model,
         data=draft.data,

@@ -43,6 +43,7 @@ MANAGER = "finetune.dev/operator"
 
 MOST_FIGURES = 4
 """Metrics in the event that tells of success; the status has all."""
+_HOUR = timedelta(hours=1)
 LEAST_REFUSED_SECONDS = 1.0
 """Delay before an object that was refused is tried again, also where restarts have none: a refusal comes back at once.
 """
@@ -64,6 +65,7 @@ def decide(
         meet_refusals,
         keep_deadline,
         keep_spot_bounds,
+        keep_cost,
         hold,
         finish,
         proceed,
@@ -236,6 +238,32 @@ def keep_spot_bounds(course: Course) -> Course:
     course, cause = bound_reached(course)
     current = course.current
     return course if cause is None or current is None else _stopped_for_good(course, current, cause)
+
+
+def keep_cost(course: Course) -> Course:
+    """End a job that has cost as much as the settings allow, with what the attempt that runs has used so far."""
+    most, current = course.settings.allow.max_cost, course.current
+    if most is None or current is None:
+        return course
+    spent, later = (
+        _amount(attempt_over(course, current, at) if current.state == "Running" else course)
+        for at in (course.now, course.now + _HOUR)
+    )
+    if spent >= most:
+        cause = Cause(
+            OperatorCause.COST_EXCEEDED,
+            "CostExceeded",
+            f"The job has cost {spent:.2f} {course.settings.currency}, and the settings allow {most:g}.",
+            "Ask the administrator for a higher allow.maxCost; checkpoints and results in the workspace are kept.",
+        )
+        return _stopped_for_good(course, current, cause)
+    return course.wake(course.now + _HOUR * ((most - spent) / (later - spent))) if later > spent else course
+
+
+def _amount(course: Course) -> float:
+    """What the job has cost; 0 where its nodes have no price, as when prices were taken out of the settings."""
+    cost = course.status.cost
+    return 0.0 if cost is None or cost.amount is None else cost.amount
 
 
 def _stopped_for_good(course: Course, current: StageStatus, cause: Cause) -> Course:

@@ -86,7 +86,7 @@ def attempt_failed(course: Course, stage: StageStatus, cause: Cause, at: datetim
     ended = at or course.now
     before, step = stage.furthest_step or 0, _step(course)
     stage = stage.model_copy(update={"furthest_step": max(before, step) or None})
-    failure = cause.told(Stage(stage.name), stage.attempt, course.observed.logs)
+    failure = cause.told(Stage(stage.name), stage.attempt, course.observed.ends)
     if cause.rank is None:
         failure = failure.model_copy(update={"rank": _only_rank(course, stage, cause)})
     course = taken_away(attempt_over(course.with_status(failure=failure), stage, ended), stage, cause)

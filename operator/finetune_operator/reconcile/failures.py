@@ -38,7 +38,11 @@ def first_cause(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Caus
     if cause.pod is None:
         return cause
     # Its log may have gone with it, or be empty: then those of the others are what is left to be read.
-    left = sorted((pod for pod in pods if pod.phase == "Failed" and not pod.gone and pod is not cause.pod), key=_end)
+    # Those that were deleted come last: theirs were read when their deletion began.
+    left = sorted(
+        (pod for pod in pods if (pod.phase == "Failed" or pod.gone) and pod is not cause.pod),
+        key=lambda pod: (pod.gone, _end(pod)),
+    )
     return replace(cause, witnesses=tuple(left[:MOST_LOGS]))
 
 

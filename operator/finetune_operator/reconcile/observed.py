@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import TypeAlias
 
 from pydantic import JsonValue, ValidationError
 
@@ -19,7 +20,7 @@ from finetune_contract.report import TrainerReport, shortened
 from finetune_operator.api.problems import MOST_PROBLEMS, Problem
 from finetune_operator.api.redaction import Redactor
 from finetune_operator.api.settings import Settings
-from finetune_operator.api.types import FineTuneJobStatus
+from finetune_operator.api.types import FineTuneJob, FineTuneJobStatus
 from finetune_operator.api.validation import validate_job
 from finetune_operator.reconcile.children import attempt_of
 from finetune_operator.reconcile.course import heard_by
@@ -41,16 +42,23 @@ _NOT_WAITING = frozenset({"", "ContainerCreating", "PodInitializing"})
 """What the kubelet calls waiting and is a start that goes on."""
 
 
-def job_view(value: Mapping[str, JsonValue], settings: Settings, before: JobView | None = None) -> JobView:
+Validate: TypeAlias = Callable[[JsonValue, Settings], tuple[FineTuneJob | None, list[Problem]]]
+"""Takes the place of `validate_job`."""
+
+
+def job_view(
+    value: Mapping[str, JsonValue],
+    settings: Settings,
+    before: JobView | None = None,
+    validate: Validate | None = None,
+) -> JobView:
     """The FineTuneJob as it was read. ValidationError when it has no metadata, which no API server sends.
 
     `before` is an earlier view under the same settings: while the same job asks for the same, it is not checked again.
     """
     meta = Meta.model_validate(value["metadata"])
-    annotations: dict[str, JsonValue] = {key: text for key, text in meta.annotations.items() if key != LAST_APPLIED}
-    labels: dict[str, JsonValue] = {**meta.labels}
-    # Views of all jobs are kept, so nothing that its user can make large is.
-    marks = hashlib.sha256(json.dumps([labels, annotations], sort_keys=True).encode()).hexdigest()
+    labels, annotations = _marked(meta)
+    marks = _marks(meta)
     metadata: dict[str, JsonValue] = {
         "name": meta.name,
         "namespace": meta.namespace,
@@ -65,12 +73,11 @@ def job_view(value: Mapping[str, JsonValue], settings: Settings, before: JobView
         "metadata": metadata,
         "spec": value.get("spec"),
     }
-    # Kubernetes counts the generation up with each change of a spec, but not with one of labels and annotations.
-    if before is not None and (before.uid, before.generation, before.marks) == (meta.uid, meta.generation, marks):
+    if before is not None and _asks_the_same(meta, marks, before):
         job, problems = before.job, before.problems
     else:
         try:
-            job, found = validate_job(document, settings)
+            job, found = (validate or validate_job)(document, settings)
         except Exception as error:
             # A fault of ours, met by one object, must not keep the operator from all others.
             job, found = None, [_not_judged(error)]
@@ -90,6 +97,27 @@ def job_view(value: Mapping[str, JsonValue], settings: Settings, before: JobView
         status=_status(value.get("status")),
         marks=marks,
     )
+
+
+def asks_the_same(value: Mapping[str, JsonValue], before: JobView) -> bool:
+    """Return whether `job_view` takes the verdict of `before`. ValidationError as there."""
+    meta = Meta.model_validate(value["metadata"])
+    return _asks_the_same(meta, _marks(meta), before)
+
+
+def _asks_the_same(meta: Meta, marks: str, before: JobView) -> bool:
+    # Kubernetes counts the generation up with each change of a spec, but not with one of labels and annotations.
+    return (before.uid, before.generation, before.marks) == (meta.uid, meta.generation, marks)
+
+
+def _marked(meta: Meta) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
+    """Return the labels and annotations that validation reads."""
+    return {**meta.labels}, {key: text for key, text in meta.annotations.items() if key != LAST_APPLIED}
+
+
+def _marks(meta: Meta) -> str:
+    # Views of all jobs are kept, so nothing that its user can make large is.
+    return hashlib.sha256(json.dumps(_marked(meta), sort_keys=True).encode()).hexdigest()
 
 
 def _kept(found: Sequence[Problem]) -> tuple[Problem, ...]:
@@ -219,16 +247,10 @@ def wanted_logs(job: JobView, observed: Observed, now: datetime, settings: Setti
     The shell reads them before it decides, and hands over an empty text where there is none to be had. An attempt whose
     failure the status tells already needs no log any more.
     """
-    if not observed.children:
+    newest = _newest(job, observed)
+    if newest is None:
         return ()
-    newest = max(observed.children, key=lambda child: (list(Stage).index(child.stage), child.attempt))
-    for stage in job.status.stages:
-        told = stage.attempt >= newest.attempt and stage.state not in ("Pending", "Running")
-        if stage.name == newest.stage.value and told:
-            return ()
-    own = [
-        heard_by(pod, job.name) for pod in observed.pods if (pod.stage, pod.attempt) == (newest.stage, newest.attempt)
-    ]
+    own = _pods_of(newest, job, observed)
     # Of a pod that is gone there is no log to be read.
     failed = sorted(
         (pod for pod in own if pod.phase == "Failed" and not pod.gone), key=lambda pod: (_ended_at(pod), pod.name)
@@ -240,6 +262,36 @@ def wanted_logs(job: JobView, observed: Observed, now: datetime, settings: Setti
     wanted = dict.fromkeys(pod.name for pod in (*first, *failed, *hung))
     known = {name for name, _ in observed.logs}
     return tuple(name for name in list(wanted)[:MOST_LOGS] if name not in known)
+
+
+def leaving(job: JobView, observed: Observed) -> tuple[str, ...]:
+    """Pods of the current attempt that are being deleted while they run, at most 3: their logs have to be read now. Who
+    asked for it is not the operator, which deletes after the status tells of an end.
+    """
+    newest = _newest(job, observed)
+    if newest is None:
+        return ()
+    own = [pod for pod in _pods_of(newest, job, observed) if pod.deleting_since is not None and pod.began is not None]
+    first = sorted((pod for pod in own if not pod.over), key=lambda pod: (pod.deleting_since, pod.index or 0, pod.name))
+    known = {name for name, _ in observed.last_logs}
+    return tuple(pod.name for pod in first[:MOST_LOGS] if pod.name not in known)[: MOST_LOGS - len(known)]
+
+
+def _newest(job: JobView, observed: Observed) -> ChildView | None:
+    """Return the child of the current attempt; None where there is none or the status tells of its end already."""
+    if not observed.children:
+        return None
+    newest = max(observed.children, key=lambda child: (list(Stage).index(child.stage), child.attempt))
+    for stage in job.status.stages:
+        told = stage.attempt >= newest.attempt and stage.state not in ("Pending", "Running")
+        if stage.name == newest.stage.value and told:
+            return None
+    return newest
+
+
+def _pods_of(child: ChildView, job: JobView, observed: Observed) -> list[PodView]:
+    same = (pod for pod in observed.pods if (pod.stage, pod.attempt) == (child.stage, child.attempt))
+    return [heard_by(pod, job.name) for pod in same]
 
 
 def kept_log(job: JobView, log: str) -> str:

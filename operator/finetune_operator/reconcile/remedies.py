@@ -53,6 +53,7 @@ class OperatorCause(StrEnum):
     NAME_TAKEN = "NameTaken"
     REFUSED = "Refused"
     DEADLINE_EXCEEDED = "DeadlineExceeded"
+    COST_EXCEEDED = "CostExceeded"
     NO_REPORT = "NoReport"
     PLAN_REFUSED = "PlanRefused"
     NO_PROGRESS = "NoProgress"
@@ -91,6 +92,7 @@ REMEDIES: dict[CauseClass, Remedy] = {
     OperatorCause.NAME_TAKEN: Remedy.FAIL,
     OperatorCause.REFUSED: Remedy.FAIL,
     OperatorCause.DEADLINE_EXCEEDED: Remedy.FAIL,
+    OperatorCause.COST_EXCEEDED: Remedy.FAIL,
     OperatorCause.NO_REPORT: Remedy.COUNTED,
     OperatorCause.PLAN_REFUSED: Remedy.FAIL,
     OperatorCause.NO_PROGRESS: Remedy.COUNTED,
@@ -162,7 +164,7 @@ class Cause:
 
     def _tail(self, logs: Mapping[str, str]) -> str | None:
         """The end of the pod's log; of the witnesses' where there is no such pod, or nothing to be read of it."""
-        own = "" if self.pod is None or self.pod.gone else logs.get(self.pod.name, "").rstrip()
+        own = "" if self.pod is None else logs.get(self.pod.name, "").rstrip()
         return own[-LOG_LIMIT:] or _shares(self.witnesses, logs)
 
 

@@ -49,6 +49,11 @@ class JobView:
     marks: str = ""
     """Digest of labels and annotations, which validation reads beside the spec."""
 
+    @property
+    def id(self) -> tuple[str, str]:
+        """Namespace and uid: what objects of the job are kept under."""
+        return self.namespace, self.uid
+
 
 @dataclass(frozen=True)
 class ChildView:
@@ -163,6 +168,8 @@ class Observed:
     """Name of a pod and the end of its log, for pods that `wanted_logs` asked for; empty text: there is none to be
     had.
     """
+    last_logs: tuple[tuple[str, str], ...] = ()
+    """The same for pods that `leaving` named, read when their deletion began: with a pod its log goes."""
     served: tuple[LauncherName, ...] = ("job",)
     """Launchers whose kinds the API server serves, as `planning.types.Facts.served` takes them."""
     spark: bool = False
@@ -173,6 +180,12 @@ class Observed:
     """Of an earlier job of the same name, whose results lie in the same place."""
     moved: datetime | None = None
     """When a report of the running attempt told something new last; None: this operator has heard none."""
+
+    @property
+    def ends(self) -> tuple[tuple[str, str], ...]:
+        """Return the log ends that are known: those read after a pod's end before those read when it had to go."""
+        return tuple((dict(self.last_logs) | {name: text for name, text in self.logs if text}).items())
+
     heard_since: datetime | None = None
     """Since when no report can have been missed; None: they cannot be heard now."""
 

@@ -361,6 +361,9 @@ class TlsContexts:
         self.server.verify_mode = ssl.CERT_OPTIONAL
         self.relay = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         self.relay.minimum_version = ssl.TLSVersion.TLSv1_2
+        self.webhook = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        """Apart from `server`: other clients show it other certificates."""
+        self.webhook.minimum_version = ssl.TLSVersion.TLSv1_2
         self.take(certificates)
 
     def take(self, certificates: Certificates) -> None:
@@ -376,4 +379,5 @@ class TlsContexts:
             chain.write_text(certificates.leaf + certificates.leaf_key, encoding="ascii")
             for context in (self.server, self.relay):
                 context.load_verify_locations(cadata=certificates.authority)
+            for context in (self.server, self.relay, self.webhook):
                 context.load_cert_chain(chain)

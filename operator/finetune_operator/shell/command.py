@@ -156,6 +156,23 @@ def run(
             help="Folder with the webhook's tls.crt and tls.key, as cert-manager keeps it. Left out: one of our own.",
         ),
     ] = None,
+    webhook_clients: Annotated[
+        Path | None,
+        typer.Option(
+            "--webhook-client-authorities",
+            metavar="FILE",
+            help="Authorities (PEM) by which clients of the webhook need a certificate; the API server shows one only "
+            "where its admission configuration names one. Left out: whoever reaches the port may ask.",
+        ),
+    ] = None,
+    webhook_client_name: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--webhook-client-name",
+            metavar="NAME",
+            help="Common name of a client that may ask, by --webhook-client-authorities; repeatable. Left out: any.",
+        ),
+    ] = None,
     log_format: Annotated[LogFormat, typer.Option("--log-format", help="Form of the log.")] = LogFormat.TEXT,
     log_level: Annotated[LogLevel, typer.Option("--log-level", help="The least that is logged.")] = LogLevel.INFO,
 ) -> None:
@@ -185,9 +202,12 @@ def run(
 
     webhook = None
     if webhook_port is not None:
-        webhook = WebhookOptions(webhook_port, webhook_configuration, webhook_certificate)
-    elif webhook_configuration is not None or webhook_certificate is not None:
-        _usage("--webhook-configuration and --webhook-certificate are for a webhook: give --webhook-port, too")
+        names = tuple(webhook_client_name or ())
+        webhook = WebhookOptions(webhook_port, webhook_configuration, webhook_certificate, webhook_clients, names)
+    elif any((webhook_configuration, webhook_certificate, webhook_clients, webhook_client_name)):
+        _usage("the options --webhook-... are for a webhook: give --webhook-port, too")
+    if webhook_client_name and webhook_clients is None:
+        _usage("--webhook-client-name needs --webhook-client-authorities: without a certificate nobody has a name")
     if webhook_configuration is not None and webhook_certificate is not None:
         _usage("--webhook-configuration and --webhook-certificate exclude each other: who makes the one tells of it")
     options = Options(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from aiohttp import web
@@ -75,16 +75,10 @@ class Endpoints:
 
     async def start(self, host: str | None = None, port: int = HTTP_PORT) -> int:
         """Listen on `host` (None: all addresses); gives the port, which is chosen when `port` is 0."""
-        application = web.Application(middlewares=[_closing])
-        application.add_routes(
-            [
-                web.get("/healthz", self._healthz),
-                web.get("/readyz", self._readyz),
-                web.get("/metrics", self._metrics_page),
-            ]
-        )
         self._beating = asyncio.create_task(self._heartbeat.run(), name="heartbeat")
-        self._site = Site("probes and metrics", application, BOUNDS)
+        pages = {"/healthz": self._healthz, "/readyz": self._readyz, "/metrics": self._metrics_page}
+        routes = {(method, path): page for path, page in pages.items() for method in ("GET", "HEAD")}
+        self._site = Site("probes and metrics", routes, BOUNDS)
         return await self._site.start(host, port)
 
     async def stop(self) -> None:
@@ -96,33 +90,23 @@ class Endpoints:
             await self._site.stop()
         self._beating = self._site = None
 
-    async def _healthz(self, _request: web.Request) -> web.Response:
+    async def _healthz(self, _request: web.BaseRequest) -> web.Response:
         faults = list(self._health.faults())
         lag = self._heartbeat.lag()
         if lag > LAG_LIMIT_SECONDS:
             faults.append(f"the event loop is {lag:.0f} s late")
         return _page(faults)
 
-    async def _readyz(self, _request: web.Request) -> web.Response:
+    async def _readyz(self, _request: web.BaseRequest) -> web.Response:
         return _page(self._health.missing())
 
-    async def _metrics_page(self, _request: web.Request) -> web.Response:
+    async def _metrics_page(self, _request: web.BaseRequest) -> web.Response:
         began = time.monotonic()
         if began > self._exposed_until:
             self._exposed = self._metrics.exposition()
             # Frequent requests use at most about a tenth of the processor.
             self._exposed_until = time.monotonic() + METRICS_PAUSE * (time.monotonic() - began)
         return web.Response(body=self._exposed, headers={"Content-Type": _TEXT})
-
-
-@web.middleware
-async def _closing(
-    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-) -> web.StreamResponse:
-    """A connection carries one request, so that its life is bounded."""
-    response = await handler(request)
-    response.force_close()
-    return response
 
 
 def _page(wrong: Sequence[str]) -> web.Response:

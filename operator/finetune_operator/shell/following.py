@@ -84,10 +84,10 @@ class _Follower:
         async with self._state.kube.outage.until_end(), aclosing(events):
             turn = Turn()
             async for event in events:
-                self._take(event)
+                await self._take(event)
                 await turn.shared()
 
-    def _take(self, event: WatchEvent) -> None:
-        self._version = event.version
+    async def _take(self, event: WatchEvent) -> None:
         if event.type != "BOOKMARK":
-            take(self._state, self._resource, event.object, gone=event.type == "DELETED")
+            await take(self._state, self._resource, event.object, gone=event.type == "DELETED")
+        self._version = event.version

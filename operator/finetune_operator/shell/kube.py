@@ -56,6 +56,7 @@ from finetune_operator.api.json_text import loads
 from finetune_operator.api.types import LauncherName
 from finetune_operator.reconcile.times import stamp
 from finetune_operator.rendering.types import FIELD_OWNER, Manifest
+from finetune_operator.shell.clock import ClusterClock
 
 log = logging.getLogger(__name__)
 
@@ -385,6 +386,7 @@ class Kube:
     outage: Outage = field(default_factory=Outage)
     counter: RequestCounter | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    clock: ClusterClock = field(default_factory=ClusterClock)
 
     # ------------------------------------------------------------------------------------------------------- reading
 
@@ -480,7 +482,7 @@ class Kube:
         try:
             body = await self._request("get", POD, path, query=query, seconds=LOG_SECONDS, tries=1, subresource="log")
         except ApiError as error:
-            log.info("%s/%s: no log of pod %s: %s", namespace, name, name, error)
+            log.info("no log of pod %s/%s: %s", namespace, name, error)
             return ""
         return body.decode("utf-8", "replace")
 
@@ -691,8 +693,10 @@ class Kube:
             body=body,
             auth_settings=["BearerToken"],
         )
+        asked = self.clock.local()
         answered = await self.api.call_api(method, url, headers, body=sent, _request_timeout=timeout)
         response: aiohttp.ClientResponse = answered.response
+        self.clock.answered(response.headers.get("Date"), asked)
         async with response:
             yield response
 

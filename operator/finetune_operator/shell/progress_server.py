@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Protocol
 
 import aiohttp
 from aiohttp import web
@@ -28,6 +28,7 @@ from finetune_operator.api.types import ProgressStatus
 from finetune_operator.rendering.types import PROGRESS_PORT
 from finetune_operator.shell.bodies import Bodies, BodyError
 from finetune_operator.shell.certificates import SERVICE_NAME, TlsContexts
+from finetune_operator.shell.connections import Server
 from finetune_operator.shell.listening import Bounds, Listener
 from finetune_operator.shell.progress_protocol import (
     BODY_LIMIT_BYTES,
@@ -154,11 +155,11 @@ class ProgressServer:
         self._relays = asyncio.Semaphore(limits.relays)
         self._relay: aiohttp.ClientSession | None = None
         self._listener: Listener | None = None
-        self._server: _Server | None = None
+        self._server: Server | None = None
 
     async def start(self, host: str | None = None, port: int = PORT) -> int:
         """Listen on `host` (None: all addresses); gives the port, which is chosen when `port` is 0."""
-        self._server = _Server(self._handle, self._limits)
+        self._server = Server(self._handle, keepalive_seconds=self._limits.connection_seconds)
         self._relay = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(ssl=self._tls.relay, force_close=True),
             timeout=aiohttp.ClientTimeout(total=self._limits.relay_seconds),
@@ -329,45 +330,3 @@ def _unauthorized(why: str) -> RefusedError:
 
 def _error(status: int, why: str, headers: Mapping[str, str] | None = None) -> web.Response:
     return web.json_response({"error": why}, status=status, headers=headers)
-
-
-# -------------------------------------------------------------------------------------------------------- connections
-
-
-class _Server(web.Server):
-    """aiohttp's server, whose connections answer in our own words."""
-
-    def __init__(self, handle: Callable[[web.BaseRequest], Any], limits: ServerLimits) -> None:
-        super().__init__(
-            handle,
-            access_log=None,
-            # A compressed body could be of any size; it is not JSON then, and refused as that.
-            auto_decompress=False,
-            keepalive_timeout=limits.connection_seconds,
-            lingering_time=2.0,
-        )
-
-    def __call__(self) -> web.RequestHandler:
-        return _Connection(self, loop=self._loop, **self._kwargs)
-
-
-class _Connection(web.RequestHandler):
-    """One connection."""
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """What is not HTTP is answered, and logged, without what was sent; aiohttp's own answer would repeat it."""
-        log.debug("A request that could not be read (status %d).", status)
-        answer = _error(status, "this is no HTTP request" if status == HTTPStatus.BAD_REQUEST else "not handled")
-        answer.force_close()
-        return answer
-
-    def log_exception(self, *args: Any, **kw: Any) -> None:
-        """aiohttp tells about broken connections here, with the error's text, which might hold what was sent."""
-        error = kw.get("exc_info")
-        log.warning("A connection of the progress server broke: %s.", type(error).__name__)

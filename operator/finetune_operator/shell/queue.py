@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextlib import suppress
-from datetime import UTC, datetime
 from typing import NamedTuple
 
 
@@ -58,12 +57,8 @@ class WorkQueue:
             if new:
                 self._calm.clear()
 
-    def add_at(self, key: JobKey, when: datetime) -> None:
-        """Have it looked at at `when`; of several times, the earliest counts, and only that one."""
-        self.add_after(key, (when - datetime.now(UTC)).total_seconds())
-
     def add_after(self, key: JobKey, seconds: float) -> None:
-        """The same, `seconds` from now."""
+        """Have it looked at `seconds` from now; of several times, the earliest counts, and only that one."""
         loop = asyncio.get_running_loop()
         due = loop.time() + max(0.0, seconds)
         set_already = self._timers.get(key)

@@ -14,25 +14,28 @@ import asyncio
 import logging
 import random
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
+from finetune_contract.report import shortened
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus
-from finetune_operator.reconcile.observed import kept_log, wanted_logs
-from finetune_operator.reconcile.types import Decision, EventNote, JobView, ObjectRef, Observed, Refusal
+from finetune_operator.reconcile.observed import kept_log, leaving, wanted_logs
+from finetune_operator.reconcile.types import ChildView, Decision, EventNote, JobView, ObjectRef, Observed, Refusal
 from finetune_operator.rendering.pods import CONTAINER_NAME
 from finetune_operator.rendering.types import JOB_LABEL, UID_LABEL, Manifest, ProgressEndpoint
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.kube import (
     CLAIM,
     FINETUNE_JOB,
+    JOB,
     LAUNCHER_RESOURCES,
     POD,
     AlreadyExistsError,
@@ -44,9 +47,11 @@ from finetune_operator.shell.kube import (
     WebhookError,
     resource_of,
 )
+from finetune_operator.shell.owners import controller_of
 from finetune_operator.shell.queue import JobKey
+from finetune_operator.shell.rates import Rate
 from finetune_operator.shell.state import OperatorState
-from finetune_operator.shell.store import JobId
+from finetune_operator.shell.store import Entry, JobId
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +69,15 @@ YIELD_SECONDS = 2.0
 """How long a word about a job waits at most while there are jobs for which nothing was created yet."""
 CONFLICT_SECONDS = 0.2
 """Before the next look after a conflict, so that two writers do not race at full speed."""
+CLAIM_SECONDS = 10.0
+"""How long an object claims a job that is not its own until it is told so. The garbage collector needs a moment for
+what an owner left behind.
+"""
+CLAIMS_BURST, CLAIMS_PER_SECOND = 10, 1 / 30
+"""Events about such objects, for each namespace."""
+MOST_CLAIMS = 10_000
+TOLD = float("-inf")
+"""In place of the time: the event was told."""
 TAKEN = 409
 """HTTP status of a create whose name is taken."""
 _STORED_KINDS = frozenset(resource.kind for resource in LAUNCHER_RESOURCES.values())
@@ -78,6 +92,8 @@ class JobMemory:
     """Of the last pass, until one that knew of them has been carried out."""
     logs: dict[str, str] = field(default_factory=dict)
     """By pod; read once."""
+    last_logs: dict[str, str] = field(default_factory=dict)
+    """By pod: read when its deletion began."""
     told: set[tuple[str, str, str]] = field(default_factory=set)
     """Events that were told: version of the job that they were decided at, reason, message."""
     progress_written: float = float("-inf")
@@ -97,7 +113,11 @@ class Reconciler:
         self._decide = decide
         self._memories: dict[JobKey, JobMemory] = {}
         self._rests: asyncio.Queue[tuple[JobKey, Rest]] = asyncio.Queue()
-        self._untold: asyncio.Queue[tuple[JobKey, str, str, EventNote]] = asyncio.Queue()
+        self._untold: asyncio.Queue[tuple[Manifest, str, EventNote]] = asyncio.Queue()
+        """Events to be told: the object that they are about, their salt, and the note."""
+        self._claims: OrderedDict[str, float] = OrderedDict()
+        """By uid of an object that claims a job and is not its own: when that was seen first."""
+        self._claims_told = Rate(burst=CLAIMS_BURST, per_second=CLAIMS_PER_SECOND)
 
     async def work(self) -> None:
         """One worker, until the queue is closed."""
@@ -169,8 +189,11 @@ class Reconciler:
         job = self._state.store.job(key)
         if job is None:
             self.forget(key)
+            self._tell_claims(key)
             return "gone"
         memory = self._memory(key, job.uid)
+        await self._resolve_owners(job.id)
+        self._tell_claims(key)
         if job.job is not None and job.status.plan is None:
             await self._discovery.refresh()
         await self._read_logs(key, memory)
@@ -181,7 +204,7 @@ class Reconciler:
             self._state.queue.add(key)
             return "conflict"
         observed = self._observed(job, memory)
-        now = datetime.now(UTC)
+        now = self._state.now()
         decision = self._decide(job, observed, now, self._state.settings, self._state.progress_endpoint)
         for ref in decision.delete:
             await self._delete(key.namespace, ref)
@@ -205,16 +228,41 @@ class Reconciler:
         self._wake_later(key, job, decision, memory)
         return outcome
 
+    async def _resolve_owners(self, job: JobId) -> None:
+        """Ask for the objects between the job's children and pods; each once."""
+        namespace, _ = job
+        for owner in self._state.store.unresolved(job):
+            try:
+                found = await self._state.kube.get(JOB, namespace, owner.name)
+            except NotFoundError:
+                found = None
+            self._state.store.resolve(job, owner, found)
+
+    def _tell_claims(self, key: JobKey) -> None:
+        """Have those told that label an object as a job's which is not: by an event of that object, not of the job."""
+        now = time.monotonic()
+        for entry in self._state.store.foreign(key):
+            first = self._claims.setdefault(entry.uid, now)
+            while len(self._claims) > MOST_CLAIMS:
+                self._claims.popitem(last=False)
+            if now < first + CLAIM_SECONDS:
+                self._state.queue.add_after(key, first + CLAIM_SECONDS - now)
+            elif first != TOLD and self._claims_told.take(key.namespace):
+                self._claims[entry.uid] = TOLD
+                log.warning("%s %s/%s claims to be of FineTuneJob %s: passed over", entry.kind, *entry.key[1:], key)
+                self._untold.put_nowait((_involved(entry), entry.uid, _claim_note(key, entry)))
+
     def _observed(self, job: JobView, memory: JobMemory) -> Observed:
         running = next((stage for stage in job.status.stages if stage.state == "Running"), None)
         attempt = None if running is None else (job.uid, Stage(running.name), running.attempt)
-        book, job_id = self._state.progress, (job.namespace, job.uid)
+        book = self._state.progress
         return Observed(
-            children=self._state.store.children(job_id),
-            pods=self._state.store.pods(job_id),
+            children=self._state.store.children(job.id),
+            pods=self._state.store.pods(job.id),
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
             progress=None if attempt is None else book.of(*attempt),
             logs=tuple(sorted(memory.logs.items())),
+            last_logs=tuple(sorted(memory.last_logs.items())),
             served=self._discovery.served,
             spark=self._discovery.spark,
             refusals=memory.refusals,
@@ -227,11 +275,19 @@ class Reconciler:
         if job is None:
             return
         # What a pod that runs has logged is out of date in the next pass.
-        over = {pod.name for pod in self._state.store.pods((job.namespace, job.uid)) if pod.over}
+        pods = self._state.store.pods(job.id)
+        over = {pod.name for pod in pods if pod.over}
         memory.logs = {name: text for name, text in memory.logs.items() if name in over}
+        there = {pod.name for pod in pods}
+        memory.last_logs = {name: text for name, text in memory.last_logs.items() if name in there}
         observed = self._observed(job, memory)
-        for name in wanted_logs(job, observed, datetime.now(UTC), self._state.settings):
-            memory.logs[name] = kept_log(job, await self._state.kube.pod_log(key.namespace, name, CONTAINER_NAME))
+        for name in leaving(job, observed):
+            memory.last_logs[name] = await self._log_end(job, name)
+        for name in wanted_logs(job, observed, self._state.now(), self._state.settings):
+            memory.logs[name] = await self._log_end(job, name)
+
+    async def _log_end(self, job: JobView, pod: str) -> str:
+        return kept_log(job, await self._state.kube.pod_log(job.namespace, pod, CONTAINER_NAME))
 
     async def _make(self, key: JobKey, job: JobView, decision: Decision, memory: JobMemory) -> bool:
         """Create what was decided; False when something of it was refused."""
@@ -262,7 +318,7 @@ class Reconciler:
         if left is None:
             self._state.store.gone(ref.kind, namespace, ref.name, ref.uid)
         else:
-            self._state.store.put(left)
+            await self._state.put(left)
         log.info("%s: deleted %s %s", namespace, ref.kind, ref.name)
 
     async def _create(self, job: JobView, manifest: Manifest) -> Refusal | None:
@@ -330,7 +386,7 @@ class Reconciler:
             self.forget(key)
             return "gone"
         memory.progress_written = time.monotonic()
-        self._state.store.put(written)
+        await self._state.put(written)
         if not only_progress_differs(decision.status, job.status):
             # What has to wait until it is told (the end of a failed attempt's pods) can be done now, and no event would
             # say so: the watch brings nothing that the store does not have already.
@@ -341,36 +397,38 @@ class Reconciler:
 
     async def _read_again(self, key: JobKey) -> None:
         try:
-            self._state.store.put(await self._state.kube.get(FINETUNE_JOB, key.namespace, key.name))
+            await self._state.put(await self._state.kube.get(FINETUNE_JOB, key.namespace, key.name))
         except NotFoundError:
             self._state.store.gone(FINETUNE_JOB.kind, key.namespace, key.name)
 
     def _note(self, key: JobKey, job: JobView, version: str, notes: tuple[EventNote, ...], memory: JobMemory) -> None:
         """Have events told. Jobs do not wait for them: three events a job are half of its requests."""
         memory.told = {told for told in memory.told if told[0] == version}
+        involved: Manifest = {
+            "apiVersion": FINETUNE_JOB.api_version,
+            "kind": FINETUNE_JOB.kind,
+            "namespace": key.namespace,
+            "name": key.name,
+            "uid": job.uid,
+        }
         for note in notes:
             mark = (version, note.reason, note.message)
             if mark not in memory.told:
                 memory.told.add(mark)
-                self._untold.put_nowait((key, job.uid, version, note))
+                self._untold.put_nowait((involved, version, note))
 
     async def tell(self) -> None:
         """Tell events in their order, for ever."""
         while True:
-            key, uid, version, note = await self._untold.get()
+            involved, salt, note = await self._untold.get()
             await self._state.queue.calm(YIELD_SECONDS)
-            involved: dict[str, JsonValue] = {
-                "apiVersion": FINETUNE_JOB.api_version,
-                "kind": FINETUNE_JOB.kind,
-                "namespace": key.namespace,
-                "name": key.name,
-                "uid": uid,
-            }
             try:
-                await self._state.kube.create_event(involved, note.type, note.reason, note.message, salt=version)
+                await self._state.kube.create_event(involved, note.type, note.reason, note.message, salt=salt)
             except ApiError as error:
                 # The status has it all.
-                log.warning("%s: event %s was not told: %s", key, note.reason, error)
+                log.warning(
+                    "%s/%s: event %s was not told: %s", involved["namespace"], involved["name"], note.reason, error
+                )
             finally:
                 self._untold.task_done()
 
@@ -386,10 +444,9 @@ class Reconciler:
 
     def _wake_later(self, key: JobKey, job: JobView, decision: Decision, memory: JobMemory) -> None:
         if decision.wake_at is not None:
-            self._state.queue.add_at(key, decision.wake_at)
-        job_id = (job.namespace, job.uid)
-        heard = self._heard(job_id)
-        if self._underway(job_id) and memory.looked_up < heard:
+            self._state.queue.add_after(key, (decision.wake_at - self._state.now()).total_seconds())
+        heard = self._heard(job.id)
+        if self._underway(job.id) and memory.looked_up < heard:
             self._state.queue.add_after(key, heard + SILENT_SECONDS - time.monotonic())
 
     def _underway(self, job: JobId) -> tuple[ObjectRef, ...]:
@@ -460,14 +517,37 @@ def _uid(found: Mapping[str, JsonValue]) -> str:
 
 
 def _is_ours(found: Mapping[str, JsonValue], job: JobView) -> bool:
-    """By the uid in its label; the claim, which outlives its job and holds the results, by the job's name."""
+    """By its controller; the claim, which outlives its job and holds the results, by the job's name in its label."""
     metadata = found.get("metadata")
-    labels = metadata.get("labels") if isinstance(metadata, dict) else None
-    if not isinstance(labels, dict):
+    if not isinstance(metadata, dict):
         return False
     if found.get("kind") == CLAIM.kind:
-        return labels.get(JOB_LABEL) == job.name
-    return labels.get(UID_LABEL) == job.uid
+        labels = metadata.get("labels")
+        return isinstance(labels, dict) and labels.get(JOB_LABEL) == job.name
+    owner = controller_of(metadata)
+    return owner is not None and owner.uid == job.uid
+
+
+def _involved(entry: Entry) -> Manifest:
+    """Return the reference to an object that an event names."""
+    version = entry.view.ref.api_version if isinstance(entry.view, ChildView) else POD.api_version
+    return {
+        "apiVersion": version,
+        "kind": entry.kind,
+        "namespace": entry.namespace,
+        "name": entry.name,
+        "uid": entry.uid,
+    }
+
+
+def _claim_note(key: JobKey, entry: Entry) -> EventNote:
+    return EventNote(
+        "Warning",
+        "NotOfThisJob",
+        f'The labels say that it belongs to FineTuneJob "{key.name}" (uid {shortened(entry.job_uid, 63)}), but its '
+        f"controllers do not lead to that job in this namespace: the operator passes over it. If it is a copy, remove "
+        f"the labels that begin with finetune.dev/.",
+    )
 
 
 def _left_behind(found: Mapping[str, JsonValue], job: JobView) -> bool:

@@ -47,7 +47,13 @@ from finetune_operator.shell.queue import JobKey
 from finetune_operator.shell.state import OperatorState
 from finetune_operator.shell.token_keys import KeyReviewer, KeysUnavailableError
 from finetune_operator.shell.tokens import ReviewUnavailableError, TokenReviewer, Verdict, verdict
-from finetune_operator.shell.webhook import FolderCertificate, WebhookOptions, WebhookServer, tell_authority
+from finetune_operator.shell.webhook import (
+    ClientAuthorities,
+    FolderCertificate,
+    WebhookOptions,
+    WebhookServer,
+    tell_authority,
+)
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +169,7 @@ class OperatorView:
     def pod(self, namespace: str, name: str) -> KnownPod | None:
         """See `progress_server.World`. Pods of a job that is gone belong to none."""
         entry = self._state.store.get(POD.kind, namespace, name)
-        if entry is None or not isinstance(entry.view, PodView):
+        if entry is None or not isinstance(entry.view, PodView) or not self._state.store.belongs(entry):
             return None
         job = self._state.store.job(entry.job)
         if job is None or job.uid != entry.job_uid:
@@ -176,7 +182,7 @@ class OperatorView:
         at = pod.attempt
         before = self._state.progress.of(pod.job_uid, at.stage, at.attempt)
         self._state.progress.note(
-            pod.job_uid, at.stage, at.attempt, later(before, progress), mark, datetime.now(UTC)
+            pod.job_uid, at.stage, at.attempt, later(before, progress), mark, self._state.now()
         )  # fmt: skip
         self._state.queue.add(JobKey(at.namespace, at.job))
 
@@ -198,7 +204,7 @@ class OperatorView:
 
     def fleet(self) -> Fleet:
         """All jobs, as they are known here now."""
-        return fleet(self.jobs(), datetime.now(UTC), self._moved)
+        return fleet(self.jobs(), self._state.now(), self._moved)
 
     def _moved(self, job: JobView) -> datetime | None:
         running = next((stage for stage in job.status.stages if stage.state == "Running"), None)
@@ -277,7 +283,7 @@ class Servers:
             users.append(await self._start_progress(state, view, tls, base_url))
             self._metrics.follow_certificate("progress", lambda: tls.valid_until)
         if hook is not None and hook.certificate is None:
-            await self._start_webhook(state, view, hook, tls.server)
+            await self._start_webhook(state, view, hook, tls.webhook)
             self._metrics.follow_certificate("webhook", lambda: tls.valid_until)
             if hook.configuration is not None:
                 users.append(_authority_teller(state.kube, hook.configuration))
@@ -319,7 +325,11 @@ class Servers:
     async def _start_webhook(
         self, state: OperatorState, view: OperatorView, options: WebhookOptions, tls: ssl.SSLContext
     ) -> None:
-        self._webhook = WebhookServer(view, state.settings, tls, self._metrics.webhook_review)
+        if options.clients is not None:
+            authorities = ClientAuthorities(options.clients, tls)
+            self._keep(state, authorities.follow(), "renewal of the authorities of the webhook's clients")
+            log.info("The webhook answers clients with a certificate by the authorities in %s only.", options.clients)
+        self._webhook = WebhookServer(view, state.settings, tls, self._metrics.webhook_review, options.client_names)
         self.webhook_port = await self._webhook.start(self._host, options.port)
 
     async def stop(self) -> None:

@@ -10,17 +10,18 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Protocol
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus, LauncherName, ProgressStatus
 from finetune_operator.reconcile.types import JobView
-from finetune_operator.rendering.types import ProgressEndpoint
+from finetune_operator.rendering.types import Manifest, ProgressEndpoint
+from finetune_operator.shell.judging import Judge
 from finetune_operator.shell.kube import Kube
-from finetune_operator.shell.queue import WorkQueue
-from finetune_operator.shell.store import Store
+from finetune_operator.shell.queue import JobKey, WorkQueue
+from finetune_operator.shell.store import JOB_KIND, Entry, Store, key_of
 
 LISTEN_SECONDS = 1.0
 BREAK_SECONDS = 10.0
@@ -173,13 +174,27 @@ class OperatorState:
     served: Callable[[], Awaitable[Collection[LauncherName]]] = nothing_known
     """Launchers that the cluster has; none: not known. ApiError."""
 
+    def __post_init__(self) -> None:
+        self.judge = Judge(self.settings)
+
+    async def put(self, raw: Manifest) -> Entry | None:
+        """Put an object into the store, as `Store.put` does; a job is judged away from the event loop before."""
+        kind, namespace, name = key_of(raw)
+        if kind != JOB_KIND:
+            return self.store.put(raw)
+        return self.store.put(raw, await self.judge.view(raw, self.store.job(JobKey(namespace, name))))
+
     def heard_since(self) -> datetime | None:
         """Since when no report of progress can have been missed; None: they cannot be heard now.
 
         A replica that does not lead takes none; without the API server tokens cannot be checked.
         """
         serving = self.progress_endpoint is not None and self.leading.is_set() and self.synced.is_set()
-        return self.hearing.since(serving and not self.kube.outage.down, datetime.now(UTC))
+        return self.hearing.since(serving and not self.kube.outage.down, self.now())
+
+    def now(self) -> datetime:
+        """Return the time by which everything about jobs is judged: the API server's."""
+        return self.kube.clock.now()
 
     async def listen(self) -> None:
         """Keep asking, for ever."""

@@ -5,6 +5,9 @@ Word of an object comes from many sides (watches, lists, answers to our own writ
 such ones always. What was deleted stays deleted: a late answer does not bring it back. Objects are parsed once, when
 they change; a pass over a job then reads values only.
 
+An object belongs to a job if its labels claim it and the chain of its controllers leads there (owners.py). Others with
+such labels are kept as well, and told apart.
+
 It tells nobody: who puts something in also says which job has to be looked at.
 """
 
@@ -23,6 +26,7 @@ from finetune_operator.reconcile.children import child_view
 from finetune_operator.reconcile.observed import job_view, pod_view
 from finetune_operator.reconcile.types import ChildView, JobView, PodView
 from finetune_operator.rendering.types import JOB_LABEL, UID_LABEL
+from finetune_operator.shell.owners import DRIVER_SUFFIX, LAUNCHER_SUFFIX, Links, Owner, controller_of, expected_owners
 from finetune_operator.shell.queue import JobKey
 
 JOB_KIND = "FineTuneJob"
@@ -59,6 +63,9 @@ class Entry:
     """None: the object has our label, but is none of ours by its other labels."""
     heard: float
     """When it changed last for us, on the monotonic clock."""
+    owner: Owner | None = None
+    """Its controller."""
+    deleting: bool = False
 
     @property
     def key(self) -> Key:
@@ -81,6 +88,8 @@ class Store:
         """By name: the uids of jobs that had it, with the number of their objects."""
         self._buried: dict[str, tuple[int, float]] = {}
         """By uid: newest version that is known to be over, and when we learnt of it. Oldest first."""
+        self._links: dict[JobId, Links] = {}
+        """What was shown to be a job's own, as long as any of its objects is there."""
         self._departed: dict[JobId, dict[str, PodView]] = {}
         """By their job, then by uid: pods that are gone while the object that runs their attempt is there.
         Who deletes a pod takes the word of why the attempt failed away with it.
@@ -104,14 +113,12 @@ class Store:
 
     def children(self, job: JobId) -> tuple[ChildView, ...]:
         """What runs the job's attempts, by stage and attempt."""
-        found = [entry.view for entry in self._of_job.get(job, {}).values()]
-        views = [view for view in found if isinstance(view, ChildView)]
+        views = [entry.view for entry in self._own(job) if isinstance(entry.view, ChildView)]
         return tuple(sorted(views, key=lambda view: (view.stage.value, view.attempt, view.ref.name)))
 
     def pods(self, job: JobId) -> tuple[PodView, ...]:
         """The job's pods, the oldest first; those that are gone as long as their attempt is judged by them."""
-        found = [entry.view for entry in self._of_job.get(job, {}).values()]
-        views = [view for view in found if isinstance(view, PodView)]
+        views = [entry.view for entry in self._own(job) if isinstance(entry.view, PodView)]
         views += self._departed.get(job, {}).values()
         return tuple(sorted(views, key=lambda view: (view.created, view.name)))
 
@@ -126,12 +133,98 @@ class Store:
 
     def heard_of(self, job: JobId) -> float:
         """When anything of the job's children or pods changed last, on the monotonic clock; 0.0: never."""
-        return max((entry.heard for entry in self._of_job.get(job, {}).values()), default=0.0)
+        return max((entry.heard for entry in self._own(job)), default=0.0)
+
+    # ----------------------------------------------------------------------------------------------------- ownership
+
+    def belongs(self, entry: Entry) -> bool:
+        """Whether the object is its job's own, and not only labelled so."""
+        return entry.uid in self._links.get(entry.job_id, ()) or entry in self._own(entry.job_id)
+
+    def unresolved(self, job: JobId) -> set[Owner]:
+        """Return the controllers of pods that claim the job and are not known here: batch Jobs between a child and its
+        launcher, or nothing of the kind. The API server has to be asked for them (`resolve`).
+        """
+        links = self._links.get(job)
+        if links is None:
+            return set()
+        claims = self._claims(job)
+        return {entry.owner for entry in claims if entry.owner and _between(entry) and links.open(entry.owner)}
+
+    def resolve(self, job: JobId, owner: Owner, found: Raw | None) -> None:
+        """Take the API server's answer about `owner`; None: it is not there."""
+        links = self._links.get(job)
+        if links is not None:
+            links.looked_up(owner, None if found is None else _metadata(found))
+
+    def foreign(self, key: JobKey) -> list[Entry]:
+        """Return the objects that claim a job of that name and are not its own. Whatever may still turn out to be is
+        left out, and so is what is on its way out.
+        """
+        found = []
+        for uid in self._uids.get(key, ()):
+            job = (key.namespace, uid)
+            open_owners = self.unresolved(job)
+            found += [one for one in self._claims(job) if not one.deleting and one.owner not in open_owners]
+        return found
+
+    def _claims(self, job: JobId) -> list[Entry]:
+        """Return what is labelled as the job's, with words of ours, and is not its own."""
+        own, of_job = self._own(job), self._of_job.get(job, {})
+        if len(own) == len(of_job):
+            return []
+        keys = {entry.key for entry in own}
+        return [entry for entry in of_job.values() if entry.view is not None and entry.key not in keys]
+
+    def _own(self, job: JobId) -> list[Entry]:
+        """Return the job, its children and its pods."""
+        links = self._links.get(job)
+        if links is None:
+            return []
+        own, open_ = [], []
+        for entry in self._of_job.get(job, {}).values():
+            if isinstance(entry.view, JobView) or entry.uid in links:
+                own.append(entry)
+            elif isinstance(entry.view, PodView):
+                open_.append(entry)
+        # One pod may control others, in whatever order they were told of.
+        while found := [entry for entry in open_ if self._controlled(entry, links)]:
+            for entry in found:
+                links.add(entry.uid)
+            own += found
+            open_ = [entry for entry in open_ if entry.uid not in links]
+        return own
+
+    def _controlled(self, entry: Entry, links: Links) -> bool:
+        """Return whether a pod's controller is the job's own. One that is gone, as is that of a pod which outlives it
+        for a moment while the operator starts, is known by its name.
+        """
+        owner, view = entry.owner, entry.view
+        assert isinstance(view, PodView)
+        names = tuple(expected_owners(entry.job.name, view.stage, view.attempt))
+        if owner is None:
+            # Without its webhook, the Spark Operator does not name itself in a driver.
+            child = self._entries.get(("SparkApplication", entry.namespace, names[0])) if names else None
+            return child is not None and child.uid in links and entry.name == f"{names[0]}{DRIVER_SUFFIX}"
+        if owner.uid in links or owner.uid == entry.job_uid:
+            return True
+        if owner.name not in names:
+            return False
+        if _between(entry):
+            return links.absent(owner)
+        there = self._entries.get((owner.kind, entry.namespace, owner.name))
+        if there is not None:
+            return False
+        others = [other.view for other in self._of_job[entry.job_id].values() if other.uid in links]
+        running = [(one.stage, one.attempt) for one in others if isinstance(one, ChildView)]
+        return owner.name != names[0] or (view.stage, view.attempt) not in running
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def put(self, raw: Raw) -> Entry | None:
-        """Take over what was read. Gives the entry when it is news, None when it is old or was deleted since."""
+    def put(self, raw: Raw, judged: JobView | None = None) -> Entry | None:
+        """Take over what was read. Gives the entry when it is news, None when it is old or was deleted since.
+        `judged`: the view of a job, where it was made before.
+        """
         version, uid = _version(raw), _text(_metadata(raw), "uid")
         buried = self._buried.get(uid)
         if buried is not None and version <= buried[0]:
@@ -140,11 +233,14 @@ class Store:
         known = self._entries.get(key)
         if known is not None and version <= known.version:
             return None
-        entry = self._entry(key, uid, version, raw)
+        entry = self._entry(key, uid, version, raw, judged)
         if known is not None:
             self._drop(known)
         self._entries[key] = entry
         self._of_job.setdefault(entry.job_id, {})[key] = entry
+        links = self._links.setdefault(entry.job_id, Links())
+        if isinstance(entry.view, ChildView) and entry.owner is not None and entry.owner.uid == entry.job_uid:
+            links.add(entry.uid)
         self._uids.setdefault(entry.job, Counter())[entry.job_uid] += 1
         return entry
 
@@ -183,21 +279,26 @@ class Store:
             if entry.kind == kind and entry.key not in listed and entry.version <= version:
                 self._bury(entry.key, entry.uid, version)
 
-    def _entry(self, key: Key, uid: str, version: int, raw: Raw) -> Entry:
+    def _entry(self, key: Key, uid: str, version: int, raw: Raw, judged: JobView | None) -> Entry:
         kind, namespace, name = key
         labels = _metadata(raw).get("labels")
         labels = labels if isinstance(labels, dict) else {}
         view: View | None
         match kind:
             case "FineTuneJob":
-                known = self._entries.get(key)
-                before = known.view if known is not None and isinstance(known.view, JobView) else None
-                view, job, job_uid = job_view(raw, self._settings, before), name, uid
+                view, job, job_uid = (
+                    judged or job_view(raw, self._settings, self.job(JobKey(namespace, name))),
+                    name,
+                    uid,
+                )
             case "Pod":
                 view, job, job_uid = pod_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
             case _:
                 view, job, job_uid = child_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
-        return Entry(kind, namespace, name, uid, version, JobKey(namespace, job), job_uid, view, self._clock())
+        metadata = _metadata(raw)
+        owner, deleting = controller_of(metadata), metadata.get("deletionTimestamp") is not None
+        of_job = JobKey(namespace, job)
+        return Entry(kind, namespace, name, uid, version, of_job, job_uid, view, self._clock(), owner, deleting)
 
     def _bury(self, key: Key, uid: str, version: int, last: PodView | None = None) -> Entry | None:
         now = self._clock()
@@ -211,8 +312,12 @@ class Store:
         known = self._entries.get(key)
         if known is None or known.uid != uid or known.version > self._buried[uid][0]:
             return None
+        own = self.belongs(known)
         self._drop(known)
-        self._mourn(known, last)
+        if own:
+            self._mourn(known, last)
+        if known.job_id not in self._of_job:
+            self._links.pop(known.job_id, None)
         return known
 
     def _mourn(self, known: Entry, last: PodView | None) -> None:
@@ -249,6 +354,12 @@ def _metadata(raw: Raw) -> Mapping[str, JsonValue]:
     if not isinstance(metadata, Mapping):
         raise UnreadableError("an object without metadata")
     return metadata
+
+
+def _between(pod: Entry) -> bool:
+    """Return whether a pod's controller can be the batch Job between an MPIJob and its launcher."""
+    owner = pod.owner
+    return owner is not None and owner.kind == "Job" and owner.name.endswith(LAUNCHER_SUFFIX)
 
 
 def key_of(raw: Raw) -> Key:

@@ -142,7 +142,7 @@ async def read_all(state: OperatorState, resource: Resource, namespace: str | No
         version = page.version
         for raw in page.items:
             await turn.shared()
-            take(state, resource, raw)
+            await take(state, resource, raw)
             with suppress(UnreadableError):
                 listed.add(key_of(raw))
     for key in state.store.keep(resource.kind, listed, version, None if namespace is None else {namespace}):
@@ -150,10 +150,10 @@ async def read_all(state: OperatorState, resource: Resource, namespace: str | No
     return version
 
 
-def take(state: OperatorState, resource: Resource, raw: Manifest, *, gone: bool = False) -> None:
+async def take(state: OperatorState, resource: Resource, raw: Manifest, *, gone: bool = False) -> None:
     """Put what was read of an object into the store, and have its job looked at when it is news."""
     try:
-        entry = state.store.remove(raw) if gone else state.store.put(raw)
+        entry = state.store.remove(raw) if gone else await state.put(raw)
     except UnreadableError as error:
         log.warning("passed over a %s that cannot be read: %s", resource.kind, error)
         return

@@ -64,6 +64,10 @@ class WebhookOptions:
     """ValidatingWebhookConfiguration that is told of our authority; None: somebody else tells it."""
     certificate: Path | None = None
     """Folder with tls.crt and tls.key; None: the progress server's certificate."""
+    clients: Path | None = None
+    """File with the authorities (PEM) that sign clients' certificates; None: whoever reaches the port may ask."""
+    client_names: tuple[str, ...] = ()
+    """Common names of clients that may ask; none: each with a certificate of these authorities."""
 
 
 class World(Protocol):
@@ -82,9 +86,17 @@ class WebhookServer:
     """See the module."""
 
     def __init__(
-        self, world: World, settings: Settings, tls: ssl.SSLContext, counted: Callable[[str], None] = lambda word: None
+        self,
+        world: World,
+        settings: Settings,
+        tls: ssl.SSLContext,
+        counted: Callable[[str], None] = lambda word: None,
+        client_names: Collection[str] = (),
     ) -> None:
-        """`counted` is told of each answer: `allowed`, `refused`, or `failed` for what is no review."""
+        """`counted` is told of each answer: `allowed`, `refused`, or `failed` for what is no review. `client_names`:
+        common names of certificates whose owners may ask; none: all that `tls` lets in.
+        """
+        self._client_names = client_names
         self._world = world
         self._settings = settings
         self._tls = tls
@@ -95,9 +107,7 @@ class WebhookServer:
 
     async def start(self, host: str | None, port: int) -> int:
         """Listen on `host` (None: all addresses); gives the port. OSError when it is taken."""
-        application = web.Application()
-        application.add_routes([web.post(PATH, self._review)])
-        self._site = Site("webhook", application, BOUNDS, tls=self._tls, keepalive_seconds=60.0)
+        self._site = Site("webhook", {("POST", PATH): self._review}, BOUNDS, tls=self._tls, keepalive_seconds=60.0)
         return await self._site.start(host, port)
 
     async def stop(self) -> None:
@@ -106,7 +116,19 @@ class WebhookServer:
             await self._site.stop()
         self._site = None
 
-    async def _review(self, request: web.Request) -> web.Response:
+    def _known(self, request: web.BaseRequest) -> bool:
+        """Return whether the client may ask; that its certificate is good, if one is wanted, is known already."""
+        if not self._client_names:
+            return True
+        shown = request.transport.get_extra_info("peercert") if request.transport is not None else None
+        pairs = [pair for part in (shown or {}).get("subject", ()) for pair in part]
+        return any(kind == "commonName" and name in self._client_names for kind, name in pairs)
+
+    async def _review(self, request: web.BaseRequest) -> web.Response:
+        if not self._known(request):
+            self._counted("failed")
+            message = "the client's certificate is none of those that may ask here"
+            return web.json_response({"message": message}, status=HTTPStatus.FORBIDDEN)
         try:
             asked, served = await self._bodies.read(request), await self._world.served()
             async with self._at_once:
@@ -169,6 +191,43 @@ def _certificates(bundle: JsonValue) -> list[str]:
     with suppress(binascii.Error, UnicodeDecodeError):
         return _BLOCK.findall(base64.b64decode(str(bundle or ""), validate=True).decode())
     return []
+
+
+# ------------------------------------------------------------------------------------------------------------- clients
+
+
+class ClientAuthorities:
+    """The authorities that sign the certificates of clients, in a file that somebody else keeps, and changes there."""
+
+    def __init__(self, file: Path, context: ssl.SSLContext) -> None:
+        """Let nobody in through `context` without such a certificate. OSError for a file that cannot be used."""
+        self._file = file
+        self._context = context
+        self._seen = 0
+        self._take()
+        context.verify_mode = ssl.CERT_REQUIRED
+
+    def _take(self) -> None:
+        seen = self._file.stat().st_mtime_ns
+        if seen != self._seen:
+            try:
+                self._context.load_verify_locations(cafile=self._file)
+            except ssl.SSLError as error:
+                raise OSError(f"{self._file} holds no certificates of authorities (PEM): {error.reason}") from error
+            self._seen = seen
+
+    async def follow(self) -> None:
+        """Trust authorities that are added, for ever. One that is taken away stays trusted until the process ends."""
+        while True:
+            await asyncio.sleep(LOOK_AGAIN_SECONDS)
+            self.look()
+
+    def look(self) -> None:
+        """Take over what has changed since the last look."""
+        try:
+            self._take()
+        except OSError as error:
+            log.warning("The authorities of the webhook's clients could not be read again: %s", error)
 
 
 # ---------------------------------------------------------------------------------------------------- somebody else's

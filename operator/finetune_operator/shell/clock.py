@@ -1,0 +1,65 @@
+"""The time of the API server, by the `Date` of its answers.
+
+Objects carry times of the control plane: when a child ended, when a pod has to be gone. They are compared with `now`;
+where the clock of this process differs, a time to wait would be over at once, or never.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from email.utils import parsedate_to_datetime
+
+log = logging.getLogger(__name__)
+
+SMALLEST = timedelta(seconds=2)
+"""Differences below it are taken for none: `Date` has whole seconds, and an answer takes a moment."""
+TOLD = timedelta(seconds=5)
+"""From this difference on the log tells it."""
+QUICK = timedelta(seconds=1)
+"""Answers that took longer do not say when they were written."""
+
+
+def local_now() -> datetime:
+    """Return the time of this process."""
+    return datetime.now(UTC)
+
+
+class ClusterClock:
+    """See the module."""
+
+    def __init__(self, local: Callable[[], datetime] = local_now) -> None:
+        self._local = local
+        self._offset = timedelta(0)
+        self._told = timedelta(0)
+
+    def now(self) -> datetime:
+        """Return the time of the API server."""
+        return self._local() + self._offset
+
+    def local(self) -> datetime:
+        """Return the time of this process, to measure how long an answer takes."""
+        return self._local()
+
+    def answered(self, date: str | None, sent: datetime) -> None:
+        """Take the `Date` of an answer to a request that was sent at `sent` by the clock of this process."""
+        received = self._local()
+        if date is None or not timedelta(0) <= received - sent <= QUICK:
+            return
+        try:
+            told = parsedate_to_datetime(date)
+        except ValueError:
+            return
+        if told.tzinfo is None:
+            return
+        # The header leaves out the part of a second that has passed: half of one on average.
+        difference = told + timedelta(seconds=0.5) - (sent + (received - sent) / 2)
+        self._offset = difference if abs(difference) >= SMALLEST else timedelta(0)
+        if abs(self._offset - self._told) >= TOLD:
+            self._told = self._offset
+            seconds = self._offset.total_seconds()
+            log.warning(
+                "The clock of the API server is %.0f s %s that of this process, which goes by the API server's.",
+                abs(seconds), "before" if seconds > 0 else "behind",
+            )  # fmt: skip

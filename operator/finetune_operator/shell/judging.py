@@ -1,0 +1,73 @@
+"""Judges jobs away from the event loop: probes and reports are answered while a large job is looked through.
+
+Validation takes time linear in what a job holds, which is bounded (api/problems.py). The time limit is for faults of
+ours: a job that takes longer is refused with that reason, and the others are judged by other threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NoReturn
+
+from pydantic import JsonValue
+
+from finetune_operator.api.settings import Settings
+from finetune_operator.reconcile.observed import Validate, asks_the_same, job_view
+from finetune_operator.reconcile.types import JobView
+from finetune_operator.rendering.types import Manifest
+
+log = logging.getLogger(__name__)
+
+THREADS = 2
+LIMIT_SECONDS = 30.0
+"""A hundred times what the worst job within the bounds takes."""
+
+
+class TooSlowError(Exception):
+    """A job could not be judged in time."""
+
+
+class Judge:
+    """See the module."""
+
+    def __init__(
+        self, settings: Settings, *, validate: Validate | None = None, limit_seconds: float = LIMIT_SECONDS
+    ) -> None:
+        self._settings = settings
+        self._validate = validate
+        self._limit = limit_seconds
+        self._threads = _threads()
+        self._free = asyncio.Semaphore(THREADS)
+        """So that what is handed to a thread begins at once, and its time with it."""
+
+    async def view(self, raw: Manifest, before: JobView | None) -> JobView:
+        """Return the job as `observed.job_view` does."""
+        if before is not None and asks_the_same(raw, before):
+            return job_view(raw, self._settings, before)
+        async with self._free:
+            threads = self._threads
+            work = partial(job_view, raw, self._settings, before, self._validate)
+            task = asyncio.get_running_loop().run_in_executor(threads, work)
+            done, _ = await asyncio.wait([task], timeout=self._limit)
+            if done:
+                return await task
+            if threads is self._threads:
+                # One of its threads hangs; the other finishes what it has.
+                self._threads = _threads()
+                threads.shutdown(wait=False)
+        log.error("a FineTuneJob could not be judged within %g s: it is refused", self._limit)
+        return job_view(raw, self._settings, before, self._too_slow)
+
+    def _too_slow(self, value: JsonValue, settings: Settings) -> NoReturn:
+        raise TooSlowError(f"it took longer than {self._limit:g} s")
+
+    def close(self) -> None:
+        """Judge no more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(THREADS, thread_name_prefix="judge")

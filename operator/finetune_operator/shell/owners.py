@@ -1,0 +1,91 @@
+"""Whether an object is a job's own: labels are only a claim, the chain of its controllers has to lead to the job.
+
+Kubernetes names the controller of an object in its `ownerReferences`. A child of ours is controlled by the FineTuneJob;
+a pod by the child, by an object in between (the batch Job of an MPIJob's launcher), or by another pod (executors of
+Spark by their driver). A copy of a pod that kept its labels, and a pod that somebody else labelled, have no such chain.
+
+This keeps objects apart within a namespace; it is not a boundary there: whoever can create pods in a namespace can
+write any reference. Between namespaces nothing is shared, as Kubernetes knows no owner in another namespace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from pydantic import JsonValue
+
+from finetune_contract.choices import Stage
+from finetune_operator.planning.names import JobNames
+
+LAUNCHER_SUFFIX = "-launcher"
+"""The MPI Operator's name for the batch Job of a launcher: the MPIJob's with this."""
+DRIVER_SUFFIX = "-driver"
+"""The Spark Operator's name for the pod of a driver: the application's with this."""
+
+
+class Owner(NamedTuple):
+    """The controller of an object, as its reference names it."""
+
+    kind: str
+    name: str
+    uid: str
+
+
+def controller_of(metadata: Mapping[str, JsonValue]) -> Owner | None:
+    """Return the controller that `metadata` names; None if there is none or the reference cannot be read."""
+    references = metadata.get("ownerReferences")
+    for one in references if isinstance(references, list) else ():
+        if isinstance(one, Mapping) and one.get("controller") is True:
+            kind, name, uid = one.get("kind"), one.get("name"), one.get("uid")
+            if isinstance(kind, str) and isinstance(name, str) and isinstance(uid, str) and uid:
+                return Owner(kind, name, uid)
+    return None
+
+
+def expected_owners(job: str, stage: Stage, attempt: int) -> Iterable[str]:
+    """Return the names that controllers of an attempt's pods can have: of its child, of the launcher's Job, and of
+    Spark's driver. None for an attempt that no job can have.
+    """
+    try:
+        child = JobNames.of(job).stage(stage, attempt)
+    except ValueError:
+        return ()
+    return child, f"{child}{LAUNCHER_SUFFIX}", f"{child}{DRIVER_SUFFIX}"
+
+
+class Links:
+    """The objects that were shown to be one job's own, by uid. They stay known when they are gone: reports of pods are
+    read after that.
+    """
+
+    def __init__(self) -> None:
+        self._own: set[str] = set()
+        self._foreign: set[Owner] = set()
+        self._absent: set[Owner] = set()
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._own
+
+    def add(self, uid: str) -> None:
+        """It is the job's own."""
+        self._own.add(uid)
+
+    def looked_up(self, owner: Owner, found: Mapping[str, JsonValue] | None) -> None:
+        """Take the metadata that the API server has for `owner`; None: it is not there."""
+        if found is None:
+            self._absent.add(owner)
+            return
+        above = controller_of(found)
+        if found.get("uid") == owner.uid and above is not None and above.uid in self._own:
+            self._own.add(owner.uid)
+        else:
+            self._foreign.add(owner)
+
+    def open(self, owner: Owner) -> bool:
+        """Whether nothing is known about an owner yet."""
+        return owner.uid not in self._own and owner not in self._foreign and owner not in self._absent
+
+    def absent(self, owner: Owner) -> bool:
+        """Whether the API server said that it is not there."""
+        return owner in self._absent

@@ -1,0 +1,36 @@
+"""The facts of this machine that plans without a cluster rest on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from finetune_operator.cli.measure import MEMORY_STEP, own_hardware
+
+GIB = 1024**3
+
+
+@pytest.mark.parametrize(
+    ("free", "planned", "told"),
+    [
+        pytest.param(31.9 * GIB, 31.5 * GIB, False, id="nearly all is free"),
+        pytest.param(20.3 * GIB, 20 * GIB, False, id="some is taken"),
+        pytest.param(5 * GIB, 5 * GIB, True, id="little is left"),
+        pytest.param(10_000, MEMORY_STEP, True, id="nothing is left"),
+    ],
+)
+def test_a_plan_uses_the_memory_that_is_free_and_not_what_other_programs_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], free: float, planned: float, told: bool
+) -> None:
+    memory = SimpleNamespace(total=32 * GIB, available=int(free))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    assert own_hardware().memory_bytes == planned
+    assert ("memory are free here" in " ".join(capsys.readouterr().err.split())) is told
+
+
+def test_all_of_the_memory_is_planned_with_when_none_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    total = 32 * GIB - 12_345
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=total, available=total))
+    assert own_hardware().memory_bytes == total

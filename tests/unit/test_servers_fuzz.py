@@ -1,0 +1,279 @@
+"""Whatever is sent to the operator's servers is answered in their own words, and they go on: requests by hypothesis.
+
+The servers are the real ones, without TLS. Each example is one connection, whose bytes are a request, or what is left
+of one. `make fuzz` tries many more of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import select
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune_contract.choices import Stage
+from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.types import ProgressStatus
+from finetune_operator.shell.endpoints import Endpoints
+from finetune_operator.shell.metrics import Metrics
+from finetune_operator.shell.progress_protocol import AttemptKey
+from finetune_operator.shell.progress_server import KnownPod, ProgressServer, ServerLimits
+from finetune_operator.shell.tokens import PodIdentity, RefusedToken, Verdict
+from finetune_operator.shell.webhook import WebhookServer
+from suite_plugins.fuzz import examples
+from suite_plugins.patience import patient
+
+Port: TypeAlias = int
+CANARY = "canary7731"
+"""Stands for a secret in what is sent: no answer and no log may hold it."""
+GOOD = "good-token"
+PROGRESS_PATH = "/v1alpha1/namespaces/team/finetunejobs/tune/stages/train/attempts/1"
+ALLOWED = {200, 204, 400, 401, 403, 404, 405, 408, 411, 413, 414, 415, 417, 422, 426, 429, 431, 501, 503, 505}
+"""Every answer but those that tell of a fault of ours."""
+
+
+class World:
+    """One honest pod and its job; what all three servers ask for."""
+
+    def leading(self) -> bool:
+        return True
+
+    def synced(self) -> bool:
+        return True
+
+    def leader(self) -> None:
+        return None
+
+    def pod(self, namespace: str, name: str) -> KnownPod | None:
+        known = KnownPod("pod-uid", "job-uid", AttemptKey("team", "tune", Stage.TRAIN, 1))
+        return known if (namespace, name) == ("team", "pod-0") else None
+
+    def report(self, pod: KnownPod, progress: ProgressStatus, mark: str) -> None:
+        assert progress.model_dump_json()
+
+    def unheard(self) -> None: ...
+
+    def jobs(self) -> list[Any]:
+        return []
+
+    async def served(self) -> list[Any]:
+        return ["job"]
+
+    def faults(self) -> list[str]:
+        return []
+
+    def missing(self) -> list[str]:
+        return []
+
+    async def review_token(self, token: str, audience: str) -> Verdict:
+        return PodIdentity("team", "pod-0", "pod-uid") if token == GOOD else RefusedToken("the token is not valid")
+
+
+@asynccontextmanager
+async def progress_server() -> AsyncIterator[Port]:
+    # All examples come from one address and one pod.
+    limits = ServerLimits(pod_burst=10**9, unknown_burst=10**9, reviews_burst=10**9)
+    plain: Any = SimpleNamespace(server=None, relay=False)
+    server = ProgressServer(World(), World(), plain, limits=limits)
+    try:
+        yield await server.start("127.0.0.1", 0)
+    finally:
+        await server.stop()
+
+
+@asynccontextmanager
+async def webhook_server() -> AsyncIterator[Port]:
+    plain: Any = None
+    server = WebhookServer(World(), CLUSTER_SETTINGS, plain)
+    try:
+        yield await server.start("127.0.0.1", 0)
+    finally:
+        await server.stop()
+
+
+@asynccontextmanager
+async def endpoints_server() -> AsyncIterator[Port]:
+    server = Endpoints(World(), Metrics())
+    try:
+        yield await server.start("127.0.0.1", 0)
+    finally:
+        await server.stop()
+
+
+@contextmanager
+def running(server: Callable[[], Any]) -> Iterator[Port]:
+    """The server on an event loop of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def call(work: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(work, loop).result()
+
+    manager = server()
+    try:
+        yield call(manager.__aenter__())
+    finally:
+        call(manager.__aexit__(None, None, None))
+        call(_ended())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def _ended() -> None:
+    """Wait for connections whose clients are gone already."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not others or not (await asyncio.wait(others, timeout=patient(60)))[1]
+
+
+def answer(port: Port, sent: bytes, whole: bool = False) -> bytes:
+    """Send it and return what comes until the server closes. Unless the request is `whole`, the server is told that
+    this is all once it answers, or seems to wait for more.
+    """
+    with socket.create_connection(("127.0.0.1", port), timeout=patient(60)) as connection:
+        received = b""
+        try:
+            connection.sendall(sent)
+            if not whole:
+                select.select([connection], [], [], 0.05)
+                connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(65536):
+                received += part
+        except ConnectionError:
+            pass  # it did not read all of it
+    return received
+
+
+def request(method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {len(body)}"]
+    lines += [f"{name}: {value}" for name, value in headers]
+    return "\r\n".join([*lines, "", ""]).encode("utf-8", "replace") + body
+
+
+# ------------------------------------------------------------------------------------------------------------ examples
+
+WORDS = st.text(max_size=20) | st.sampled_from([CANARY, "", "\0", "😀", "../..", "%00", "é" * 300])
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | WORDS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(WORDS, inner, max_size=4),
+    max_leaves=12,
+)
+DEEP = st.integers(1, 5000).map(lambda levels: b'{"a":' * levels + b"1" + b"}" * levels)
+
+
+def shaped(model: Any) -> st.SearchStrategy[Any]:
+    """Values in the form of `model`, some of them replaced by others."""
+    if isinstance(model, dict):
+        whole = st.fixed_dictionaries({}, optional={name: shaped(value) for name, value in model.items()})
+        return whole | st.builds(lambda known, more: {**known, **more}, whole, st.dictionaries(WORDS, VALUES)) | VALUES
+    if isinstance(model, list):
+        return st.lists(shaped(model[0]) if model else VALUES, max_size=5) | VALUES
+    return st.just(model) | VALUES
+
+
+def bodies(model: Any) -> st.SearchStrategy[bytes]:
+    written = shaped(model).map(lambda value: json.dumps(value).encode("utf-8", "surrogatepass"))
+    return st.just(json.dumps(model).encode()) | written | DEEP | st.binary(max_size=200)
+
+
+def damaged(whole: bytes, at: int, what: str, piece: bytes) -> bytes:
+    """The bytes with one thing done to them."""
+    place = at % (len(whole) + 1)
+    match what:
+        case "cut":
+            return whole[:place]
+        case "insert":
+            return whole[:place] + piece + whole[place:]
+        case "replace":
+            return whole[:place] + piece + whole[place + len(piece) :]
+        case "twice":
+            return whole + whole
+        case _:
+            return whole
+
+
+def sendings(paths: list[str], model: Any) -> st.SearchStrategy[bytes]:
+    path = st.sampled_from(paths) | WORDS.map(lambda word: f"/{word}")
+    tokens = st.sampled_from([GOOD, CANARY, "a.b.c", "x" * 5000])
+    header = (
+        st.tuples(st.just("Authorization"), tokens.map(lambda token: f"Bearer {token}"))
+        | st.tuples(st.sampled_from(["Content-Type", "Content-Encoding", "Transfer-Encoding", "Expect", "Cookie"]),
+                    st.sampled_from(["application/json", "gzip", "chunked", "100-continue", CANARY, "a" * 9000]))
+        | st.tuples(st.just("Content-Length"), st.sampled_from(["-1", "0", "99999999999", "1e3", CANARY]))
+        | st.tuples(WORDS, WORDS)
+    )  # fmt: skip
+    method = st.sampled_from(["POST", "GET", "HEAD", "PUT", "OPTIONS", "CONNECT", "TRACE", CANARY, ""])
+    whole = st.builds(request, method, path, st.lists(header, max_size=4), bodies(model))
+    good = st.builds(request, st.just("POST"), st.sampled_from(paths), st.just([("Authorization", f"Bearer {GOOD}")]),
+                     bodies(model))  # fmt: skip
+    how = st.sampled_from(["", "", "cut", "insert", "replace", "twice"])
+    return st.builds(damaged, whole | good, st.integers(0, 10_000), how, st.binary(min_size=1, max_size=8))
+
+
+REPORT = {
+    "trainerStatus": {
+        "progressPercentage": 40, "estimatedRemainingSeconds": 12, "lastUpdatedTime": "2026-01-01T00:00:00Z",
+        "metrics": [{"name": "step", "value": "4"}],
+    }
+}  # fmt: skip
+REVIEW = {
+    "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
+    "request": {
+        "uid": "u", "operation": "CREATE", "namespace": "team", "name": "a", "userInfo": {"username": "me"},
+        "object": {
+            "apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob",
+            "metadata": {"name": "a", "namespace": "team", "labels": {}, "annotations": {}},
+            "spec": {
+                "task": "text-classification", "model": {"uri": "hf://a/b"}, "dataset": {"uri": "hf://c/d"},
+                "training": {"epochs": 1}, "template": {"env": [{"name": "A", "value": "b"}], "volumes": []},
+                "resources": {"nodes": 1}, "parallelism": {"strategy": "ddp"},
+            },
+        },
+        "oldObject": None,
+    },
+}  # fmt: skip
+SERVERS: dict[str, tuple[Callable[[], Any], list[str], Any]] = {
+    "progress": (progress_server, [PROGRESS_PATH], REPORT),
+    "webhook": (webhook_server, ["/validate"], REVIEW),
+    "endpoints": (endpoints_server, ["/healthz", "/readyz", "/metrics"], {}),
+}
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_whatever_is_sent_gets_an_answer_of_ours_and_the_next_one_is_heard(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, paths, model = SERVERS[name]
+    good = request("GET" if name == "endpoints" else "POST", paths[0], [("Authorization", f"Bearer {GOOD}")],
+                   json.dumps(model).encode())  # fmt: skip
+    with caplog.at_level(logging.DEBUG), running(server) as port:
+
+        @examples(400)
+        @given(sent=sendings(paths, model))
+        def one(sent: bytes) -> None:
+            told = answer(port, sent)
+            statuses = [int(status) for status in re.findall(rb"HTTP/1\.[01] (\d{3}) ", told)]
+            assert told == b"" or told.startswith(b"HTTP/1."), told[:200]
+            assert set(statuses) <= ALLOWED, (sent[:500], told[:500])
+            if name != "webhook":  # which tells a user what is wrong with the user's own job
+                assert CANARY.encode() not in told, (sent[:500], told[:500])
+
+        one()
+        assert answer(port, good, whole=True).startswith(b"HTTP/1.1 200"), (
+            "an honest request is answered after all that"
+        )
+    told = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record.getMessage() for record in told if record.levelno >= logging.ERROR] == []
+    assert [record.getMessage() for record in caplog.records if CANARY in record.getMessage()] == []

@@ -1,0 +1,83 @@
+"""Jobs are judged away from the event loop, and one that takes too long holds up no other."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.validation import validate_job
+from finetune_operator.reconcile.types import JobView
+from finetune_operator.shell.judging import THREADS, Judge
+from suite_plugins.patience import patient
+
+SPEC = {"task": "text-classification", "model": {"uri": "hf://a/b"}, "dataset": {"uri": "hf://c/d"}, "training": {}}
+
+
+def job(name: str, generation: int = 1, **labels: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {"name": name, "namespace": "team", "uid": name, "generation": generation, "labels": labels},
+        "spec": SPEC,
+    }
+
+
+@pytest.fixture
+def released() -> Iterator[threading.Event]:
+    """Set at the end, so that no thread outlives the test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+class Watched:
+    """`validate_job`, with a word of where each job was judged; the one called `slow` never ends by itself."""
+
+    def __init__(self, released: threading.Event) -> None:
+        self.judged: list[tuple[str, bool]] = []
+        self._released = released
+
+    def __call__(self, value: Any, settings: Any) -> Any:
+        name = value["metadata"]["name"]
+        self.judged.append((name, threading.current_thread() is threading.main_thread()))
+        if name.startswith("slow"):
+            self._released.wait()
+        return validate_job(value, settings)
+
+
+def test_a_job_is_judged_in_another_thread_and_once_while_it_asks_for_the_same(released: threading.Event) -> None:
+    watched = Watched(released)
+
+    async def go() -> list[JobView]:
+        judge = Judge(CLUSTER_SETTINGS, validate=watched)
+        views = [await judge.view(job("a"), None)]
+        for raw in (job("a"), job("a", generation=2), job("a", generation=2, team="x")):
+            views.append(await judge.view(raw, views[-1]))
+        return views
+
+    views = asyncio.run(go())
+    assert [view.problems for view in views] == [()] * 4
+    assert watched.judged == [("a", False)] * 3
+
+
+def test_a_job_that_cannot_be_judged_in_time_is_refused_and_all_others_are_judged(released: threading.Event) -> None:
+    watched = Watched(released)
+    slow = [f"slow-{number}" for number in range(2 * THREADS + 1)]
+
+    async def go() -> dict[str, JobView]:
+        validate_job(job("first"), CLUSTER_SETTINGS)
+        judge = Judge(CLUSTER_SETTINGS, validate=watched, limit_seconds=patient(1.0))
+        names = [*slow, "a", "b"]
+        views = await asyncio.gather(*(judge.view(job(name), None) for name in names))
+        return dict(zip(names, views, strict=True))
+
+    views = asyncio.run(go())
+    assert {name for name, view in views.items() if view.job is None} == set(slow)
+    for name in slow:
+        (problem,) = views[name].problems
+        assert "TooSlowError: it took longer than" in problem.rule
+        assert "finetune validate" in problem.way_out
+    assert views["a"].problems == views["b"].problems == ()

@@ -1,0 +1,170 @@
+"""Labels are a claim: an object is a job's own if the chain of its controllers leads to the job."""
+
+from typing import Any
+
+import pytest
+
+from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.shell.owners import Owner, controller_of
+from finetune_operator.shell.queue import JobKey
+from finetune_operator.shell.store import Store
+
+KEY, ID = JobKey("team", "demo"), ("team", "job-1")
+OF_THE_JOB = Owner("FineTuneJob", "demo", "job-1")
+CHILD = Owner("MPIJob", "demo-train-1", "child-1")
+LAUNCHER = Owner("Job", "demo-train-1-launcher", "launcher-1")
+DRIVER = Owner("Pod", "demo-prepare-1-driver", "driver-1")
+_versions = iter(range(1, 10_000))
+
+
+def reference(owner: Owner, controller: bool = True) -> dict[str, Any]:
+    return {"apiVersion": "any/v1", **owner._asdict(), "controller": controller}
+
+
+def metadata(name: str, uid: str, owner: Owner | None, stage: str = "train", attempt: str = "1") -> dict[str, Any]:
+    labels = {"job": "demo", "job-uid": "job-1", "stage": stage, "attempt": attempt}
+    return {
+        "name": name,
+        "namespace": "team",
+        "uid": uid,
+        "resourceVersion": str(next(_versions)),
+        "creationTimestamp": "2026-01-01T00:00:00Z",
+        "labels": {f"finetune.dev/{label}": value for label, value in labels.items()},
+        "ownerReferences": [] if owner is None else [reference(owner)],
+    }
+
+
+def job() -> dict[str, Any]:
+    return {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": metadata("demo", "job-1", None)}
+
+
+def child(owner: Owner | None = OF_THE_JOB, kind: str = "MPIJob") -> dict[str, Any]:
+    stage = "prepare" if kind == "SparkApplication" else "train"
+    versions = {"MPIJob": "kubeflow.org/v2beta1", "SparkApplication": "sparkoperator.k8s.io/v1beta2"}
+    about = metadata(f"demo-{stage}-1", "child-1", owner, stage)
+    return {"apiVersion": versions[kind], "kind": kind, "metadata": about}
+
+
+def pod(name: str, owner: Owner | None, **claims: str) -> dict[str, Any]:
+    about = metadata(name, f"uid-of-{name}", owner, **claims)
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": about, "status": {"phase": "Running"}}
+
+
+@pytest.fixture
+def store() -> Store:
+    made = Store(CLUSTER_SETTINGS)
+    made.put(job())
+    return made
+
+
+def pods(store: Store) -> list[str]:
+    return [view.name for view in store.pods(ID)]
+
+
+def foreign(store: Store) -> list[str]:
+    return [entry.name for entry in store.foreign(KEY)]
+
+
+FORGED: dict[str, tuple[Owner | None, dict[str, str]]] = {
+    "a copy without its references": (None, {}),
+    "of an object that is none of the job's": (Owner("ReplicaSet", "web", "web-1"), {}),
+    "of the child's name with another uid": (Owner("MPIJob", "demo-train-1", "forged"), {}),
+    "of the child's name and another kind": (Owner("ReplicaSet", "demo-train-1", "forged"), {}),
+    "of the child of another job": (Owner("MPIJob", "other-train-1", "other-1"), {}),
+    "of an attempt that there cannot be": (Owner("MPIJob", "demo-train-0", "forged"), {"attempt": "0"}),
+    "of a driver, where nothing is run by Spark": (DRIVER, {}),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_pod_with_the_jobs_labels_alone_is_not_its_own(store: Store, case: str):
+    owner, claims = FORGED[case]
+    store.put(child())
+    store.put(pod("worker", CHILD))
+    entry = store.put(pod("copy", owner, **claims))
+    assert entry is not None
+    assert pods(store) == ["worker"]
+    assert not store.belongs(entry)
+    assert foreign(store) == ["copy"]
+    # Nor is it after its end.
+    store.remove(pod("copy", owner, **claims))
+    assert pods(store) == ["worker"]
+
+
+def test_a_reference_that_is_no_controllers_counts_for_nothing(store: Store):
+    store.put(child())
+    copy = pod("copy", None)
+    copy["metadata"]["ownerReferences"] = [reference(CHILD, controller=False)]
+    store.put(copy)
+    assert (pods(store), foreign(store)) == ([], ["copy"])
+
+
+def test_a_child_that_the_job_does_not_control_runs_none_of_its_attempts(store: Store):
+    store.put(child(owner=None))
+    store.put(pod("worker", CHILD))
+    assert store.children(ID) == ()
+    assert foreign(store) == ["demo-train-1", "worker"]
+
+
+def test_what_was_copied_from_a_job_that_is_not_there_is_told_and_what_is_being_deleted_is_not():
+    store = Store(CLUSTER_SETTINGS)
+    store.put(pod("copy", None))
+    leaving = pod("leaving", None)
+    leaving["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    store.put(leaving)
+    assert foreign(store) == ["copy"]
+
+
+@pytest.mark.parametrize("answer", ["found", "gone", "another", "of another job"])
+def test_the_batch_job_between_an_mpijob_and_its_launcher_is_asked_for_once(store: Store, answer: str):
+    store.put(child())
+    store.put(pod("launcher", LAUNCHER))
+    assert store.unresolved(ID) == {LAUNCHER}
+    # Nothing is said about it before it is known.
+    assert (pods(store), foreign(store)) == ([], [])
+    there = {
+        "found": metadata("demo-train-1-launcher", LAUNCHER.uid, CHILD),
+        "gone": None,
+        "another": metadata("demo-train-1-launcher", "another", CHILD),
+        "of another job": metadata("demo-train-1-launcher", LAUNCHER.uid, Owner("MPIJob", "other-train-1", "other")),
+    }[answer]
+    store.resolve(ID, LAUNCHER, None if there is None else {"metadata": there})
+    assert store.unresolved(ID) == set()
+    # A pod may outlive what ran it for a moment, and its name says then whose it is.
+    own = answer in ("found", "gone")
+    assert (pods(store), foreign(store)) == ((["launcher"], []) if own else ([], ["launcher"]))
+
+
+def test_a_link_outlives_the_objects_that_showed_it(store: Store):
+    """Reports are read after a child is gone, and executors after their driver."""
+    spark = child(kind="SparkApplication")
+    driver = pod(DRIVER.name, Owner("SparkApplication", "demo-prepare-1", "child-1"), stage="prepare")
+    executor = pod("executor", Owner("Pod", DRIVER.name, f"uid-of-{DRIVER.name}"), stage="prepare")
+    # In an order in which they may be told of after a start.
+    for raw in (executor, driver, spark):
+        store.put(raw)
+    assert pods(store) == ["executor", DRIVER.name] or pods(store) == [DRIVER.name, "executor"]
+    store.gone("SparkApplication", "team", "demo-prepare-1")
+    store.gone("Pod", "team", DRIVER.name)
+    store.put(pod("executor", Owner("Pod", DRIVER.name, f"uid-of-{DRIVER.name}"), stage="prepare"))
+    assert pods(store) == ["executor"]
+
+
+def test_pods_whose_child_went_while_nobody_looked_are_the_jobs_own_by_its_name(store: Store):
+    store.put(pod("worker", CHILD))
+    assert pods(store) == ["worker"]
+
+
+def test_a_driver_without_a_reference_is_its_applications_by_its_name(store: Store):
+    store.put(child(kind="SparkApplication"))
+    store.put(pod(DRIVER.name, None, stage="prepare"))
+    store.put(pod("copy", None, stage="prepare"))
+    assert (pods(store), foreign(store)) == ([DRIVER.name], ["copy"])
+
+
+@pytest.mark.parametrize(
+    "references",
+    [None, "text", [None], [{}], [{"kind": 1, "name": "n", "uid": "u", "controller": True}], [reference(CHILD, False)]],
+)
+def test_references_that_cannot_be_read_are_none(references: Any):
+    assert controller_of({"ownerReferences": references}) is None
