@@ -22,6 +22,7 @@ import make_release
 import records
 from chart_rendering import program
 from inventory import debian_packages, python_package
+from lock import FILES
 from suite_plugins.patience import patient
 
 ROOT = Path(__file__).parents[2]
@@ -353,6 +354,33 @@ def test_the_workflow_takes_no_action_of_others_and_grants_no_right_by_default()
 def test_the_workflow_refuses_a_base_that_is_not_by_digest() -> None:
     release = yaml.safe_load(WORKFLOW.read_text())["jobs"]["release"]
     assert release["env"]["REQUIRE_DIGESTS"] == "yes"
+
+
+# ----------------------------------------------------------------------------------------------------- docs/release.md
+
+PAGE = (ROOT / "docs" / "release.md").read_text()
+TARGETS = set(re.findall(r"(?m)^([a-z][a-z0-9-]*):", (ROOT / "Makefile").read_text()))
+
+
+def test_the_page_links_to_files_and_names_targets_that_are_there() -> None:
+    links = [link for link in re.findall(r"\]\(([^)#]+)\)", PAGE) if "://" not in link]
+    assert links
+    assert [link for link in links if not (ROOT / "docs" / link).exists()] == []
+    named = set(re.findall(r"(?:`|\$ )make ([a-z-]+)", PAGE))
+    assert {"release", "release-compare", "requirements", "audit", "tools"} <= named <= TARGETS
+
+
+def test_the_page_lists_every_file_of_hashed_requirements() -> None:
+    told = set(re.findall(r"(?m)^\| (`[a-z0-9-]+\.txt`(?:, `[a-z0-9-]+\.txt`)*) \|", PAGE))
+    assert {name for row in told for name in re.findall(r"`([^`]+)`", row)} == set(FILES)
+
+
+def test_the_page_names_settings_that_images_build_has() -> None:
+    described = set(re.findall(r"(?m)^#   ([A-Z_]+) ", (ROOT / "images" / "build").read_text()))
+    [line] = [line for line in PAGE.splitlines() if line.startswith("- Settings of `images/build` pass through")]
+    named = set(re.findall(r"`([A-Z_]+)`", line))
+    assert len(named) >= 5
+    assert named <= described
 
 
 # ------------------------------------------------------------------------------------------------- the operator's image
