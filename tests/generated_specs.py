@@ -85,6 +85,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "spot.enabled": st.sampled_from([False, False, True]),
     "secrets.hubToken": st.sampled_from([{"name": "hub"}, {"name": "hub", "key": "t"}]),
     "secrets.storage": st.just({"name": "keys"}),
+    "checkpoints.signingKey": st.sampled_from([{"name": "signing"}, {"name": "signing", "key": "k"}]),
     "template.labels": st.dictionaries(st.sampled_from(["team", "a.b/x", "finetune.dev/job"]), _NAMES, max_size=2),
     "template.annotations": st.dictionaries(st.sampled_from(["note", "example.com/x"]), texts, max_size=2),
     "template.nodeSelector": st.dictionaries(st.sampled_from(["zone", "example.com/x"]), _NAMES, max_size=2),

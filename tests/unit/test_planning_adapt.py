@@ -184,6 +184,7 @@ def test_without_a_cluster_the_plan_names_what_has_no_effect():
         "imagePullPolicy": "Always",
         "storage": {"size": "1Ti"},
         "secrets": {"hubToken": {"name": "hub"}, "storage": {"name": "keys"}},
+        "checkpoints": {"signingKey": {"name": "checkpoint-key"}},
         "runPolicy": {"maxRestarts": 0, "activeDeadlineSeconds": 60},
         "resources": {"network": "rdma", "sharedMemory": "1Gi"},
     }
@@ -196,6 +197,9 @@ def test_without_a_cluster_the_plan_names_what_has_no_effect():
     )
     assert sentence(result, "secrets.hubToken") == (
         "secrets.hubToken: without a cluster, HF_TOKEN of the environment is used in its place"
+    )
+    assert sentence(result, "checkpoints.signingKey") == (
+        "checkpoints.signingKey: without a cluster, FINETUNE_CHECKPOINT_SECRET of the environment is used in its place"
     )
     assert not any(
         reason.startswith(("without a cluster", "secrets")) for reason in planned(Adaptation(), **spec).reasons

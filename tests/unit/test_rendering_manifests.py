@@ -340,6 +340,16 @@ def test_secrets_are_named_and_never_held(launcher: str):
         assert container["envFrom"] == [{"secretRef": {"name": "keys"}}]
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_only_pods_that_train_get_the_key_of_checkpoints(launcher: str):
+    found = rendered(spec_with(launcher=launcher, checkpoints={"signingKey": {"name": "signing", "key": "hmac"}}))
+    pods = all_pods(found)
+    key = {"name": "FINETUNE_CHECKPOINT_SECRET", "valueFrom": {"secretKeyRef": {"name": "signing", "key": "hmac"}}}
+    holding = [key in pod["spec"]["containers"][0]["env"] for pod in pods]
+    assert sum(holding) == (2 if launcher == "mpijob" else 1)
+    assert "signing" not in json.dumps([document for document in found if document["kind"] == "ConfigMap"])
+
+
 # ------------------------------------------------------------------------------------------------------------- contract
 
 

@@ -66,6 +66,7 @@ SUPPORTED: tuple[str, ...] = (
     "checkpoints.keep",
     "checkpoints.onPreemption",
     "checkpoints.resume",
+    "checkpoints.signingKey",
     "spot",
     "evaluation",
     "predict.dataset",

@@ -595,6 +595,15 @@ class StorageSpec(SpecModel):
     )
 
 
+class SecretKeySpec(SpecModel):
+    """One key of a Secret in the job's namespace."""
+
+    name: ObjectName = Field(description="Name of the Secret. Required.")
+    key: Annotated[str, StringConstraints(pattern=DATA_KEY_PATTERN, max_length=253)] = Field(
+        default="token", description="Key in it. Default token."
+    )
+
+
 class CheckpointEverySpec(SpecModel):
     """Interval of checkpoints; exactly one of the two."""
 
@@ -619,6 +628,11 @@ class CheckpointsSpec(SpecModel):
     on_preemption: bool = Field(default=True, description="Save when the pod is told to stop. Default true.")
     resume: Literal["auto", "never"] = Field(
         default="auto", description="Whether a new attempt continues from the newest good checkpoint. Default auto."
+    )
+    signing_key: SecretKeySpec | None = Field(
+        default=None,
+        description="Secret with a key of 16 bytes or more that checkpoints are signed with; only signed ones are "
+        "continued from. Left out: whoever can write to the volume can replace a checkpoint unseen.",
     )
 
 
@@ -722,15 +736,6 @@ class EndpointSpec(SpecModel):
     )
     resources: FreeObject = Field(
         default={}, description="Kubernetes ResourceRequirements of one server. Left out: from the plan."
-    )
-
-
-class SecretKeySpec(SpecModel):
-    """One key of a Secret in the job's namespace."""
-
-    name: ObjectName = Field(description="Name of the Secret. Required.")
-    key: Annotated[str, StringConstraints(pattern=DATA_KEY_PATTERN, max_length=253)] = Field(
-        default="token", description="Key in it. Default token."
     )
 
 

@@ -12,6 +12,7 @@ from math import gcd
 
 from finetune_contract.choices import StrategyName
 from finetune_contract.job import World
+from finetune_contract.layout import ENV_CHECKPOINT_SECRET
 from finetune_operator.api.types import (
     FineTuneJobSpec,
     LauncherName,
@@ -68,6 +69,9 @@ def check_place(draft: Draft) -> Draft:
         draft = draft.because(f"without a cluster these have no effect: {', '.join(ignored)}")
     if draft.spec.secrets.hub_token is not None:
         draft = draft.because("secrets.hubToken: without a cluster, HF_TOKEN of the environment is used in its place")
+    if draft.spec.checkpoints.signing_key is not None:
+        variable = f"{ENV_CHECKPOINT_SECRET} of the environment"
+        draft = draft.because(f"checkpoints.signingKey: without a cluster, {variable} is used in its place")
     return draft
 
 

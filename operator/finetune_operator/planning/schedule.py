@@ -113,5 +113,6 @@ def choose_checkpoints(draft: Draft) -> Draft:
         keep=asked.keep,
         on_preemption=asked.on_preemption,
         resume=asked.resume == "auto",
+        signed=asked.signing_key is not None,
     )
     return replace(draft, checkpoints=schedule)

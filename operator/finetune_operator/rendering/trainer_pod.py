@@ -13,6 +13,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import (
     ENV_ATTEMPT,
     ENV_CACHE,
+    ENV_CHECKPOINT_SECRET,
     ENV_FORWARD,
     ENV_GRACE_SECONDS,
     ENV_KUBEFLOW_CA,
@@ -357,8 +358,11 @@ def _mpi(pods: StagePods, role: Role) -> dict[str, str]:
 
 
 def _secrets(pods: StagePods) -> tuple[EnvVar, ...]:
-    token = pods.context.spec.secrets.hub_token
-    return () if token is None else (EnvVar("HF_TOKEN", token),)
+    spec = pods.context.spec
+    named = {"HF_TOKEN": spec.secrets.hub_token}
+    if pods.stage is Stage.TRAIN:
+        named[ENV_CHECKPOINT_SECRET] = spec.checkpoints.signing_key
+    return tuple(EnvVar(name, key) for name, key in named.items() if key is not None)
 
 
 # -------------------------------------------------------------------------------------------------------------- volumes
