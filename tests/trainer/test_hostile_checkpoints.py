@@ -282,6 +282,20 @@ def test_deepspeeds_own_classes_are_read_and_anything_else_is_not(tmp_path: Path
     assert marker.exists()
 
 
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (0, "bf16"), (1, "bf16"), (3, "bf16")])
+def test_a_deepspeed_checkpoint_of_every_stage_is_continued_from(stage: int, precision: str, bench, tmp_path: Path):
+    schedule = CheckpointSchedule(every_steps=1, keep=3)
+    run = bench.at(tmp_path / "w").spread("deepspeed", 1, zero_stage=stage)
+    run = run.with_training(max_steps=2, checkpoints=schedule, precision=precision)
+    ended = run.run(deepspeed=run.deepspeed_config())
+    assert ended.exit_code == 0, ended.output
+    shutil.rmtree(run.paths.checkpoints / "step-2")
+    (run.paths.state / "train.json").unlink()
+    ended = run.run(deepspeed=run.deepspeed_config())
+    assert ended.exit_code == 0, ended.output
+    assert f"Resuming from {run.paths.checkpoints / 'step-1'}" in ended.output
+
+
 @pytest.fixture(scope="module")
 def trained(bench, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Two processes with ZeRO-2 to step 4, of which the checkpoint of step 2 is left, signed."""
