@@ -23,6 +23,8 @@ from typing import IO, Any
 ARCHIVE_SUFFIX = ".oci.tar"
 INDEX_TYPES = ("application/vnd.oci.image.index.v1+json", "application/vnd.docker.distribution.manifest.list.v2+json")
 CHUNK_BYTES = 1 << 20
+MANY_TIMES = 20
+"""More entries of a layer that differ in their time alone are counted, not listed: one setting is behind them."""
 
 
 # ------------------------------------------------------------------------------------------------------------- packing
@@ -169,6 +171,11 @@ def compare_archives(first: Path, second: Path) -> list[str]:
 
 
 def _member_differences(first: Mapping[str, Member], second: Mapping[str, Member]) -> list[str]:
+    """Return a line for each path, but one for all together that differ in their time alone, if there are many."""
+    times = [path for path in first.keys() & second.keys() if first[path].differences(second[path]) == ["time"]]
+    if len(times) > MANY_TIMES:
+        others = [{path: each[path] for path in each.keys() - set(times)} for each in (first, second)]
+        return [f"{len(times)} entries: time", *_member_differences(*others)]
     lines = []
     for path in sorted({*first, *second}):
         if path not in second:

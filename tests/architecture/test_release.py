@@ -315,6 +315,16 @@ def test_two_images_are_compared_file_by_file(tmp_path: Path) -> None:
     ]
 
 
+def test_many_entries_that_differ_in_time_alone_are_counted(tmp_path: Path) -> None:
+    names = [f"file{number}" for number in range(archive.MANY_TIMES + 1)]
+    first = packed(tmp_path / "first", {**dict.fromkeys(names, ("1", 5)), "content": ("1", 5)})
+    second = packed(tmp_path / "second", {**dict.fromkeys(names, ("1", 6)), "content": ("2", 6)})
+    assert archive.compare(first, second) == [
+        f"layer 1: {len(names)} entries: time",
+        "layer 1: content: time, content",
+    ]
+
+
 def test_two_releases_are_compared_down_to_the_files_of_an_image(tmp_path: Path) -> None:
     for name, time in (("first", 5), ("second", 6)):
         (tmp_path / name).mkdir()
