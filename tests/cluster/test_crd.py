@@ -50,7 +50,7 @@ REFUSED = {
         "spec.training.epochs", "spec.training.learningRate", "spec.parallelism.strategy", "spec.preparation.maxLength",
     ],
     "script-form": ["spec.training.script.git.ref", "spec.training.script.git.path"],
-    "zero-stage-with-ddp": ["spec.parallelism.zeroStage", "spec.parallelism.offload"],
+    "zero-stage-with-ddp": ["spec.parallelism.strategy"],
     "offload-at-stage-0": ["spec.parallelism.offload.optimizer"],
     "single-with-many": ["spec.parallelism.strategy"],
     "checkpoint-interval-twice": ["spec.checkpoints.every"],
