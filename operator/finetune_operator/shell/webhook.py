@@ -193,6 +193,15 @@ def _certificates(bundle: JsonValue) -> list[str]:
     return []
 
 
+# ---------------------------------------------------------------------------------------- files that somebody else keeps
+
+
+async def _now_and_then(look: Callable[[], None]) -> None:
+    while True:
+        await asyncio.sleep(LOOK_AGAIN_SECONDS)
+        look()
+
+
 # ------------------------------------------------------------------------------------------------------------- clients
 
 
@@ -218,9 +227,7 @@ class ClientAuthorities:
 
     async def follow(self) -> None:
         """Trust authorities that are added, for ever. One that is taken away stays trusted until the process ends."""
-        while True:
-            await asyncio.sleep(LOOK_AGAIN_SECONDS)
-            self.look()
+        await _now_and_then(self.look)
 
     def look(self) -> None:
         """Take over what has changed since the last look."""
@@ -259,9 +266,7 @@ class FolderCertificate:
 
     async def follow(self) -> None:
         """Take over what is renewed, for ever; connections that are open stay."""
-        while True:
-            await asyncio.sleep(LOOK_AGAIN_SECONDS)
-            self.look()
+        await _now_and_then(self.look)
 
     def look(self) -> None:
         """Take over what has changed since the last look."""
