@@ -94,6 +94,19 @@ def is_an_older_checkpoint_under_a_newer_name(folder: Path) -> None:
     shutil.copytree(folder.parent / "step-5", folder)
 
 
+def assert_older_one_is_taken(
+    store: CheckpointStore, change: Callable[[Path], None], named: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Write two checkpoints, change the newer one, and expect that it is skipped with a warning."""
+    write(store, 5)
+    change(write(store, 10))
+    newest = store.newest()
+    assert newest is not None
+    assert newest.manifest.step == 5
+    (record,) = caplog.records
+    assert named in record.getMessage()
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -109,14 +122,7 @@ def is_an_older_checkpoint_under_a_newer_name(folder: Path) -> None:
 def test_a_checkpoint_that_leads_elsewhere_is_skipped(
     change: Callable[[Path], None], named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    store = CheckpointStore(tmp_path, keep=2)
-    write(store, 5)
-    change(write(store, 10))
-    newest = store.newest()
-    assert newest is not None
-    assert newest.manifest.step == 5
-    (record,) = caplog.records
-    assert named in record.getMessage()
+    assert_older_one_is_taken(CheckpointStore(tmp_path, keep=2), change, named, caplog)
 
 
 def test_a_link_in_place_of_the_checkpoints_is_refused(tmp_path: Path):
@@ -207,13 +213,7 @@ def test_with_a_key_a_checkpoint_that_it_did_not_sign_is_skipped(
     change: Callable[[Path], None], named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     store = CheckpointStore(tmp_path, 2, Signer(KEY.encode(), "mine"))
-    write(store, 5)
-    change(write(store, 10))
-    newest = store.newest()
-    assert newest is not None
-    assert newest.manifest.step == 5
-    (record,) = caplog.records
-    assert named in record.getMessage()
+    assert_older_one_is_taken(store, change, named, caplog)
 
 
 def test_unsigned_checkpoints_alone_are_refused_with_a_key(tmp_path: Path):

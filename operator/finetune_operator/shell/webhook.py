@@ -193,7 +193,7 @@ def _certificates(bundle: JsonValue) -> list[str]:
     return []
 
 
-# ---------------------------------------------------------------------------------------- files that somebody else keeps
+# --------------------------------------------------------------------------------------- files that somebody else keeps
 
 
 async def _now_and_then(look: Callable[[], None]) -> None:
