@@ -98,7 +98,7 @@ def test_the_first_cause_is_told_and_not_its_echo(world: World) -> None:
 
 
 def test_when_every_pod_of_an_attempt_is_deleted_its_log_is_told_all_the_same(world: World) -> None:
-    lingers = replace(RUNS, log="step 7 of 9\n", stops_after=patient(2))
+    lingers = replace(RUNS, log="step 7 of 9\n", stops_after=patient(5))
     world.kubelet.playbook.set("wiped", "train", lingers)
     world.apply("wiped", {"predict": None})
     world.wait_running("wiped", "train")
