@@ -69,7 +69,7 @@ def test_a_job_that_cannot_be_judged_in_time_is_refused_and_all_others_are_judge
 
     async def go() -> dict[str, JobView]:
         validate_job(job("first"), CLUSTER_SETTINGS)
-        judge = Judge(CLUSTER_SETTINGS, validate=watched, limit_seconds=patient(3.0))
+        judge = Judge(CLUSTER_SETTINGS, validate=watched, limit_seconds=patient(1.5))
         names = [*slow, "a", "b"]
         views = await asyncio.gather(*(judge.view(job(name), None) for name in names))
         return dict(zip(names, views, strict=True))
