@@ -355,8 +355,8 @@ def test_the_merged_model_answers_as_the_base_with_the_adapter_does(method: str,
         "r": 4,
         "lora_alpha": 16.0,
         "use_dora": method == "dora",
-        # The last part alone: folders of the machine do not belong in what is passed on.
-        "base_model_name_or_path": "tiny-bert",
+        # The last part alone: folders of the machine do not belong in what is passed on. No name of the Hub.
+        "base_model_name_or_path": "./tiny-bert",
         "inference_mode": True,
     }
     assert sorted(file.name for file in run.paths.adapter.iterdir()) == [

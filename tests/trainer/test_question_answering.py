@@ -198,6 +198,43 @@ def test_a_question_that_is_too_long_leaves_room_for_the_paragraph(
     assert all((first >= 0).any() for first in split.lists("first"))
 
 
+@pytest.mark.parametrize(("before", "after"), [(" ", " "), (" \u200b", "\u200b "), ("  \n", "\n ")], ids=repr)
+def test_an_answer_with_nothing_to_read_at_its_edge_is_learnt(
+    before: str, after: str, model: Path, data: Path, paths: JobPaths
+) -> None:
+    answer = f"{before}dark hall{after}"
+    context = f"the lamp is in the{answer}and the soup is old ."
+    row = {
+        "question": "where is the lamp ?",
+        "context": context,
+        "answers": {"text": [answer], "answer_start": [context.index(answer)]},
+    }
+    write_lines(data / "train.jsonl", [row, *questions(3, 1)])
+    facts = prepare(a_job(model, data), paths, NoProgress())
+    assert facts.splits["train"].truncated_rows == 0
+    prepared = PreparedData.open(paths)
+    (feature,) = prepared.features("train", [0])
+    tokens = load_tokenizer(a_job(model, data)).convert_ids_to_tokens(feature["input_ids"].tolist())
+    assert tokens[feature["start"] : feature["end"] + 1] == ["dark", "hall"]
+
+
+def test_an_answer_without_tokens_is_refused(model: Path, data: Path, paths: JobPaths) -> None:
+    row = {"question": "where ?", "context": "the \u200b lamp", "answers": {"text": ["\u200b"], "answer_start": [4]}}
+    write_lines(data / "train.jsonl", [*questions(3, 1), {"id": "odd", **row}])
+    with pytest.raises(StageError) as refused:
+        prepare(a_job(model, data), paths, NoProgress())
+    assert (refused.value.failure_class, refused.value.reason) == (FailureClass.DATA, "AnswerWithoutTokens")
+    assert "to the question 'where ?' has no token" in refused.value.message
+
+
+def test_an_answer_that_no_window_holds_counts_as_truncated(model: Path, data: Path, paths: JobPaths) -> None:
+    context = "the lamp is " + "in the old dark hall and " * 20 + "."
+    row = {"question": "where ?", "context": context, "answers": {"text": [context[12:-2]], "answer_start": [12]}}
+    write_lines(data / "train.jsonl", [*questions(3, 1), {"id": "long", **row}])
+    facts = prepare(a_job(model, data, max_length=64), paths, NoProgress())
+    assert facts.splits["train"].truncated_rows == 1
+
+
 # ---------------------------------------------------------------------------------------------------------- results
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from trainer_support.tasks import (
     INFERENCE,
     predictions,
     read_lines,
+    run_card,
     task_job,
     train_here,
     trained,
@@ -301,6 +303,29 @@ def test_windows_answer_as_many_words_as_there_are_and_the_file_has_them_in_orde
             assert entity["score"] == pytest.approx(min(line["scores"][part]))
 
 
+@pytest.mark.parametrize("names", [("B-place", "O"), ("noun", "verb")], ids=["entities", "others"])
+def test_words_of_which_the_tokenizer_leaves_nothing_are_missed(
+    names: tuple[str, str], models: dict[str, Path], data: Path, paths: JobPaths
+) -> None:
+    """All words of the last row, and of the metrics their share; whichever tag is the first."""
+    first, second = names
+    rows = [{"id": "even", "tokens": ["we", "saw"], "tags": [first, second]}] * 7
+    odd = {"id": "odd", "tokens": ["\u200b", "\u200b"], "tags": [first, first]}
+    for split in ("train", "validation"):
+        write_lines(data / f"{split}.jsonl", rows)
+    write_lines(data / "test.jsonl", [*rows, odd])
+    job = trained(a_job(models["bert"], data, training=training_of(steps=30, learning_rate=3e-2)), paths)
+    measured = evaluate(job, paths, NoProgress())["evaluate"]
+    assert measured["accuracy"] == 14 / 16, "what has tokens is learnt by heart"
+    assert measured["recall"] < 1
+    predict(job, paths, NoProgress())
+    last = predictions(paths)[-1]
+    assert last["scores"] == [0, 0]
+    assert last["tags"] == (["O", "O"] if "O" in names else [None, None])
+    (sample,) = [each for each in json.loads((paths.root / "samples.json").read_text()) if each["row"] == 7]
+    assert sample["predicted"] == ("O O" if "O" in names else "- -")
+
+
 def test_the_loss_of_a_step_is_the_mean_over_its_words_also_with_windows_that_have_none(
     models: dict[str, Path], data: Path, paths: JobPaths
 ) -> None:
@@ -357,7 +382,7 @@ def test_the_card_and_the_report_are_of_a_tagger(models: dict[str, Path], data: 
     job = trained(a_job(models["bert"], data), paths)
     evaluate(job, paths, NoProgress())
     write_pages(job, paths)
-    card = (paths.model / "README.md").read_text(encoding="utf-8")
+    card = run_card(job, paths)
     assert 'pipeline("token-classification"' in card
     assert "- 0: O (" in card
     assert " words in training)" in card

@@ -12,6 +12,7 @@ from finetune_contract.job import Adapter, CheckpointSchedule, EarlyStopping, St
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
 from finetune_trainer.reporting import merge_metrics
+from trainer_support.tasks import read_lines
 
 
 @pytest.fixture
@@ -99,6 +100,17 @@ def test_early_stopping_keeps_the_best_weights_and_a_stopped_run_that_goes_on_st
     best = run.paths.checkpoints / "best"
     run.train_here()
     assert (len(run.losses()), checkpoints(run)) == (24, ["step-12", "step-24"])
+    told = json.loads(run.paths.metrics.read_text())["train"]
+    evaluated = {line["step"]: line for line in read_lines(run.paths.history) if "eval_loss" in line}
+    assert (told["steps"], told["best_step"]) == (24, 12)
+    assert {name: told[name] for name in evaluated[12] if name != "step"} == {
+        name: value for name, value in evaluated[12].items() if name != "step"
+    }, "the model's figures are those of its weights"
+    card = (run.paths.model / "README.md").read_text()
+    assert (
+        "| Optimizer steps | 24 (2.00 epochs) of 120 planned: stopped early; the weights are those after step 12"
+        in card
+    )
     assert [path.name for path in best.iterdir()] == ["step-12.pt"]
 
     run.train_here()

@@ -193,7 +193,7 @@ def test_figures_of_a_run_that_an_older_image_began_cover_the_later_steps_and_sa
         {"samples_per_second": 3.0, "tokens": 60, "tokens_per_second": 30.0, "padding_share": 0.25}
     )
     assert figures.seconds() == {"forward": 1.5}
-    assert figures.last_validation() == {"eval_loss": 1.0}
+    assert figures.validation() == figures.validation(3) == {"eval_loss": 1.0}
     told = [record.getMessage() for record in caplog.records]
     assert ["lacks samples_per_second of 1 steps" in told[0], "of 2 steps" in told[1]] == [True, True]
 

@@ -145,12 +145,22 @@ def largest_difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> floa
     return max((one[name] - other[name]).abs().max().item() for name in one)
 
 
+CARD_TEXTS = ("a text", "a text with names in it", "first text", "It is on the table.", "A long text.", "This is ")
+"""What the cards of tasks give their models to read, but for those that write on behind a text."""
+
+
 def run_card(job: TrainerJob, paths: JobPaths) -> str:
-    """Runs the Python lines of the model card; returns the card."""
+    """Runs the Python lines of the model card as they are, and with 800 words more to read; returns the card."""
     card = (paths.model / "README.md").read_text(encoding="utf-8")
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
     assert code is not None
-    exec(code[1].replace(repr(f"{job.name}/model"), repr(str(paths.model))), {})
+    lines = code[1].replace(repr(f"{job.name}/model"), repr(str(paths.model)))
+    exec(lines, {})
+    if job.task not in ("text-generation", "preference-tuning"):
+        quoted = next(text for text in sorted(CARD_TEXTS, key=len, reverse=True) if f'"{text}' in lines)
+        # Behind the text, for a mask has to stay where the model reads it.
+        end = lines.index('"', lines.index(f'"{quoted}') + 1)
+        exec(f"{lines[:end]}{' the cat sees' * 267}{lines[end:]}", {})
     return card
 
 

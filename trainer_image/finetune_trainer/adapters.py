@@ -245,7 +245,7 @@ def _config(
     hub = job.model.uri.startswith("hf://")
     return LoraConfig(
         task_type=_kind(model),
-        base_model_name_or_path=public_uri(job.model.uri).removeprefix("hf://"),
+        base_model_name_or_path=_base_name(job.model.uri),
         revision=job.model.revision if hub else None,
         r=adapter.rank,
         lora_alpha=cast(int, adapter.alpha),  # peft only ever divides it by the rank
@@ -255,6 +255,13 @@ def _config(
         fan_in_fan_out=isinstance(model.get_submodule(layers[0]), Conv1D),
         modules_to_save=list(heads),
     )
+
+
+def _base_name(uri: str) -> str:
+    """Return what peft loads the base model by. A folder is named as one: peft looks for other names on the Hub."""
+    if uri.startswith("file://"):
+        return f"./{public_uri(uri)}"
+    return uri.removeprefix("hf://")
 
 
 def _kind(model: PreTrainedModel) -> TaskType | None:

@@ -19,7 +19,7 @@ import jinja2
 import yaml
 
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import Adapter, TrainerJob, World
+from finetune_contract.job import Adapter, TrainerJob, Training, World
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.report import TimePart, TimeSplit
 from finetune_trainer.charts import Share, shares, training_charts
@@ -169,7 +169,7 @@ def write_model_card(paths: JobPaths, job: TrainerJob, facts: DataFacts, metrics
             folder=repr(f"{job.name}/{paths.model.name}"),
             card=card,
             tag=tag,
-            settings=_training_settings(job),
+            settings=_training_settings(job, metrics.get("train", {})),
         )
     )
     write_atomically(paths.model / "README.md", text)
@@ -196,8 +196,8 @@ def _front_matter(
     return front
 
 
-def _training_settings(job: TrainerJob) -> dict[str, str]:
-    """Name -> value of what was trained with, in words for people."""
+def _training_settings(job: TrainerJob, train: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> value of what was trained with, in words for people. `train`: that section of metrics.json."""
     training = job.training
     if job.script is not None:
         script, world = job.script, job.script.world
@@ -229,7 +229,7 @@ def _training_settings(job: TrainerJob) -> dict[str, str]:
         "Processes": f"{training.world.size} on {training.world.device}",
         "Precision": training.precision,
         "Global batch": f"{batch.global_batch_size} = micro-batch {arithmetic}",
-        "Optimizer steps": f"{training.max_steps} ({training.max_steps / training.steps_per_epoch:.2f} epochs)",
+        "Optimizer steps": _steps_words(training, train),
         **adapter,
         "Optimizer": training.optimizer,
         "Learning rate": f"{training.learning_rate:g}",
@@ -241,6 +241,16 @@ def _training_settings(job: TrainerJob) -> dict[str, str]:
         "Seed": str(training.seed),
         **{f"arguments.{name}": json.dumps(value, ensure_ascii=False) for name, value in training.arguments.items()},
     }
+
+
+def _steps_words(training: Training, train: Mapping[str, Any]) -> str:
+    """Steps that ran, and those that the weights are of."""
+    ran = train.get("steps", training.max_steps)
+    words = f"{ran} ({ran / training.steps_per_epoch:.2f} epochs)"
+    if ran < training.max_steps:
+        words += f" of {training.max_steps} planned: stopped early"
+    best = train.get("best_step")
+    return words if best is None else f"{words}; the weights are those after step {best}, the best evaluation"
 
 
 def _adapter_words(adapter: Adapter) -> str:
@@ -282,7 +292,7 @@ def write_report(
             charts=training_charts(History(paths.history).read()),
             time=_time_shown(job, metrics.get("train", {})),
             peaks=_peak_rows(metrics.get("train", {})),
-            settings=_training_settings(job),
+            settings=_training_settings(job, metrics.get("train", {})),
             reasons=[str(reason) for reason in plan.get("reasons", ())],
             assumptions=[str(assumption) for assumption in plan.get("assumptions", ())],
             memory=_memory_rows(plan),

@@ -362,6 +362,15 @@ def _write(
 
     for shard, found in zip(shards, _written(folder, order, shards, progressed, leader), strict=True):
         made[shard.role].add(found)
+    for role in parts:
+        if rows[role].targets is not None and not made[role].learnt:
+            raise StageError(
+                FailureClass.DATA,
+                "NothingToLearn",
+                f"Split {parts[role].source.name} has {made[role].rows} rows, and the tokenizer leaves nothing in them to "
+                "learn from or to measure.",
+                "Give the split rows with text that the model's tokenizer knows.",
+            )
     facts = DataFacts(
         fingerprint=order.fingerprint,
         splits={role: found.of_split() for role, found in made.items()},

@@ -91,6 +91,8 @@ class ShardFacts:
     rows: int = 0
     features: int = 0
     truncated: int = 0
+    learnt: int = 0
+    """Items of the loss; of rows without targets features."""
     lengths: Counter[int] = field(default_factory=Counter)
     """Tokens of a feature, or of a pack of them -> how many there are."""
 
@@ -99,6 +101,7 @@ class ShardFacts:
         self.rows += other.rows
         self.features += other.features
         self.truncated += other.truncated
+        self.learnt += other.learnt
         self.lengths.update(other.lengths)
 
     def of_split(self) -> SplitFacts:
@@ -172,7 +175,8 @@ class Encoder:
             if self.packing and shard.role == "train":
                 table = packed(table, self.task.packed, self.coding.max_length)
             lengths = np.diff(table["input_ids"].chunk(0).offsets.to_numpy())
-            facts.add(ShardFacts(len(chunk), features, encoded.truncated, Counter(lengths.tolist())))
+            learnt = features if encoded.learnt is None else encoded.learnt
+            facts.add(ShardFacts(len(chunk), features, encoded.truncated, learnt, Counter(lengths.tolist())))
             yield table
             progressed(len(chunk))
 

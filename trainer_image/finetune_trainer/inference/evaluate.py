@@ -14,7 +14,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.inference.runner import Means, answers_of, model_to_use, reference_model
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, write_model_card, write_samples
-from finetune_trainer.tasks.base import LOWER_IS_BETTER, REFERENCE, Answer, TaskModule, task_of
+from finetune_trainer.tasks.base import LOWER_IS_BETTER, REFERENCE, Answer, TaskModule, compared, task_of
 
 _SAMPLES = 20
 
@@ -40,7 +40,7 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
         progress=progress,
     )
     # One model at a time.
-    reference = None if task.objective is None else answers_by(reference_model(job, task, means.precision))
+    reference = answers_by(reference_model(job, task, means.precision)) if compared(task) else None
     answers = answers_by(model_to_use(job, paths, prepared, means.precision))
     if reference is not None:
         answers = [{**answer, **_of_reference(said)} for answer, said in zip(answers, reference, strict=True)]

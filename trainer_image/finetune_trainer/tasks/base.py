@@ -81,6 +81,8 @@ class Encoded:
     """Index of each feature's row among the rows given; None: each row is one feature."""
     truncated: int = 0
     """Rows that have lost text."""
+    learnt: int | None = None
+    """Items of the loss, where there are targets; None: as many as features."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +106,18 @@ class Card:
 
 
 class Objective(Protocol):
-    """What a task minimises in place of the loss that its model computes: one that compares the model with the
+    """A loss that a task minimises in place of the one that its model computes. It may compare the model with the
     reference, which is the model as it was before training.
     """
 
     @property
     def compares(self) -> tuple[str, ...]:
-        """What of an answer, one number each, is compared with that of the reference."""
+        """Numbers of an answer that are compared with those of the reference; empty: there is no reference."""
 
     def loss(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The mean over the items of a batch, which has what is compared, of the reference, under `REFERENCE` names."""
+        """Return the mean over the items of a batch. The batch has what is compared, of the reference, under
+        `REFERENCE` names.
+        """
 
 
 class TaskModule(Protocol):
@@ -233,6 +237,11 @@ class TaskModule(Protocol):
 def labels_of(facts: DataFacts) -> Labels:
     """Those of prepared data."""
     return Labels(facts.labels, facts.label_form)
+
+
+def compared(task: TaskModule) -> tuple[str, ...]:
+    """Return what the task's objective compares with the reference; empty where it has none."""
+    return () if task.objective is None else task.objective.compares
 
 
 def task_of(job: TrainerJob) -> TaskModule:

@@ -48,6 +48,15 @@ def plain_ids(coding: Coding, texts: list[str], *, special: bool) -> list[list[i
     return found
 
 
+def never_empty(ids: Sequence[list[int]], coding: Coding) -> list[list[int]]:
+    """Give texts without tokens one of padding: tokenizers of decoders add none of their own, and no model reads
+    nothing.
+    """
+    padding = coding.tokenizer.pad_token_id
+    assert isinstance(padding, int)
+    return [each or [padding] for each in ids]
+
+
 def prompts(coding: Coding, texts: list[str]) -> list[list[int]]:
     """Texts that are to be continued: some tokenizers end every text with the end token; a prompt has not ended."""
     end = coding.tokenizer.eos_token_id

@@ -23,6 +23,7 @@ from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks.base import DRAW, Answer, Card, Coding, Encoded, Feature, Labels, Targets
+from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.language import LanguageTask
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.rows import not_set, refuse_not_text, refuse_other_columns
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 ASKED_FOR = 0.15
 _HIDDEN, _REPLACED = 0.8, 0.1
+_SOME_ARE_ASKED_FOR = 400
+"""Tokens of which chance leaves none out of account: 0.85 ** 400 is 6e-29."""
 _CANDIDATES = 5
 _CANDIDATE = pa.struct([pa.field("token", pa.string()), pa.field("score", pa.float64())])
 
@@ -148,12 +151,13 @@ class MaskedLm(LanguageTask):
             mask_is_special = zip(encoded["input_ids"][at], special, strict=True)
             own = [int(not each or token == tokenizer.mask_token_id) for token, each in mask_is_special]
             counts = np.cumsum(own)
-            fresh.append([int(is_own and count > shared) for is_own, count in zip(own, counts.tolist(), strict=True)])
-        features: dict[str, Sequence[Any]] = {"input_ids": encoded["input_ids"], "fresh": fresh}
+            of_window = [int(is_own and count > shared) for is_own, count in zip(own, counts.tolist(), strict=True)]
+            fresh.append(of_window or [0])
+        features: dict[str, Sequence[Any]] = {"input_ids": never_empty(encoded["input_ids"], coding), "fresh": fresh}
         if targets is not None:
             features["mask"] = [tokenizer.mask_token_id] * len(of_row)
             features["vocabulary"] = [len(tokenizer)] * len(of_row)
-        return Encoded(features, rows=of_row)
+        return Encoded(features, rows=of_row, learnt=None if targets is None else _learnt(features))
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
         """Hides tokens, and pads on the right."""
@@ -200,7 +204,8 @@ class MaskedLm(LanguageTask):
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
         """By the pipeline."""
         return Card(
-            use='print(model(f"This is {model.tokenizer.mask_token}.")[0]["token_str"])',
+            use='print(model(f"This is {model.tokenizer.mask_token}.", '
+            f'tokenizer_kwargs={{"truncation": True, "max_length": {facts.max_length}}})[0]["token_str"])',
             long_rows=f"Longer texts were cut into windows of {facts.max_length} tokens that overlap.",
             counted="rows",
             baseline="nothing",
@@ -210,6 +215,15 @@ class MaskedLm(LanguageTask):
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
         """None: single tokens tell little."""
         return []
+
+
+def _learnt(features: Mapping[str, Sequence[Any]]) -> int:
+    """Return how many tokens may be asked for; of few, how many evaluation asks for, which may be none."""
+    fresh = sum(map(sum, features["fresh"]))
+    if fresh >= _SOME_ARE_ASKED_FOR:
+        return fresh
+    each = (dict(zip(features, values, strict=True)) for values in zip(*features.values(), strict=True))
+    return sum(int((_asked(feature)["labels"] != NOT_LEARNT).sum()) for feature in each)
 
 
 def _asked(feature: Feature) -> Feature:

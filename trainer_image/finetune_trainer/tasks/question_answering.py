@@ -4,12 +4,16 @@ A paragraph that does not fit beside its question is cut into windows that overl
 whole answer is taught to point to its first token, as one of a question without an answer is: the way of BERT's authors
 for SQuAD. An answer is the best span over all windows of a row; where the data have questions without an answer, the
 best score of none (the least over the windows, as each window has to agree) is compared with it.
+
+Models let the padding of a batch compete with the paragraph for the answer. Their loss would depend on how rows are cut
+into micro-batches; the loss here leaves padding out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,11 +23,14 @@ import pyarrow.compute as pc
 from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, TrainerJob
+from finetune_contract.layout import FailureClass
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
+from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
+from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Objective, Targets
+from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.figures import telling_rows
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.rows import first_row, is_list, not_set, refuse_not_text, refuse_other_columns, row_error
@@ -60,6 +67,28 @@ class _Span:
     last: int
 
 
+@dataclass(frozen=True)
+class SpanLoss:
+    """The Objective: cross-entropy of start and end over the tokens of a window, without padding."""
+
+    compares: tuple[str, ...] = ()
+
+    def loss(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the mean over windows of the mean of start and end, in nats."""
+        import torch
+
+        said = model(**_without_targets(batch))
+        padding = batch["attention_mask"] == 0
+        parts = [
+            torch.nn.functional.cross_entropy(logits.float().masked_fill(padding, -torch.inf), wanted)
+            for logits, wanted in (
+                (said.start_logits, batch["start_positions"]),
+                (said.end_logits, batch["end_positions"]),
+            )
+        ]
+        return torch.stack(parts).mean()
+
+
 class QuestionAnswering(heads.WithHead):
     """The TaskModule of `question-answering`.
 
@@ -71,6 +100,7 @@ class QuestionAnswering(heads.WithHead):
     auto: str = "AutoModelForQuestionAnswering"
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = {None: ("exact_match", "f1")}
     smooths_labels: frozenset[LabelForm | None] = frozenset()
+    objective: Objective | None = SpanLoss()
     answer_columns: frozenset[str] = frozenset({"answer", "score", "start", "end", "candidates"})
 
     # --------------------------------------------------------------------------------------------------------- data
@@ -122,10 +152,15 @@ class QuestionAnswering(heads.WithHead):
         return {name: sum(not texts for texts, _ in targets) for name in labels.names}
 
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
-        """Windows of each paragraph, each behind the whole question; a question is cut to half of a window."""
+        """Windows of each paragraph, each behind the whole question; a question is cut to half of a window. A row is
+        truncated when its question is cut, or when no window holds its answer.
+
+        StageError DATA for an answer of which the tokenizer leaves nothing: it could not be learnt.
+        """
         room, tokenizer = made_ready(coding, pair=True), coding.tokenizer
         types = "token_type_ids" in tokenizer.model_input_names
-        questions, cut = _short_questions(list(rows["question"]), coding, room)
+        questions = list(rows["question"])
+        cut = _shorten(questions, coding, room)
         encoded = tokenizer(
             questions,
             list(rows["context"]),
@@ -140,23 +175,32 @@ class QuestionAnswering(heads.WithHead):
             verbose=False,
         )
         of_row = [int(row) for row in encoded["overflow_to_sample_mapping"]]
-        features: dict[str, list[Any]] = {"input_ids": encoded["input_ids"], "first": [], "last": []}
+        features: dict[str, list[Any]] = {
+            "input_ids": never_empty(encoded["input_ids"], coding),
+            "first": [],
+            "last": [],
+        }
         if types:
-            features["token_type_ids"] = encoded["token_type_ids"]
-        if targets is not None:
-            features |= {"start": [], "end": []}
-        for at, row in enumerate(of_row):
+            features["token_type_ids"] = [each or [0] for each in encoded["token_type_ids"]]
+        for at in range(len(of_row)):
             inside = [part == 1 for part in encoded.sequence_ids(at)]
             offsets = encoded["offset_mapping"][at]
             first = [each[0] if is_in else _NOWHERE for each, is_in in zip(offsets, inside, strict=True)]
             last = [each[1] if is_in else _NOWHERE for each, is_in in zip(offsets, inside, strict=True)]
-            features["first"].append(first)
-            features["last"].append(last)
-            if targets is not None:
-                start, end = _tokens_of(targets[row], first, last)
-                features["start"].append(start)
-                features["end"].append(end)
-        return Encoded(features, rows=of_row, truncated=cut)
+            features["first"].append(first or [_NOWHERE])
+            features["last"].append(last or [_NOWHERE])
+        if targets is not None:
+            features |= {"start": [], "end": []}
+            for row, windows in groupby(range(len(of_row)), key=of_row.__getitem__):
+                texts, starts = targets[row]
+                spans = _answer_tokens(texts, starts, [(features["first"][at], features["last"][at]) for at in windows])
+                if spans is None:
+                    raise _without_tokens(texts[0], rows["question"][row])
+                features["start"] += [start for start, _ in spans]
+                features["end"] += [end for _, end in spans]
+                if texts and not any(end for _, end in spans):
+                    cut.add(row)
+        return Encoded(features, rows=of_row, truncated=len(cut))
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
         """Pads on the right."""
@@ -197,7 +241,7 @@ class QuestionAnswering(heads.WithHead):
         self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor], features: Sequence[Feature]
     ) -> list[Answer]:
         """Logits of starts and ends."""
-        said = model(**{name: value for name, value in batch.items() if not name.endswith("_positions")})
+        said = model(**_without_targets(batch))
         starts, ends = (each.float().cpu().numpy() for each in (said.start_logits, said.end_logits))
         sizes = [len(feature["input_ids"]) for feature in features]
         return [{"start": starts[row, :size], "end": ends[row, :size]} for row, size in enumerate(sizes)]
@@ -242,7 +286,7 @@ class QuestionAnswering(heads.WithHead):
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
         """With the model itself: transformers has no pipeline for spans any more."""
         return Card(
-            use=_USE,
+            use=_USE.format(max_length=facts.max_length),
             auto=self.auto,
             long_rows=f"Longer paragraphs were cut into windows of {facts.max_length} tokens that overlap.",
             counted="rows",
@@ -279,6 +323,11 @@ class QuestionAnswering(heads.WithHead):
             yield _decide(spans, none if may_be_none else None, context)
 
 
+def _without_targets(batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return what the model takes to answer; with positions it would compute its own loss."""
+    return {name: value for name, value in batch.items() if not name.endswith("_positions")}
+
+
 _CANDIDATE = pa.struct(
     [
         pa.field("answer", pa.string()),
@@ -288,7 +337,8 @@ _CANDIDATE = pa.struct(
     ]
 )
 _USE = """question, paragraph = "Where is it?", "It is on the table."
-given = tokenizer(question, paragraph, return_tensors="pt")
+how = {{"truncation": "only_second", "max_length": {max_length}}}
+given = tokenizer(question, paragraph, return_tensors="pt", **how)
 said = model(**given)
 first, last = said.start_logits.argmax(), said.end_logits.argmax()
 print(tokenizer.decode(given["input_ids"][0, first : last + 1]))"""
@@ -297,28 +347,51 @@ print(tokenizer.decode(given["input_ids"][0, first : last + 1]))"""
 # ------------------------------------------------------------------------------------------------------------- encoding
 
 
-def _short_questions(questions: list[str], coding: Coding, room: int) -> tuple[list[str], int]:
-    """Questions that leave the paragraph half of the window, and more than what windows share; and how many had to be
-    cut for that. `room`: tokens of a window that are not special ones.
+def _shorten(questions: list[str], coding: Coding, room: int) -> set[int]:
+    """Cut questions so that they leave the paragraph half of the window, and more than what windows share; return the
+    rows of those that are cut. `room`: tokens of a window that are not special ones.
     """
     most = max(1, room - max(coding.max_length // 2, coding.stride + 1))
     encoded = coding.tokenizer(questions, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     long = [at for at, ids in enumerate(encoded["input_ids"]) if len(ids) > most]
     for at in long:
         questions[at] = questions[at][: encoded["offset_mapping"][at][most - 1][1]]
-    return questions, len(long)
+    return set(long)
 
 
-def _tokens_of(target: tuple[list[str], list[int]], first: Sequence[int], last: Sequence[int]) -> tuple[int, int]:
-    """First and last token of the first answer; the window's first token twice when it does not hold the whole."""
-    texts, starts = target
+def _without_tokens(answer: str, question: str) -> StageError:
+    return StageError(
+        FailureClass.DATA,
+        "AnswerWithoutTokens",
+        f"The answer {answer!r} to the question {question!r} has no token: the tokenizer drops all of its characters.",
+        "Correct the row: take the answer out of it, or give one with words.",
+    )
+
+
+def _answer_tokens(
+    texts: Sequence[str], starts: Sequence[int], windows: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> list[tuple[int, int]] | None:
+    """Return the first and the last token of a row's first answer in each of its windows, and the window's first token
+    twice where it does not hold all tokens of the answer. None for an answer that has no token in any window.
+
+    `windows`: the first and the last character of each token, see `QuestionAnswering`. A blank at the edge of an
+    answer, and a character that the tokenizer drops, belong to no token, and are not missed.
+    """
     if not texts:
-        return 0, 0
+        return [(0, 0)] * len(windows)
     begin, finish = starts[0], starts[0] + len(texts[0])
-    inside = [at for at, (a, b) in enumerate(zip(first, last, strict=True)) if a >= 0 and a < finish and b > begin]
-    if not inside or first[inside[0]] > begin or last[inside[-1]] < finish:
-        return 0, 0
-    return inside[0], inside[-1]
+    found = [
+        [at for at, (a, b) in enumerate(zip(*window, strict=True)) if 0 <= a < min(b, finish) and b > begin]
+        for window in windows
+    ]
+    held = [(first[at], last[at]) for (first, last), tokens in zip(windows, found, strict=True) for at in tokens]
+    if not held:
+        return None
+    edges = min(first for first, _ in held), max(last for _, last in held)
+    return [
+        (tokens[0], tokens[-1]) if tokens and (first[tokens[0]], last[tokens[-1]]) == edges else (0, 0)
+        for (first, last), tokens in zip(windows, found, strict=True)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------ answering

@@ -23,7 +23,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
-from finetune_trainer.tasks.encoding import encodings
+from finetune_trainer.tasks.encoding import encodings, never_empty
 from finetune_trainer.tasks.figures import telling_rows
 from finetune_trainer.tasks.label_forms import FORMS, PATH, SECRET, Form, Logits, form_of
 from finetune_trainer.tasks.padding import padded
@@ -94,8 +94,9 @@ class TextClassification(heads.WithHead):
         else:
             features = {"input_ids": [each.ids for each in made]}
             if types:
-                features["token_type_ids"] = [each.type_ids for each in made]
+                features["token_type_ids"] = [each.type_ids or [0] for each in made]
             truncated = sum(bool(each.overflowing) for each in made)
+        features["input_ids"] = never_empty(features["input_ids"], coding)
         if targets is not None:
             features[_column_of(targets)] = targets.tolist()
         return Encoded(features, truncated=truncated)
@@ -200,8 +201,9 @@ class TextClassification(heads.WithHead):
         asked = '{"text": "first text", "text_pair": "second text"}' if pair else '"a text"'
         # All labels of a model that gives several are of interest, and a number is no probability.
         more = {"multi_label_classification": ", top_k=None", "regression": ', function_to_apply="none"'}
+        cut = f", truncation=True, max_length={facts.max_length}"
         return Card(
-            use=f"print(model({asked}{more.get(facts.label_form or '', '')}))",
+            use=f"print(model({asked}{cut}{more.get(facts.label_form or '', '')}))",
             long_rows=f"Inputs are cut after {facts.max_length} tokens.",
             counted="rows",
             baseline=_form(facts.label_form).baseline,
@@ -224,7 +226,9 @@ def _called(
     tokenizer, max_length = coding.tokenizer, coding.max_length
     arguments: dict[str, Any] = {"padding": False, "return_attention_mask": False, "return_token_type_ids": types}
     encoded = tokenizer(texts, pairs, truncation=True, max_length=max_length, verbose=False, **arguments)
-    features = {name: encoded[name] for name in ("input_ids", *(["token_type_ids"] if types else []))}
+    features = {"input_ids": encoded["input_ids"]}
+    if types:
+        features["token_type_ids"] = [each or [0] for each in encoded["token_type_ids"]]
     full = [i for i, ids in enumerate(features["input_ids"]) if len(ids) >= max_length]
     if not full:
         return features, 0

@@ -149,7 +149,8 @@ class TextGeneration(DecoderTask):
                         ]
                     )
                 of_row.append(row)
-        return Encoded(features, rows=of_row, truncated=truncated)
+        learnt = sum(label != NOT_LEARNT for labels in features.get("labels", ()) for label in labels)
+        return Encoded(features, rows=of_row, truncated=truncated, learnt=learnt)
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
         """Pads on the right. The features of a pack are told apart by positions that begin anew."""

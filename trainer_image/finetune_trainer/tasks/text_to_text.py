@@ -17,6 +17,7 @@ from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
+from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.figures import telling_rows
 from finetune_trainer.tasks.language import LanguageTask
 from finetune_trainer.tasks.padding import padded
@@ -126,11 +127,11 @@ class TextToText(LanguageTask):
     def encode(self, rows: Mapping[str, Sequence[Any]], targets: NDArray[Any] | None, coding: Coding) -> Encoded:
         """Both texts lose their end where they are too long."""
         sources, cut = _cut(coding, text=list(rows["source"]))
-        features: dict[str, Sequence[Any]] = {"input_ids": sources}
+        features: dict[str, Sequence[Any]] = {"input_ids": never_empty(sources, coding)}
         if targets is not None:
             features["labels"], short = _cut(coding, text_target=targets.tolist())
             cut = [one or other for one, other in zip(cut, short, strict=True)]
-        return Encoded(features, truncated=sum(cut))
+        return Encoded(features, truncated=sum(cut), learnt=sum(map(len, features.get("labels", ()))))
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
         """Pads both on the right."""
@@ -172,7 +173,7 @@ class TextToText(LanguageTask):
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
         """With the model itself: transformers has no pipeline for these tasks any more."""
         return Card(
-            use=_USE,
+            use=_USE.format(max_length=facts.max_length),
             auto=self.auto,
             long_rows=f"Texts of more than {facts.max_length} tokens were cut at their end.",
             counted="rows",
@@ -193,7 +194,8 @@ class TextToText(LanguageTask):
         ]
 
 
-_USE = """given = tokenizer("A long text.", return_tensors="pt")
+_USE = """how = {{"truncation": True, "max_length": {max_length}}}
+given = tokenizer("A long text.", return_tensors="pt", **how)
 said = model.generate(**given, max_new_tokens=64)
 print(tokenizer.decode(said[0], skip_special_tokens=True))"""
 

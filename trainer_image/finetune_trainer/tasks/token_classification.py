@@ -2,7 +2,9 @@
 
 Rows are lists of words. A row that is longer than the model's input is cut into windows that overlap, and each word is
 learnt and answered once, in the window in which it has most text around it: training, evaluation and prediction count
-every word alike, and none is lost. A word's tag belongs to its first token; the others of the word have none.
+every word alike, and none is lost. A word's tag belongs to its first token; the others of the word have none. A word of
+which the tokenizer leaves nothing cannot be learnt; it is answered with `O` where there is such a tag, and counts as
+missed where another one was right.
 
 Longformer attends to a window of neighbours; its first token attends to all of them, and they to it. The model itself
 fills inputs up to a multiple of its attention window.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +32,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
+from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.figures import class_scores, cross_entropy, softmax, telling_rows
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.rows import (
@@ -54,6 +58,10 @@ _HEAD = "ForTokenClassification"
 _NOT_COUNTED = -100
 """What the loss of transformers' models leaves out."""
 _NO_WORD = -1
+_NO_TAG = -1
+"""The answer to a word without tokens where no tag is `O`."""
+_LEAST = 1e-12
+"""Confidence in the answer to a word without tokens, where answers are put in order: wrong, and last of the wrong."""
 _GLOBAL_ATTENTION = ("longformer", "led")
 """Values of `model_type` that want to be told which tokens attend to all others."""
 _ENTITY_TAG = re.compile(r"[BIESLU]-.+")
@@ -94,8 +102,8 @@ class TokenClassification(heads.WithHead):
         return {"tokens": columns.tokens}
 
     def judged(self, columns: Columns) -> dict[str, str]:
-        """Nothing: labels are features."""
-        return {}
+        """`tags`: those of words without tokens are in no feature."""
+        return {} if columns.tags is None else {"tags": columns.tags}
 
     def check(self, split: RawSplit, columns: Columns, setting: str) -> None:
         """Every row is a list of at least one word, and every word is text."""
@@ -159,17 +167,19 @@ class TokenClassification(heads.WithHead):
             verbose=False,
         )
         of_row = [int(row) for row in encoded["overflow_to_sample_mapping"]]
-        features: dict[str, list[Any]] = {"input_ids": encoded["input_ids"], "words": []}
+        features: dict[str, list[Any]] = {"input_ids": never_empty(encoded["input_ids"], coding), "words": []}
         if coding.model_type in _GLOBAL_ATTENTION:
-            features["global_attention_mask"] = [[1, *[0] * (len(ids) - 1)] for ids in encoded["input_ids"]]
+            features["global_attention_mask"] = [[1, *[0] * (len(ids) - 1)] for ids in features["input_ids"]]
         if targets is not None:
             features["tags"] = []
         for row, windows in groupby(range(len(of_row)), key=of_row.__getitem__):
-            for words in _owned([encoded.word_ids(window) for window in windows], coding.stride):
+            for owned in _owned([encoded.word_ids(window) for window in windows], coding.stride):
+                words = owned or [_NO_WORD]
                 features["words"].append(words)
                 if targets is not None:
                     features["tags"].append([_NOT_COUNTED if at == _NO_WORD else int(targets[row][at]) for at in words])
-        return Encoded(features, rows=of_row)
+        learnt = sum(tag != _NOT_COUNTED for tags in features.get("tags", ()) for tag in tags)
+        return Encoded(features, rows=of_row, learnt=learnt)
 
     def collate(self, features: Sequence[Feature], *, pad_token_id: int) -> dict[str, torch.Tensor]:
         """Pads on the right."""
@@ -212,29 +222,28 @@ class TokenClassification(heads.WithHead):
         return "tags" in split.columns
 
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
-        """Mean cross-entropy of a word in nats, and see `measured`."""
-        tags, logits = _tags_by_row(split), _logits_by_row(answers, split)
-        loss = cross_entropy(np.concatenate(logits), np.concatenate(tags))
-        return {"loss": loss, **measured(tags, [each.argmax(axis=1) for each in logits], split.facts.labels)}
+        """Mean cross-entropy of a word with tokens in nats; of all words see `measured`."""
+        loss = cross_entropy(np.concatenate(_logits_by_row(answers, split)), np.concatenate(_tags_by_row(split)))
+        said = [said.ids for said in _said(answers, split, slice(None))]
+        return {"loss": loss, **measured(_gold(split), said, split.facts.labels)}
 
     def baseline(self, split: PreparedSplit) -> dict[str, float]:
         """The most frequent tag of the very words that are judged, which is `O` as a rule: no entity at all."""
-        tags = _tags_by_row(split)
+        tags = _gold(split)
         most = np.bincount(np.concatenate(tags)).argmax()
         return measured(tags, [np.full_like(each, most) for each in tags], split.facts.labels)
 
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
         """`tags` and their probabilities `scores`, one for each word, and `entities` with their type, first and last
-        word (counted from 0), text and the least probability of their words.
+        word (counted from 0), text and the least probability of their words. A word without tokens has the score 0, and
+        no tag (null) where no tag is `O`.
         """
         names, raw = split.facts.labels, split.raw().select(range(*rows.indices(split.rows)))
-        said = _by_row(split, lambda at: answers[at]["logits"], rows)
         tags, scores, found = [], [], []
-        for (answered, logits), words in zip(said, raw[split.inputs["tokens"]], strict=True):
-            shares = softmax(_every_word(logits, answered, len(words)))
-            tags.append([names[at] for at in shares.argmax(axis=1)])
-            scores.append(shares.max(axis=1))
-            found.append(_entities(tags[-1], words, scores[-1]))
+        for said, words in zip(_said(answers, split, rows), raw[split.inputs["tokens"]], strict=True):
+            tags.append([None if at == _NO_TAG else names[at] for at in said.ids])
+            scores.append(said.scores)
+            found.append(_entities([tag or _OUTSIDE for tag in tags[-1]], words, said.scores))
         return pa.table(
             {
                 "tags": pa.array(tags, pa.list_(pa.string())),
@@ -255,18 +264,17 @@ class TokenClassification(heads.WithHead):
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
         """Rows with a wrong tag given with most confidence first (at most half), then the first rows that are right."""
-        tags, logits, names = _tags_by_row(split), _logits_by_row(answers, split), split.facts.labels
-        best = [each.argmax(axis=1) for each in logits]
+        tags, said, names = _gold(split), list(_said(answers, split, slice(None))), split.facts.labels
         wrong = np.array([
-            float(np.where(guess != right, softmax(each).max(axis=1), 0.0).max())
-            for guess, right, each in zip(best, tags, logits, strict=True)
+            float(np.where(each.ids != right, np.maximum(each.scores, _LEAST), 0.0).max())
+            for each, right in zip(said, tags, strict=True)
         ])  # fmt: skip
         return [
             {
                 "row": row,
                 "label": " ".join(names[at] for at in tags[row]),
-                "predicted": " ".join(names[at] for at in best[row]),
-                "score": float(softmax(logits[row]).max(axis=1).min()),
+                "predicted": " ".join("-" if at == _NO_TAG else names[at] for at in said[row].ids),
+                "score": float(said[row].scores.min()),
             }
             for row in telling_rows(wrong, most)
         ]
@@ -349,22 +357,47 @@ def _logits_by_row(answers: Sequence[Answer], split: PreparedSplit) -> list[NDAr
     return [logits for _, logits in _by_row(split, lambda at: answers[at]["logits"], slice(None))]
 
 
-def _every_word(logits: NDArray[np.float32], words: NDArray[np.int32], count: int) -> NDArray[np.float32]:
-    """With equal logits for words of which the tokenizer leaves nothing, so that they get the first tag."""
-    whole = np.zeros((count, logits.shape[1]), np.float32)
-    whole[words] = logits
-    return whole
+@dataclass(frozen=True)
+class _Said:
+    """The answer to all words of a row."""
+
+    ids: NDArray[np.int32]
+    """Of their tags; of a word without tokens the id of `O`, or `_NO_TAG`."""
+    scores: NDArray[np.float64]
+    """Their probabilities; of a word without tokens 0."""
+
+
+def _said(answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> Iterator[_Said]:
+    """Yield the answer to each of some rows."""
+    names = split.facts.labels
+    absent = names.index(_OUTSIDE) if _OUTSIDE in names else _NO_TAG
+    raw = split.raw().select(range(*rows.indices(split.rows)))[split.inputs["tokens"]]
+    answered = _by_row(split, lambda at: answers[at]["logits"], rows)
+    for (words, logits), tokens in zip(answered, raw, strict=True):
+        said = _Said(np.full(len(tokens), absent, np.int32), np.zeros(len(tokens)))
+        if len(words):
+            shares = softmax(logits)
+            said.ids[words], said.scores[words] = shares.argmax(axis=1), shares.max(axis=1)
+        yield said
+
+
+def _gold(split: PreparedSplit) -> list[NDArray[np.int32]]:
+    """Return for each row the right tag ids of all its words."""
+    known: dict[Any, int] = {name: at for at, name in enumerate(split.facts.labels)}
+    known |= {at: at for at in range(len(known))}
+    return [np.array([known[tag] for tag in tags], np.int32) for tags in split.raw()[split.inputs["tags"]]]
 
 
 def measured(tags: Sequence[NDArray[Any]], answers: Sequence[NDArray[Any]], names: Sequence[str]) -> dict[str, float]:
     """Accuracy of words; f1, precision and recall of whole entities by seqeval where tags are those of entities
-    (`B-person`), else of tags, as the plain mean over them. `tags` and `answers`: tag ids of each row's words.
+    (`B-person`), else of tags, as the plain mean over them. `tags` and `answers`: tag ids of each row's words; an
+    answer may be `_NO_TAG`, which is never right.
     """
     scores = class_scores(np.concatenate(tags), np.concatenate(answers), len(names))
     if _of_entities(names):
         from seqeval.metrics import f1_score, precision_score, recall_score
 
-        words = [[[names[at] for at in row] for row in rows] for rows in (tags, answers)]
+        words = [[[_OUTSIDE if at == _NO_TAG else names[at] for at in row] for row in rows] for rows in (tags, answers)]
         of_entities = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
         scores |= {name: float(score(*words, zero_division=0)) for name, score in of_entities.items()}
     return {name: scores[name] for name in _METRICS}

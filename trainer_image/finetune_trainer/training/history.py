@@ -102,7 +102,9 @@ class RunFigures:
                 parts[part] = parts.get(part, 0.0) + seconds
         return parts
 
-    def last_validation(self) -> dict[str, float]:
-        """The last evaluation in mid-training, with the names of the history (`eval_loss`); empty without one."""
-        evaluations = [line for line in self._lines if "eval_loss" in line]
+    def validation(self, step: int | None = None) -> dict[str, float]:
+        """Return the evaluation in mid-training after `step`, None: the last one, with the names of the history
+        (`eval_loss`); empty without one.
+        """
+        evaluations = [line for line in self._lines if "eval_loss" in line and step in (None, line["step"])]
         return {name: value for name, value in evaluations[-1].items() if name != "step"} if evaluations else {}

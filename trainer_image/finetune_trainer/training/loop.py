@@ -234,7 +234,7 @@ class TrainingLoop(Trainer):
 
     def _ask_reference(self) -> None:
         """Before the first step and before anything is read from a checkpoint the model is what it began with."""
-        if self.parts.objective is None:
+        if self.parts.objective is None or not self.parts.objective.compares:
             return
         clock = self.parts.clock
         clock.enter("evaluation")

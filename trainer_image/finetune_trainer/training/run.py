@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune_contract.arguments import groups_by_length
@@ -33,14 +33,14 @@ from finetune_trainer.distributed import ProcessWorld, gathered
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import share
 from finetune_trainer.float8 import InFloat8, convert, refuse_without_library, refuse_without_units
-from finetune_trainer.models import load_tokenizer, pinned, weights_digest
+from finetune_trainer.models import load_tokenizer, pinned, position_limit, weights_digest
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, training_environment, write_environment, write_model_card
 from finetune_trainer.signing import signer_of
 from finetune_trainer.strategies.base import Strategy, tied_names
 from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
-from finetune_trainer.tasks.base import TaskModule, task_of
+from finetune_trainer.tasks.base import TaskModule, compared, task_of
 from finetune_trainer.training.activations import InHostMemory, OnDevice
 from finetune_trainer.training.arguments import refused_arguments, training_arguments
 from finetune_trainer.training.dealing import Deal
@@ -133,7 +133,7 @@ def train(
     model = task.build_model(began_with, prepared.facts)
     _refuse_recomputing(training, model)
     _refuse_liger(training, model)
-    weights = None if task.objective is None else weights_digest(model)
+    weights = weights_digest(model) if compared(task) else None
     adapted = None if training.adapter is None else adapt(model, training.adapter, began_with)
     if training.world.device == "cpu" and not training.arguments.get("torch_compile"):  # which has its own dropout
         share_random_bits(model)
@@ -198,7 +198,7 @@ def train(
             write_adapter_and_merge(whole, adapted, began_with, state, adapter_folder).save_pretrained(
                 str(model_folder)
             )
-        load_tokenizer(job).save_pretrained(str(model_folder))
+        _published_tokenizer(job, loop.placed.model).save_pretrained(str(model_folder))
         for folder in (model_folder, adapter_folder):
             share(folder)
     spent, seconds = clock.lap(), time.monotonic() - started
@@ -212,7 +212,8 @@ def train(
         "world_size": world.size,
         "seconds": seconds,
         "steps": steps,
-        **course.last_validation(),
+        **({} if best is None else {"best_step": stopper.best_step}),
+        **course.validation(stopper.best_step),
     }
     details = {
         "peak_memory_bytes_by_rank": peaks,
@@ -226,6 +227,17 @@ def train(
     return Outcome(
         {"train": figures}, {each.name: each.name for each in folders if each.exists()}, prepared.facts.fingerprint
     )
+
+
+def _published_tokenizer(job: TrainerJob, model: PreTrainedModel) -> PreTrainedTokenizerBase:
+    """Return the tokenizer to be saved with the model, which cuts texts where the model ends when it is asked to cut:
+    that of the base model may know no limit.
+    """
+    tokenizer = load_tokenizer(job)
+    limit = position_limit(model.config)
+    if limit is not None:
+        tokenizer.model_max_length = min(tokenizer.model_max_length, limit)
+    return tokenizer
 
 
 def training_of(job: TrainerJob) -> Training:
@@ -255,7 +267,7 @@ def _refuse_pipeline(job: TrainerJob, training: Training, task: TaskModule) -> N
     """StageError CONFIG for an objective that compares whole rows, where the last stage computes the model's own
     loss.
     """
-    if task.objective is not None and training.strategy.pipeline is not None:
+    if compared(task) and training.strategy.pipeline is not None:
         raise StageError(
             FailureClass.CONFIG,
             "PipelineNotSupported",
@@ -392,13 +404,13 @@ def _reference(
     told: Callable[[int], None],
 ) -> Reference:
     """`weights`: digest of those that the model has before training."""
-    if task.objective is None or weights is None:
+    if not compared(task) or weights is None:
         return NoReference()
     splits = {"train": deal.split("train", order.rows_of(training.max_steps))}
     if VALIDATION in deal.prepared.facts.splits:
         splits[VALIDATION] = deal.split(VALIDATION)
     basis = {"weights": weights, "data": deal.prepared.facts.fingerprint, "precision": training.precision}
-    return KeptReference(Said(task.objective.compares), splits, folder, basis, world, told)
+    return KeptReference(Said(compared(task)), splits, folder, basis, world, told)
 
 
 def _warn_of_other_epoch(order: EpochOrder, training: Training) -> None:

@@ -36,6 +36,11 @@ class NeverStop:
         """Never."""
         return False
 
+    @property
+    def best_step(self) -> int | None:
+        """None: the last weights are the result."""
+        return None
+
     def best_weights(self) -> Path | None:
         """The last weights are the result."""
         return None
@@ -107,6 +112,11 @@ class EarlyStopper:
         for other in self._folder.iterdir():
             if other != path:
                 other.unlink()
+
+    @property
+    def best_step(self) -> int | None:
+        """The step whose weights are the result; None when nothing was evaluated."""
+        return None if self._best is None else self._best_step
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step}.pt"
