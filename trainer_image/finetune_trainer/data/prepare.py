@@ -367,8 +367,8 @@ def _write(
             raise StageError(
                 FailureClass.DATA,
                 "NothingToLearn",
-                f"Split {parts[role].source.name} has {made[role].rows} rows, and the tokenizer leaves nothing in them to "
-                "learn from or to measure.",
+                f"Split {parts[role].source.name} has {made[role].rows} rows, and the tokenizer leaves nothing in "
+                "them to learn from or to measure.",
                 "Give the split rows with text that the model's tokenizer knows.",
             )
     facts = DataFacts(
