@@ -169,7 +169,7 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(
         ("template", "chat_template", "conversation", "prompt_template"), f"{AXOLOTL}, {FACTORY}", None,
         "leave it out: conversations are written by the chat template of the model's tokenizer",
-        under=("spec", "dataset", "training", "preparation", "model", ""),
+        under=("dataset", "training", "preparation", "model", ""),
     ),
     ForeignName(
         ("train_on_inputs", "mask_prompt", "completion_only_loss"), EVERYBODY, None,

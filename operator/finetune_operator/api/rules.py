@@ -213,9 +213,24 @@ def _set_argument(spec: FineTuneJobSpec, *names: str) -> bool:
     return _loops(spec) and any(bool(spec.training and spec.training.arguments.get(name)) for name in names)
 
 
-def _zero_keys(spec: FineTuneJobSpec) -> Mapping[str, JsonValue]:
-    keys = spec.parallelism.deepspeed_config.get("zero_optimization")
-    return keys if isinstance(keys, dict) else {}
+def _idle_sections(spec: FineTuneJobSpec) -> tuple[tuple[str, str], ...]:
+    """Sections of `deepspeedConfig` that say how to offload what stays on the device, with the field that moves it."""
+    zero, offload = spec.parallelism.deepspeed_config.get("zero_optimization"), spec.parallelism.offload
+    keys = zero if isinstance(zero, dict) else {}
+    return tuple(
+        (section, name)
+        for section, name, where in (
+            ("offload_optimizer", "optimizer", offload.optimizer),
+            ("offload_param", "parameters", offload.parameters),
+        )
+        if isinstance(inner := keys.get(section), dict) and "device" not in inner and where == "none"
+    )
+
+
+def _idle_advice(spec: FineTuneJobSpec) -> str:
+    (section, name), *_ = _idle_sections(spec)
+    whole = f"spec.parallelism.deepspeedConfig.zero_optimization.{section}"
+    return f"set spec.parallelism.offload.{name} to cpu, or leave {whole} out"
 
 
 def _every_is_one(spec: FineTuneJobSpec) -> bool:
@@ -578,7 +593,8 @@ RULES: tuple[Rule, ...] = (
             in (("none", "none"), ("none", "cpu"), ("cpu", "cpu"))
         ),
         "is cpu or none with spec.parallelism.strategy fsdp, which moves optimizer state and parameters together",
-        "set it to cpu, or spec.parallelism.strategy to deepspeed",
+        "set spec.parallelism.offload.parameters and spec.parallelism.offload.optimizer to cpu, "
+        "or spec.parallelism.strategy to deepspeed",
     ),
     Rule(
         "optimizer-offload-needs-zero",
@@ -1204,15 +1220,10 @@ RULES: tuple[Rule, ...] = (
         "offload-keys-need-an-offload",
         "parallelism.deepspeedConfig",
         None,
-        lambda spec: not any(
-            isinstance(keys := _zero_keys(spec).get(section), dict) and "device" not in keys and where == "none"
-            for section, where in (
-                ("offload_optimizer", spec.parallelism.offload.optimizer),
-                ("offload_param", spec.parallelism.offload.parameters),
-            )
-        ),
+        lambda spec: not _idle_sections(spec),
         "says how to offload what spec.parallelism.offload leaves on the device",
-        "set spec.parallelism.offload, or leave offload_optimizer and offload_param out",
+        "set spec.parallelism.offload, or leave its section out",
+        advice=_idle_advice,
         reads=("parallelism.deepspeedConfig", "parallelism.offload"),
     ),
     *(_reserved_rule(block) for block in ("labels", "annotations")),

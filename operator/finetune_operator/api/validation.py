@@ -240,6 +240,9 @@ def _metadata(metadata: JsonValue) -> Iterator[Problem]:
         )
     yield from _labels(metadata.get("labels"))
     annotations = metadata.get("annotations")
+    if annotations is not None and not isinstance(annotations, dict):
+        shown = describe_value(annotations)
+        yield Problem("metadata.annotations", shown, "must be an object", "write key: value below it, or leave it out")
     for key, text in annotations.items() if isinstance(annotations, dict) else ():
         if not isinstance(text, str):
             yield quote(("metadata", "annotations", key), text)
@@ -257,7 +260,8 @@ def _labels(labels: JsonValue) -> Iterator[Problem]:
     if labels is None:
         return
     if not isinstance(labels, dict):
-        yield Problem("metadata.labels", describe_value(labels), "must be an object", "write key: value below it")
+        shown = describe_value(labels)
+        yield Problem("metadata.labels", shown, "must be an object", "write key: value below it, or leave it out")
         return
     yield from label_problems(labels, ("metadata", "labels"), "move longer text to metadata.annotations")
 
