@@ -14,7 +14,7 @@ from chart_files import (
     values_schema,
 )
 from finetune_operator.api.crd import crd_yaml
-from finetune_operator.api.docs import api_reference, settings_reference
+from finetune_operator.api.docs import api_reference, names_reference, settings_reference
 from finetune_operator.cli.main import COMMANDS, app
 from finetune_operator.shell import metrics
 from finetune_trainer.strategies.tensor import tensor_families_json
@@ -80,6 +80,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "manifests/overlays/monitoring/dashboards.yaml": overlay_dashboards,
     "docs/api.md": api_reference,
     "docs/settings.md": settings_reference,
+    "docs/names.md": names_reference,
     "docs/commands.md": command_reference,
     "manifests/gitops/argocd/argocd-cm.yaml": argo_health,
     "docs/metrics.md": between_marks("docs/metrics.md", metrics.reference),

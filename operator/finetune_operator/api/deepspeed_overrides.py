@@ -12,6 +12,7 @@ from difflib import get_close_matches
 from pydantic import JsonValue
 
 from finetune_operator.api.deepspeed_keys import KNOWN_KEYS, OPEN_SECTIONS
+from finetune_operator.api.hints import owned_key
 from finetune_operator.api.problems import Problem, describe_value, format_path
 
 OWNED_KEYS: Mapping[tuple[str, ...], str] = {
@@ -37,16 +38,11 @@ OWNED_KEYS: Mapping[tuple[str, ...], str] = {
 }
 """Keys that a field of the spec decides."""
 
-OVERWRITTEN_KEYS: Mapping[tuple[str, ...], str] = {
-    ("steps_per_print",): "accelerate sets it to infinity, because the trainer reports each step itself"
-}
-"""Keys that a library on the way to DeepSpeed replaces, and why; accepting them would be ignoring them."""
-
 _FIELD = ("spec", "parallelism", "deepspeedConfig")
 
 
 def override_problems(overrides: Mapping[str, JsonValue]) -> Iterator[Problem]:
-    """What is wrong with the user's keys: unknown, decided elsewhere, or `auto`."""
+    """What is wrong with the user's keys: unknown, or decided elsewhere. `copied` has taken out what does no harm."""
     yield from _problems(overrides, ())
 
 
@@ -62,11 +58,9 @@ def _problems(values: Mapping[str, JsonValue], above: tuple[str, ...]) -> Iterat
                 where,
                 shown,
                 f"spec.{field} decides it",
-                f"set spec.{field}, and leave this key out",
+                owned_key(field, value),
                 reason="Forbidden",
             )
-        elif path in OVERWRITTEN_KEYS:
-            yield Problem(where, shown, OVERWRITTEN_KEYS[path], "leave it out", reason="Forbidden")
         elif known is not None and key not in known:
             near = _nearest(key, known)
             yield Problem(
@@ -75,10 +69,6 @@ def _problems(values: Mapping[str, JsonValue], above: tuple[str, ...]) -> Iterat
                 "DeepSpeed knows no such key and would ignore it",
                 f"did you mean {near}?" if near else "leave it out",
                 reason="Unknown",
-            )
-        elif value == "auto":
-            yield Problem(
-                where, shown, "the plan holds no auto: nobody would fill it in", "write a value, or leave the key out"
             )
         elif isinstance(value, dict) and (path in KNOWN_KEYS or path[0] in OPEN_SECTIONS):
             yield from _problems(value, path)

@@ -6,8 +6,12 @@ Only what the models say is here; how to use the fields is told elsewhere.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from pydantic import JsonValue
+
+from finetune_operator.api.copied import ARGUMENTS, COPIED, SAME, Copied
+from finetune_operator.api.foreign_names import NAMES, VALUES, ForeignName, ForeignValue
 from finetune_operator.api.rules import RULES
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.shapes import Fields, Items, Shape, sentence, shape_of, spec_shape, status_shape
@@ -79,6 +83,72 @@ def settings_reference() -> str:
         *_sections("settings", shape),
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def names_reference() -> str:
+    """Names of other tools and what to write for them, as Markdown ending in a newline."""
+    lines = [
+        "# Names of other tools",
+        "",
+        "What a configuration of Hugging Face, axolotl, LLaMA-Factory, DeepSpeed or Kubernetes calls a setting, and what",
+        "to write in a FineTuneJob. `finetune validate` says the same wherever it meets one of these names or values. A",
+        "name is recognised in any spelling: `per_device_train_batch_size` is `perDeviceTrainBatchSize`.",
+        "",
+        "Generated from the models by `make generate`; do not edit.",
+        "",
+        "## Fields",
+        "",
+        "| Their name | Used by | Write | Note |",
+        "|---|---|---|---|",
+        *(_name_row(row) for row in NAMES),
+        "",
+        "## Values",
+        "",
+        "| Field | Their value | Used by | Write | Note |",
+        "|---|---|---|---|---|",
+        *(_value_row(row) for row in VALUES),
+        "",
+        "A quantity of memory is `16Gi` (powers of 1024) or `16G` (powers of 1000), not `16 GB`.",
+        "",
+        "## Settings that are taken as they are",
+        "",
+        "They stand in `spec.training.arguments` or `spec.parallelism.deepspeedConfig`. They are taken as a field of the",
+        "job that is left at its default, or passed over where they change nothing, and `finetune validate`, `plan` and",
+        "`run` say so. In `deepspeedConfig` so is every `auto`, and a key that says what its field says.",
+        "",
+        "| Below | Setting | What becomes of it |",
+        "|---|---|---|",
+        *(_copied_row(row) for row in COPIED),
+        *(f"| `spec.{ARGUMENTS}` | `{name}` | passed over where `spec.{field}` says the same |" for name, field in SAME.items()),
+        "",
+    ]
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _name_row(row: ForeignName) -> str:
+    place = f", in {' or '.join(name for name in row.under if name)}" if any(row.under) else ""
+    written = "" if row.field is None else f"`{row.field}`"
+    written += "" if row.value is None else f": `{_plain(row.value)}`"
+    return f"| {_codes(row.names)}{place} | {row.tools} | {written} | {_cell(row.hint)} |"
+
+
+def _value_row(row: ForeignValue) -> str:
+    written = ", ".join(f"`{field}: {_plain(value)}`" for field, value in row.instead.items())
+    return f"| `{row.field}` | {_codes(_plain(name) for name in row.names)} | {row.tools} | {written} | {_cell(row.hint)} |"
+
+
+def _copied_row(row: Copied) -> str:
+    becomes = f"taken as `spec.{row.field}`" if row.field else f"passed over: {row.becomes}"
+    return f"| `spec.{row.block}` | {_codes(row.names)} | {becomes} |"
+
+
+def _codes(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _plain(value: JsonValue) -> str:
+    """A value as YAML has it."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _sections(path: str, shape: Shape) -> Iterator[str]:

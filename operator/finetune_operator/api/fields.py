@@ -7,24 +7,20 @@ can be read, so that what concerns several fields can still be judged, by everyt
 from __future__ import annotations
 
 import copy
-import difflib
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
+from finetune_operator.api.hints import missing, unknown_name, wrong_value
 from finetune_operator.api.problems import MOST_PROBLEMS, PathPart, Problem, Reason, describe_value, format_path
-from finetune_operator.api.shapes import Fields, Items, Map, Number, Shape, Text, find, sentence
-from finetune_operator.api.types import URI_PATTERN
+from finetune_operator.api.shapes import Fields, Items, Map, Shape, Text, find
 
 Path: TypeAlias = tuple[PathPart, ...]
 Model = TypeVar("Model", bound=BaseModel)
 
-_OTHER_NAMES = {"batchSize": "globalBatchSize", "lr": "learningRate", "gpus": "gpusPerNode", "steps": "maxSteps"}
-"""What people write for fields whose names are too far from it for a comparison of letters."""
 _DEEPEST = 16
 """Passes over one object; each takes at least one level of nesting off, and no model has that many."""
 
@@ -49,10 +45,12 @@ def read_fields(
     value: JsonValue,
     prefix: Path = (),
     placeholders: Mapping[str, JsonValue] | None = None,
+    schemes: Sequence[str] | None = None,
 ) -> Read[Model]:
     """Read `value`, which stands at `prefix` in its document, as `model`, whose shape is `shape`.
 
-    `placeholders` stand in for required fields of the object that are missing or wrong.
+    `placeholders` stand in for required fields of the object that are missing or wrong; `schemes` are those that a
+    message may offer for a URI, None: all of them.
     """
     remainder = copy.deepcopy(value)
     faults: dict[Path, Problem] = {}
@@ -72,7 +70,7 @@ def read_fields(
                 if path in above:
                     continue
                 if not any(path[:length] in faults for length in range(len(path) + 1)):
-                    faults[path] = _field_problem(shape, path, kind, value, prefix)
+                    faults[path] = _field_problem(shape, path, kind, value, prefix, schemes)
                 if not path or not isinstance(remainder, dict) or len(faults) >= MOST_PROBLEMS:
                     return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone))
                 gone.add(_take_out(shape, remainder, path, placeholders or {}))
@@ -117,54 +115,26 @@ def _document_path(shape: Shape, location: Sequence[PathPart]) -> Path:
     return path
 
 
-def _field_problem(root: Shape, path: Path, kind: str, document: JsonValue, prefix: Path) -> Problem:
+def _field_problem(
+    root: Shape, path: Path, kind: str, document: JsonValue, prefix: Path, schemes: Sequence[str] | None
+) -> Problem:
     full = (*prefix, *path)
     value = value_at(document, path)
     shape = find(root, path)
     if kind == "extra_forbidden" or shape is None:
         above = find(root, path[:-1])
         names = tuple(above.body.fields) if above and isinstance(above.body, Fields) else ()
-        return unknown_field(full, value, names)
+        return unknown_field(full, value, names, of_job=prefix == ("spec",))
     if kind == "missing":
-        return Problem(format_path(full), None, "is required", _how_to_set(shape), reason="Required")
-    rule, way_out = f"must be {sentence(shape)}", "change it, or leave it out" if not shape.required else "change it"
-    match shape.body:
-        case Text(pattern) if pattern == URI_PATTERN:
-            rule = "must be a URI that begins with hf://, s3://, gs://, az://, pvc://, file:// or pkg://"
-            way_out = "write hf:// before the name of a Hub repository, file:// before a path"
-        case Text(quantity=False) if isinstance(value, int | float):
-            rule, way_out = "must be text", "put it in quotes"
-        case Fields(fields) if isinstance(value, str) and "uri" in fields:
-            way_out = "write the URI one level deeper, as uri"
-        case Fields(fields) if value is True and not any(field.required for field in fields.values()):
-            way_out = "write {} to take the defaults"
-        case Number() if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value, re.I):
-            way_out = "remove the quotes"
-        case None if isinstance(value, str):
-            near = difflib.get_close_matches(value, shape.words, n=1)
-            way_out = f"did you mean {near[0]}?" if near else way_out
+        return Problem(format_path(full), None, "is required", missing(shape, full, schemes), reason="Required")
+    rule, way_out = wrong_value(shape, full, value, schemes)
     reason: Reason = "NotSupported" if shape.body is None and isinstance(value, str) else "Invalid"
     return Problem(format_path(full), describe_value(value, full), rule, way_out, reason=reason)
 
 
-def _how_to_set(shape: Shape) -> str:
-    """The way out for a required field that is missing."""
-    if shape.words:
-        return f"write one of {', '.join(shape.words)}"
-    if isinstance(shape.body, Fields):
-        needed = " and ".join(name for name, field in shape.body.fields.items() if field.required)
-        return f"write it with {needed} below it"
-    meaning = shape.description.removesuffix("Required.").strip().removesuffix(".")
-    begin = meaning[:1] if meaning[1:2].isupper() else meaning[:1].lower()
-    return f"set it: {begin}{meaning[1:]}" if meaning else f"set it to {sentence(shape)}"
-
-
-def unknown_field(path: Path, value: JsonValue, names: Sequence[str]) -> Problem:
-    name = str(path[-1])
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    lowered = {known.lower(): known for known in names}
-    guess = _OTHER_NAMES.get(name) or lowered.get(name.replace("_", "").lower()) or (near[0] if near else None)
-    way_out = f"did you mean {guess}?" if guess in names else f"the fields here are {', '.join(names)}"
+def unknown_field(path: Path, value: JsonValue, names: Sequence[str], *, of_job: bool = False) -> Problem:
+    """The problem of a field that the API has not; `of_job`: it stands in a FineTuneJob, in no object of Kubernetes."""
+    way_out = unknown_name(path, value, names, of_job=of_job)
     return Problem(format_path(path), describe_value(value, path), "there is no such field", way_out, reason="Unknown")
 
 

@@ -17,7 +17,7 @@ from typing import Literal
 from pydantic import JsonValue
 from pydantic.alias_generators import to_snake
 
-from finetune_contract.choices import WHOLE_STRATEGIES, WRITING_TASKS, Task
+from finetune_contract.choices import FP8_STRATEGIES, WHOLE_STRATEGIES, WRITING_TASKS, StrategyName, Task
 from finetune_operator.api.shapes import Number, Shape, find, spec_shape
 from finetune_operator.api.types import (
     DNS_SUBDOMAIN_PATTERN,
@@ -25,6 +25,7 @@ from finetune_operator.api.types import (
     CheckpointEverySpec,
     FineTuneJobSpec,
     GenerationSpec,
+    ParallelismSpec,
     PreferenceSpec,
     ScriptSpec,
 )
@@ -91,10 +92,41 @@ class Rule:
         )
 
 
+TARGETS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "text-classification": (("text", "label"), ("textPair", "label")),
+    "token-classification": (("tokens", "tags"),),
+    "question-answering": (("question", "answers"), ("context", "answers")),
+    "preference-tuning": (("prompt", "chosen"), ("prompt", "rejected"), ("chosen", "rejected")),
+    "summarization": (("source", "target"),),
+    "translation": (("source", "target"),),
+}
+"""Task -> pairs of roles that one column cannot have both: what is read, and what is to be found out from it."""
+
+
+def asked_strategy(parallelism: ParallelismSpec) -> StrategyName | None:
+    """The strategy that the spec fixes, by name or by a ZeRO stage, as only DeepSpeed has them; None: it is free."""
+    if parallelism.strategy != "auto":
+        return parallelism.strategy
+    return None if parallelism.zero_stage == "auto" else "deepspeed"
+
+
+def certain_processes(spec: FineTuneJobSpec) -> int | None:
+    """Processes on each node, where the node has no say in it: as asked, one a GPU, and on a CPU one where nothing is
+    spread; None: the plan decides.
+    """
+    asked, gpus = spec.resources.processes_per_node, spec.resources.gpus_per_node
+    if asked != "auto":
+        return asked
+    if gpus == "auto":
+        return None
+    alone = spec.parallelism.replica_ranks == 1 and asked_strategy(spec.parallelism) in (None, "single")
+    return gpus or (1 if alone else None)
+
+
 def certain_ranks(spec: FineTuneJobSpec) -> int | None:
     """Data-parallel ranks = nodes x processes / (tensor x pipeline x sequence); None while the plan may choose."""
-    processes = spec.resources.processes_per_node
-    if spec.resources.elastic is not None or processes == "auto":
+    processes = certain_processes(spec)
+    if spec.resources.elastic is not None or processes is None:
         return None
     parallelism = spec.parallelism
     world = spec.resources.nodes * processes
@@ -126,9 +158,79 @@ def _global_batch_advice(spec: FineTuneJobSpec) -> str:
     unit = _batch_unit(spec)
     near = " or ".join(str(batch) for batch in nearest_multiples(spec.training.global_batch_size, unit))
     ranks, micro = certain_ranks(spec), spec.training.micro_batch_size
-    parts = [] if ranks is None else [f"{ranks} rank{'s' * (ranks > 1)}"]
+    parts = [] if ranks in (None, 1) else [f"{ranks} ranks"]
     parts += [] if micro == "auto" else [f"{micro} row{'s' * (micro > 1)} of a micro-batch"]
     return f"use {near}, multiples of {unit} = {' x '.join(parts)}"
+
+
+def _degrees_advice(spec: FineTuneJobSpec) -> str:
+    parallelism, world = spec.parallelism, _world(spec) or 0
+    size = parallelism.replica_ranks
+    degrees = {"tensor": parallelism.tensor, "pipeline.degree": parallelism.pipeline.degree}
+    degrees["sequence"] = parallelism.sequence
+    product = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+    product += f" = {size}" if sum(degree > 1 for degree in degrees.values()) > 1 else ""
+    smaller = max((each for each in range(1, size + 1) if world % each == 0), default=1)
+    return f"{world} processes are no multiple of {product}; use degrees whose product divides {world}, e.g. {smaller}"
+
+
+def _columns_differ(spec: FineTuneJobSpec) -> bool:
+    return not _leaks(spec)
+
+
+def _leaks(spec: FineTuneJobSpec) -> tuple[tuple[str, str], ...]:
+    """Pairs of roles for which the data set has one column."""
+    if spec.dataset is None:
+        return ()
+    given = spec.dataset.columns.model_dump(by_alias=True, exclude_none=True)
+    pairs = TARGETS.get(spec.task, (("source", "target"),) if "source" in given else ())
+    names = {role: given.get(role, "" if role == "textPair" else role) for pair in pairs for role in pair}
+    return tuple(pair for pair in pairs if names[pair[0]] == names[pair[1]])
+
+
+def _leak_advice(spec: FineTuneJobSpec) -> str:
+    (read, found), *_ = _leaks(spec)
+    return f"name two columns: {read} and {found} are one"
+
+
+def _columns_cel() -> str:
+    """CEL of `_columns_differ`."""
+
+    def name(role: str) -> str:
+        field = f"self.dataset.columns.{role}"
+        return f"(has({field}) ? {field} : '{'' if role == 'textPair' else role}')"
+
+    tasks = [
+        f"self.task != '{task}' || ({' && '.join(f'{name(one)} != {name(other)}' for one, other in pairs)})"
+        for task, pairs in TARGETS.items()
+    ]
+    written = f"self.task != 'text-generation' || !has(self.dataset.columns.source) || {name('source')} != {name('target')}"
+    return f"!has(self.dataset) || ({' && '.join(f'({each})' for each in (*tasks, written))})"
+
+
+def _set_argument(spec: FineTuneJobSpec, *names: str) -> bool:
+    """Whether the loop gets one of these arguments with a value other than nothing."""
+    return _loops(spec) and any(bool(spec.training and spec.training.arguments.get(name)) for name in names)
+
+
+def _idle_sections(spec: FineTuneJobSpec) -> tuple[tuple[str, str], ...]:
+    """Sections of `deepspeedConfig` that say how to offload what stays on the device, with the field that moves it."""
+    zero, offload = spec.parallelism.deepspeed_config.get("zero_optimization"), spec.parallelism.offload
+    keys = zero if isinstance(zero, dict) else {}
+    return tuple(
+        (section, name)
+        for section, name, where in (
+            ("offload_optimizer", "optimizer", offload.optimizer),
+            ("offload_param", "parameters", offload.parameters),
+        )
+        if isinstance(inner := keys.get(section), dict) and "device" not in inner and where == "none"
+    )
+
+
+def _idle_advice(spec: FineTuneJobSpec) -> str:
+    (section, name), *_ = _idle_sections(spec)
+    whole = f"spec.parallelism.deepspeedConfig.zero_optimization.{section}"
+    return f"set spec.parallelism.offload.{name} to cpu, or leave {whole} out"
 
 
 def _every_is_one(spec: FineTuneJobSpec) -> bool:
@@ -149,8 +251,8 @@ def _one_process_per_gpu(spec: FineTuneJobSpec) -> bool:
 
 
 def _world(spec: FineTuneJobSpec) -> int | None:
-    processes = spec.resources.processes_per_node
-    return None if processes == "auto" else processes * spec.resources.nodes
+    processes = certain_processes(spec)
+    return None if processes is None else processes * spec.resources.nodes
 
 
 def _offloads(spec: FineTuneJobSpec) -> bool:
@@ -339,19 +441,30 @@ def _names_a_claim(uri: str | None) -> bool:
     return re.fullmatch(DNS_SUBDOMAIN_PATTERN, claim) is not None and ".." not in path.split("/") and "\n" not in path
 
 
-_WORLD = "self.resources.nodes * int(self.resources.processesPerNode)"
+_SPREAD = "self.parallelism.tensor * self.parallelism.pipeline.degree"
+_MODEL = f"({_SPREAD} * self.parallelism.sequence)"
+_PROCESSES = (
+    "(type(self.resources.processesPerNode) == int ? int(self.resources.processesPerNode)"
+    " : type(self.resources.gpusPerNode) != int ? 0"
+    " : int(self.resources.gpusPerNode) > 0 ? int(self.resources.gpusPerNode)"
+    f" : {_MODEL} == 1 && self.parallelism.strategy in ['auto', 'single'] && type(self.parallelism.zeroStage) != int"
+    " ? 1 : 0)"
+)
+"""CEL of `certain_processes`; 0: the plan decides."""
+_WORLD = f"self.resources.nodes * {_PROCESSES}"
 _WORLD_FIELDS = (
     "resources.nodes",
     "resources.processesPerNode",
+    "resources.gpusPerNode",
+    "parallelism.strategy",
+    "parallelism.zeroStage",
     "resources.elastic",
     "parallelism.tensor",
     "parallelism.pipeline.degree",
     "parallelism.sequence",
 )
 """What the number of data-parallel ranks follows from."""
-_WORLD_UNKNOWN = "has(self.resources.elastic) || type(self.resources.processesPerNode) != int"
-_MODEL = "(self.parallelism.tensor * self.parallelism.pipeline.degree * self.parallelism.sequence)"
-_SPREAD = "self.parallelism.tensor * self.parallelism.pipeline.degree"
+_WORLD_UNKNOWN = f"has(self.resources.elastic) || {_PROCESSES} == 0"
 _MICRO = "self.training.microBatchSize"
 _NO_ADAPTER = AdapterSpec()
 _NO_LOOP = "!has(self.training) || has(self.training.script)"
@@ -362,7 +475,7 @@ RULES: tuple[Rule, ...] = (
         "training",
         "has(self.training) || has(self.evaluation) || has(self.predict) || has(self.endpoint)",
         lambda spec: any(part is not None for part in (spec.training, spec.evaluation, spec.predict, spec.endpoint)),
-        "at least one of spec.training, spec.evaluation, spec.predict and spec.endpoint is needed",
+        "at least one of spec.training, spec.evaluation and spec.predict is needed",
         "write `training: {}` to train with the defaults",
     ),
     Rule(
@@ -435,7 +548,7 @@ RULES: tuple[Rule, ...] = (
         f" * (type({_MICRO}) == int ? int({_MICRO}) : 1)) == 0",
         _global_batch_fits,
         "is kept exactly, so it has to be a multiple of the data-parallel ranks x spec.training.microBatchSize",
-        "change it, spec.training.microBatchSize or spec.resources.processesPerNode",
+        "change it or spec.training.microBatchSize",
         advice=_global_batch_advice,
         reads=("training", *_WORLD_FIELDS),
     ),
@@ -480,7 +593,8 @@ RULES: tuple[Rule, ...] = (
             in (("none", "none"), ("none", "cpu"), ("cpu", "cpu"))
         ),
         "is cpu or none with spec.parallelism.strategy fsdp, which moves optimizer state and parameters together",
-        "set it to cpu, or spec.parallelism.strategy to deepspeed",
+        "set spec.parallelism.offload.parameters and spec.parallelism.offload.optimizer to cpu, "
+        "or spec.parallelism.strategy to deepspeed",
     ),
     Rule(
         "optimizer-offload-needs-zero",
@@ -519,14 +633,13 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "hybrid-sharding-needs-nodes",
         "parallelism.sharding",
-        "self.parallelism.sharding != 'hybrid' || (self.resources.nodes > 1"
-        " && (type(self.resources.processesPerNode) != int || int(self.resources.processesPerNode) > 1))",
+        f"self.parallelism.sharding != 'hybrid' || (self.resources.nodes > 1 && {_PROCESSES} != 1)",
         lambda spec: (
-            spec.parallelism.sharding != "hybrid"
-            or (spec.resources.nodes > 1 and spec.resources.processes_per_node != 1)
+            spec.parallelism.sharding != "hybrid" or (spec.resources.nodes > 1 and certain_processes(spec) != 1)
         ),
         "hybrid divides inside a node and copies between nodes, which needs several nodes of several processes",
-        "set it to full, or spec.resources.nodes and spec.resources.processesPerNode to 2 or more",
+        "set it to full, or use several nodes of several GPUs",
+        reads=("parallelism.sharding", *_WORLD_FIELDS),
     ),
     Rule(
         "deepspeed-config-needs-deepspeed",
@@ -546,14 +659,14 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "single-is-one-process",
         "parallelism.strategy",
-        "self.parallelism.strategy != 'single' || (self.resources.nodes == 1 && "
-        "(type(self.resources.processesPerNode) != int || int(self.resources.processesPerNode) == 1))",
+        f"self.parallelism.strategy != 'single' || (self.resources.nodes == 1 && {_PROCESSES} <= 1)",
         lambda spec: (
             spec.parallelism.strategy != "single"
-            or (spec.resources.nodes == 1 and spec.resources.processes_per_node in ("auto", 1))
+            or (spec.resources.nodes == 1 and certain_processes(spec) in (None, 1))
         ),
         "single is one process, and spec.resources asks for more",
         "use ddp, fsdp, deepspeed or auto, or set spec.resources.nodes and spec.resources.processesPerNode to 1",
+        reads=("parallelism.strategy", "resources.nodes", "resources.processesPerNode", "resources.gpusPerNode"),
     ),
     Rule(
         "model-parallel-divides-world",
@@ -562,6 +675,7 @@ RULES: tuple[Rule, ...] = (
         lambda spec: spec.resources.elastic is not None or (_world(spec) or 0) % spec.parallelism.replica_ranks == 0,
         "times spec.resources.nodes has to be a multiple of tensor x pipeline x sequence in spec.parallelism",
         "change the degrees, the nodes or the processes",
+        advice=_degrees_advice,
         reads=_WORLD_FIELDS,
     ),
     Rule(
@@ -908,6 +1022,209 @@ RULES: tuple[Rule, ...] = (
         "has to be more than nothing",
         "write a size such as 100Gi",
         reads=("storage.size",),
+    ),
+    Rule(
+        "columns-differ",
+        "dataset.columns",
+        _columns_cel(),
+        _columns_differ,
+        "has one column for what is read and for what is learnt from it, so that the answer stands in the question",
+        "name two columns",
+        advice=_leak_advice,
+        reads=("task", "dataset"),
+    ),
+    Rule(
+        "packing-is-of-text-generation",
+        "preparation.packing",
+        f"{_NO_LOOP} || self.preparation.packing != 'always' || self.task == 'text-generation'",
+        lambda spec: not _loops(spec) or spec.preparation.packing != "always" or spec.task == "text-generation",
+        "always is for text-generation: rows of other tasks cannot share a sequence",
+        "set it to auto or never",
+        reads=("preparation.packing", "task", "training.script"),
+    ),
+    Rule(
+        "warmup-counts-whole-steps",
+        "training.warmupSteps",
+        "!has(self.training) || self.training.warmupSteps < 1.0"
+        " || self.training.warmupSteps == double(int(self.training.warmupSteps))",
+        lambda spec: (
+            spec.training is None or spec.training.warmup_steps < 1 or spec.training.warmup_steps % 1 == 0
+        ),
+        "from 1 on counts whole steps",
+        "write a whole number, or a share of all steps below 1",
+        advice=lambda spec: f"write {spec.training.warmup_steps:.0f}" if spec.training else "",
+    ),
+    Rule(
+        "precision-has-hardware",
+        "training.precision",
+        "!has(self.training) || !(self.training.precision in ['fp16', 'fp8']) || self.resources.gpusPerNode != 0",
+        lambda spec: (
+            spec.training is None
+            or spec.training.precision not in ("fp16", "fp8")
+            or spec.resources.gpus_per_node != 0
+        ),
+        "needs a GPU, and spec.resources.gpusPerNode is 0",
+        "set it to auto, fp32 or bf16, or set spec.resources.gpusPerNode",
+    ),
+    Rule(
+        "fp16-has-its-loss-scaled",
+        "training.precision",
+        "!has(self.training) || self.training.precision != 'fp16' || self.parallelism.strategy != 'fsdp'",
+        lambda spec: (
+            spec.training is None or spec.training.precision != "fp16" or spec.parallelism.strategy != "fsdp"
+        ),
+        "fp16 does not go together with spec.parallelism.strategy fsdp, which computes in fp32 or bf16",
+        "set it to bf16, or spec.parallelism.strategy to deepspeed",
+    ),
+    Rule(
+        "fp8-has-a-strategy",
+        "training.precision",
+        "!has(self.training) || self.training.precision != 'fp8' || (self.parallelism.strategy != 'deepspeed'"
+        " && type(self.parallelism.zeroStage) != int)",
+        lambda spec: (
+            spec.training is None
+            or spec.training.precision != "fp8"
+            or asked_strategy(spec.parallelism) in (None, *FP8_STRATEGIES)
+        ),
+        f"fp8 goes together with spec.parallelism.strategy {', '.join(FP8_STRATEGIES)} or auto, without zeroStage",
+        "set it to bf16, or spec.parallelism.strategy to fsdp or auto and leave zeroStage out",
+        reads=("training.precision", "parallelism.strategy", "parallelism.zeroStage"),
+    ),
+    Rule(
+        "spread-models-have-a-precision",
+        "training.precision",
+        f"!has(self.training) || !(self.training.precision in ['fp16', 'fp8']) || ({_SPREAD}) <= 1",
+        lambda spec: (
+            spec.training is None
+            or spec.training.precision not in ("fp16", "fp8")
+            or spec.parallelism.model_ranks <= 1
+        ),
+        "is fp32 or bf16 with spec.parallelism.tensor or pipeline.degree above 1",
+        "set it to bf16",
+        reads=("training.precision", "parallelism.tensor", "parallelism.pipeline.degree"),
+    ),
+    Rule(
+        "slices-do-not-multiply-in-fp8",
+        "training.precision",
+        "!has(self.training) || self.training.precision != 'fp8' || self.parallelism.sequence <= 1",
+        lambda spec: (
+            spec.training is None or spec.training.precision != "fp8" or spec.parallelism.sequence <= 1
+        ),
+        "fp8 does not go together with spec.parallelism.sequence above 1",
+        "set it to bf16",
+    ),
+    Rule(
+        "adafactor-has-whole-matrices",
+        "training.optimizer",
+        "!has(self.training) || self.training.optimizer != 'adafactor'"
+        f" || (self.parallelism.strategy in {['auto', *WHOLE_STRATEGIES]} && type(self.parallelism.zeroStage) != int"
+        " && self.parallelism.tensor <= 1)",
+        lambda spec: (
+            spec.training is None
+            or spec.training.optimizer != "adafactor"
+            or (asked_strategy(spec.parallelism) in (None, *WHOLE_STRATEGIES) and spec.parallelism.tensor <= 1)
+        ),
+        "adafactor works on whole matrices, which spec.parallelism divides or flattens",
+        "set it to adamw or sgd, or spec.parallelism.strategy to ddp without zeroStage and tensor",
+        reads=("training.optimizer", "parallelism.strategy", "parallelism.zeroStage", "parallelism.tensor"),
+    ),
+    Rule(
+        "offloaded-optimizer-is-adamw",
+        "parallelism.offload.optimizer",
+        "!has(self.training) || self.parallelism.strategy != 'deepspeed' || self.training.optimizer == 'adamw'"
+        " || self.parallelism.offload.optimizer == 'none'",
+        lambda spec: (
+            spec.training is None
+            or spec.parallelism.strategy != "deepspeed"
+            or spec.training.optimizer == "adamw"
+            or spec.parallelism.offload.optimizer == "none"
+        ),
+        "moves the state of adamw only with DeepSpeed, and spec.training.optimizer is another",
+        "leave it out, or set spec.training.optimizer to adamw",
+    ),
+    Rule(
+        "cpu-swaps-bf16-parameters",
+        "parallelism.offload.parameters",
+        "!has(self.training) || self.parallelism.offload.parameters != 'nvme' || self.training.precision != 'fp32'"
+        " || self.resources.gpusPerNode != 0",
+        lambda spec: (
+            spec.training is None
+            or spec.parallelism.offload.parameters != "nvme"
+            or spec.training.precision != "fp32"
+            or spec.resources.gpus_per_node != 0
+        ),
+        "nvme keeps parameters as bf16 only where there is no GPU, and spec.training.precision is fp32",
+        "set it to cpu, or spec.training.precision to bf16",
+    ),
+    Rule(
+        "pairs-need-whole-rows",
+        "parallelism.pipeline.degree",
+        "!has(self.training) || self.task != 'preference-tuning' || self.parallelism.pipeline.degree <= 1",
+        lambda spec: (
+            not _loops(spec) or spec.task != "preference-tuning" or spec.parallelism.pipeline.degree <= 1
+        ),
+        "has to be 1 for preference-tuning, whose loss compares whole rows",
+        "leave it out, and spread the model by spec.parallelism.strategy fsdp or deepspeed",
+        reads=("parallelism.pipeline.degree", "task", "training.script"),
+    ),
+    Rule(
+        "spread-models-keep-activations",
+        "parallelism.activationCheckpointing",
+        f"({_SPREAD}) <= 1 || self.parallelism.activationCheckpointing != 'selective'",
+        lambda spec: (
+            spec.parallelism.model_ranks <= 1 or spec.parallelism.activation_checkpointing != "selective"
+        ),
+        "is auto, none or full with spec.parallelism.tensor or pipeline.degree above 1",
+        "set it to auto",
+        reads=("parallelism.activationCheckpointing", "parallelism.tensor", "parallelism.pipeline.degree"),
+    ),
+    Rule(
+        "spread-models-offload-no-activations",
+        "parallelism.offload.activations",
+        f"({_SPREAD}) <= 1 || self.parallelism.offload.activations == 'none'",
+        lambda spec: spec.parallelism.model_ranks <= 1 or spec.parallelism.offload.activations == "none",
+        "does not go together with spec.parallelism.tensor or pipeline.degree above 1",
+        "leave it out",
+        reads=("parallelism.offload.activations", "parallelism.tensor", "parallelism.pipeline.degree"),
+    ),
+    Rule(
+        "compiled-models-are-whole",
+        "training.arguments",
+        None,
+        lambda spec: not (
+            _set_argument(spec, "torch_compile")
+            and (
+                spec.parallelism.replica_ranks > 1
+                or spec.parallelism.offload.activations != "none"
+                or spec.model.adapter.method == "qlora"
+            )
+        ),
+        "torch_compile does not go together with spec.parallelism.tensor, pipeline, sequence and offload.activations, "
+        "nor with qlora",
+        "leave torch_compile out",
+        reads=("training.arguments", "parallelism", "model.adapter.method"),
+    ),
+    Rule(
+        "liger-has-gpus-and-whole-rows",
+        "training.arguments",
+        None,
+        lambda spec: not (
+            _set_argument(spec, "use_liger_kernel")
+            and (spec.resources.gpus_per_node == 0 or spec.parallelism.sequence > 1)
+        ),
+        "use_liger_kernel needs GPUs, and rows that spec.parallelism.sequence does not divide",
+        "leave use_liger_kernel out",
+        reads=("training.arguments", "parallelism.sequence", "resources.gpusPerNode"),
+    ),
+    Rule(
+        "offload-keys-need-an-offload",
+        "parallelism.deepspeedConfig",
+        None,
+        lambda spec: not _idle_sections(spec),
+        "says how to offload what spec.parallelism.offload leaves on the device",
+        "set spec.parallelism.offload, or leave its section out",
+        advice=_idle_advice,
+        reads=("parallelism.deepspeedConfig", "parallelism.offload"),
     ),
     *(_reserved_rule(block) for block in ("labels", "annotations")),
     *(

@@ -7,6 +7,7 @@ set of words, a body, or both (`auto` or an integer).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -137,6 +138,35 @@ def leaves(shape: Shape, prefix: str = "") -> dict[str, Shape]:
     for name, inner in shape.body.fields.items():
         found |= leaves(inner, f"{prefix}.{name}" if prefix else name)
     return found
+
+
+def accepts(shape: Shape, value: JsonValue) -> bool:
+    """Whether the field takes the value, as far as its form says; an object counts only when it is empty."""
+    if isinstance(value, str) and value in shape.words:
+        return True
+    match shape.body:
+        case Number(integer, minimum, maximum, above, below):
+            if isinstance(value, bool) or not isinstance(value, int if integer else int | float):
+                return False
+            low = minimum is None or (value > minimum if above else value >= minimum)
+            return low and (maximum is None or (value < maximum if below else value <= maximum))
+        case Text(pattern, minimum, maximum, quantity):
+            text = str(value) if quantity and isinstance(value, int) and not isinstance(value, bool) else value
+            if not isinstance(text, str) or not (minimum or 0) <= len(text) <= (maximum or len(text)):
+                return False
+            return pattern is None or re.search(pattern, text) is not None
+        case Boolean():
+            return isinstance(value, bool)
+        case Items(item, minimum, _):
+            return isinstance(value, list) and len(value) >= (minimum or 0) and all(accepts(item, e) for e in value)
+        case Map():
+            return value == {}
+        case Fields(fields):
+            return value == {} and not any(inner.required for inner in fields.values())
+        case Anything():
+            return True
+        case _:
+            return False
 
 
 def sentence(shape: Shape) -> str:

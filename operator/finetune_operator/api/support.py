@@ -7,14 +7,15 @@ that a new field cannot be accepted and ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from pydantic import JsonValue
 
 from finetune_operator.api.problems import Problem, describe_value
 from finetune_operator.api.shapes import Fields, Shape, find, spec_shape
-from finetune_operator.api.types import FineTuneJobSpec
+from finetune_operator.api.types import FineTuneJobSpec, Scheme
 
 SUPPORTED: tuple[str, ...] = (
     "task",
@@ -95,9 +96,13 @@ class Row:
 
     @property
     def works(self) -> str:
-        """What works, as a sentence for the way out."""
+        """What works, as a sentence for documentation."""
+        return self.way_out(self.schemes)
+
+    def way_out(self, schemes: Sequence[str]) -> str:
+        """What works where these schemes may be used."""
         if self.schemes:
-            return f"use {', '.join(f'{scheme}://' for scheme in self.schemes)}"
+            return f"use {', '.join(f'{scheme}://' for scheme in schemes)}" if schemes else "leave it out"
         if self.values:
             words = [str(value) for value in self.values]
             return f"use {' or '.join([', '.join(words[:-1]), words[-1]] if words[1:] else words)}"
@@ -121,8 +126,32 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def unsupported(spec: FineTuneJobSpec) -> list[Problem]:
-    """A problem for each field that is set to something without behaviour."""
+def row_of(path: str) -> Row | None:
+    """The row of a field, or of the block that it lies in."""
+    return next((row for row in ROWS if path == row.path or path.startswith(f"{row.path}.")), None)
+
+
+def works(path: str) -> bool:
+    """Whether the field at `path` (from `spec`) may be set to anything but its default."""
+    row = row_of(path)
+    return row is None or bool(row.values or row.schemes)
+
+
+def served_words(path: str, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the words that the field at `path` (from `spec`) takes, those that have behaviour."""
+    row = row_of(path)
+    return words if row is None or not row.values else tuple(word for word in words if word in row.values)
+
+
+def served_schemes(path: str, allowed: Sequence[str] | None) -> tuple[str, ...]:
+    """Of the schemes that the settings allow (None: any), those that the URI at `path` may have in this version."""
+    row = row_of(path)
+    schemes = get_args(Scheme) if row is None else row.schemes
+    return tuple(scheme for scheme in schemes if allowed is None or scheme in allowed)
+
+
+def unsupported(spec: FineTuneJobSpec, schemes: Sequence[str] | None = None) -> list[Problem]:
+    """A problem for each field that is set to something without behaviour; the way out names `schemes` alone."""
     value = spec.model_dump(mode="json", by_alias=True, exclude_none=True)
     problems: list[Problem] = []
     for row in ROWS:
@@ -130,7 +159,7 @@ def unsupported(spec: FineTuneJobSpec) -> list[Problem]:
         shape = find(spec_shape(), parts)
         if shape is None:
             raise LookupError(f"the API has no field spec.{row.path}")
-        problems.extend(_problems(row, row.path, shape, _get(value, parts)))
+        problems.extend(_problems(row, row.path, shape, _get(value, parts), schemes))
     return problems
 
 
@@ -140,11 +169,17 @@ def _get(value: JsonValue, parts: list[str]) -> JsonValue:
     return value
 
 
-def _problems(row: Row, path: str, shape: Shape, value: JsonValue) -> list[Problem]:
+def _problems(
+    row: Row, path: str, shape: Shape, value: JsonValue, schemes: Sequence[str] | None
+) -> list[Problem]:
     """A block that is there by default is refused field by field, an optional one as a whole."""
     if isinstance(shape.body, Fields) and isinstance(value, Mapping) and shape.default is not None:
         inner = shape.body.fields
-        return [found for name in inner for found in _problems(row, f"{path}.{name}", inner[name], value.get(name))]
+        return [
+            found
+            for name in inner
+            for found in _problems(row, f"{path}.{name}", inner[name], value.get(name), schemes)
+        ]
     if value is None or value == shape.default or value in row.values:
         return []
     if isinstance(value, str) and value.partition("://")[0] in row.schemes:
@@ -154,7 +189,7 @@ def _problems(row: Row, path: str, shape: Shape, value: JsonValue) -> list[Probl
             f"spec.{path}",
             describe_value(value, path.split(".")),
             "is not supported in this version",
-            row.works,
+            row.way_out(served_schemes(row.path, schemes)),
             reason="NotYetSupported",
         )
     ]

@@ -31,8 +31,11 @@ from finetune_contract.arguments import (
 )
 from finetune_contract.hub import is_hub_name
 from finetune_operator.api.allowed import allowed_problems, named_uris
+from finetune_operator.api.copied import settle
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.fields import Path, read_fields, unknown_field, value_at, without_nulls
+from finetune_operator.api.foreign_files import recognise
+from finetune_operator.api.hints import argument_name, as_uri, owned_key
 from finetune_operator.api.problems import (
     HIDDEN,
     HUB_TOKEN_PATTERN,
@@ -48,7 +51,7 @@ from finetune_operator.api.problems import (
 from finetune_operator.api.rules import RULES, Rule
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.shapes import spec_shape
-from finetune_operator.api.support import unsupported
+from finetune_operator.api.support import served_schemes, unsupported
 from finetune_operator.api.syntax import DNS_LABEL_RULE, MAX_NAME, is_dns_label, label_problems, quote
 from finetune_operator.api.template import template_problems
 from finetune_operator.api.types import (
@@ -103,6 +106,8 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
         return None, [version]
     if beyond := _out_of_bounds(value):
         return None, [beyond]
+    if other := recognise(value):
+        return None, [*islice(_tokens(value, ()), MOST_PROBLEMS), other]
     around = chain(_tokens(value, ()), _frame(value), _metadata(value.get("metadata")))
     problems = list(islice(around, MOST_PROBLEMS))
     spec_value = value.get("spec")
@@ -117,7 +122,7 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
             )
         return None, problems
     written = without_nulls(spec_value, spec_shape())
-    read = read_fields(FineTuneJobSpec, spec_shape(), written, ("spec",), _PLACEHOLDERS)
+    read = read_fields(FineTuneJobSpec, spec_shape(), written, ("spec",), _PLACEHOLDERS, settings.schemes)
     spec = read.value
     problems.extend(read.problems)
     if spec is not None:
@@ -210,7 +215,7 @@ def _frame(value: Mapping[str, JsonValue]) -> Iterator[Problem]:
     names = ("apiVersion", "kind", "metadata", "spec", "status")
     for name in value:
         if name not in names:
-            yield unknown_field((name,), value[name], names)
+            yield unknown_field((name,), value[name], names, of_job=True)
 
 
 def _metadata(metadata: JsonValue) -> Iterator[Problem]:
@@ -235,6 +240,9 @@ def _metadata(metadata: JsonValue) -> Iterator[Problem]:
         )
     yield from _labels(metadata.get("labels"))
     annotations = metadata.get("annotations")
+    if annotations is not None and not isinstance(annotations, dict):
+        shown = describe_value(annotations)
+        yield Problem("metadata.annotations", shown, "must be an object", "write key: value below it, or leave it out")
     for key, text in annotations.items() if isinstance(annotations, dict) else ():
         if not isinstance(text, str):
             yield quote(("metadata", "annotations", key), text)
@@ -252,7 +260,8 @@ def _labels(labels: JsonValue) -> Iterator[Problem]:
     if labels is None:
         return
     if not isinstance(labels, dict):
-        yield Problem("metadata.labels", describe_value(labels), "must be an object", "write key: value below it")
+        shown = describe_value(labels)
+        yield Problem("metadata.labels", shown, "must be an object", "write key: value below it, or leave it out")
         return
     yield from label_problems(labels, ("metadata", "labels"), "move longer text to metadata.annotations")
 
@@ -284,10 +293,13 @@ def _across_fields(
     """Rules, missing support, settings and foreign vocabularies; silent about fields that are faulty by themselves."""
     defaults = spec.model_dump(mode="json", by_alias=True)
     touched = {path[:length] for path in gone for length in range(len(path) + 1)}
+    missing = unsupported(spec, settings.schemes)
+    absent = {tuple(str(problem.path).split(".")[1:]) for problem in missing if problem.way_out == "leave it out"}
+    settled = settle(spec).spec
     for rule in RULES:
-        if gone and _reads(rule, gone, touched):
+        if (gone and _reads(rule, gone, touched)) or (absent and _reads(rule, absent, set())):
             continue
-        if not rule.holds(spec):
+        if not rule.holds(spec) or not rule.holds(settled):
             path: Path = tuple(rule.path.split("."))
             given = value_at(written, path)
             if given is None:
@@ -296,15 +308,14 @@ def _across_fields(
             advice = rule.advice(spec) if rule.advice else rule.way_out
             reason: Reason = "Required" if given is None else "Invalid"
             yield Problem(f"spec.{rule.path}", shown, rule.text, advice, reason=reason)
-    keys = override_problems(spec.parallelism.deepspeed_config)
     others = (
-        *unsupported(spec),
+        *missing,
         *_hub_names(spec),
         *_settings(spec, settings),
         *allowed_problems(spec, settings),
-        *_arguments(spec),
+        *_arguments(settled),
         *_hyperparameters(spec),
-        *keys,
+        *override_problems(settled.parallelism.deepspeed_config),
         *template_problems(spec),
     )
     faulty = {format_path(("spec", *fault)) for fault in faults}
@@ -331,21 +342,23 @@ def _arguments(spec: FineTuneJobSpec) -> Iterator[Problem]:
     arguments = spec.training.arguments if spec.training else {}
     for found in check_arguments(arguments):
         path = ("spec", "training", "arguments", found.name)
-        rule, way_out = _argument_texts(found)
+        rule, way_out = _argument_texts(found, arguments[found.name])
         value = describe_value(arguments[found.name], path)
         yield Problem(format_path(path), value, rule, way_out, reason=_ARGUMENT_REASONS[found.reason])
 
 
-def _argument_texts(found: ArgumentProblem) -> tuple[str, str]:
+def _argument_texts(found: ArgumentProblem, given: JsonValue) -> tuple[str, str]:
     """Rule and way out. The contract's own message is for the trainer's log: it repeats path and value."""
     match found.reason:
         case "UnknownArgument":
-            return "transformers.TrainingArguments has no such field", found.hint.rstrip(".")
+            way_out = argument_name(found.name, given) or found.hint.rstrip(".")
+            return "transformers.TrainingArguments has no such field", way_out
         case "OwnedByPlan":
-            field = f"spec.{OWNED_BY_PLAN[found.name]}"
-            return f"{field} decides it", f"set {field}, and leave this argument out"
+            field = OWNED_BY_PLAN[found.name]
+            return f"spec.{field} decides it", argument_name(found.name, given) or owned_key(field, given)
         case "FixedByTrainer":
-            return "has no effect: the trainer itself takes care of what it is for", "leave it out"
+            way_out = argument_name(found.name, given) or "leave it out"
+            return "has no effect: the trainer itself takes care of what it is for", way_out
         case "WrongType":
             kinds = [_KINDS.get(kind, kind) for kind in known_arguments()[found.name] if kind != "null"]
             return f"must be {' or '.join(kinds)}", "change it; numbers and truth values take no quotes"
@@ -376,9 +389,11 @@ def _hub_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
         scheme, _, name = uri.partition("://")
         if path.endswith("dataset.uri"):
             name = name.partition("@")[0].removeprefix("datasets/")
-        if scheme == "hf" and not is_hub_name(name.rstrip("/")):
+        if scheme == "hf" and not is_hub_name(name):
+            nearest = as_uri(name.rstrip("/"))
             yield Problem(
-                path, describe_value(uri), "is no name of a repository on the Hub", "write hf://name or "
+                path, describe_value(uri), "is no name of a repository on the Hub",
+                f"write {nearest}" if nearest and nearest.startswith("hf://") else "write hf://name or "
                 "hf://organisation/name, each of letters, digits, -, _ and ., at most 96, without -- and ..",
             )  # fmt: skip
 
@@ -388,19 +403,20 @@ def _settings(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
     for path, uri in named_uris(spec):
         scheme = uri.partition("://")[0]
         if scheme not in settings.schemes:
-            allowed = ", ".join(f"{name}://" for name in settings.schemes)
+            allowed = ", ".join(f"{name}://" for name in served_schemes(path.removeprefix("spec."), settings.schemes))
             local = scheme in ("file", "pkg")
             where = "names something on one machine, which a pod cannot see" if local else "is not allowed here"
             yield Problem(
                 path, describe_value(uri), f"{scheme}:// {where}",
-                f"use {allowed}" + (", or run the job with finetune run" if local else ""), reason="Forbidden",
+                (f"use {allowed}" if allowed else "leave it out") + (", or run the job with finetune run" * local),
+                reason="Forbidden",
             )  # fmt: skip
     if spec.model.trust_remote_code:
         yield from _remote_code(spec.model.uri, settings)
     if spec.image is not None and not any(fnmatch.fnmatchcase(spec.image, glob) for glob in settings.images):
         yield Problem(
             "spec.image", describe_value(spec.image), "is not allowed by the administrator",
-            f"use one of {', '.join(settings.images)}", reason="Forbidden",
+            f"use one of {', '.join(settings.images)}" if settings.images else "leave it out", reason="Forbidden",
         )  # fmt: skip
     if spec.script is not None:
         yield from _git_host(spec.script.git.url, settings)
@@ -442,7 +458,8 @@ def _git_host(url: str, settings: Settings) -> Iterator[Problem]:
             else "is on a host that is not allowed"
         )
         hosts = ", ".join(settings.git_hosts)
-        yield Problem(path, describe_value(url), rule, f"use a repository on {hosts}", reason="Forbidden")
+        way_out = f"use a repository on {hosts}" if hosts else "ask the administrator to allow a host"
+        yield Problem(path, describe_value(url), rule, way_out, reason="Forbidden")
 
 
 def _one_per_field(problems: list[Problem]) -> list[Problem]:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
+from finetune_operator.api.foreign_files import workload
+from finetune_operator.api.notices import notices
 from finetune_operator.api.problems import PathPart, Problem, format_path
 from finetune_operator.api.settings import LOCAL_SETTINGS, Settings
 from finetune_operator.api.types import KIND, FineTuneJob
@@ -51,7 +53,7 @@ class Inputs:
     problems: tuple[tuple[str, Problem], ...]
     """Source and problem, in the order of files and lines."""
     notes: tuple[str, ...]
-    """What was passed over."""
+    """What was passed over, and what should be known of accepted jobs."""
 
 
 def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> Inputs:
@@ -65,6 +67,7 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
     entries: list[JobEntry] = []
     problems: list[tuple[str, Problem]] = []
     notes: list[str] = []
+    programs: list[tuple[str, Problem]] = []
     seen: dict[tuple[str | None, str], JobEntry] = {}
     for source, folder, content in _contents(names):
         documents, unreadable = read_documents(content)
@@ -73,6 +76,9 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
             end = None if following is None else following.line
             passed_over = foreign(document.value)
             if passed_over is not None:
+                program = workload(document.value)
+                if program is not None:
+                    programs.append((source, located(document, program)))
                 notes.append(f"{source}:{document.line}: {passed_over}")
                 continue
             job, wrong = validate_job(document.value, settings)
@@ -84,10 +90,13 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
             earlier = seen.setdefault((job.metadata.namespace, job.name), entry)
             if earlier is entry:
                 entries.append(entry)
+                notes.extend(f"{source}:{document.line}: {job.name}: {told}." for told in notices(job.spec))
             else:
                 found.append(_same_name(document, job.name, earlier))
         found.sort(key=lambda problem: (problem.line or 0, problem.column or 0))
         problems.extend((source, problem) for problem in found)
+    if not entries and not problems and programs:
+        return Inputs((), tuple(programs[:1]), ())
     if not entries and not problems:
         problems.append(
             (

@@ -13,10 +13,10 @@ from math import gcd
 from finetune_contract.choices import StrategyName
 from finetune_contract.job import World
 from finetune_contract.layout import ENV_CHECKPOINT_SECRET
+from finetune_operator.api.rules import asked_strategy
 from finetune_operator.api.types import (
     FineTuneJobSpec,
     LauncherName,
-    ParallelismSpec,
     RunPolicySpec,
     StorageSpec,
     TemplateSpec,
@@ -27,13 +27,6 @@ LAUNCHER_ORDER: tuple[LauncherName, ...] = ("pytorchjob", "mpijob", "job")
 """What `auto` prefers, among those that can be rendered: PyTorchJob is the most widely installed and brings its own
 rendezvous; MPIJob needs an ssh server and a launcher pod beside the workers; plain Jobs are always there.
 """
-
-
-def asked_strategy(parallelism: ParallelismSpec) -> StrategyName | None:
-    """The strategy that the spec fixes, by name or by a ZeRO stage, as only DeepSpeed has them; None: it is free."""
-    if parallelism.strategy != "auto":
-        return parallelism.strategy
-    return None if parallelism.zero_stage == "auto" else "deepspeed"
 
 
 def check_place(draft: Draft) -> Draft:
@@ -125,7 +118,7 @@ def choose_launcher(draft: Draft) -> Draft:
                 ("launcher",),
                 asked,
                 "it cannot be rendered yet",
-                f"set launcher to auto or {', '.join(LAUNCHER_ORDER)}",
+                f"set launcher to {' or '.join(['auto', *(name for name in LAUNCHER_ORDER if name in served)])}",
                 "NotYetSupported",
             )
         if asked not in served:

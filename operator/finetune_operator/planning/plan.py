@@ -27,7 +27,10 @@ from finetune_contract.job import (
     TrainerJob,
     Training,
 )
+from finetune_operator.api.copied import settle
+from finetune_operator.api.notices import notices
 from finetune_operator.api.quantities import parse_quantity
+from finetune_operator.api.rules import asked_strategy
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import DatasetSpec, FineTuneJob
 from finetune_operator.planning.adapters import choose_adapter
@@ -39,7 +42,7 @@ from finetune_operator.planning.draft import Draft, Lengths, decided
 from finetune_operator.planning.facts import assumed_device, assumed_hardware, assumed_model, is_well_known, node_words
 from finetune_operator.planning.inference import choose_inference, inference_tokens
 from finetune_operator.planning.model_parallel import check_model_parallel
-from finetune_operator.planning.placement import asked_strategy, check_place, choose_launcher, choose_world
+from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
 from finetune_operator.planning.script import SCRIPT, choose_script, script_order
 from finetune_operator.planning.sequence import check_sequence
@@ -83,7 +86,9 @@ def _walk(draft: Draft, *phases: Phase) -> Draft:
 
 
 def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptation) -> Draft:
-    """A draft in which every missing fact is replaced by an assumption."""
+    """A draft in which every missing fact is replaced by an assumption, and copied settings by our fields."""
+    told = notices(job.spec)
+    job = job.model_copy(update={"spec": settle(job.spec).spec})
     assumptions: list[str] = []
     model = facts.model
     if model is None:
@@ -135,6 +140,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         model_revision=facts.model_revision or job.spec.model.revision,
         data=facts.data,
         lengths=Lengths(longest=1, typical=1.0),
+        reasons=told,
         assumptions=tuple(assumptions),
     )
     return _with_lengths(draft)
@@ -197,7 +203,7 @@ def choose_stages(draft: Draft) -> Draft:
             (),
             None,
             "a job has to do something",
-            "set training, evaluation, predict or endpoint ({} takes defaults)",
+            "set training, evaluation or predict ({} takes the defaults)",
             "Required",
         )
     return replace(draft, stages=tuple(stages)).because(

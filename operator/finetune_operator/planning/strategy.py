@@ -23,6 +23,7 @@ from finetune_contract.choices import (
 from finetune_contract.job import Strategy, World
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.quantities import human_bytes
+from finetune_operator.api.rules import asked_strategy
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
 from finetune_operator.planning import memory
 from finetune_operator.planning.adapters import choose_adapter
@@ -38,7 +39,6 @@ from finetune_operator.planning.cost import step_time
 from finetune_operator.planning.degrees import obstacles, slices, spreads, with_parallelism, with_spec
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.model_parallel import explain_pipeline, filled, spread
-from finetune_operator.planning.placement import asked_strategy
 from finetune_operator.planning.sequence import WHOLE_ROWS
 from finetune_operator.planning.types import MemoryEstimate
 

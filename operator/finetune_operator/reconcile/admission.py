@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic.alias_generators import to_camel
 
 from finetune_operator.api.json_text import loads
+from finetune_operator.api.notices import notices
 from finetune_operator.api.problems import Problem, describe_value
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobSpec, LauncherName
@@ -90,7 +91,8 @@ def _verdict(
     clashes = tuple(_clashes(asked, spec, jobs))
     unserved = served and spec.launcher != "auto" and spec.launcher not in served
     warning = f"launcher {spec.launcher} is not served by this cluster yet; the job waits until it is"
-    return clashes, ((warning,) if unserved and not clashes else ())
+    warnings = (*notices(spec), *((warning,) if unserved else ()))
+    return clashes, (() if clashes else warnings)
 
 
 def _work(job: Mapping[str, JsonValue]) -> JsonValue:

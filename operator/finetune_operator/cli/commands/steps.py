@@ -37,7 +37,7 @@ def hardware_of(text: str | None) -> HardwareFacts | None:
 
 
 def tell_notes(inputs: Inputs) -> None:
-    """What was passed over."""
+    """What was passed over, and what should be known of accepted jobs."""
     for text in inputs.notes:
         note(text)
 

@@ -1,0 +1,115 @@
+"""Whole configurations of other tools: each is told once, with what its names are here, not name by name.
+
+Read are the names alone, at the top of a document or of its `spec`. An object of Kubernetes that runs a program is no
+fault beside a FineTuneJob; in a file without one it is what somebody took for one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from pydantic import JsonValue
+
+from finetune_contract.arguments import known_arguments
+from finetune_operator.api.foreign_names import AXOLOTL, DEEPSPEED, FACTORY, HF, find_name, plain
+from finetune_operator.api.hints import unknown_name
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.shapes import Fields, spec_shape
+from finetune_operator.api.types import API_VERSION, KIND
+
+DOCUMENT = ("apiVersion", "kind", "metadata", "spec", "status")
+_LEAST = 3
+"""Names of another tool from which on a document is its configuration; fewer are slips, which are told one by one."""
+_MOST = 24
+"""Names that a message translates."""
+_MARKS: Mapping[str, frozenset[str]] = {
+    AXOLOTL: frozenset({
+        "base_model", "sequence_len", "micro_batch_size", "num_epochs", "datasets", "val_set_size", "lora_r",
+        "lora_target_linear", "sample_packing", "pad_to_sequence_len", "train_on_inputs", "dataset_prepared_path",
+        "evals_per_epoch", "saves_per_epoch", "flash_attention", "special_tokens", "wandb_project", "load_in_8bit",
+    }),
+    FACTORY: frozenset({
+        "finetuning_type", "cutoff_len", "stage", "template", "lora_target", "lora_rank", "dataset_dir", "max_samples",
+        "preprocessing_num_workers", "quantization_bit", "plot_loss", "overwrite_cache", "val_size", "pref_beta",
+    }),
+    DEEPSPEED: frozenset({
+        "zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping",
+        "steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer",
+    }),
+    HF: frozenset({
+        "model_name_or_path", "dataset_name", "dataset_text_field", "max_seq_length", "output_dir", "lora_alpha",
+        "evaluation_strategy", "use_peft", "per_device_train_batch_size", "num_train_epochs",
+    }),
+}  # fmt: skip
+"""Names by which a tool's configuration is told from others'."""
+_WORKLOADS = frozenset({
+    "Job", "CronJob", "Pod", "Deployment", "StatefulSet", "PyTorchJob", "MPIJob", "TFJob", "TrainJob", "JobSet",
+    "RayJob", "XGBoostJob", "PaddleJob", "JAXJob", "SparkApplication", "Workflow",
+})  # fmt: skip
+
+
+def recognise(value: Mapping[str, JsonValue]) -> Problem | None:
+    """The one problem of a document that is another tool's configuration, or whose spec is; None for any other."""
+    spec = value.get("spec")
+    for path, inner, known in (
+        ("", value, DOCUMENT),
+        ("spec", spec if isinstance(spec, dict) else {}, tuple(_spec_fields())),
+    ):
+        names = [name for name in inner if name not in known]
+        tool = _tool(names)
+        if tool is not None:
+            return _told(path, tool, names, inner)
+    return None
+
+
+def _spec_fields() -> Iterator[str]:
+    body = spec_shape().body
+    assert isinstance(body, Fields)
+    yield from body.fields
+
+
+def _tool(names: Sequence[str]) -> str | None:
+    theirs = {tool: len(marks.intersection(names)) for tool, marks in _MARKS.items()}
+    best = max(theirs, key=lambda tool: theirs[tool])
+    all_known = [name for name in names if find_name(name, "") is not None or name in known_arguments()]
+    if theirs[best] and len(all_known) >= _LEAST and (theirs[best] >= 2 or len(all_known) > _LEAST):
+        return best
+    return None
+
+
+def _told(path: str, tool: str, names: Sequence[str], inner: Mapping[str, JsonValue]) -> Problem:
+    fields: dict[str, list[str]] = {}
+    left_out = []
+    for name in names:
+        row = find_name(name, path)
+        if row is None:
+            hint = unknown_name((*([path] if path else []), name), inner[name], (), of_job=True)
+            place = hint.removeprefix("move it below ").replace(", as ", ".")
+            if place != hint and " or " not in place:
+                fields.setdefault(place if plain(place.split(".")[-1]) == plain(name) else f"{place}.{name}", []).append(name)
+        elif row.field is None:
+            left_out.append(name)
+        else:
+            fields.setdefault(row.field, []).append(name)
+    pairs = [f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} {field}" for field, given in fields.items()]
+    begin = "" if path else f"begin with apiVersion: {API_VERSION}, kind: {KIND}, metadata.name and spec.task; "
+    written = f"here {', '.join(pairs[:_MOST])}" if pairs else ""
+    rest = f"; leave out {', '.join(left_out[:_MOST])}" if left_out else ""
+    return Problem(
+        path, None, f"this is a configuration of {tool}, which has other names than a {KIND}",
+        f"{begin}{written}{rest}; docs/names.md lists all names", reason="Unknown",
+    )  # fmt: skip
+
+
+def workload(value: JsonValue) -> Problem | None:
+    """What to say of a Kubernetes object that runs a program, in a file without a FineTuneJob; None for any other."""
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in _WORKLOADS:
+        return None
+    return Problem(
+        "kind", f'"{kind}"', f"runs containers, and there is no {KIND} in what was read",
+        f"write a {KIND} (apiVersion: {API_VERSION}), which names task, model and dataset, and has its containers "
+        "written: a limit of nvidia.com/gpu is spec.resources.gpusPerNode, replicas are spec.resources.nodes, an image "
+        "is spec.image, and a program of yours is spec.training.script; docs/names.md lists all names",
+        reason="Unknown",
+    )  # fmt: skip

@@ -1,0 +1,599 @@
+"""What other tools call the fields and values of a FineTuneJob: one table, for messages and for documentation.
+
+People bring configurations of Hugging Face (transformers, TRL, peft, accelerate), axolotl, LLaMA-Factory, DeepSpeed and
+Kubernetes. A name of theirs where no such field is, or a value that a field does not take, is answered with what to
+write instead. Each row points to a field that exists, or says what to do where there is no counterpart; a test checks
+both. Nothing here is accepted in place of our own names: `copied` lists what is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from types import MappingProxyType
+
+from pydantic import JsonValue
+
+HF, AXOLOTL, FACTORY, DEEPSPEED, KUBERNETES = "Hugging Face", "axolotl", "LLaMA-Factory", "DeepSpeed", "Kubernetes"
+EVERYBODY = f"{HF}, {AXOLOTL}, {FACTORY}"
+
+_NOTHING: Mapping[str, JsonValue] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class ForeignName:
+    """Names for one setting, and the field that has its meaning."""
+
+    names: tuple[str, ...]
+    tools: str
+    field: str | None
+    """Dotted path from the document; None: there is no counterpart, and `hint` says what to do."""
+    hint: str = ""
+    """What else there is to know, or what to do instead, without a full stop."""
+    value: JsonValue = None
+    """What to write there, where the name itself says it; None: what was written, if the field takes it."""
+    under: tuple[str, ...] = ()
+    """Names of the object that it has to stand in; empty: any."""
+    same: bool = True
+    """Whether what was written can be written there as it is."""
+
+
+@dataclass(frozen=True)
+class ForeignValue:
+    """Values that a field does not take, and what says the same."""
+
+    field: str
+    """Dotted path of the field from the document."""
+    names: tuple[str | bool, ...]
+    tools: str
+    instead: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Value by the dotted path of the field that takes it; empty: there is no counterpart."""
+    hint: str = ""
+    """As in `ForeignName`."""
+
+
+_DEFAULT_EVALUATION = "leave it out: validation is measured after each epoch"
+_REPORTED = "leave it out: every step is reported"
+_RESULTS = "leave it out: results are in runs/NAME (finetune run --workspace DIR), in a cluster in spec.storage.workspace"
+_TOKENIZER = "leave it out: the tokenizer comes with the model"
+_NO_COUNTERPART = "leave it out: there is no counterpart"
+
+NAMES: tuple[ForeignName, ...] = (
+    # ---- model
+    ForeignName(
+        ("model_name_or_path", "base_model", "model_name", "model_id", "base_model_name_or_path", "pretrained_model",
+         "pretrained_model_name_or_path", "model_path"),
+        EVERYBODY, "spec.model.uri", "hf:// before a name of the Hub, file:// before a path",
+    ),
+    ForeignName(
+        ("tokenizer_name", "tokenizer_name_or_path", "tokenizer_config", "tokenizer_type", "tokenizer", "model_type",
+         "config_name", "use_fast_tokenizer", "special_tokens"),
+        EVERYBODY, None, _TOKENIZER,
+    ),
+    ForeignName(("model_revision", "revision_of_model"), f"{HF}, {AXOLOTL}", "spec.model.revision"),
+    ForeignName(
+        ("adapter", "finetuning_type", "peft_type", "peft_method", "tuner_type"), EVERYBODY, "spec.model.adapter.method"
+    ),
+    ForeignName(
+        ("lora", "peft", "lora_config", "peft_config", "use_lora", "use_peft"), EVERYBODY, "spec.model.adapter.method",
+        "beside it, r is rank, lora_alpha alpha, lora_dropout dropout and target_modules targetModules", "lora",
+    ),
+    ForeignName(("qlora",), EVERYBODY, "spec.model.adapter.method", "beside it, r is rank, lora_alpha alpha", "qlora"),
+    ForeignName(("use_dora", "peft_use_dora"), EVERYBODY, "spec.model.adapter.method", value="dora"),
+    ForeignName(("type", "name"), HF, "spec.model.adapter.method", under=("adapter",)),
+    ForeignName(("lora_r", "lora_rank"), EVERYBODY, "spec.model.adapter.rank"),
+    ForeignName(("r",), HF, "spec.model.adapter.rank", under=("adapter", "model")),
+    ForeignName(("lora_alpha",), EVERYBODY, "spec.model.adapter.alpha"),
+    ForeignName(("lora_dropout",), EVERYBODY, "spec.model.adapter.dropout"),
+    ForeignName(
+        ("lora_target_modules", "lora_target"), EVERYBODY, "spec.model.adapter.targetModules",
+        "auto stands for all linear layers",
+    ),
+    ForeignName(("lora_target_linear",), AXOLOTL, "spec.model.adapter.targetModules", "which is the default", "auto"),
+    ForeignName(
+        ("load_in_4bit", "quantization_bit", "bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "quantization_config",
+         "quantization"),
+        EVERYBODY, "spec.model.adapter.method", value="qlora",
+    ),
+    ForeignName(
+        ("load_in_8bit",), EVERYBODY, None,
+        "leave it out, or set spec.model.adapter.method to qlora, which holds the weights in 4 bits",
+    ),
+    ForeignName(
+        ("modules_to_save", "use_rslora", "loftq_config", "lora_bias", "bias"), EVERYBODY, None,
+        "leave it out: beside the adapter the task's head is trained whole, and nothing else",
+    ),
+    ForeignName(
+        ("num_labels", "id2label", "label2id", "label_list"), HF, None, "leave it out: labels are read from the data"
+    ),
+    ForeignName(
+        ("flash_attention", "flash_attn", "attn_implementation", "use_flash_attention_2", "sdp_attention",
+         "xformers_attention"),
+        EVERYBODY, None, "leave it out: torch's fused attention is used where the model has it",
+    ),
+    # ---- data
+    ForeignName(
+        ("dataset_name", "datasets", "dataset_path", "data_path", "data_files", "train_file", "train_data",
+         "train_dataset", "training_data", "dataset_dir", "data", "dataset_id"),
+        EVERYBODY, "spec.dataset.uri", "hf:// before a name of the Hub, file:// before a path",
+    ),
+    ForeignName(("dataset_config_name", "dataset_config", "subset"), HF, "spec.dataset.config"),
+    ForeignName(("train_split", "dataset_train_split", "split"), EVERYBODY, "spec.dataset.splits.train"),
+    ForeignName(
+        ("eval_split", "validation_split", "dataset_test_split", "dev_split"), EVERYBODY,
+        "spec.dataset.splits.validation",
+    ),
+    ForeignName(("test_split",), EVERYBODY, "spec.dataset.splits.test"),
+    ForeignName(
+        ("validation_file", "eval_dataset", "eval_file", "test_file", "test_datasets", "validation_data"), EVERYBODY,
+        "spec.dataset.splits.validation",
+        "the file's name without its ending, beside the other files of spec.dataset.uri", same=False,
+    ),
+    ForeignName(
+        ("val_set_size", "val_size", "validation_split_percentage", "test_size"), EVERYBODY, None,
+        "leave it out: 5 % are set aside where no split is named validation; spec.dataset.splits.validation names one",
+    ),
+    ForeignName(
+        ("max_train_samples", "max_samples", "max_rows"), EVERYBODY, "spec.dataset.splits.train",
+        "for example train[:1000]", same=False,
+    ),
+    ForeignName(
+        ("text_column", "text_column_name", "dataset_text_field", "text_field", "input_column"), EVERYBODY,
+        "spec.dataset.columns.text",
+    ),
+    ForeignName(("label_column", "label_column_name", "label_field"), HF, "spec.dataset.columns.label"),
+    ForeignName(("question_column", "question_column_name"), HF, "spec.dataset.columns.question"),
+    ForeignName(("context_column", "context_column_name"), HF, "spec.dataset.columns.context"),
+    ForeignName(("answer_column", "answer_column_name"), HF, "spec.dataset.columns.answers"),
+    ForeignName(("source_column", "prompt_column"), HF, "spec.dataset.columns.source"),
+    ForeignName(
+        ("summary_column", "target_column", "completion_column", "response_column"), HF, "spec.dataset.columns.target"
+    ),
+    ForeignName(
+        ("max_seq_length", "max_seq_len", "cutoff_len", "sequence_len", "block_size", "model_max_length", "seq_length",
+         "seq_len", "max_source_length", "max_input_length", "max_prompt_length", "max_len", "context_length"),
+        EVERYBODY, "spec.preparation.maxLength", "a count of tokens",
+    ),
+    ForeignName(("sample_packing", "pack_sequences"), f"{AXOLOTL}, {FACTORY}", "spec.preparation.packing"),
+    ForeignName(
+        ("pad_to_sequence_len", "pad_to_max_length", "pad_to_multiple_of", "padding"), EVERYBODY, None,
+        "leave it out: rows are padded to the longest of their micro-batch",
+    ),
+    ForeignName(
+        ("preprocessing_num_workers", "dataset_num_proc", "dataset_processes", "num_proc"), EVERYBODY,
+        "spec.preparation.workers",
+    ),
+    ForeignName(("doc_stride",), HF, "spec.preparation.stride"),
+    ForeignName(
+        ("template", "chat_template", "conversation", "prompt_template"), f"{AXOLOTL}, {FACTORY}", None,
+        "leave it out: conversations are written by the chat template of the model's tokenizer",
+        under=("dataset", "training", "preparation", "model", ""),
+    ),
+    ForeignName(
+        ("train_on_inputs", "mask_prompt", "completion_only_loss"), EVERYBODY, None,
+        "leave it out: of a prompt and its answer the answer alone is learnt",
+    ),
+    ForeignName(
+        ("overwrite_cache", "dataset_prepared_path", "cache_dir", "streaming", "shuffle", "tokenized_path"), EVERYBODY,
+        None, "leave it out: prepared rows are kept in the workspace, and rows are shuffled by spec.training.seed",
+    ),
+    # ---- training
+    ForeignName(("num_train_epochs", "num_epochs", "n_epochs", "max_epochs", "epoch"), EVERYBODY, "spec.training.epochs"),
+    ForeignName(
+        ("max_train_steps", "num_steps", "total_steps", "num_training_steps", "train_steps", "steps"), EVERYBODY,
+        "spec.training.maxSteps",
+    ),
+    ForeignName(
+        ("per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "device_batch_size",
+         "train_micro_batch_size_per_gpu", "per_device_batch_size"),
+        f"{EVERYBODY}, {DEEPSPEED}", "spec.training.microBatchSize",
+        "spec.training.globalBatchSize is micro-batch x accumulation x processes",
+    ),
+    ForeignName(
+        ("train_batch_size", "batch_size", "total_batch_size", "effective_batch_size"), f"{HF}, {DEEPSPEED}",
+        "spec.training.globalBatchSize", "rows of all processes together",
+    ),
+    ForeignName(
+        ("gradient_accumulation_steps", "grad_accumulation_steps", "gradient_accumulation", "grad_accum",
+         "accumulate_grad_batches"),
+        f"{EVERYBODY}, {DEEPSPEED}", "spec.training.globalBatchSize",
+        "micro-batch x accumulation x processes; the accumulation follows from it", same=False,
+    ),
+    ForeignName(
+        ("per_device_eval_batch_size", "eval_batch_size", "per_gpu_eval_batch_size"), EVERYBODY, None,
+        "leave it out: evaluate and predict take as many rows at once as the memory holds",
+    ),
+    ForeignName(("lr", "base_lr", "peak_lr", "max_lr"), EVERYBODY, "spec.training.learningRate"),
+    ForeignName(
+        ("lr_scheduler_type", "lr_scheduler", "scheduler_type", "lr_schedule", "learning_rate_schedule"), EVERYBODY,
+        "spec.training.scheduler",
+    ),
+    ForeignName(
+        ("warmup_ratio", "warmup_proportion", "lr_warmup_ratio"), EVERYBODY, "spec.training.warmupSteps",
+        "below 1 it is a share of all steps",
+    ),
+    ForeignName(("lr_warmup_steps", "num_warmup_steps", "warmup"), EVERYBODY, "spec.training.warmupSteps"),
+    ForeignName(
+        ("gradient_clip_val", "gradient_clipping", "clip_grad_norm", "grad_clip", "max_norm"), f"{HF}, {DEEPSPEED}",
+        "spec.training.maxGradNorm",
+    ),
+    ForeignName(("optim", "optimizer_type", "optimizer_name"), EVERYBODY, "spec.training.optimizer"),
+    ForeignName(("random_seed", "random_state", "data_seed"), EVERYBODY, "spec.training.seed"),
+    ForeignName(("label_smoothing_factor",), HF, "spec.training.labelSmoothing"),
+    ForeignName(("early_stopping_patience",), f"{HF}, {AXOLOTL}", "spec.training.earlyStopping.patience"),
+    ForeignName(
+        ("metric_for_best_model", "greater_is_better"), EVERYBODY, "spec.training.earlyStopping.metric", same=False
+    ),
+    ForeignName(
+        ("load_best_model_at_end",), EVERYBODY, "spec.training.earlyStopping",
+        "with it the weights of the best evaluation are kept", {},
+    ),
+    ForeignName(("fp16",), EVERYBODY, "spec.training.precision", value="fp16"),
+    ForeignName(("bf16", "bfloat16"), EVERYBODY, "spec.training.precision", value="bf16"),
+    ForeignName(("fp8",), AXOLOTL, "spec.training.precision", value="fp8"),
+    ForeignName(
+        ("mixed_precision", "dtype", "torch_dtype", "compute_dtype", "amp", "half_precision"), EVERYBODY,
+        "spec.training.precision",
+    ),
+    ForeignName(
+        ("gradient_checkpointing", "activation_checkpoint", "use_gradient_checkpointing", "recompute"), EVERYBODY,
+        "spec.parallelism.activationCheckpointing",
+    ),
+    ForeignName(
+        ("group_by_length", "length_grouped"), EVERYBODY, "spec.training.arguments.train_sampling_strategy",
+        value="group_by_length",
+    ),
+    ForeignName(
+        ("wandb_project", "wandb", "use_wandb", "wandb_entity", "mlflow_tracking_uri"), AXOLOTL,
+        "spec.training.arguments.report_to", "the project is the variable WANDB_PROJECT of spec.template.env", ["wandb"],
+    ),
+    ForeignName(
+        ("logging_steps", "logging_strategy", "logging_dir", "log_level", "log_interval", "plot_loss", "disable_tqdm",
+         "logging_first_step", "verbose"),
+        EVERYBODY, None, _REPORTED,
+    ),
+    ForeignName(
+        ("eval_steps", "eval_strategy", "evaluation_strategy", "evals_per_epoch", "eval_interval", "do_eval"),
+        EVERYBODY, None, _DEFAULT_EVALUATION,
+    ),
+    ForeignName(("do_train",), f"{HF}, {FACTORY}", "spec.training", "{} takes the defaults", {}),
+    ForeignName(("do_predict", "inference", "prediction"), f"{HF}, {FACTORY}", "spec.predict", "{} takes the defaults", {}),
+    ForeignName(("save_steps", "save_interval", "checkpoint_interval"), EVERYBODY, "spec.checkpoints.every.steps"),
+    ForeignName(
+        ("save_strategy", "saves_per_epoch"), EVERYBODY, "spec.checkpoints.every", "which is once an epoch", "auto"
+    ),
+    ForeignName(
+        ("save_total_limit", "keep_last_n_checkpoints", "max_checkpoints"), EVERYBODY, "spec.checkpoints.keep"
+    ),
+    ForeignName(
+        ("resume_from_checkpoint", "auto_resume_from_checkpoints", "resume"), EVERYBODY, "spec.checkpoints.resume",
+        "which goes on from the newest checkpoint of the workspace", "auto",
+    ),
+    ForeignName(
+        ("output_dir", "overwrite_output_dir", "save_dir", "logdir", "checkpoint_dir", "results_dir"), EVERYBODY, None,
+        _RESULTS,
+    ),
+    ForeignName(("run_name", "experiment_name", "job_name", "wandb_name"), EVERYBODY, "metadata.name"),
+    ForeignName(
+        ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"), EVERYBODY, None,
+        "leave it out: model/ of the results has the Hub's layout and is uploaded by its own command",
+    ),
+    ForeignName(
+        ("hub_token", "hf_token", "token", "use_auth_token", "hf_hub_token", "huggingface_token"), EVERYBODY,
+        "spec.secrets.hubToken.name", "the name of a Secret that holds the token; on your machine set HF_TOKEN",
+        same=False,
+    ),
+    ForeignName(
+        ("stage", "rl", "task_type", "task_name", "problem_type", "training_type"), EVERYBODY, "spec.task",
+        under=("", "spec", "model", "training", "metadata"),
+    ),
+    ForeignName(
+        ("dpo_beta", "pref_beta", "rl_beta", "kl_beta"), EVERYBODY, "spec.preference.beta",
+    ),
+    ForeignName(
+        ("compute_metrics", "eval_metric", "eval_metrics", "metric_name"), HF, "spec.evaluation.metrics",
+        "a list", same=False,
+    ),
+    ForeignName(("max_target_length", "max_gen_length", "max_tokens"), HF, "spec.generation.maxNewTokens"),
+    ForeignName(("do_sample",), HF, "spec.generation.temperature", "above 0 tokens are drawn", same=False),
+    ForeignName(("top_k", "repetition_penalty"), HF, None, f"{_NO_COUNTERPART}; spec.generation.topP narrows the choice"),
+    ForeignName(("output_file", "predictions_file", "output_path"), HF, "spec.predict.output", same=False),
+    # ---- parallelism
+    ForeignName(
+        ("deepspeed", "ds_config", "deepspeed_config_file", "deepspeed_plugin"), f"{EVERYBODY}, {DEEPSPEED}",
+        "spec.parallelism.strategy",
+        "the stage is spec.parallelism.zeroStage, and other keys of its file go below spec.parallelism.deepspeedConfig",
+        "deepspeed",
+    ),
+    ForeignName(
+        ("zero_stage", "zero", "zero_optimization_stage"), DEEPSPEED, "spec.parallelism.zeroStage"
+    ),
+    ForeignName(("stage",), DEEPSPEED, "spec.parallelism.zeroStage", under=("parallelism", "zero_optimization")),
+    ForeignName(
+        ("zero_optimization",), DEEPSPEED, "spec.parallelism.zeroStage",
+        "other keys of it go below spec.parallelism.deepspeedConfig.zero_optimization", same=False,
+    ),
+    ForeignName(("fsdp", "fsdp_config", "fsdp_version", "fsdp2"), EVERYBODY, "spec.parallelism.strategy", value="fsdp"),
+    ForeignName(("ddp", "data_parallel"), EVERYBODY, "spec.parallelism.strategy", value="ddp"),
+    ForeignName(
+        ("distributed", "distributed_type", "distributed_strategy", "distribution", "backend"), HF,
+        "spec.parallelism.strategy",
+    ),
+    ForeignName(
+        ("tensor_parallel_size", "tensor_parallel", "tp", "tp_size", "tensor_model_parallel_size"), HF,
+        "spec.parallelism.tensor",
+    ),
+    ForeignName(
+        ("pipeline_parallel_size", "pipeline_parallel", "pp", "pp_size", "pipeline_model_parallel_size"), HF,
+        "spec.parallelism.pipeline.degree",
+    ),
+    ForeignName(
+        ("context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size", "cp_size", "sp_size"),
+        f"{HF}, {AXOLOTL}", "spec.parallelism.sequence",
+    ),
+    ForeignName(
+        ("offload_optimizer", "cpu_offload", "optimizer_offload"), f"{HF}, {DEEPSPEED}",
+        "spec.parallelism.offload.optimizer", value="cpu",
+    ),
+    ForeignName(
+        ("offload_param", "offload_params", "cpu_offload_param"), f"{HF}, {DEEPSPEED}",
+        "spec.parallelism.offload.parameters", value="cpu",
+    ),
+    # ---- resources and Kubernetes
+    ForeignName(
+        ("num_gpus", "n_gpus", "n_gpu", "gpus", "gpu", "gpu_count", "num_gpus_per_node", "gpus_per_worker",
+         "nvidia.com/gpu", "amd.com/gpu", "devices"),
+        f"{HF}, {KUBERNETES}", "spec.resources.gpusPerNode",
+    ),
+    ForeignName(
+        ("num_nodes", "nnodes", "num_machines", "replicas", "num_workers", "worker_replicas", "hosts"),
+        f"{HF}, {KUBERNETES}", "spec.resources.nodes", under=("", "spec", "training", "parallelism", "resources"),
+    ),
+    ForeignName(
+        ("nproc_per_node", "num_processes", "num_proc_per_node", "slots_per_worker", "world_size"),
+        f"{HF}, {KUBERNETES}", "spec.resources.processesPerNode",
+    ),
+    ForeignName(
+        ("limits", "requests"), KUBERNETES, None,
+        "write cpu and memory directly below spec.resources, and nvidia.com/gpu as spec.resources.gpusPerNode",
+        under=("resources", "spec"),
+    ),
+    ForeignName(
+        ("gpu_type", "gpu_product", "gpu_model", "gpu_name", "instance_type", "machine_type", "accelerator_type"),
+        KUBERNETES, "spec.resources.accelerator.product", "as the node label nvidia.com/gpu.product has it", same=False,
+    ),
+    ForeignName(("gpu_memory", "vram", "gpu_mem"), KUBERNETES, "spec.resources.accelerator.memory"),
+    ForeignName(("cpus", "num_cpus", "cores", "cpu_count"), KUBERNETES, "spec.resources.cpu"),
+    ForeignName(("ram", "mem", "memory_limit"), KUBERNETES, "spec.resources.memory"),
+    ForeignName(("shm", "shm_size"), KUBERNETES, "spec.resources.sharedMemory"),
+    ForeignName(
+        ("container_image", "trainer_image", "docker_image"), KUBERNETES, "spec.image"
+    ),
+    ForeignName(
+        ("command", "args", "entrypoint", "script"), KUBERNETES, "spec.training.script",
+        "a program in a git repository, with git.url, entryPoint and hyperparameters below it", same=False,
+        under=("", "spec", "template"),
+    ),
+    ForeignName(
+        ("containers", "init_containers", "pod_template", "pod_spec", "spec"), KUBERNETES, None,
+        "leave it out: the operator writes the containers; nodeSelector, tolerations, env and volumes go below "
+        "spec.template, GPUs and memory below spec.resources",
+        under=("spec", "template", "training"),
+    ),
+    ForeignName(
+        ("pytorch_replica_specs", "mpi_replica_specs", "tf_replica_specs", "runtime_ref", "trainer", "initializer",
+         "elastic_policy", "run_policies", "completions", "completion_mode", "replicated_jobs"),
+        KUBERNETES, "spec.resources.nodes",
+        "the launcher's objects are written from spec.resources and spec.launcher", same=False,
+    ),
+    ForeignName(
+        ("host_network", "host_pid", "host_ipc", "runtime_class_name", "scheduler_name", "restart_policy", "dns_policy",
+         "env_from", "termination_grace_period_seconds"),
+        KUBERNETES, None, "leave it out: pods have no such setting of yours",
+        under=("", "spec", "template", "runPolicy", "resources"),
+    ),
+    ForeignName(
+        ("backoff_limit", "max_retries", "retries", "backoff"), KUBERNETES, "spec.runPolicy.maxRestarts"
+    ),
+    ForeignName(("timeout", "timeout_seconds", "deadline"), KUBERNETES, "spec.runPolicy.activeDeadlineSeconds"),
+    ForeignName(("ttl", "ttl_seconds"), KUBERNETES, "spec.runPolicy.ttlSecondsAfterFinished"),
+    ForeignName(("priority", "priority_class"), KUBERNETES, "spec.runPolicy.priorityClassName"),
+    ForeignName(
+        ("queue", "queue_name"), KUBERNETES, None,
+        "leave it out: queues are not supported in this version", under=("", "spec", "metadata", "resources"),
+    ),
+    ForeignName(
+        ("pvc", "claim", "claim_name", "persistent_volume_claim", "volume_claim"), KUBERNETES, "spec.storage.workspace",
+        "pvc:// before the claim's name", same=False,
+    ),
+    ForeignName(("disk", "disk_size", "storage_size"), KUBERNETES, "spec.storage.size"),
+    ForeignName(("storage_class",), KUBERNETES, "spec.storage.storageClassName"),
+    ForeignName(("service_account",), KUBERNETES, "spec.template.serviceAccountName"),
+    ForeignName(
+        ("secret", "secret_name", "secret_ref"), KUBERNETES, "spec.secrets.hubToken.name",
+        "for a token of the Hub", same=False,
+    ),
+    ForeignName(("name", "namespace"), KUBERNETES, None, "move it below metadata", under=("", "spec")),
+    ForeignName(("labels", "annotations"), KUBERNETES, None, "move it below metadata", under=("",)),
+    ForeignName(
+        ("serve", "serving", "inference_service", "deploy"), KUBERNETES, None,
+        "leave it out: serving is not supported in this version",
+    ),
+    ForeignName(
+        ("job_type", "kind_of_job", "trainer_type"), EVERYBODY, None, _NO_COUNTERPART,
+    ),
+)  # fmt: skip
+
+_TASKS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    (
+        "text-generation",
+        (
+            "causal-lm", "clm", "lm", "language-modeling", "causal-language-modeling", "sft", "pt", "pretraining",
+            "instruction-tuning", "instruct", "chat", "conversational", "completion", "generation",
+            "supervised-fine-tuning", "sft-trainer", "llm", "text-completion",
+        ),
+    ),
+    (
+        "text-classification",
+        (
+            "sentiment", "sentiment-analysis", "classification", "sequence-classification", "seq-cls", "classify",
+            "binary-classification", "multi-class-classification", "nli", "natural-language-inference",
+            "text-classifier", "single-label-classification", "multi-label-classification",
+        ),
+    ),
+    ("token-classification", ("ner", "token-cls", "pos", "tagging", "sequence-tagging", "named-entity-recognition")),
+    ("question-answering", ("qa", "question-ans", "squad", "extractive-qa", "extractive-question-answering")),
+    ("preference-tuning", ("dpo", "preference", "preferences", "preference-optimization", "rlhf")),
+    ("masked-lm", ("mlm", "masked-language-modeling", "fill-mask", "masked-language-model")),
+    ("summarization", ("summarisation", "summarize", "summary", "summaries")),
+    ("translation", ("translate", "mt", "machine-translation")),
+)  # fmt: skip
+_ZERO = "spec.parallelism.zeroStage"
+_STRATEGY = "spec.parallelism.strategy"
+_PRECISION = "spec.training.precision"
+_METHOD = "spec.model.adapter.method"
+
+VALUES: tuple[ForeignValue, ...] = (
+    *(ForeignValue("spec.task", names, EVERYBODY, {"spec.task": task}) for task, names in _TASKS),
+    ForeignValue(
+        "spec.task", ("seq2seq", "seq2seq-lm", "seq-2-seq-lm", "text2text-generation"), HF, {},
+        "write summarization or translation, with spec.dataset.columns.source and target",
+    ),
+    ForeignValue(
+        "spec.task", ("orpo", "kto", "ppo", "grpo", "rm", "reward-modeling", "reward"), f"{HF}, {FACTORY}, {AXOLOTL}",
+        {}, "write preference-tuning, which learns from pairs of answers by DPO",
+    ),
+    ForeignValue(
+        "spec.task", ("embedding", "embeddings", "feature-extraction", "sentence-similarity", "regression",
+                      "image-classification", "automatic-speech-recognition", "multiple-choice"),
+        HF, {}, "there is no such task; spec.training.script runs a program of yours",
+    ),
+    *(
+        ForeignValue(
+            _STRATEGY,
+            (f"zero{stage}", f"zero-stage-{stage}", f"deepspeed-zero{stage}", f"ds-zero{stage}", f"stage{stage}"),
+            f"{EVERYBODY}, {DEEPSPEED}", {_STRATEGY: "deepspeed", _ZERO: stage},
+        )
+        for stage in (0, 1, 2, 3)
+    ),
+    ForeignValue(_STRATEGY, ("zero",), DEEPSPEED, {_STRATEGY: "deepspeed"}),
+    ForeignValue(_STRATEGY, ("fsdp2", "fully-sharded", "full-shard", "fsdp-full-shard"), HF, {_STRATEGY: "fsdp"}),
+    ForeignValue(
+        _STRATEGY, ("dp", "data-parallel", "distributed", "multi-gpu", "distributed-data-parallel", "nccl"), HF,
+        {_STRATEGY: "ddp"},
+    ),
+    ForeignValue(_STRATEGY, ("none", "no", "single-gpu", "single-process", False), HF, {_STRATEGY: "single"}),
+    ForeignValue(_STRATEGY, ("tensor-parallel", "tp"), HF, {}, "leave it out, and set spec.parallelism.tensor"),
+    ForeignValue(
+        _STRATEGY, ("pipeline-parallel", "pp"), HF, {}, "leave it out, and set spec.parallelism.pipeline.degree"
+    ),
+    ForeignValue(
+        _STRATEGY, ("horovod", "mpi", "megatron", "gloo"), HF, {},
+        "write auto, ddp, fsdp or deepspeed; spec.launcher mpijob starts the processes by MPI",
+    ),
+    *(
+        ForeignValue(_ZERO, (f"zero{stage}", f"zero-{stage}", f"stage{stage}", f"stage-{stage}"), DEEPSPEED, {_ZERO: stage})
+        for stage in (0, 1, 2, 3)
+    ),
+    ForeignValue(_PRECISION, ("float16", "half", "16", "16-mixed", "mixed", "amp"), EVERYBODY, {_PRECISION: "fp16"}),
+    ForeignValue(_PRECISION, ("bfloat16", "bf16-mixed", "bfloat"), EVERYBODY, {_PRECISION: "bf16"}),
+    ForeignValue(_PRECISION, ("float32", "full", "32", "32-true", "tf32", "no", False), EVERYBODY, {_PRECISION: "fp32"}),
+    ForeignValue(_PRECISION, ("float8", "8", "te"), EVERYBODY, {_PRECISION: "fp8"}),
+    ForeignValue(
+        _PRECISION, ("int8", "int4", "4bit", "8bit", "nf4"), EVERYBODY, {},
+        "leave it out, and set spec.model.adapter.method to qlora, which holds the weights in 4 bits",
+    ),
+    ForeignValue(
+        "spec.training.optimizer", ("adamw-torch", "adamw-torch-fused", "adamw-hf", "adam", "fused-adam", "adamw-apex-fused"),
+        EVERYBODY, {"spec.training.optimizer": "adamw"},
+    ),
+    ForeignValue(
+        "spec.training.optimizer",
+        ("adamw-8bit", "adamw-bnb-8bit", "paged-adamw-8bit", "paged-adamw-32bit", "paged-adamw", "lion", "adamw-4bit"),
+        EVERYBODY, {"spec.training.optimizer": "adamw"},
+        "its state is in 32 bits; spec.parallelism.offload.optimizer or an adapter saves its memory",
+    ),
+    ForeignValue("spec.training.optimizer", ("momentum", "sgd-momentum"), HF, {"spec.training.optimizer": "sgd"}),
+    ForeignValue(
+        "spec.training.scheduler", ("cosine-annealing", "cosine-decay", "cosine-with-warmup", "cosine-with-min-lr"),
+        EVERYBODY, {"spec.training.scheduler": "cosine"},
+    ),
+    ForeignValue(
+        "spec.training.scheduler", ("linear-with-warmup", "linear-decay", "warmuplr", "warmupdecaylr"), f"{HF}, {DEEPSPEED}",
+        {"spec.training.scheduler": "linear"}, "its warm-up is spec.training.warmupSteps",
+    ),
+    ForeignValue("spec.training.scheduler", ("none", "no", False), HF, {"spec.training.scheduler": "constant"}),
+    ForeignValue(
+        "spec.training.scheduler", ("reduce-lr-on-plateau", "warmup-stable-decay", "wsd", "one-cycle"), HF, {},
+        "write linear, cosine or constant_with_warmup",
+    ),
+    ForeignValue(
+        _METHOD, ("full", "freeze", "full-finetuning", "full-fine-tuning", False), f"{FACTORY}, {AXOLOTL}",
+        {_METHOD: "none"},
+    ),
+    ForeignValue(_METHOD, ("peft", "rslora", "lora-plus", True), HF, {_METHOD: "lora"}),
+    ForeignValue(
+        _METHOD, ("adalora", "ia3", "prefix-tuning", "prompt-tuning", "p-tuning", "llama-adapter", "oft", "loha"),
+        HF, {}, "write lora, dora or qlora",
+    ),
+    ForeignValue("spec.model.adapter.targetModules", ("all", "all-linear"), f"{HF}, {FACTORY}",
+                 {"spec.model.adapter.targetModules": "auto"}),
+    ForeignValue("spec.parallelism.activationCheckpointing", (True, "true", "unsloth"), EVERYBODY,
+                 {"spec.parallelism.activationCheckpointing": "full"}),
+    ForeignValue("spec.parallelism.activationCheckpointing", (False, "false"), EVERYBODY,
+                 {"spec.parallelism.activationCheckpointing": "none"}),
+    ForeignValue("spec.parallelism.offload.optimizer", (True, "true"), EVERYBODY,
+                 {"spec.parallelism.offload.optimizer": "cpu"}),
+    ForeignValue("spec.parallelism.offload.parameters", (True, "true"), EVERYBODY,
+                 {"spec.parallelism.offload.parameters": "cpu"}),
+    ForeignValue("spec.preparation.packing", (True, "true"), EVERYBODY, {"spec.preparation.packing": "always"}),
+    ForeignValue("spec.preparation.packing", (False, "false"), EVERYBODY, {"spec.preparation.packing": "never"}),
+    ForeignValue("spec.checkpoints.every", ("epoch", "steps"), EVERYBODY, {"spec.checkpoints.every": "auto"},
+                 "which is once an epoch; {steps: 500} is every 500 steps"),
+    ForeignValue("spec.checkpoints.resume", (True, "true", "always"), EVERYBODY, {"spec.checkpoints.resume": "auto"}),
+    ForeignValue("spec.checkpoints.resume", (False, "false", "no"), EVERYBODY, {"spec.checkpoints.resume": "never"}),
+    ForeignValue("spec.resources.gpusPerNode", ("all", "max"), HF, {"spec.resources.gpusPerNode": "auto"}),
+    ForeignValue("spec.resources.gpusPerNode", ("none", "cpu", False), HF, {"spec.resources.gpusPerNode": 0}),
+    ForeignValue("spec.resources.processesPerNode", ("gpu", "all"), HF, {"spec.resources.processesPerNode": "auto"}),
+    ForeignValue("spec.launcher", ("mpirun", "mpi", "horovodrun"), HF, {"spec.launcher": "mpijob"}),
+    ForeignValue("spec.launcher", ("pytorch", "kubeflow", "training-operator"), KUBERNETES, {"spec.launcher": "pytorchjob"}),
+    ForeignValue(
+        "spec.launcher", ("torchrun", "accelerate", "deepspeed", "local", "none", "python", "kubernetes"),
+        f"{HF}, {DEEPSPEED}", {"spec.launcher": "auto"},
+    ),
+    ForeignValue("spec.launcher", ("batch", "k8s-job", "batch/v1"), KUBERNETES, {"spec.launcher": "job"}),
+    ForeignValue("spec.launcher", ("slurm", "ray", "rayjob", "sagemaker"), HF, {}, "leave it out: Kubernetes runs the pods"),
+)  # fmt: skip
+
+
+def plain(name: str) -> str:
+    """Write a name as it is looked up: `per_device_train_batch_size` and `perDeviceTrainBatchSize` are one."""
+    return re.sub(r"[^a-z0-9./]", "", name.lower())
+
+
+@cache
+def _names() -> Mapping[str, tuple[ForeignName, ...]]:
+    found: dict[str, tuple[ForeignName, ...]] = {}
+    for row in NAMES:
+        for name in row.names:
+            found[plain(name)] = (*found.get(plain(name), ()), row)
+    return found
+
+
+@cache
+def _values() -> Mapping[tuple[str, str], ForeignValue]:
+    return {(row.field, plain(str(name))): row for row in VALUES for name in row.names}
+
+
+def find_name(name: str, parent: str) -> ForeignName | None:
+    """The row of a name that stands in the object `parent` (empty: the document); one with `under` goes first."""
+    rows = _names().get(plain(name), ())
+    fitting = [row for row in rows if not row.under or parent in row.under]
+    return min(fitting, key=lambda row: not row.under, default=None)
+
+
+def find_value(path: str, value: JsonValue) -> ForeignValue | None:
+    """The row of a value that the field at the dotted `path` does not take."""
+    return _values().get((path, plain(str(value)))) if isinstance(value, str | bool | int) else None

@@ -1,0 +1,288 @@
+"""The way out of a field that is not there, or of a value that a field does not take.
+
+A hint names what is served in this version and allowed by the settings, and nothing else: what it says can be written,
+and the problem is gone. Names and values of other tools are answered from `foreign_names`; a field of ours in the wrong
+place is answered with its place.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+
+from pydantic import JsonValue
+
+from finetune_contract.arguments import FREE
+from finetune_contract.hub import is_hub_name
+from finetune_operator.api.foreign_names import ForeignName, ForeignValue, find_name, find_value, plain
+from finetune_operator.api.problems import PathPart, describe_value, is_secret_name
+from finetune_operator.api.shapes import Boolean, Fields, Number, Shape, Text, accepts, find, sentence, spec_shape
+from finetune_operator.api.support import served_schemes, served_words, works
+from finetune_operator.api.types import URI_PATTERN
+
+_CLOSE = 0.6
+_CLOSER = 0.84
+"""Likeness above which a name is taken for a misspelt one of another object; letters alone tell less there."""
+_MOST_PLACES = 3
+_MOST_NAMES = 6
+_UNITS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgtpe])(i?)b?(?:ytes?)?", re.IGNORECASE)
+_HUB_ADDRESS = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#]+/[^/?#]+|[^/?#]+)(?:[/?#].*)?")
+_FILE = re.compile(r"(?:\.{0,2}/.*|.*\.(?:csv|tsv|txt|jsonl?|parquet|arrow|gz|zst|bz2|xz|safetensors)|.*\*.*|.*/)")
+_TRUE_WORDS = {"yes": True, "on": True, "y": True, "true": True, "no": False, "off": False, "n": False, "false": False}
+
+
+# ---------------------------------------------------------------------------------------------------------- unknown name
+
+
+def unknown_name(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], *, of_job: bool) -> str:
+    """The way out for a field that the object at the path's parent, which has `names`, does not have."""
+    name = str(path[-1])
+    own = {plain(known): known for known in names}
+    if plain(name) in own:
+        return f"did you mean {own[plain(name)]}?"
+    parent = str(path[-2]) if len(path) > 1 else ""
+    if of_job:
+        row = find_name(name, parent)
+        if row is not None and row.under:
+            return _by_row(row, path, value)
+        places = _places(name, path)
+        if places and not (row is not None and _is_block(places) and not isinstance(value, dict)):
+            return _moved(places, name, value)
+        if row is not None:
+            return _by_row(row, path, value)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
+    if near:
+        return f"did you mean {near[0]}?"
+    if of_job:
+        argument = _argument(name)
+        if argument is not None:
+            return f"move it below spec.training.arguments, as {argument}"
+        far = difflib.get_close_matches(plain(name), _index(), n=1, cutoff=_CLOSER)
+        if far:
+            return _moved(_places(far[0], path), name, value)
+    return f"the fields here are {', '.join(names)}"
+
+
+@cache
+def _index() -> Mapping[str, tuple[tuple[str, ...], ...]]:
+    """Paths of the fields of the spec by their plain names, without those that have no behaviour yet."""
+    found: dict[str, tuple[tuple[str, ...], ...]] = {}
+
+    def walk(shape: Shape, path: tuple[str, ...]) -> None:
+        for name, inner in shape.body.fields.items() if isinstance(shape.body, Fields) else ():
+            if not works(".".join((*path, name)[1:])):
+                continue
+            found[plain(name)] = (*found.get(plain(name), ()), (*path, name))
+            walk(inner, (*path, name))
+
+    walk(spec_shape(), ("spec",))
+    found["spec"] = (("spec",),)
+    return found
+
+
+def argument_name(name: str, value: JsonValue) -> str | None:
+    """The way out for a name under `training.arguments` that is no free one of TrainingArguments; None: it has no row."""
+    row = find_name(name, "arguments")
+    if row is None:
+        return None
+    way_out = _by_row(row, ("spec", "training", "arguments", name), value)
+    return way_out if way_out.startswith("leave") else f"{way_out}, and leave this argument out"
+
+
+def owned_key(field: str, value: JsonValue) -> str:
+    """The way out for a key or argument that the field at the dotted path (from `spec`) decides."""
+    if not works(field):
+        return f"leave it out: spec.{field} is not supported in this version"
+    return f"{_set(f'spec.{field}', value)}, and leave this out"
+
+
+def _places(name: str, path: Sequence[PathPart]) -> tuple[tuple[str, ...], ...]:
+    """The highest places of the spec where a field of that name is, without the one that was tried."""
+    places = tuple(place for place in _index().get(plain(name), ()) if place[:-1] != tuple(path[:-1]))
+    least = min((len(place) for place in places), default=0)
+    return tuple(place for place in places if len(place) == least)
+
+
+def _is_block(places: Sequence[tuple[str, ...]]) -> bool:
+    shape = _shape_at(".".join(places[0]))
+    return shape is not None and isinstance(shape.body, Fields) and not shape.words
+
+
+def _moved(places: Sequence[tuple[str, ...]], name: str, value: JsonValue) -> str:
+    instead = find_value(".".join(places[0]), value) if len(places) == 1 else None
+    if instead is not None:
+        return _instead(instead)
+    parents = [".".join(place[:-1]) for place in places[:_MOST_PLACES] if place[:-1]]
+    if not parents:
+        return "move it to the left edge of the file, beside kind"
+    leaf = places[0][-1]
+    return f"move it below {' or '.join(parents)}" + ("" if leaf == name else f", as {leaf}")
+
+
+def _argument(name: str) -> str | None:
+    """A free field of TrainingArguments of that name."""
+    return next((free for free in sorted(FREE) if plain(free) == plain(name)), None)
+
+
+def _by_row(row: ForeignName, path: Sequence[PathPart], value: JsonValue) -> str:
+    hint = f"; {row.hint}" if row.hint else ""
+    if row.field is None:
+        return row.hint
+    if row.value is not None and (value is False or value is None or value == ""):
+        return "leave it out"
+    inner = "; ".join(_inner(row.field, value)) if isinstance(value, dict) else ""
+    hint = f"; {inner}" if inner else hint
+    *above, leaf = row.field.split(".")
+    if row.value is not None:
+        return f"set {row.field} to {_shown(row.value, row.field)}{hint}"
+    if above == list(path[:-1]) and row.same:
+        return f"did you mean {leaf}?" + (f" {row.hint[:1].upper()}{row.hint[1:]}" if row.hint else "")
+    return f"{_set(row.field, value) if row.same else f'set {row.field}'}{hint}"
+
+
+def _inner(field: str, value: Mapping[str, JsonValue]) -> Iterator[str]:
+    """What the fields of an object that is no field here are called in the place of `field`."""
+    parent = field.split(".")[-2]
+    for name in list(value)[:_MOST_NAMES]:
+        row = find_name(name, parent)
+        places = _places(name, ()) if row is None else ()
+        if row is not None and row.field is not None:
+            yield f"{name} is {row.field}"
+        elif len(places) == 1:
+            yield f"{name} is {'.'.join(places[0])}"
+
+
+def _set(field: str, value: JsonValue) -> str:
+    """`set FIELD to VALUE`, without the value where the field does not take it."""
+    instead = find_value(field, value)
+    if instead is not None:
+        return _instead(instead)
+    shape = _shape_at(field)
+    if shape is None:
+        return f"set {field}"
+    if _is_uri(shape):
+        uri = as_uri(value)
+        return f"set {field} to {uri}" if uri else f"set {field}"
+    if accepts(shape, value) and not isinstance(value, dict):
+        return f"set {field} to {_shown(value, field)}"
+    return f"set {field}"
+
+
+def _instead(row: ForeignValue) -> str:
+    hint = f"; {row.hint}" if row.hint and row.instead else row.hint
+    steps = [f"{field} to {_shown(value, field)}" for field, value in row.instead.items()]
+    return (f"set {' and '.join(steps)}" if steps else "") + hint
+
+
+def _shown(value: JsonValue, field: str) -> str:
+    """A value as it is written in YAML; nothing of a credential."""
+    if isinstance(value, dict | list):
+        return json.dumps(value, ensure_ascii=False)
+    shown = describe_value(value, field.split("."))
+    return shown[1:-1] if isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w.:/-]*", value) else shown
+
+
+def _shape_at(field: str) -> Shape | None:
+    head, *rest = field.split(".")
+    return find(spec_shape(), rest) if head == "spec" else None
+
+
+# ----------------------------------------------------------------------------------------------------------- wrong value
+
+
+def served(shape: Shape, path: Sequence[PathPart]) -> Shape:
+    """The shape of a field of the spec without the words that have no behaviour yet."""
+    field = ".".join(str(part) for part in path[1:])
+    return replace(shape, words=served_words(field, shape.words)) if path[:1] == ("spec",) else shape
+
+
+def wrong_value(shape: Shape, path: Sequence[PathPart], value: JsonValue, schemes: Sequence[str] | None) -> tuple[str, str]:
+    """The rule that a value breaks at `path`, and the way out; `schemes` are those that the settings allow."""
+    shape = served(shape, path)
+    rule = f"must be {sentence(shape)}"
+    way_out = "change it" if shape.required else "change it, or leave it out"
+    row = find_value(".".join(str(part) for part in path), value)
+    if row is not None and not isinstance(shape.body, Boolean):
+        same = list(row.instead) == [row.field]
+        hint = f"; {row.hint}" if row.hint else ""
+        return rule, f"write {_shown(row.instead[row.field], row.field)}{hint}" if same else _instead(row)
+    match shape.body:
+        case Text() if _is_uri(shape):
+            begins = _listed([f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)])
+            uri = as_uri(value)
+            return (
+                f"must be a URI that begins with {begins}",
+                f"write {uri}" if uri else "write hf:// before the name of a Hub repository, file:// before a path",
+            )
+        case Text(quantity=True) if isinstance(value, str) and (found := _UNITS.fullmatch(value.strip())):
+            number, unit, binary = found.groups()
+            return rule, f"write {number}{'k' if unit in 'kK' and not binary else unit.upper()}{'i' if binary else ''}" + (
+                "" if binary else f", or {number}{unit.upper()}i for powers of 1024"
+            )
+        case Text(quantity=False) if isinstance(value, int | float):
+            return "must be text", "put it in quotes"
+        case Fields(fields) if isinstance(value, str) and "uri" in fields:
+            uri = as_uri(value) or value
+            return rule, f"write the URI one level deeper, as uri: {_shown(uri, 'uri')}"
+        case Fields(fields) if value is True and not any(field.required for field in fields.values()):
+            return rule, "write {} to take the defaults"
+        case Fields(fields) if isinstance(value, str | int | float) and (name := _only_taker(fields, value)):
+            return rule, f"write {{{name}: {_shown(value, name)}}}"
+        case Number() if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value, re.I):
+            return rule, "remove the quotes"
+        case Boolean() if isinstance(value, str) and value.lower() in _TRUE_WORDS:
+            return rule, f"write {json.dumps(_TRUE_WORDS[value.lower()])}"
+    if isinstance(value, str) and shape.words:
+        lowered = {plain(word): word for word in shape.words}
+        near = lowered.get(plain(value)) or next(iter(difflib.get_close_matches(value, shape.words, n=1)), None)
+        way_out = f"did you mean {near}?" if near else way_out
+    return rule, way_out
+
+
+def _only_taker(fields: Mapping[str, Shape], value: JsonValue) -> str | None:
+    """The one field of an object that takes a value that was written in place of the object; steps before minutes."""
+    by_word = [name for name, inner in fields.items() if isinstance(value, str) and value in inner.words]
+    takers = by_word or [name for name, inner in fields.items() if not inner.words and accepts(inner, value)]
+    return takers[0] if len(takers) == 1 or "steps" in takers[:1] else None
+
+
+def missing(shape: Shape, path: Sequence[PathPart], schemes: Sequence[str] | None) -> str:
+    """The way out for a required field that is not there."""
+    shape = served(shape, path)
+    if shape.words:
+        return f"write one of {', '.join(shape.words)}"
+    if isinstance(shape.body, Fields):
+        needed = " and ".join(name for name, field in shape.body.fields.items() if field.required)
+        return f"write it with {needed} below it"
+    if _is_uri(shape):
+        begins = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
+        return f"set it to a URI that begins with {_listed(begins)}, e.g. hf://org/name"
+    meaning = shape.description.removesuffix("Required.").strip().removesuffix(".")
+    begin = meaning[:1] if meaning[1:2].isupper() else meaning[:1].lower()
+    return f"set it: {begin}{meaning[1:]}" if meaning else f"set it to {sentence(shape)}"
+
+
+def as_uri(value: JsonValue) -> str | None:
+    """What a Hub name, an address of the Hub or a path is as a URI; None where it cannot be told."""
+    if not isinstance(value, str) or is_secret_name(value):
+        return None
+    text = value.strip()
+    if address := _HUB_ADDRESS.fullmatch(text):
+        text = address[1]
+    elif "://" in text or not text:
+        return None
+    elif _FILE.fullmatch(text):
+        return f"file://{text.removeprefix('./')}"
+    return f"hf://{text}" if is_hub_name(text) else None
+
+
+def _is_uri(shape: Shape) -> bool:
+    return isinstance(shape.body, Text) and shape.body.pattern == URI_PATTERN
+
+
+def _listed(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}" if len(words) > 1 else "".join(words)

@@ -1,0 +1,196 @@
+"""Apply what a message says, word by word, as somebody would who knows nothing else of the product.
+
+`mend` reads the way out of a problem and changes the document; what no rule here can read is looked up in a table of
+edits that were written by hand from the message alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from finetune_operator.api.problems import PathPart, Problem, format_path
+from finetune_operator.api.shapes import find, spec_shape
+
+GONE = None
+"""In place of a value: the field is left out."""
+_PART = re.compile(r"""\.?([A-Za-z_][\w-]*)|\[([0-9]+)\]|\["((?:[^"\\]|\\.)*)"\]""")
+_VALUE = r"(\{[^}]*\}|\[[^\]]*\]|\"[^\"]*\"|[\w.:/+-]*[\w/}])"
+_FIELD = r"(it|(?:spec|metadata)\.[\w.]*\w|[a-z][\w.]*\w)"
+_END = r"(?=$|[,;:.]| or | and | to take|\?)"
+
+
+@dataclass(frozen=True)
+class Edit:
+    """One change: a field that gets a value, goes (GONE), or moves to another place."""
+
+    field: str
+    value: Any = GONE
+    moved: str | None = None
+
+
+def parts(path: str) -> tuple[PathPart, ...]:
+    """The steps of a path as `format_path` writes it."""
+    return tuple(
+        int(number) if number else name or quoted.encode().decode("unicode_escape")
+        for name, number, quoted in _PART.findall(path)
+    )
+
+
+def alternatives(problem: Problem) -> list[list[Edit]]:
+    """The ways out that the message of a problem names and that can be read, each as its edits."""
+    text = problem.way_out
+    for reader in (_renamed, _moved, _quoted, _left_or_set, _written):
+        found = reader(problem, text)
+        if found:
+            return [_instead(problem, edits) for edits in found]
+    return []
+
+
+def _instead(problem: Problem, edits: list[Edit]) -> list[Edit]:
+    """What is written in the place of a field that is not there takes its place."""
+    there = any(problem.path in (edit.field, edit.moved) for edit in edits)
+    return edits if problem.reason != "Unknown" or there else [Edit(problem.path), *edits]
+
+
+def _renamed(problem: Problem, text: str) -> list[list[Edit]]:
+    found = re.match(rf"[Dd]id you mean {_VALUE}\?", text)
+    if not found:
+        return []
+    if problem.reason == "Unknown":
+        *above, _ = parts(problem.path)
+        return [[Edit(problem.path, moved=format_path((*above, found[1])))]]
+    return [[Edit(problem.path, found[1])]]
+
+
+def _moved(problem: Problem, text: str) -> list[list[Edit]]:
+    found = re.match(r"move it below ([\w.]+)(?: or ([\w.]+))*(?:, as ([\w.]+))?$", text)
+    if not found:
+        return []
+    name = found[3] or str(parts(problem.path)[-1])
+    return [[Edit(problem.path, moved=f"{place}.{name}")] for place in (found[1], found[2]) if place]
+
+
+def _quoted(problem: Problem, text: str) -> list[list[Edit]]:
+    if re.match(r"put (it|the value) in quotes", text):
+        return [[Edit(problem.path, str(yaml.safe_load(problem.value or "")))]]
+    if text.startswith("remove the quotes"):
+        return [[Edit(problem.path, _number(yaml.safe_load(problem.value or "")))]]
+    return []
+
+
+def _number(text: str) -> Any:
+    """As our reader and kubectl's have it: 1e-05 is a number, which PyYAML does not see."""
+    value = yaml.safe_load(text)
+    if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value):
+        return float(value)
+    return value
+
+
+def _field(problem: Problem, name: str) -> str:
+    """A field as a message names it: in full, as `it`, or by its name beside the one that is blamed or below it."""
+    if name == "it" or name.startswith(("spec.", "metadata.")):
+        return problem.path if name == "it" else name
+    own, _, leaf = problem.path.rpartition(".")
+    if name == leaf:
+        return problem.path
+    below = find(spec_shape(), (*parts(problem.path)[1:], *name.split(".")))
+    return f"{problem.path}.{name}" if below is not None else f"{own}.{name}"
+
+
+def _left_or_set(problem: Problem, text: str) -> list[list[Edit]]:
+    """`set A to x and B to y, or leave C out`."""
+    ways = []
+    for way in re.split(r",? or (?=set |leave |spec\.)|; or ", text):
+        edits = []
+        for name, other, value in re.findall(rf"(?:set|and|^) ?{_FIELD}(?: and {_FIELD})? to {_VALUE}{_END}", way):
+            edits += [Edit(_field(problem, each), _number(value)) for each in (name, other) if each]
+        for name, other in re.findall(rf"leave (?:out )?{_FIELD}(?: and {_FIELD})?(?: out)?{_END}", way):
+            edits += [Edit(_field(problem, each)) for each in (name, other) if each not in ("this", "one", "out", "")]
+        if re.search(r"leave this (?:argument )?out", way):
+            edits.append(Edit(problem.path))
+        if edits and not (way.startswith("set ") and all(edit.value is GONE for edit in edits)):
+            ways.append(edits)
+    return ways
+
+
+def _written(problem: Problem, text: str) -> list[list[Edit]]:
+    """`write VALUE`, `use 96 or 112`."""
+    found = re.match(rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| or |\?)", text)
+    found = found or re.match(rf"use {_VALUE}(?=,| or |$)", text)
+    if not found or found[1].endswith("://") or re.match(r"write (the|its|it|a|whatever)\b", text):
+        return []
+    return [[Edit(problem.path, _number(found[1]))]]
+
+
+def apply(document: dict[str, Any], edits: list[Edit]) -> dict[str, Any]:
+    """A copy of the document with the edits."""
+    changed = copy.deepcopy(document)
+    for edit in edits:
+        if edit.moved is not None:
+            there, value = _take(changed, parts(edit.field))
+            if there:
+                _put(changed, parts(edit.moved), value)
+        elif edit.value is GONE:
+            _take(changed, parts(edit.field))
+        else:
+            _put(changed, parts(edit.field), edit.value)
+    return changed
+
+
+def _take(document: Any, path: tuple[PathPart, ...]) -> tuple[bool, Any]:
+    for part in path[:-1]:
+        if not isinstance(document, dict | list) or (isinstance(document, dict) and part not in document):
+            return False, None
+        document = document[part]
+    if isinstance(document, dict):
+        for key in (path[-1], True if path[-1] == "true" else None):
+            if key in document:
+                return True, document.pop(key)
+    if isinstance(document, list) and isinstance(path[-1], int):
+        value, document[path[-1]] = document[path[-1]], GONE  # so that other items keep their places
+        return True, value
+    return False, None
+
+
+def _put(document: Any, path: tuple[PathPart, ...], value: Any) -> None:
+    for part in path[:-1]:
+        if isinstance(document, dict) and not isinstance(document.get(part), dict | list):
+            document[part] = {}
+        document = document[part]
+    document[path[-1]] = value
+
+
+def without_gone(value: Any) -> Any:
+    """The document without items of lists that were left out."""
+    if isinstance(value, dict):
+        return {name: without_gone(inner) for name, inner in value.items()}
+    return [without_gone(each) for each in value if each is not GONE] if isinstance(value, list) else value
+
+
+def mend(
+    document: dict[str, Any], problems: list[Problem], by_hand: Mapping[str, Any]
+) -> tuple[dict[str, Any], set[str]]:
+    """The document with the first way out of each problem, and the paths whose edit was taken from `by_hand`."""
+    used = set()
+    for problem in problems:
+        if problem.path in by_hand:
+            used.add(problem.path)
+            edits = by_hand[problem.path]
+            document = apply(document, [Edit(field, value) for field, value in _edits(problem.path, edits).items()])
+            continue
+        ways = alternatives(problem)
+        assert ways, f"nobody can tell what to do: {problem.path}: {problem.way_out}"
+        document = apply(document, ways[0])
+    return without_gone(document), used
+
+
+def _edits(path: str, given: Any) -> dict[str, Any]:
+    """A value for the blamed field, or edits by their paths."""
+    by_path = isinstance(given, dict) and given and all(str(name).startswith(("spec.", "metadata.")) for name in given)
+    return given if by_path else {path: given}

@@ -1,0 +1,486 @@
+"""Every hint in the product is tried: what a message says is done to the document, and the error is gone."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune_operator.api import deepspeed_overrides, fields, foreign_files, support, template, validation
+from finetune_operator.api.foreign_names import NAMES, VALUES, ForeignName, ForeignValue, find_name, find_value, plain
+from finetune_operator.api.hints import as_uri
+from finetune_operator.api.problems import Problem, format_path
+from finetune_operator.api.rules import COLUMN_TASKS, RULES
+from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
+from finetune_operator.api.shapes import Fields, accepts, find, leaves, spec_shape
+from finetune_operator.api.support import works
+from finetune_operator.api.types import ObjectMeta
+from finetune_operator.api.validation import validate_job
+from finetune_operator.documents import read_documents
+from mending import alternatives, apply, mend, parts, without_gone
+
+JOBS = Path(__file__).parent / "jobs"
+BAD = sorted(path.stem for path in (JOBS / "bad").glob("*.yaml"))
+BY_HAND: dict[str, dict[str, Any]] = yaml.safe_load((JOBS / "mended.yaml").read_text(encoding="utf-8"))
+ROWS: dict[str, dict[str, list[dict[str, Any]]]] = yaml.safe_load((JOBS / "rules.yaml").read_text(encoding="utf-8"))
+ROUNDS = 3
+"""A mended fault may uncover another, which the first message could not tell of."""
+
+
+def job(**spec: Any) -> dict[str, Any]:
+    whole = {
+        "task": "text-classification",
+        "model": {"uri": "hf://a/b"},
+        "dataset": {"uri": "hf://c/d"},
+        "training": {},
+        **spec,
+    }
+    return {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {"name": "a"},
+        "spec": {name: value for name, value in whole.items() if value is not None},
+    }
+
+
+def problems_of(value: Any, settings: Settings = LOCAL_SETTINGS) -> list[Problem]:
+    return validate_job(value, settings)[1]
+
+
+def text_of(problem: Problem) -> str:
+    return f"{problem.path}: {problem.value}: {problem.rule}. {problem.way_out}"
+
+
+# ----------------------------------------------------------------------------------------------------------- whole files
+
+
+def document_of(name: str) -> dict[str, Any]:
+    """A bad file as it is read; of a file that is no YAML, with the words replaced that its message names."""
+    text = (JOBS / "bad" / f"{name}.yaml").read_text(encoding="utf-8")
+    documents, unreadable = read_documents(text)
+    replaced = BY_HAND.get(name, {}).get("text", {})
+    assert bool(unreadable) == bool(replaced), unreadable
+    for old, new in replaced.items():
+        assert old in text
+        text = text.replace(old, new)
+    documents, unreadable = read_documents(text)
+    assert not unreadable
+    value = documents[0].value
+    assert isinstance(value, dict)
+    return value
+
+
+def mended(name: str) -> tuple[list[str], set[str]]:
+    """What is still wrong with a bad file after its messages were followed, and the edits by hand that this took."""
+    document, used = document_of(name), {"text"}
+    for _ in range(ROUNDS):
+        problems = problems_of(document)
+        if not problems:
+            break
+        document, taken = mend(document, problems, BY_HAND.get(name, {}))
+        used |= taken
+    return [text_of(problem) for problem in problems_of(document)], used
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_good_once_its_messages_are_followed(name: str) -> None:
+    left, used = mended(name)
+    assert left == []
+    assert set(BY_HAND.get(name, {})) - used == set(), "edits by hand that no message asks for"
+
+
+def test_edits_by_hand_belong_to_bad_files() -> None:
+    assert set(BY_HAND) <= set(BAD)
+
+
+# ----------------------------------------------------------------------------------------------------------------- rules
+
+_BROKEN = [
+    pytest.param(name, patch, id=f"{name}-{json.dumps(patch)[:80]}")
+    for name, rows in ROWS.items()
+    for patch in rows["broken"]
+]
+_COLUMNS = [
+    pytest.param(
+        f"{block}-{column}-is-read",
+        {
+            "task": "masked-lm" if "masked-lm" not in tasks else "token-classification",
+            **({"dataset": rows} if block == "dataset" else {"predict": {"dataset": rows}}),
+        },
+        id=f"{block}-{column}",
+    )
+    for block in ("dataset", "predict.dataset")
+    for column, tasks in COLUMN_TASKS.items()
+    for rows in ({"uri": "hf://c/d", "columns": {column: "x"}},)
+]
+
+
+@pytest.mark.parametrize(("name", "patch"), [*_BROKEN, *_COLUMNS])
+def test_the_hint_of_a_rule_keeps_the_rule(name: str, patch: dict[str, Any]) -> None:
+    """Every alternative of the message that can be read clears the problem; one of all, or the one that is written in
+    `mended` beside the rule's broken specs, leaves no problem at all.
+    """
+    rule = next(rule for rule in RULES if rule.name == name)
+    document = job(**patch)
+    # A block without behaviour is told of alone: its rules wait until it is there.
+    blamed = [problem for problem in problems_of(document) if problem.path == f"spec.{rule.path}"]
+    problems = blamed or [problem for problem in problems_of(document) if problem.reason == "NotYetSupported"]
+    assert problems, "nobody is told"
+    ways = [without_gone(apply(document, edits)) for edits in alternatives(problems[0])]
+    for way in ways:
+        kept = [problem for problem in problems_of(way) if text_of(problem) == text_of(problems[0])]
+        assert kept == [], (way, text_of(problems[0]))
+    ways += [job(**other) for other in ROWS.get(name, {}).get("mended", [])]
+    assert [] in [problems_of(way) for way in ways], text_of(problems[0])
+
+
+# ------------------------------------------------------------------------------------------------- names of other tools
+
+
+def shape_at(field: str) -> Any:
+    head, *rest = field.split(".")
+    if head == "metadata":
+        return rest[0] in ObjectMeta.model_fields
+    return find(spec_shape(), rest)
+
+
+@pytest.mark.parametrize("row", NAMES, ids=lambda row: row.names[0])
+def test_a_foreign_name_points_to_a_field_that_exists_and_works(row: ForeignName) -> None:
+    assert row.names
+    if row.field is None:
+        assert row.hint, "without a counterpart it has to say what to do"
+        return
+    assert shape_at(row.field), row.field
+    assert works(row.field.removeprefix("spec.")), row.field
+    if row.value is not None and "arguments" not in row.field:
+        assert accepts(find(spec_shape(), row.field.split(".")[1:]), row.value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("row", VALUES, ids=lambda row: f"{row.field}-{row.names[0]}")
+def test_a_foreign_value_points_to_values_that_are_taken(row: ForeignValue) -> None:
+    shape = shape_at(row.field)
+    assert shape
+    for name in row.names:
+        assert not accepts(shape, name), f"{row.field} takes {name} itself"
+        assert find_value(row.field, name) is row
+    assert row.instead or row.hint
+    for field, value in row.instead.items():
+        assert accepts(shape_at(field), value), (field, value)
+        assert works(field.removeprefix("spec."))
+
+
+def test_every_field_that_a_hint_of_the_table_names_exists() -> None:
+    for row in (*NAMES, *VALUES):
+        for field in re.findall(r"spec(?:\.[A-Za-z_]+)+", row.hint):
+            body = find(spec_shape(), field.split(".")[1:])
+            assert body is not None or field.startswith("spec.parallelism.deepspeedConfig."), field
+
+
+def test_a_name_is_in_the_table_once_for_each_place() -> None:
+    seen: dict[tuple[str, str], ForeignName] = {}
+    for row in NAMES:
+        for name in row.names:
+            for parent in row.under or ("",) * (not row.under):
+                key = (plain(name), parent if row.under else "*")
+                assert seen.setdefault(key, row) is row, key
+
+
+def test_the_table_has_no_name_that_is_a_field_where_it_stands() -> None:
+    for row in NAMES:
+        for parent in row.under:
+            places = [path for path in leaves(spec_shape()) if path.split(".")[-2:-1] == [parent]]
+            own = {path.split(".")[-1] for path in places}
+            body = spec_shape().body
+            own |= set(body.fields) if parent == "spec" and isinstance(body, Fields) else set()
+            assert own & set(row.names) == set()
+
+
+PLACES = ("", "spec", "spec.training", "spec.model", "spec.resources", "spec.parallelism", "spec.dataset")
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_any_foreign_name_anywhere_is_told_with_what_to_write(place: str) -> None:
+    """At every depth, what can be read of the message is done: the name is gone, and what came of it is no circle."""
+    body = spec_shape() if place in ("", "spec") else find(spec_shape(), place.split(".")[1:])
+    assert body is not None
+    assert isinstance(body.body, Fields)
+    own = {plain(name) for name in body.body.fields} if place else {"spec", "kind", "metadata"}
+    tried = 0
+    for row in NAMES:
+        for name in row.names:
+            if plain(name) in own or find_name(name, place.rpartition(".")[2]) is None:
+                continue
+            document = job()
+            target = document
+            for part in parts(place):
+                target = target.setdefault(str(part), {})
+            target[name] = 1
+            path = format_path((*parts(place), name))
+            (problem,) = [problem for problem in problems_of(document) if problem.path == path]
+            assert "the fields here are" not in problem.way_out, text_of(problem)
+            for edits in alternatives(problem):
+                after = problems_of(without_gone(apply(document, edits)))
+                assert path not in [found.path for found in after], text_of(problem)
+                unknown = [found for found in after if found.reason in ("Unknown", "NotYetSupported", "Forbidden")]
+                assert unknown == [], text_of(problem)
+                tried += 1
+    assert tried > 20
+
+
+@pytest.mark.parametrize("row", VALUES, ids=lambda row: f"{row.field}-{row.names[0]}")
+def test_any_foreign_value_is_told_with_what_to_write(row: ForeignValue) -> None:
+    for name in row.names:
+        document = apply(job(), [])
+        target = document["spec"]
+        *above, leaf = row.field.split(".")[1:]
+        for part in above:
+            target = target.setdefault(part, {})
+        target[leaf] = name
+        (problem,) = [problem for problem in problems_of(document) if problem.path == row.field]
+        if not row.instead:
+            assert row.hint in problem.way_out
+            continue
+        after = without_gone(apply(document, alternatives(problem)[0]))
+        assert row.field not in [found.path for found in problems_of(after) if found.reason == "NotSupported"]
+        for field, value in row.instead.items():
+            written: Any = after
+            for part in field.split("."):
+                written = written[part]
+            assert written == value
+
+
+# ------------------------------------------------------------------------------------------------------------ one by one
+
+ONE_BY_ONE = {
+    "per device": ({"training": {"per_device_train_batch_size": 8}}, "did you mean microBatchSize?"),
+    "epochs": ({"training": {"num_train_epochs": 3}}, "did you mean epochs?"),
+    "half precision": ({"training": {"fp16": True}}, "set spec.training.precision to fp16"),
+    "no half precision": ({"training": {"fp16": False}}, "leave it out"),
+    "accumulation": ({"training": {"gradientAccumulationSteps": 4}}, "set spec.training.globalBatchSize;"),
+    "lora": ({"lora": {"r": 8, "lora_alpha": 16}}, "set spec.model.adapter.method to lora; r is spec.model.adapter.rank"),
+    "type of an adapter": ({"model": {"uri": "hf://a/b", "adapter": {"type": "lora"}}}, "did you mean method?"),
+    "adapter in a word": ({"model": {"uri": "hf://a/b", "adapter": "lora"}}, "write {method: lora}"),
+    "deepspeed": ({"deepspeed": "ds.json"}, "set spec.parallelism.strategy to deepspeed"),
+    "zero2": ({"parallelism": {"strategy": "zero2"}}, "strategy to deepspeed and spec.parallelism.zeroStage to 2"),
+    "limits": ({"resources": {"limits": {"nvidia.com/gpu": 1}}}, "nvidia.com/gpu as spec.resources.gpusPerNode"),
+    "nodeSelector": ({"nodeSelector": {"a": "b"}}, "move it below spec.template"),
+    "tolerations": ({"resources": {"tolerations": []}}, "move it below spec.template"),
+    "causal-lm": ({"task": "causal-lm"}, "write text-generation"),
+    "sentiment": ({"task": "sentiment"}, "write text-classification"),
+    "sft": ({"task": "sft"}, "write text-generation"),
+    "dpo": ({"task": "dpo"}, "write preference-tuning"),
+    "16 GB": ({"resources": {"memory": "16 GB"}}, "write 16G, or 16Gi for powers of 1024"),
+    "warm-up": ({"training": {"warmup_ratio": 0.1}}, "did you mean warmupSteps? Below 1 it is a share"),
+    "evaluation": ({"training": {"evaluation_strategy": "epoch"}}, "validation is measured after each epoch"),
+    "epochs too high up": ({"epochs": 3}, "move it below spec.training"),
+    "rate too high up": ({"learningRate": 1e-4}, "move it below spec.training"),
+    "another spelling too high up": ({"learning_rate": 1e-4}, "move it below spec.training, as learningRate"),
+    "too deep": ({"training": {"nodes": 2}}, "move it below spec.resources"),
+    "an argument": ({"training": {"tf32": True}}, "move it below spec.training.arguments"),
+    "steps between checkpoints": ({"checkpoints": {"every": 500}}, "write {steps: 500}"),
+    "an address of the Hub": ({"dataset": {"uri": "https://huggingface.co/datasets/a/b"}}, "write hf://a/b"),
+    "a file": ({"dataset": {"uri": "data.csv"}}, "write file://data.csv"),
+    "a model alone": ({"model": "bert-base-uncased"}, "as uri: hf://bert-base-uncased"),
+    "an address behind hf": ({"model": {"uri": "hf://https://huggingface.co/a/b"}}, "write hf://a/b"),
+    "a slash at the end": ({"model": {"uri": "hf://bert-base-uncased/"}}, "write hf://bert-base-uncased"),
+}
+
+
+@pytest.mark.parametrize("case", ONE_BY_ONE)
+def test_what_beginners_write_is_told_with_what_to_write(case: str) -> None:
+    patch, expected = ONE_BY_ONE[case]
+    (problem,) = problems_of(job(**patch))
+    assert expected in problem.way_out
+
+
+def test_a_field_beside_spec_is_told_its_place() -> None:
+    problems = problems_of({**job(), "epochs": 3, "training": {}, "namespace": "x"})
+    assert [(problem.path, problem.way_out) for problem in problems] == [
+        ("epochs", "move it below spec.training"),
+        ("training", "move it below spec"),
+        ("namespace", "move it below metadata"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "uri"),
+    [
+        ("org/name", "hf://org/name"),
+        ("https://huggingface.co/org/name/tree/main", "hf://org/name"),
+        ("./rows", "file://rows"),
+        ("/data/rows", "file:///data/rows"),
+        ("rows/*.jsonl", "file://rows/*.jsonl"),
+        ("s3://bucket/x", None),
+        ("two words", None),
+        ("", None),
+        (5, None),
+    ],
+)
+def test_a_name_an_address_and_a_path_become_uris(text: Any, uri: str | None) -> None:
+    assert as_uri(text) == uri
+
+
+# ------------------------------------------------------------------------------------------------- served, in this mode
+
+
+def test_a_hint_offers_only_schemes_that_are_served_and_allowed() -> None:
+    document = job(dataset={"uri": "file:///rows"}, storage={"workspace": "s3://b/x"}, model={"uri": "bert-base"})
+    for settings, offered in (
+        (CLUSTER_SETTINGS, {"hf", "pvc"}),
+        (LOCAL_SETTINGS, {"hf", "file", "pkg", "pvc"}),
+        (Settings(schemes=("pvc",)), {"pvc"}),
+    ):
+        for problem in problems_of(document, settings):
+            text = f"{problem.rule} {problem.way_out}".replace("hf://bert-base", "")
+            text = text.replace("file:// names", "").replace("s3:// is not allowed here", "")
+            named = {scheme for scheme in ("hf", "s3", "gs", "az", "pvc", "file", "pkg") if f"{scheme}://" in text}
+            assert named <= offered, text_of(problem)
+
+
+def test_a_hint_offers_only_words_that_are_served() -> None:
+    (problem,) = problems_of(job(launcher="trainjobs"))
+    assert "trainjob," not in f"{problem.rule} {problem.way_out}"
+    assert "endpoint" not in " ".join(map(text_of, problems_of(job(training=None))))
+
+
+def test_a_hint_names_no_field_that_is_refused() -> None:
+    config = {"strategy": "deepspeed", "deepspeedConfig": {"elasticity": {"enabled": True}}}
+    (problem,) = problems_of(job(parallelism=config))
+    assert problem.way_out == "leave it out: spec.resources.elastic is not supported in this version"
+
+
+def test_a_field_without_behaviour_is_told_alone() -> None:
+    problems = problems_of(job(resources={"elastic": {"minNodes": 3, "maxNodes": 2}}, endpoint={"maxReplicas": 1}))
+    assert {problem.reason for problem in problems} == {"NotYetSupported"}
+
+
+# ----------------------------------------------------------------------------------------------------- files of others
+
+AXOLOTL_FILE = """
+base_model: NousResearch/Llama-3.2-1B
+load_in_8bit: false
+datasets:
+  - {path: teknium/GPT4-LLM-Cleaned, type: alpaca}
+val_set_size: 0.1
+adapter: lora
+lora_r: 16
+lora_target_modules: [gate_proj]
+sequence_len: 2048
+sample_packing: true
+gradient_accumulation_steps: 2
+micro_batch_size: 2
+num_epochs: 1
+optimizer: adamw_8bit
+lr_scheduler: cosine
+learning_rate: 0.0002
+bf16: auto
+flash_attention: true
+warmup_ratio: 0.1
+evals_per_epoch: 4
+"""
+FACTORY_FILE = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_target: all
+dataset: identity,alpaca_en_demo
+template: llama3
+cutoff_len: 2048
+output_dir: saves/llama3-8b/lora/sft
+per_device_train_batch_size: 1
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+bf16: true
+"""
+DEEPSPEED_FILE = '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}, "gradient_clipping": 1}'
+ARGUMENTS_FILE = "model_name_or_path: bert-base-uncased\ndataset_name: imdb\nnum_train_epochs: 3\noutput_dir: out\n"
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(
+    ("text", "tool", "told"),
+    [
+        (AXOLOTL_FILE, "axolotl", "base_model is spec.model.uri"),
+        (FACTORY_FILE, "LLaMA-Factory", "cutoff_len is spec.preparation.maxLength"),
+        (DEEPSPEED_FILE, "DeepSpeed", "gradient_clipping is spec.training.maxGradNorm"),
+        (ARGUMENTS_FILE, "Hugging Face", "dataset_name is spec.dataset.uri"),
+    ],
+)
+def test_a_configuration_of_another_tool_is_told_once(text: str, tool: str, told: str, beside: bool) -> None:
+    value = yaml.safe_load(text)
+    (problem,) = problems_of({**job(), "spec": value} if beside else value)
+    assert f"a configuration of {tool}," in problem.rule
+    assert problem.path == ("spec" if beside else "")
+    assert told in problem.way_out
+    assert "docs/names.md" in problem.way_out
+
+
+def test_a_slip_or_two_are_told_one_by_one() -> None:
+    assert len(problems_of(job(base_model="x", num_epochs=3))) == 2
+
+
+def test_a_token_in_a_configuration_of_another_tool_is_told_too() -> None:
+    value = {**yaml.safe_load(FACTORY_FILE), "hf_token": "hf_" + "a" * 34}
+    told = problems_of(value)
+    assert [problem.reason for problem in told] == ["Forbidden", "Unknown"]
+    assert "aaaa" not in " ".join(map(text_of, told))
+
+
+# ------------------------------------------------------------------------------------------------------------- coverage
+
+MODULES = (validation, fields, support, template, deepspeed_overrides, foreign_files)
+
+
+def problem_lines(module: ModuleType) -> dict[int, str]:
+    """Lines where a problem is made."""
+    assert module.__file__
+    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+    makers = {"Problem", "_forbidden", "quote", "_beyond"}
+    return {
+        node.lineno: f"{Path(module.__file__).name}:{node.lineno}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in makers
+    }
+
+
+BEYOND_FILES = {
+    "validation": ("_beyond", "_out_of_bounds", "validate_job", "_metadata", "_settings", "_hyperparameters"),
+    "foreign_files": ("_told", "workload"),
+}
+"""Functions whose problems need values that no file of bad/ has: too large, other settings, another tool's file."""
+
+
+def test_the_bad_files_reach_every_place_where_a_problem_is_made() -> None:
+    wanted = {module.__file__: problem_lines(module) for module in MODULES}
+    reached: set[tuple[str, int]] = set()
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_code.co_filename not in wanted:
+            return None
+        reached.add((frame.f_code.co_filename, frame.f_lineno))
+        return trace
+
+    sys.settrace(trace)
+    try:
+        for name in BAD:
+            problems_of(document_of(name))
+    finally:
+        sys.settrace(None)
+    missed = []
+    for module in MODULES:
+        assert module.__file__
+        tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
+        spared = BEYOND_FILES.get(module.__name__.rpartition(".")[2], ())
+        for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+            lines = [at for at in wanted[module.__file__] if function.lineno <= at <= (function.end_lineno or 0)]
+            if function.name not in spared:
+                missed += [wanted[module.__file__][at] for at in lines if (module.__file__, at) not in reached]
+    assert missed == []
