@@ -158,7 +158,7 @@ def test_best_weights_that_somebody_replaced_are_not_the_result(tmp_path: Path):
     import torch
 
     def stopper() -> EarlyStopper:
-        return EarlyStopper(EarlyStopping(patience=1), tmp_path / "best", ProcessWorld(0, 1), ())
+        return EarlyStopper(EarlyStopping(patience=1), tmp_path / "best", ProcessWorld(0, 1))
 
     strategy = SimpleNamespace(model_state=lambda placed: {"weight": torch.ones(2)})
     loop: Any = SimpleNamespace(parts=SimpleNamespace(strategy=strategy), placed=None)

@@ -211,16 +211,23 @@ def reason_of(call: Any, *arguments: Any) -> tuple[FailureClass, str]:
     return caught.value.failure_class, caught.value.reason
 
 
-def test_an_unknown_metric_is_refused_before_the_model_runs(model, data, paths):
-    job = a_job(model, data, evaluation={**SMALL, "metrics": ["bleu"]})
-    prepare(job, paths, NoProgress())
-    assert reason_of(evaluate, job, paths) == (FailureClass.CONFIG, "UnknownMetric")
+@pytest.mark.parametrize("named", [{"metrics": ["mse"]}, {"gate": {"metric": "mse", "maximum": 0.5}}], ids=str)
+def test_a_metric_of_other_labels_is_refused_by_prepare(named, model, data, paths):
+    job = a_job(model, data, evaluation={**SMALL, **named})
+    assert reason_of(prepare, job, paths) == (FailureClass.CONFIG, "UnknownMetric")
+    right = a_job(model, data, evaluation=SMALL)
+    made = (paths.prepared / "data.json").stat().st_mtime_ns
+    prepare(right, paths, NoProgress())
+    assert (paths.prepared / "data.json").stat().st_mtime_ns == made, "what was prepared is kept"
 
 
-def test_a_gate_on_the_loss_is_refused_for_a_minimum_would_let_bad_models_pass(model, data, paths):
-    job = a_job(model, data, evaluation={**SMALL, "gate": {"metric": "loss", "minimum": 0.5}})
+def test_a_gate_on_the_loss_has_a_maximum(model, data, paths):
+    job = a_job(model, data, evaluation={**SMALL, "gate": {"metric": "loss", "maximum": 1e-6}})
     prepare(job, paths, NoProgress())
-    assert reason_of(evaluate, job, paths) == (FailureClass.CONFIG, "UnknownMetric")
+    with pytest.raises(StageError, match=r"loss is .* on the .* split; evaluation.gate.maximum is 1e-06") as caught:
+        evaluate(job, paths, NoProgress())
+    assert "raise evaluation.gate.maximum" in caught.value.hint
+    evaluate(a_job(model, data, evaluation={**SMALL, "gate": {"metric": "loss", "maximum": 100}}), paths, NoProgress())
 
 
 def test_the_samples_of_the_report_hold_texts_and_no_column_that_predictions_copy(model, data, paths):

@@ -127,7 +127,7 @@ def test_early_stopping_keeps_the_best_weights_and_a_stopped_run_that_goes_on_st
 def test_a_metric_that_is_not_measured_cannot_stop_a_run_and_is_refused_before_it(here):
     error = refusal(here.with_training(early_stopping=EarlyStopping(metric="bleu", patience=1)))
     assert (error.failure_class, error.reason) == (FailureClass.CONFIG, "UnknownMetric")
-    assert error.hint == "Choose one of accuracy, f1, loss, precision, recall."
+    assert "'bleu'; text-classification with these labels has accuracy, f1, precision, recall, loss." in error.message
 
 
 # -------------------------------------------------------------------------------------------- obeyed: loss, arguments

@@ -495,7 +495,7 @@ def test_a_job_with_a_problem_is_not_returned() -> None:
         ({**job(), "metadata": {"name": "a", "namespace": "a.b"}}, [("metadata.namespace", "Invalid")]),
         (job(predict={"columns": ["a", 1]}), [("spec.predict.columns[1]", "Invalid")]),
         (job(training={"script": {"git": {}}}), [("spec.training.script.git.url", "Required")]),
-        (job(evaluation={"gate": {"metric": "f1"}}), [("spec.evaluation.gate.minimum", "Required")]),
+        (job(evaluation={"gate": {"metric": "f1"}}), [("spec.evaluation.gate", "Invalid")]),
         (
             job(task=5, training={"epochs": -1, "maxSteps": 1}),
             [("spec.task", "Invalid"), ("spec.training.epochs", "Invalid")],

@@ -26,6 +26,7 @@ from finetune_operator.cli.workspace import (
     LOCAL_STAGES,
     BusyError,
     DifferentJobError,
+    changed_after_training,
     check_same_job,
     finished,
     locked,
@@ -114,6 +115,41 @@ def test_a_stage_is_kept_only_when_what_its_result_depends_on_is_the_same(
     else:
         assert next(iter(refused)) is change.refused_from
         assert change.words in refused[change.refused_from]
+
+
+AFTER = {
+    "a gate": ({"evaluation": {"gate": {"metric": "accuracy", "minimum": 0.5}}}, {Stage.EVALUATE}),
+    "metrics": ({"evaluation": {"metrics": ["f1"]}}, {Stage.EVALUATE}),
+    "where predictions go": ({"predict": {"output": "file:///tmp/out.jsonl"}}, {Stage.PREDICT}),
+    "columns to copy, which prepare keeps": ({"predict": {"columns": ["text"]}}, set()),
+    "a gate and the learning rate": (
+        {"evaluation": {"metrics": ["f1"]}, "training": {"epochs": 2, "learningRate": 0.1}},
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize(("spec", "stages"), AFTER.values(), ids=AFTER.keys())
+def test_a_stage_after_training_runs_again_when_only_its_own_settings_change(
+    spec: dict[str, Any], stages: set[Stage], paths: JobPaths, tmp_path: Path
+) -> None:
+    before = job(tmp_path, evaluation={}, predict={})
+    for stage in LOCAL_STAGES:
+        record_inputs(paths, before, stage)
+    now = job(tmp_path, **{"evaluation": {}, "predict": {}, **spec})
+    changed = changed_after_training(paths, now)
+    assert set(changed) == stages
+    assert all(" was " in phrase for phrases in changed.values() for phrase in phrases)
+
+
+def test_how_a_model_writes_changes_only_what_it_wrote(paths: JobPaths, tmp_path: Path) -> None:
+    writes = {"task": "text-generation", "dataset": {"uri": f"file://{tmp_path}/rows.jsonl"}, "evaluation": {}}
+    before = job(tmp_path, **writes)
+    for stage in LOCAL_STAGES:
+        record_inputs(paths, before, stage)
+    now = job(tmp_path, **writes, generation={"maxNewTokens": 8})
+    assert set(changed_after_training(paths, now)) == {Stage.EVALUATE, Stage.PREDICT}
+    check_same_job(paths, now, [Stage.PREPARE, Stage.TRAIN])
 
 
 def test_changed_rows_make_a_different_job(paths: JobPaths, tmp_path: Path) -> None:

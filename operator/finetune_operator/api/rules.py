@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Literal
 
 from pydantic import JsonValue
 from pydantic.alias_generators import to_snake
 
 from finetune_contract.choices import FP8_STRATEGIES, WHOLE_STRATEGIES, WRITING_TASKS, StrategyName, Task
+from finetune_contract.metrics import GREATEST, LEAST, LOSS, LOWER_IS_BETTER, METRICS, metrics_of, stopping_metrics_of
 from finetune_operator.api.shapes import Number, Shape, find, spec_shape
 from finetune_operator.api.types import (
     DNS_SUBDOMAIN_PATTERN,
     AdapterSpec,
     CheckpointEverySpec,
     FineTuneJobSpec,
+    GateSpec,
     GenerationSpec,
     ParallelismSpec,
     PreferenceSpec,
@@ -204,7 +207,9 @@ def _columns_cel() -> str:
         f"self.task != '{task}' || ({' && '.join(f'{name(one)} != {name(other)}' for one, other in pairs)})"
         for task, pairs in TARGETS.items()
     ]
-    written = f"self.task != 'text-generation' || !has(self.dataset.columns.source) || {name('source')} != {name('target')}"
+    written = (
+        f"self.task != 'text-generation' || !has(self.dataset.columns.source) || {name('source')} != {name('target')}"
+    )
     return f"!has(self.dataset) || ({' && '.join(f'({each})' for each in (*tasks, written))})"
 
 
@@ -238,11 +243,79 @@ def _every_is_one(spec: FineTuneJobSpec) -> bool:
     return not isinstance(every, CheckpointEverySpec) or (every.steps is None) != (every.minutes is None)
 
 
+def _gate(spec: FineTuneJobSpec) -> GateSpec | None:
+    return spec.evaluation.gate if spec.evaluation else None
+
+
+def _gate_of(spec: FineTuneJobSpec) -> GateSpec:
+    """Return the gate of a job that breaks a rule on it."""
+    gate = _gate(spec)
+    assert gate is not None
+    return gate
+
+
+def _gate_holds(holds: Callable[[GateSpec], bool]) -> Holds:
+    """A job without a gate keeps every rule on gates."""
+    return lambda spec: (gate := _gate(spec)) is None or holds(gate)
+
+
+def _watched(spec: FineTuneJobSpec) -> str | None:
+    """The metric that early stopping watches."""
+    stopping = spec.training.early_stopping if spec.training else None
+    return None if stopping is None else stopping.metric
+
+
+def _strange_metrics(spec: FineTuneJobSpec) -> tuple[str, ...]:
+    """Names in spec.evaluation.metrics that the task does not have."""
+    if spec.evaluation is None or spec.evaluation.metrics == "auto":
+        return ()
+    return tuple(name for name in spec.evaluation.metrics if name not in metrics_of(spec.task))
+
+
+def _near(name: str, known: Sequence[str]) -> str | None:
+    """Return the metric that a name means which the task does not have: `eval_accuracy`, `f1_macro` and the like."""
+    names = {each.lower(): each for each in known}
+    words = name.lower().removeprefix("eval_").replace("-", "_")
+    candidates = [words, *re.split(r"[_/@ ]", words), *get_close_matches(words, names, n=1)]
+    return next((names[each] for each in candidates if each in names), None)
+
+
+def _metric_advice(name: str, task: Task, known: Sequence[str]) -> str:
+    near = _near(name, known)
+    meant = "" if near is None else f"did you mean {near}? "
+    return f"{meant}{task} has {', '.join(known)}"
+
+
+def _metrics_advice(spec: FineTuneJobSpec) -> str:
+    known = metrics_of(spec.task)
+    found = {name: _near(name, known) for name in _strange_metrics(spec)}
+    edits = [f"leave {name!r} out" if near is None else f"write {near} for {name!r}" for name, near in found.items()]
+    return f"{', '.join(edits)}; {spec.task} has {', '.join(known)}"
+
+
+def _limit_advice(gate: GateSpec) -> str:
+    """Which of the two limits the metric takes."""
+    right, other = ("maximum", "minimum") if gate.metric in LOWER_IS_BETTER else ("minimum", "maximum")
+    better = "lower" if right == "maximum" else "higher"
+    return f"{gate.metric} is better when {better}: " + (
+        f"set {right}" if gate.minimum is None else f"leave spec.evaluation.gate.{other} out"
+    )
+
+
+def _minimum_advice(gate: GateSpec) -> str:
+    """Of a share in per cent, the share."""
+    most = GREATEST[gate.metric]
+    assert gate.minimum is not None
+    if most == 1 and gate.minimum <= 100:
+        return f"did you mean {gate.minimum / 100:g}? {gate.metric} is at most 1"
+    return f"{gate.metric} is at most {most:g}"
+
+
 def _gate_is_measured(spec: FineTuneJobSpec) -> bool:
     evaluation = spec.evaluation
     if evaluation is None or evaluation.gate is None or evaluation.metrics == "auto":
         return True
-    return evaluation.gate.metric in evaluation.metrics
+    return evaluation.gate.metric in (*evaluation.metrics, LOSS)
 
 
 def _one_process_per_gpu(spec: FineTuneJobSpec) -> bool:
@@ -286,6 +359,40 @@ def _elastic_holds(test: Callable[[int, int, int], bool]) -> Holds:
 def _is_one_of(tasks: tuple[Task, ...]) -> str:
     """CEL: the job's task is one of these."""
     return f"self.task in [{', '.join(repr(task) for task in tasks)}]"
+
+
+_HIGHER_IS_BETTER = frozenset(name for task in METRICS for name in metrics_of(task)) - LOWER_IS_BETTER
+
+
+def _words(names: Iterable[str]) -> str:
+    """CEL: a list of text."""
+    return f"[{', '.join(repr(name) for name in sorted(names))}]"
+
+
+def _metric_cel(path: str, names_of: Callable[[Task], Sequence[str]]) -> str:
+    """CEL: `path`.metric is one that the task has, where there is such a block."""
+    block, _ = path.split(".")
+    by_task = " && ".join(
+        f"(self.task != '{task}' || self.{path}.metric in {_words(names_of(task))})" for task in METRICS
+    )
+    return f"!has(self.{block}) || !has(self.{path}) || ({by_task})"
+
+
+def _gate_cel(limit: str, holds: str) -> str:
+    """CEL: where the gate has that limit, it holds."""
+    gate = "self.evaluation.gate"
+    return f"!has(self.evaluation) || !has({gate}) || !has({gate}.{limit}) || {holds}"
+
+
+def _limit_cel(limit: str, compared: str, bounds: Mapping[str, float]) -> str:
+    """CEL: the limit is one that its metric can reach."""
+    gate = "self.evaluation.gate"
+    by_bound = " && ".join(
+        f"(!({gate}.metric in {_words(name for name in bounds if bounds[name] == bound)})"
+        f" || {gate}.{limit} {compared} {bound})"
+        for bound in sorted(set(bounds.values()))
+    )
+    return _gate_cel(limit, f"({by_bound})")
 
 
 def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:
@@ -947,12 +1054,86 @@ RULES: tuple[Rule, ...] = (
         reads=("evaluation",),
     ),
     Rule(
-        "gate-is-no-loss",
+        "metrics-are-of-the-task",
+        "evaluation.metrics",
+        None,
+        lambda spec: not _strange_metrics(spec),
+        "has to name metrics of spec.task",
+        "write auto for all of them",
+        advice=_metrics_advice,
+        reads=("evaluation", "task"),
+    ),
+    Rule(
+        "gate-metric-is-of-the-task",
         "evaluation.gate.metric",
-        "!has(self.evaluation) || !has(self.evaluation.gate) || self.evaluation.gate.metric != 'loss'",
-        lambda spec: spec.evaluation is None or spec.evaluation.gate is None or spec.evaluation.gate.metric != "loss",
-        "is better when lower, and a gate has a minimum",
-        "name a metric that grows with quality, e.g. accuracy",
+        _metric_cel("evaluation.gate", metrics_of),
+        lambda spec: (gate := _gate(spec)) is None or gate.metric in metrics_of(spec.task),
+        "has to be a metric of spec.task, or loss",
+        "name one of them",
+        advice=lambda spec: _metric_advice(_gate_of(spec).metric, spec.task, metrics_of(spec.task)),
+    ),
+    Rule(
+        "early-stopping-metric-is-measured",
+        "training.earlyStopping.metric",
+        _metric_cel("training.earlyStopping", stopping_metrics_of),
+        lambda spec: (watched := _watched(spec)) is None or watched in stopping_metrics_of(spec.task),
+        "has to be measured by spec.task while it trains",
+        "watch loss",
+        advice=lambda spec: _metric_advice(_watched(spec) or "", spec.task, stopping_metrics_of(spec.task)),
+    ),
+    Rule(
+        "gate-has-one-limit",
+        "evaluation.gate",
+        "!has(self.evaluation) || !has(self.evaluation.gate)"
+        " || has(self.evaluation.gate.minimum) != has(self.evaluation.gate.maximum)",
+        _gate_holds(lambda gate: (gate.minimum is None) != (gate.maximum is None)),
+        "needs exactly one of minimum and maximum",
+        "set minimum for a metric that is better when higher, maximum for one that is better when lower",
+        advice=lambda spec: _limit_advice(_gate_of(spec)),
+    ),
+    Rule(
+        "gate-minimum-is-of-what-grows",
+        "evaluation.gate.minimum",
+        _gate_cel(
+            "minimum",
+            f"has(self.evaluation.gate.maximum) || !(self.evaluation.gate.metric in {_words(LOWER_IS_BETTER)})",
+        ),
+        _gate_holds(
+            lambda gate: gate.minimum is None or gate.maximum is not None or gate.metric not in LOWER_IS_BETTER
+        ),
+        "is a least value, and the metric is better when lower",
+        "write maximum in its place",
+    ),
+    Rule(
+        "gate-maximum-is-of-what-shrinks",
+        "evaluation.gate.maximum",
+        _gate_cel(
+            "maximum",
+            f"has(self.evaluation.gate.minimum) || !(self.evaluation.gate.metric in {_words(_HIGHER_IS_BETTER)})",
+        ),
+        _gate_holds(
+            lambda gate: gate.maximum is None or gate.minimum is not None or gate.metric not in _HIGHER_IS_BETTER
+        ),
+        "is a greatest value, and the metric is better when higher",
+        "write minimum in its place",
+    ),
+    Rule(
+        "gate-minimum-can-be-met",
+        "evaluation.gate.minimum",
+        _limit_cel("minimum", "<=", GREATEST),
+        _gate_holds(lambda gate: gate.minimum is None or gate.minimum <= GREATEST.get(gate.metric, gate.minimum)),
+        "is more than the metric can be",
+        "lower it",
+        advice=lambda spec: _minimum_advice(_gate_of(spec)),
+    ),
+    Rule(
+        "gate-maximum-can-be-met",
+        "evaluation.gate.maximum",
+        _limit_cel("maximum", ">=", LEAST),
+        _gate_holds(lambda gate: gate.maximum is None or gate.maximum >= LEAST.get(gate.metric, gate.maximum)),
+        "is less than the metric can be",
+        "raise it",
+        advice=lambda spec: f"the metric is at least {LEAST[_gate_of(spec).metric]:g}",
     ),
     Rule(
         "predictions-have-a-format",
@@ -1047,9 +1228,7 @@ RULES: tuple[Rule, ...] = (
         "training.warmupSteps",
         "!has(self.training) || self.training.warmupSteps < 1.0"
         " || self.training.warmupSteps == double(int(self.training.warmupSteps))",
-        lambda spec: (
-            spec.training is None or spec.training.warmup_steps < 1 or spec.training.warmup_steps % 1 == 0
-        ),
+        lambda spec: spec.training is None or spec.training.warmup_steps < 1 or spec.training.warmup_steps % 1 == 0,
         "from 1 on counts whole steps",
         "write a whole number, or a share of all steps below 1",
         advice=lambda spec: f"write {spec.training.warmup_steps:.0f}" if spec.training else "",
@@ -1059,9 +1238,7 @@ RULES: tuple[Rule, ...] = (
         "training.precision",
         "!has(self.training) || !(self.training.precision in ['fp16', 'fp8']) || self.resources.gpusPerNode != 0",
         lambda spec: (
-            spec.training is None
-            or spec.training.precision not in ("fp16", "fp8")
-            or spec.resources.gpus_per_node != 0
+            spec.training is None or spec.training.precision not in ("fp16", "fp8") or spec.resources.gpus_per_node != 0
         ),
         "needs a GPU, and spec.resources.gpusPerNode is 0",
         "set it to auto, fp32 or bf16, or set spec.resources.gpusPerNode",
@@ -1070,9 +1247,7 @@ RULES: tuple[Rule, ...] = (
         "fp16-has-its-loss-scaled",
         "training.precision",
         "!has(self.training) || self.training.precision != 'fp16' || self.parallelism.strategy != 'fsdp'",
-        lambda spec: (
-            spec.training is None or spec.training.precision != "fp16" or spec.parallelism.strategy != "fsdp"
-        ),
+        lambda spec: spec.training is None or spec.training.precision != "fp16" or spec.parallelism.strategy != "fsdp",
         "fp16 does not go together with spec.parallelism.strategy fsdp, which computes in fp32 or bf16",
         "set it to bf16, or spec.parallelism.strategy to deepspeed",
     ),
@@ -1095,9 +1270,7 @@ RULES: tuple[Rule, ...] = (
         "training.precision",
         f"!has(self.training) || !(self.training.precision in ['fp16', 'fp8']) || ({_SPREAD}) <= 1",
         lambda spec: (
-            spec.training is None
-            or spec.training.precision not in ("fp16", "fp8")
-            or spec.parallelism.model_ranks <= 1
+            spec.training is None or spec.training.precision not in ("fp16", "fp8") or spec.parallelism.model_ranks <= 1
         ),
         "is fp32 or bf16 with spec.parallelism.tensor or pipeline.degree above 1",
         "set it to bf16",
@@ -1107,9 +1280,7 @@ RULES: tuple[Rule, ...] = (
         "slices-do-not-multiply-in-fp8",
         "training.precision",
         "!has(self.training) || self.training.precision != 'fp8' || self.parallelism.sequence <= 1",
-        lambda spec: (
-            spec.training is None or spec.training.precision != "fp8" or spec.parallelism.sequence <= 1
-        ),
+        lambda spec: spec.training is None or spec.training.precision != "fp8" or spec.parallelism.sequence <= 1,
         "fp8 does not go together with spec.parallelism.sequence above 1",
         "set it to bf16",
     ),
@@ -1160,9 +1331,7 @@ RULES: tuple[Rule, ...] = (
         "pairs-need-whole-rows",
         "parallelism.pipeline.degree",
         "!has(self.training) || self.task != 'preference-tuning' || self.parallelism.pipeline.degree <= 1",
-        lambda spec: (
-            not _loops(spec) or spec.task != "preference-tuning" or spec.parallelism.pipeline.degree <= 1
-        ),
+        lambda spec: not _loops(spec) or spec.task != "preference-tuning" or spec.parallelism.pipeline.degree <= 1,
         "has to be 1 for preference-tuning, whose loss compares whole rows",
         "leave it out, and spread the model by spec.parallelism.strategy fsdp or deepspeed",
         reads=("parallelism.pipeline.degree", "task", "training.script"),
@@ -1171,9 +1340,7 @@ RULES: tuple[Rule, ...] = (
         "spread-models-keep-activations",
         "parallelism.activationCheckpointing",
         f"({_SPREAD}) <= 1 || self.parallelism.activationCheckpointing != 'selective'",
-        lambda spec: (
-            spec.parallelism.model_ranks <= 1 or spec.parallelism.activation_checkpointing != "selective"
-        ),
+        lambda spec: spec.parallelism.model_ranks <= 1 or spec.parallelism.activation_checkpointing != "selective",
         "is auto, none or full with spec.parallelism.tensor or pipeline.degree above 1",
         "set it to auto",
         reads=("parallelism.activationCheckpointing", "parallelism.tensor", "parallelism.pipeline.degree"),
@@ -1191,12 +1358,14 @@ RULES: tuple[Rule, ...] = (
         "compiled-models-are-whole",
         "training.arguments",
         None,
-        lambda spec: not (
-            _set_argument(spec, "torch_compile")
-            and (
-                spec.parallelism.replica_ranks > 1
-                or spec.parallelism.offload.activations != "none"
-                or spec.model.adapter.method == "qlora"
+        lambda spec: (
+            not (
+                _set_argument(spec, "torch_compile")
+                and (
+                    spec.parallelism.replica_ranks > 1
+                    or spec.parallelism.offload.activations != "none"
+                    or spec.model.adapter.method == "qlora"
+                )
             )
         ),
         "torch_compile does not go together with spec.parallelism.tensor, pipeline, sequence and offload.activations, "
@@ -1208,9 +1377,11 @@ RULES: tuple[Rule, ...] = (
         "liger-has-gpus-and-whole-rows",
         "training.arguments",
         None,
-        lambda spec: not (
-            _set_argument(spec, "use_liger_kernel")
-            and (spec.resources.gpus_per_node == 0 or spec.parallelism.sequence > 1)
+        lambda spec: (
+            not (
+                _set_argument(spec, "use_liger_kernel")
+                and (spec.resources.gpus_per_node == 0 or spec.parallelism.sequence > 1)
+            )
         ),
         "use_liger_kernel needs GPUs, and rows that spec.parallelism.sequence does not divide",
         "leave use_liger_kernel out",

@@ -660,10 +660,18 @@ class SpotSpec(SpecModel):
 
 
 class GateSpec(SpecModel):
-    """The least quality that counts as success."""
+    """The quality that counts as success."""
 
-    metric: Text = Field(description="Metric, named as Hugging Face does without eval_. Required.")
-    minimum: Annotated[float, Field(ge=-1e9, le=1e9)] = Field(description="Least value. Required.")
+    metric: Text = Field(
+        description="A metric of the task or loss, named as Hugging Face does without eval_. Required."
+    )
+    minimum: Annotated[float, Field(ge=-1e9, le=1e9)] | None = Field(
+        default=None, description="Least value, of a metric that is better when higher. Set it or maximum."
+    )
+    maximum: Annotated[float, Field(ge=-1e9, le=1e9)] | None = Field(
+        default=None,
+        description="Greatest value, of a metric that is better when lower, as loss or perplexity. Set it or minimum.",
+    )
 
 
 class EvaluationSpec(SpecModel):

@@ -34,8 +34,10 @@ from finetune_operator.cli.files import write_atomically
 from finetune_operator.cli.measure import TRAINER, Measured, measure, own_hardware, trainer_is_installed
 from finetune_operator.cli.stage_process import GRACE_SECONDS, Interrupts, StageProcess
 from finetune_operator.cli.workspace import (
+    AFTER_TRAINING,
     FAILURE_FILE,
     LOCAL_STAGES,
+    changed_after_training,
     check_same_job,
     finished,
     locked,
@@ -102,9 +104,7 @@ def run(request: RunRequest) -> RunResult:
         )
     paths, job = request.paths, request.job
     with locked(request.workspace, job.name):
-        redone = _stages_to_redo(request)
-        if not request.restart:
-            check_same_job(paths, job, _up_to_last(request.stages) if request.stages else LOCAL_STAGES)
+        redone = _checked_stages_to_redo(request)
         facts = _facts(request, keep_data=Stage.PREPARE not in redone)
         planned = plan(job, facts, request.settings)
         wanted = _wanted(request, planned)
@@ -120,9 +120,7 @@ def run(request: RunRequest) -> RunResult:
 
 def planned_run(request: RunRequest) -> tuple[JobPlan, dict[Stage, str]]:
     """For --dry-run: the plan, and for each stage `run` or `kept`. Raises as `run` does; writes nothing."""
-    redone = _stages_to_redo(request)
-    if not request.restart:
-        check_same_job(request.paths, request.job, LOCAL_STAGES)
+    redone = _checked_stages_to_redo(request)
     planned = plan(request.job, _facts(request, keep_data=Stage.PREPARE not in redone), request.settings)
     wanted = _wanted(request, planned)
     _check_inputs(request, planned, wanted, redone)
@@ -134,14 +132,27 @@ def planned_run(request: RunRequest) -> tuple[JobPlan, dict[Stage, str]]:
 # ------------------------------------------------------------------------------------------------------- before a stage
 
 
+def _checked_stages_to_redo(request: RunRequest) -> tuple[Stage, ...]:
+    """With --restart all stages, or the named ones and those that rest on them. Without it those that only evaluate or
+    predict, and whose own settings have changed; DifferentJobError when other settings have.
+    """
+    if request.restart:
+        return _stages_to_redo(request)
+    changed = changed_after_training(request.paths, request.job)
+    checked = _up_to_last(request.stages) if request.stages else LOCAL_STAGES
+    check_same_job(request.paths, request.job, [stage for stage in checked if stage not in changed])
+    redone = tuple(stage for stage in changed if stage in (request.stages or LOCAL_STAGES))
+    for stage in redone:
+        note(f"{stage}: {'; '.join(changed[stage])}. It runs again; what was prepared and trained is kept.")
+    return redone
+
+
 def _stages_to_redo(request: RunRequest) -> tuple[Stage, ...]:
-    """Without --restart none; with it all, or the named ones and those that rest on them."""
-    if not request.restart:
-        return ()
+    """With --restart: all, or the named ones and those that rest on them."""
     if not request.stages:
         return LOCAL_STAGES
     first = min(LOCAL_STAGES.index(stage) for stage in request.stages)
-    if LOCAL_STAGES[first] in (Stage.EVALUATE, Stage.PREDICT):
+    if LOCAL_STAGES[first] in AFTER_TRAINING:
         return tuple(stage for stage in LOCAL_STAGES if stage in request.stages)  # neither rests on the other
     return LOCAL_STAGES[first:]
 

@@ -3,6 +3,7 @@ this job.
 
 Results are kept unless the user asks otherwise, and never lost in silence: finished stages of the same job
 are not run again, a different job under the same name is refused, and a restart moves earlier results aside.
+Settings that only evaluation or prediction read may change: that stage runs again, with the model that was trained.
 What a stage was given is written down when it begins, as the user's own settings by field, so that a refusal
 can name what differs. Settings that change only how fast or where a stage runs (resources, checkpoints,
 launcher, runPolicy) may change between runs.
@@ -24,7 +25,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import TrainerReport
-from finetune_operator.api.types import FineTuneJob
+from finetune_operator.api.types import FineTuneJob, GenerationSpec
 from finetune_operator.cli.files import write_atomically
 from finetune_operator.cli.measure import state_of_files
 
@@ -32,6 +33,12 @@ Inputs: TypeAlias = dict[str, Any]
 """Field path of the job -> value, for every set field that a stage's result depends on."""
 
 LOCAL_STAGES = (Stage.PREPARE, Stage.TRAIN, Stage.EVALUATE, Stage.PREDICT)
+AFTER_TRAINING = (Stage.EVALUATE, Stage.PREDICT)
+"""Stages that change nothing which another stage rests on."""
+_OWN_BLOCKS = ("spec.evaluation", "spec.predict", "spec.generation")
+"""Blocks of fields that stages of AFTER_TRAINING read."""
+_PREPARED_FIELDS = ("spec.predict.dataset", "spec.predict.columns")
+"""Those of these fields that prepare reads, too."""
 INPUTS_FILE = "inputs.json"
 FAILURE_FILE = "failure.json"
 FILES_FIELD = "files of "
@@ -107,6 +114,8 @@ def inputs_of(job: FineTuneJob, stage: Stage) -> Inputs:
         parts["evaluation"] = spec.evaluation
     if stage is Stage.PREDICT:
         parts["predict"] = spec.predict
+    if stage in AFTER_TRAINING and spec.generation != GenerationSpec():
+        parts["generation"] = spec.generation
     plain = {
         f"spec.{path}": part.model_dump(mode="json", by_alias=True, exclude_none=True)
         if isinstance(part, BaseModel)
@@ -194,6 +203,26 @@ def check_same_job(paths: JobPaths, job: FineTuneJob, stages: Iterable[Stage]) -
                 raise DifferentJobError(stage, changed)
         elif finished(paths, stage) is not None:
             raise DifferentJobError(stage, [f"{INPUTS_FILE} does not say what made the results of {stage}"])
+
+
+def changed_after_training(paths: JobPaths, job: FineTuneJob) -> dict[Stage, list[str]]:
+    """Return the stages of AFTER_TRAINING that have begun and whose own settings, and nothing else, have changed since,
+    with one phrase for each field that has.
+    """
+    record = recorded_inputs(paths)
+    found = {}
+    for stage in AFTER_TRAINING:
+        if stage.value not in record:
+            continue
+        earlier, now = record[stage.value], inputs_of(job, stage)
+        changed = [field for field in {**earlier, **now} if earlier.get(field) != now.get(field)]
+        if changed and all(_is_own(field) for field in changed):
+            found[stage] = differences(earlier, now)
+    return found
+
+
+def _is_own(field: str) -> bool:
+    return field.startswith(_OWN_BLOCKS) and not field.startswith(_PREPARED_FIELDS)
 
 
 def prepared_facts(paths: JobPaths, job: FineTuneJob) -> DataFacts | None:

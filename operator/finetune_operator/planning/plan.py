@@ -471,7 +471,9 @@ def _evaluation(draft: Draft) -> Evaluation | None:
         return None
     asked = draft.spec.evaluation
     metrics = None if asked is None or asked.metrics == "auto" else asked.metrics
-    gate = None if asked is None or asked.gate is None else Gate(metric=asked.gate.metric, minimum=asked.gate.minimum)
+    gate = None
+    if asked is not None and asked.gate is not None:
+        gate = Gate(metric=asked.gate.metric, minimum=asked.gate.minimum, maximum=asked.gate.maximum)
     return Evaluation(
         metrics=metrics,
         gate=gate,

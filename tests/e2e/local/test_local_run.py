@@ -135,6 +135,30 @@ def test_restart_of_one_stage_keeps_the_others_and_moves_its_earlier_result_asid
     assert weights(folder) == before
 
 
+def test_a_gate_and_metrics_may_change_after_training_and_are_judged_again(
+    finetune: Any, undisturbed: tuple[Path, dict[str, Any], str]
+) -> None:
+    folder, result, _ = undisturbed
+    before = weights(folder)
+    job = finetune.job("whole", **LONG)
+    job["spec"]["evaluation"] = {"gate": {"metric": "loss", "maximum": 1e-9}}
+    finetune.write("gated.yaml", job)
+    code, _, err = finetune("run", "gated.yaml", "--no-measure")
+    assert code != 0
+    assert 'spec.evaluation.gate.metric was not set and is "loss"' in err
+    assert "evaluation.gate.maximum is 1e-09" in err
+    assert err.count("done in an earlier run, kept") == 2
+
+    job["spec"]["evaluation"] = {"gate": {"metric": "accuracy", "minimum": 0.01}}
+    finetune.write("gated.yaml", job)
+    code, out, err = finetune("run", "gated.yaml", "--no-measure")
+    assert code == 0, err
+    assert "It runs again; what was prepared and trained is kept." in err
+    assert err.count("done in an earlier run, kept") == 3
+    assert f"{result['metrics']['evaluate']['accuracy']:.4f}" in out
+    assert weights(folder) == before
+
+
 def test_ctrl_c_saves_and_resuming_ends_with_the_same_weights(
     finetune: Any, undisturbed: tuple[Path, dict[str, Any], str]
 ) -> None:

@@ -334,10 +334,12 @@ class Script(Order):
 
 
 class Gate(Order):
-    """The job fails when the metric stays under the minimum."""
+    """The job fails when the metric is below the minimum, or above the maximum."""
 
     metric: str
-    minimum: float
+    minimum: float | None = None
+    maximum: float | None = Field(default=None, exclude_if=lambda maximum: maximum is None)
+    """Left out where there is none: images that do not know the field read such jobs."""
 
 
 _InferencePrecision: TypeAlias = Annotated[InferencePrecision, Field(exclude_if=lambda precision: precision == "fp32")]

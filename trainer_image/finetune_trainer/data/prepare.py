@@ -39,6 +39,7 @@ from finetune_trainer.data.sources import ColumnNeed, RawSplit, Role, SplitSourc
 from finetune_trainer.data.spool import write_tables
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import discard, discard_leftovers, locked, temporary_folder
+from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.tasks.base import Coding, Labels, Targets, TaskModule, task_of
@@ -95,8 +96,17 @@ def prepare(
     """Writes `paths.prepared`, or finds it done already, there or in `shared`. Two processes at once prepare once.
     `leader` has the other pods of engine `job` help.
 
-    StageError DATA, CONFIG, MODEL or HUB_UNAVAILABLE; an earlier result stays when it fails.
+    StageError DATA, CONFIG, MODEL or HUB_UNAVAILABLE; an earlier result stays when it fails. What is prepared stays
+    when the job names a metric that its data do not have: with another one it is the same job.
     """
+    facts = _prepared(job, paths, progress, leader, shared)
+    refuse_unknown_metrics(job, task_of(job).metrics[facts.label_form])
+    return facts
+
+
+def _prepared(
+    job: TrainerJob, paths: JobPaths, progress: ProgressSink, leader: Leader | None, shared: SharedData | None
+) -> DataFacts:
     if (leader is not None) != (job.preparation.engine == "job"):
         raise StageError(
             FailureClass.CONFIG,

@@ -12,9 +12,10 @@ from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.runner import Means, answers_of, model_to_use, reference_model
+from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, write_model_card, write_samples
-from finetune_trainer.tasks.base import LOWER_IS_BETTER, REFERENCE, Answer, TaskModule, compared, task_of
+from finetune_trainer.tasks.base import REFERENCE, Answer, TaskModule, compared, task_of
 
 _SAMPLES = 20
 
@@ -83,32 +84,27 @@ def _labelled_split(task: TaskModule, prepared: PreparedData) -> PreparedSplit:
 
 
 def _wanted(job: TrainerJob, available: Sequence[str]) -> list[str]:
+    refuse_unknown_metrics(job, available)
     asked = job.evaluation.metrics if job.evaluation and job.evaluation.metrics is not None else tuple(available)
-    gate = [job.evaluation.gate.metric] if job.evaluation and job.evaluation.gate else []
-    # A gate is a minimum, and of these a smaller value is better.
-    gates = [name for name in available if name not in LOWER_IS_BETTER]
-    allowed = {"evaluation.metrics": (asked, [*available, "loss"]), "evaluation.gate.metric": (gate, gates)}
-    for path, (names, known) in allowed.items():
-        for name in names:
-            if name not in known:
-                raise StageError(
-                    FailureClass.CONFIG,
-                    "UnknownMetric",
-                    f"{path} is {name!r}; {job.task} has {', '.join(known)} there.",
-                    f"Set {path} to one of them.",
-                )
-    return [name for name in available if name in asked or name in gate]
+    gate = job.evaluation.gate.metric if job.evaluation and job.evaluation.gate else None
+    return [name for name in available if name in asked or name == gate]
 
 
 def _check_gate(gate: Gate, measured: Mapping[str, float], role: str) -> None:
     value = measured[gate.metric]
-    if not value >= gate.minimum:  # written so that NaN does not pass
-        raise StageError(
-            FailureClass.GATE_NOT_MET,
-            "GateNotMet",
-            f"{gate.metric} is {value:.4f} on the {role} split; evaluation.gate.minimum is {gate.minimum}.",
-            "Train longer or on better data, or lower evaluation.gate.minimum. The model and the metrics are kept.",
-        )
+    # Written so that NaN does not pass.
+    if gate.minimum is not None and not value >= gate.minimum:
+        limit, change = f"minimum is {gate.minimum}", "lower evaluation.gate.minimum"
+    elif gate.maximum is not None and not value <= gate.maximum:
+        limit, change = f"maximum is {gate.maximum}", "raise evaluation.gate.maximum"
+    else:
+        return
+    raise StageError(
+        FailureClass.GATE_NOT_MET,
+        "GateNotMet",
+        f"{gate.metric} is {value:.4f} on the {role} split; evaluation.gate.{limit}.",
+        f"Train longer or on better data, or {change}. The model and the metrics are kept.",
+    )
 
 
 def _samples(

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from finetune_trainer.data.sources import ColumnNeed, RawSplit
     from finetune_trainer.tasks.writing import Writer
 
-LOWER_IS_BETTER = frozenset({"loss", "mse", "mae", "perplexity", "rewards/rejected"})
-"""Of metrics; of all others a greater value is."""
 Feature: TypeAlias = Mapping[str, Any]
 """One feature as it was prepared: `input_ids` and what else the task has encoded, without padding."""
 DRAW = "draw"

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from finetune_contract.choices import LabelForm
+from finetune_contract.metrics import METRICS
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.tasks.base import Feature
@@ -99,7 +100,7 @@ class OneClass:
 
     name: LabelForm = "single_label_classification"
     column: str = "label"
-    metrics: tuple[str, ...] = ("accuracy", "f1", "precision", "recall")
+    metrics: tuple[str, ...] = METRICS["text-classification"]["single_label_classification"]
     columns: tuple[str, ...] = ("label", "score", "scores")
     baseline: str = "always answering the most frequent label"
 
@@ -182,7 +183,7 @@ class SeveralClasses:
 
     name: LabelForm = "multi_label_classification"
     column: str = "flags"
-    metrics: tuple[str, ...] = ("f1", "precision", "recall", "accuracy")
+    metrics: tuple[str, ...] = METRICS["text-classification"]["multi_label_classification"]
     columns: tuple[str, ...] = ("labels", "scores")
     baseline: str = "giving every row the labels that more than half of the rows have"
 
@@ -273,7 +274,7 @@ class ANumber:
 
     name: LabelForm = "regression"
     column: str = "value"
-    metrics: tuple[str, ...] = ("pearson", "spearmanr", "r2", "mse", "mae")
+    metrics: tuple[str, ...] = METRICS["text-classification"]["regression"]
     columns: tuple[str, ...] = ("value",)
     baseline: str = "always answering the mean"
 

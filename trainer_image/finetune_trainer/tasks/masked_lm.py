@@ -17,6 +17,7 @@ from finetune_contract.choices import LabelForm, Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, Generation, TrainerJob
 from finetune_contract.layout import FailureClass
+from finetune_contract.metrics import METRICS
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
@@ -89,7 +90,7 @@ class MaskedLm(LanguageTask):
 
     auto: str = "AutoModelForMaskedLM"
     of_checkpoints: str = "MODEL_FOR_MASKED_LM_MAPPING_NAMES"
-    metrics: Mapping[LabelForm | None, tuple[str, ...]] = {None: ("perplexity", "accuracy")}
+    metrics: Mapping[LabelForm | None, tuple[str, ...]] = METRICS["masked-lm"]
     smooths_labels: frozenset[LabelForm | None] = frozenset({None})
     answer_columns: frozenset[str] = frozenset({"masks"})
     writer: Writer | None = Fills()

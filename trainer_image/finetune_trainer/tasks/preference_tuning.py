@@ -17,6 +17,7 @@ import numpy as np
 from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, Preference, TrainerJob
+from finetune_contract.metrics import METRICS
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
@@ -69,9 +70,7 @@ class PreferenceTuning(DecoderTask):
     two, in nats (`chosen`, `rejected`), or `generated_text`.
     """
 
-    metrics: Mapping[LabelForm | None, tuple[str, ...]] = {
-        None: ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")
-    }
+    metrics: Mapping[LabelForm | None, tuple[str, ...]] = METRICS["preference-tuning"]
 
     def __init__(self, settings: Preference) -> None:
         self._beta = settings.beta

@@ -24,6 +24,7 @@ from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import FailureClass
+from finetune_contract.metrics import METRICS
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
@@ -98,7 +99,7 @@ class QuestionAnswering(heads.WithHead):
     """
 
     auto: str = "AutoModelForQuestionAnswering"
-    metrics: Mapping[LabelForm | None, tuple[str, ...]] = {None: ("exact_match", "f1")}
+    metrics: Mapping[LabelForm | None, tuple[str, ...]] = METRICS["question-answering"]
     smooths_labels: frozenset[LabelForm | None] = frozenset()
     objective: Objective | None = SpanLoss()
     answer_columns: frozenset[str] = frozenset({"answer", "score", "start", "end", "candidates"})

@@ -19,6 +19,7 @@ from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import FailureClass
+from finetune_contract.metrics import METRICS
 from finetune_trainer.data.packing import SIZES
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.slices import FOLLOWING, LABELS, NOT_LEARNT
@@ -65,7 +66,7 @@ class TextGeneration(DecoderTask):
     and `hit`, one for each label, or `generated_text`.
     """
 
-    metrics: Mapping[LabelForm | None, tuple[str, ...]] = {None: ("perplexity", "accuracy")}
+    metrics: Mapping[LabelForm | None, tuple[str, ...]] = METRICS["text-generation"]
     packed: tuple[str, ...] = ("input_ids", "labels")
     sliced: bool = True
 

@@ -12,6 +12,7 @@ import numpy as np
 from finetune_contract.choices import LabelForm, Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, Generation, TrainerJob
+from finetune_contract.metrics import METRICS
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
     from finetune_trainer.tasks.writing import Writer
 
 _COLUMNS = ("source", "target")
-_ROUGE = ("rouge1", "rouge2", "rougeL")
-_TRANSLATED = ("bleu", "chrf")
+_ROUGE = METRICS["summarization"][None]
+_TRANSLATED = METRICS["translation"][None]
 Judge = Callable[[Sequence[str], Sequence[str]], dict[str, float]]
 """Texts that were written, and those that were wanted -> metrics."""
 

@@ -26,6 +26,7 @@ from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import FailureClass
+from finetune_contract.metrics import METRICS
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
@@ -66,7 +67,7 @@ _GLOBAL_ATTENTION = ("longformer", "led")
 """Values of `model_type` that want to be told which tokens attend to all others."""
 _ENTITY_TAG = re.compile(r"[BIESLU]-.+")
 _OUTSIDE = "O"
-_METRICS = ("f1", "precision", "recall", "accuracy")
+_METRICS = METRICS["token-classification"]
 
 
 class TokenClassification(heads.WithHead):
@@ -78,7 +79,7 @@ class TokenClassification(heads.WithHead):
     """
 
     auto: str = "AutoModelForTokenClassification"
-    metrics: Mapping[LabelForm | None, tuple[str, ...]] = {None: _METRICS}
+    metrics: Mapping[LabelForm | None, tuple[str, ...]] = _METRICS
     smooths_labels: frozenset[LabelForm | None] = frozenset({None})
     answer_columns: frozenset[str] = frozenset({"tags", "scores", "entities"})
 
@@ -400,7 +401,7 @@ def measured(tags: Sequence[NDArray[Any]], answers: Sequence[NDArray[Any]], name
         words = [[[_OUTSIDE if at == _NO_TAG else names[at] for at in row] for row in rows] for rows in (tags, answers)]
         of_entities = {"f1": f1_score, "precision": precision_score, "recall": recall_score}
         scores |= {name: float(score(*words, zero_division=0)) for name, score in of_entities.items()}
-    return {name: scores[name] for name in _METRICS}
+    return {name: scores[name] for name in _METRICS[None]}
 
 
 def _of_entities(names: Sequence[str]) -> bool:

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune_contract.arguments import groups_by_length
-from finetune_contract.choices import Stage
 from finetune_contract.job import TrainerJob, Training
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.adapters import Adapted, adapt, write_adapter_and_merge
@@ -33,6 +32,7 @@ from finetune_trainer.distributed import ProcessWorld, gathered
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import share
 from finetune_trainer.float8 import InFloat8, convert, refuse_without_library, refuse_without_units
+from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.models import load_tokenizer, pinned, position_limit, weights_digest
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, training_environment, write_environment, write_model_card
@@ -117,7 +117,7 @@ def train(
     _refuse_smoothing(job, training, task, prepared)
     _refuse_pipeline(job, training, task)
     _refuse_slices(job, training, task)
-    stopper = _stopper(training, paths, world, prepared, task)
+    stopper = _stopper(job, training, paths, world, prepared, task)
     history = History(paths.history)
     observer = RunObserver(history, progress, training.max_steps)
     shape = MeshShape.of(training.strategy, training.batch.data_parallel)
@@ -344,7 +344,12 @@ def _run(loop: TrainingLoop, resume_from: Path | None) -> None:
 
 
 def _stopper(
-    training: Training, paths: JobPaths, world: ProcessWorld, prepared: PreparedData, task: TaskModule
+    job: TrainerJob,
+    training: Training,
+    paths: JobPaths,
+    world: ProcessWorld,
+    prepared: PreparedData,
+    task: TaskModule,
 ) -> EarlyStopper | NeverStop:
     if training.early_stopping is None:
         return NeverStop()
@@ -355,10 +360,8 @@ def _stopper(
             "training.earlyStopping is set and the data have no validation split.",
             "Name one in dataset.splits.validation, or leave training.earlyStopping out.",
         )
-    # What a model writes is judged when training has ended.
-    written = task.writer is not None and Stage.EVALUATE in task.writer.stages
-    metrics = () if written else task.metrics[prepared.facts.label_form]
-    return EarlyStopper(training.early_stopping, paths.checkpoints / "best", world, metrics)
+    refuse_unknown_metrics(job, task.metrics[prepared.facts.label_form])
+    return EarlyStopper(training.early_stopping, paths.checkpoints / "best", world)
 
 
 def _saver(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +12,11 @@ import torch
 
 from finetune_contract.job import EarlyStopping
 from finetune_contract.layout import FailureClass
+from finetune_contract.metrics import LOWER_IS_BETTER
 from finetune_trainer.checkpoints import storage_errors_named
 from finetune_trainer.distributed import ProcessWorld, barrier
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import sha256_of
-from finetune_trainer.tasks.base import LOWER_IS_BETTER
 
 if TYPE_CHECKING:
     from finetune_trainer.training.loop import TrainingLoop
@@ -56,18 +56,10 @@ class NeverStop:
 class EarlyStopper:
     """Stops after `patience` evaluations without improvement and keeps the weights of the best one.
 
-    A smaller value is better of those in LOWER_IS_BETTER, of any other metric a greater one. `measured` are the metrics
-    that there are besides the loss; StageError CONFIG `UnknownMetric` for another one.
+    A smaller value is better of those in LOWER_IS_BETTER, of any other metric a greater one.
     """
 
-    def __init__(self, settings: EarlyStopping, folder: Path, world: ProcessWorld, measured: Collection[str]) -> None:
-        if settings.metric not in (known := {*measured, "loss"}):
-            raise StageError(
-                FailureClass.CONFIG,
-                "UnknownMetric",
-                f"training.earlyStopping.metric is {settings.metric!r}, which is not measured.",
-                f"Choose one of {', '.join(sorted(known))}.",
-            )
+    def __init__(self, settings: EarlyStopping, folder: Path, world: ProcessWorld) -> None:
         self._settings = settings
         self._folder = folder
         self._world = world

@@ -1,0 +1,51 @@
+"""The metrics of each task, for the API that checks their names and for the trainer that measures them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from finetune_contract.choices import LabelForm, Task
+
+Forms: TypeAlias = Mapping[LabelForm | None, tuple[str, ...]]
+
+LOSS = "loss"
+"""Measured by every task besides its metrics."""
+METRICS: Mapping[Task, Forms] = {
+    "text-classification": {
+        "single_label_classification": ("accuracy", "f1", "precision", "recall"),
+        "multi_label_classification": ("f1", "precision", "recall", "accuracy"),
+        "regression": ("pearson", "spearmanr", "r2", "mse", "mae"),
+    },
+    "token-classification": {None: ("f1", "precision", "recall", "accuracy")},
+    "question-answering": {None: ("exact_match", "f1")},
+    "text-generation": {None: ("perplexity", "accuracy")},
+    "preference-tuning": {None: ("rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected")},
+    "summarization": {None: ("rouge1", "rouge2", "rougeL")},
+    "translation": {None: ("bleu", "chrf")},
+    "masked-lm": {None: ("perplexity", "accuracy")},
+}
+"""Task -> form of its labels (None: it has one) -> names as Hugging Face has them, without `eval_`."""
+JUDGED_AFTER_TRAINING: tuple[Task, ...] = ("summarization", "translation")
+"""Tasks whose metrics are of text that the model writes, which takes too long for evaluations in mid-training."""
+LOWER_IS_BETTER = frozenset({LOSS, "mse", "mae", "perplexity", "rewards/rejected"})
+"""Of all other metrics a greater value is better."""
+_SHARES = ("accuracy", "f1", "precision", "recall", "exact_match", "rouge1", "rouge2", "rougeL", "rewards/accuracies")
+GREATEST: Mapping[str, float] = {
+    **dict.fromkeys(_SHARES, 1.0),
+    **dict.fromkeys(("pearson", "spearmanr", "r2"), 1.0),
+    **dict.fromkeys(("bleu", "chrf"), 100.0),
+}
+"""Greatest value of a metric that has one."""
+LEAST: Mapping[str, float] = {LOSS: 0.0, "mse": 0.0, "mae": 0.0, "perplexity": 1.0}
+"""Least value of a metric that is better when lower and has one."""
+
+
+def metrics_of(task: Task) -> tuple[str, ...]:
+    """Return the metrics of a task, whatever the form of its labels, and the loss."""
+    return tuple(dict.fromkeys([*(name for names in METRICS[task].values() for name in names), LOSS]))
+
+
+def stopping_metrics_of(task: Task) -> tuple[str, ...]:
+    """Return what evaluations in mid-training measure, which early stopping can watch."""
+    return (LOSS,) if task in JUDGED_AFTER_TRAINING else metrics_of(task)

@@ -1,0 +1,40 @@
+"""Names of metrics in a job, against what is measured on its data: the form of the labels decides, which a job file
+does not say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from finetune_contract.job import TrainerJob
+from finetune_contract.layout import FailureClass
+from finetune_contract.metrics import JUDGED_AFTER_TRAINING, LOSS
+from finetune_trainer.failures import StageError
+
+
+def refuse_unknown_metrics(job: TrainerJob, measured: Sequence[str]) -> None:
+    """Check all names of metrics. `measured`: those of the job's task and form of labels, without the loss.
+
+    StageError CONFIG `UnknownMetric` for the first one that is not measured.
+    """
+    named: dict[str, Sequence[str]] = {}
+    if job.evaluation is not None:
+        named["evaluation.metrics"] = job.evaluation.metrics or ()
+        named["evaluation.gate.metric"] = [job.evaluation.gate.metric] if job.evaluation.gate else ()
+    for path, names in named.items():
+        _refuse(path, names, [*measured, LOSS], job)
+    stopping = job.training.early_stopping if job.training else None
+    if stopping is not None:
+        in_training = [LOSS] if job.task in JUDGED_AFTER_TRAINING else [*measured, LOSS]
+        _refuse("training.earlyStopping.metric", [stopping.metric], in_training, job)
+
+
+def _refuse(path: str, names: Sequence[str], known: Sequence[str], job: TrainerJob) -> None:
+    for name in names:
+        if name not in known:
+            raise StageError(
+                FailureClass.CONFIG,
+                "UnknownMetric",
+                f"{path} is {name!r}; {job.task} with these labels has {', '.join(known)}.",
+                f"Set {path} to one of them.",
+            )
