@@ -103,6 +103,8 @@ REFUSED = {
     ],
     "security-root": ["spec.template.securityContext.runAsUser", "spec.template.securityContext.runAsNonRoot"],
     "token-in-plain-text": ["spec.template.env[0].value: Invalid value: looks like a Hub token"],
+    "frame-odds": ["apiVersion"],
+    "template-odds": ['unknown field "spec.template.tolerations[1].operater"'],
     "toleration-forms": ['unknown field "spec.template.tolerations[0].operater"'],
     "volume-forms": ['unknown field "spec.template.volumes[0].emtyDir"'],
     "volume-host-path": ['unknown field "spec.template.volumes[0].hostPath"'],
@@ -110,7 +112,7 @@ REFUSED = {
 }  # fmt: skip
 ACCEPTED = {
     "gate-not-measured", "deepspeed-keys", "training-arguments", "not-yet-supported",
-    "remote-code", "script-host", "no-name", "launchers-to-come", "queue", "storage-in-buckets",
+    "remote-code", "script-host", "script-url", "no-name", "launchers-to-come", "queue", "storage-in-buckets",
     # Rules across the fields of Kubernetes' objects, which the CRD does not repeat.
     "affinity-forms", "env-plain-secrets", "env-token-twice", "image-pull-secrets-twice", "mount-without-volume",
     "volume-progress-token",

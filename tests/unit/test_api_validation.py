@@ -71,6 +71,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     ],
     "deepspeed-keys": [
         ("spec.parallelism.deepspeedConfig.train_batch_size", "Forbidden", "spec.training.globalBatchSize decides it"),
+        ("spec.parallelism.deepspeedConfig.activation_checkpointing", "Invalid", "it is an object in DeepSpeed"),
         ("spec.parallelism.deepspeedConfig.zero_optimisation", "Unknown", "did you mean zero_optimization?"),
         (
             "spec.parallelism.deepspeedConfig.zero_optimization.stage",
@@ -110,6 +111,11 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     ],
     "evaluation-without-dataset": [
         ("spec.dataset", "Required", "is required when something is evaluated"),
+    ],
+    "frame-odds": [
+        ("apiVersion", "Required", "is required"),
+        ("metadata.labels", "Invalid", "must be an object"),
+        ("metadata.annotations", "Invalid", "must be an object"),
     ],
     "gate-not-measured": [
         ("spec.evaluation.gate.metric", "Invalid", "has to be one of spec.evaluation.metrics"),
@@ -254,6 +260,9 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     "script-host": [
         ("spec.training.script.git.url", "Forbidden", "is an address of the machine or its cloud, never fetched"),
     ],
+    "script-url": [
+        ("spec.training.script.git.url", "Invalid", "must be an HTTPS URL of a host and a path, without user,"),
+    ],
     "secret-as-text": [
         ("spec.secrets.hubToken", "Invalid", "must be an object with the fields name, key"),
         ("spec.secrets.storage.name", "Invalid", "must be a name of small letters, digits, - and ., with a"),
@@ -286,7 +295,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.template.securityContext.runAsNonRoot", "Forbidden", "would run the trainer as root"),
     ],
     "single-with-many": [
-        ("spec.parallelism.strategy", "Invalid", "single is one process, and spec.resources asks for more"),
+        ("spec.parallelism.strategy", "Invalid", "single is one process, and spec.resources or spec.par"),
     ],
     "steps-too-many": [
         ("spec.training.maxSteps", "Invalid", "must be an integer of at least 1"),
@@ -329,6 +338,37 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.template.env[0]", "Invalid", "must be an object of at most 256 fields"),
         ("spec.template.volumes[0]", "Invalid", "must be an object of at most 256 fields"),
         ("spec.template.securityContext", "Invalid", "must be an object of at most 256 fields"),
+    ],
+    "template-odds": [
+        ('spec.template.annotations["a b"]', "Invalid", "a label's key is a name of at most 63 letters, digits, -"),
+        (
+            'spec.template.annotations["container.apparmor.security.beta.kubernetes.io/trainer"]',
+            "Forbidden",
+            "would loosen the pod's confinement, or give it another network",
+        ),
+        (
+            'spec.template.annotations["sidecar.istio.io/inject"]',
+            "Forbidden",
+            'leave it out, or set it to "false"',
+        ),
+        ("spec.template.tolerations[0].value", "Invalid", "a label's value has at most 63 letters, digits, -, _ and"),
+        ("spec.template.tolerations[1].operater", "Unknown", "did you mean operator?"),
+        (
+            "spec.template.affinity.nodeAffinity.requiredDuringSchedulingIgnoredDuringExecution.nodeSelectorTerms[0].matchExpressions[0].values[0]",
+            "Invalid",
+            "a label's value has at most 63 letters, digits, -, _ and",
+        ),
+        (
+            "spec.template.affinity.podAntiAffinity.requiredDuringSchedulingIgnoredDuringExecution[0].topologyKey",
+            "Invalid",
+            "a label's key is a name of at most 63 letters, digits, -",
+        ),
+        ("spec.template.env[0].name", "Forbidden", "decides which code runs in the image"),
+        ("spec.template.env[1].value", "Forbidden", "MY_PASSWORD is a credential by its name"),
+        ("spec.template.volumeMounts[0].mountPath", "Forbidden", "lies in /usr, where code and settings of the image"),
+        ("spec.template.volumeMounts[1].subPathExpr", "Invalid", "has no place beside subPath"),
+        ("spec.template.securityContext.seccompProfile", "Invalid", "type Localhost and localhostProfile go together"),
+        ("spec.template.securityContext.appArmorProfile.localhostProfile", "Forbidden", "must not hold .."),
     ],
     "token-in-plain-text": [
         ("spec.model.uri", "Forbidden", "looks like a Hub token, and a job must not hold one"),

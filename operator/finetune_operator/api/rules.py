@@ -13,12 +13,20 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from math import gcd
 from typing import Literal
 
 from pydantic import JsonValue
 from pydantic.alias_generators import to_snake
 
-from finetune_contract.choices import FP8_STRATEGIES, WHOLE_STRATEGIES, WRITING_TASKS, StrategyName, Task
+from finetune_contract.choices import (
+    FP8_STRATEGIES,
+    WHOLE_STRATEGIES,
+    WRITING_TASKS,
+    PipelineSchedule,
+    StrategyName,
+    Task,
+)
 from finetune_contract.metrics import GREATEST, LEAST, LOSS, LOWER_IS_BETTER, METRICS, metrics_of, stopping_metrics_of
 from finetune_operator.api.shapes import Number, Shape, find, spec_shape
 from finetune_operator.api.types import (
@@ -29,6 +37,7 @@ from finetune_operator.api.types import (
     GateSpec,
     GenerationSpec,
     ParallelismSpec,
+    PipelineSpec,
     PreferenceSpec,
     ScriptSpec,
 )
@@ -124,6 +133,30 @@ def certain_processes(spec: FineTuneJobSpec) -> int | None:
         return None
     alone = spec.parallelism.replica_ranks == 1 and asked_strategy(spec.parallelism) in (None, "single")
     return gpus or (1 if alone else None)
+
+
+def least_processes(spec: FineTuneJobSpec) -> int:
+    """Fewest processes a node that, over all nodes, are whole groups that read the same rows."""
+    return spec.parallelism.replica_ranks // gcd(spec.parallelism.replica_ranks, spec.resources.nodes)
+
+
+def full_passes(schedule: PipelineSchedule, degree: int, micro_batches: int) -> bool:
+    """Whether torch's schedule takes that many micro-batches: the interleaved one deals them out in even rounds."""
+    return schedule != "interleaved" or micro_batches % max(1, micro_batches // degree) == 0
+
+
+def keeps_full(asked: PipelineSpec, accumulation: int) -> bool:
+    """Whether a step of that many micro-batches is one or several whole passes."""
+    if asked.degree == 1:
+        return True
+    passed = accumulation if asked.micro_batches == "auto" else asked.micro_batches
+    return accumulation % passed == 0 and full_passes(asked.schedule, asked.degree, passed)
+
+
+def passes_are_whole(asked: PipelineSpec, share: int, micro: Literal["auto"] | int) -> bool:
+    """Whether `share` rows of a replica and step make whole passes, in micro-batches of `micro` rows or of any size."""
+    sizes = [size for size in range(1, share + 1) if share % size == 0] if micro == "auto" else [micro]
+    return any(share % size == 0 and keeps_full(asked, share // size) for size in sizes)
 
 
 def certain_ranks(spec: FineTuneJobSpec) -> int | None:
@@ -236,6 +269,75 @@ def _idle_advice(spec: FineTuneJobSpec) -> str:
     (section, name), *_ = _idle_sections(spec)
     whole = f"spec.parallelism.deepspeedConfig.zero_optimization.{section}"
     return f"set spec.parallelism.offload.{name} to cpu, or leave {whole} out"
+
+
+def _replicas_on_cpu(spec: FineTuneJobSpec) -> int | None:
+    """Data-parallel ranks where replicas of several processes run on CPUs, as few of them as make whole ones."""
+    resources = spec.resources
+    if resources.gpus_per_node != 0 or resources.processes_per_node != "auto" or spec.parallelism.replica_ranks == 1:
+        return None
+    return resources.nodes * least_processes(spec) // spec.parallelism.replica_ranks
+
+
+def _replicas_divide(spec: FineTuneJobSpec) -> bool:
+    ranks = _replicas_on_cpu(spec)
+    if ranks is None or not _loops(spec) or spec.training is None:
+        return True
+    micro = spec.training.micro_batch_size
+    return spec.training.global_batch_size % (ranks * (1 if micro == "auto" else micro)) == 0
+
+
+def _replicas_advice(spec: FineTuneJobSpec) -> str:
+    assert spec.training is not None
+    ranks, micro = _replicas_on_cpu(spec) or 1, spec.training.micro_batch_size
+    unit = ranks * (1 if micro == "auto" else micro)
+    near = " or ".join(str(batch) for batch in nearest_multiples(spec.training.global_batch_size, unit))
+    return f"use {near}, multiples of {unit}"
+
+
+def _passes_fit(spec: FineTuneJobSpec) -> bool:
+    """Whether a step is whole passes of the pipeline, where the ranks are certain and divide it."""
+    ranks = certain_ranks(spec) or _replicas_on_cpu(spec)
+    if not _loops(spec) or spec.training is None or ranks is None or spec.parallelism.pipeline.degree == 1:
+        return True
+    total = spec.training.global_batch_size
+    if total % ranks or not _global_batch_fits(spec) or not _replicas_divide(spec):
+        return True  # another rule tells
+    return passes_are_whole(spec.parallelism.pipeline, total // ranks, spec.training.micro_batch_size)
+
+
+HPZ = "zero_hpz_partition_size"
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
+"""ZeRO++ (Wang et al., 2023): shards of the parameters a second time inside each node, and 8-bit communication."""
+
+
+def zero_plus_plus(parallelism: ParallelismSpec) -> tuple[str, ...]:
+    """The keys of ZeRO++ that `deepspeedConfig` sets."""
+    keys = parallelism.deepspeed_config.get("zero_optimization")
+    if not isinstance(keys, dict):
+        return ()
+    return tuple(key for key in QUANTIZED if keys.get(key)) + ((HPZ,) if secondary_shards(parallelism) > 1 else ())
+
+
+def secondary_shards(parallelism: ParallelismSpec) -> int:
+    """Processes over which parameters are divided a second time; 1: they are not."""
+    keys = parallelism.deepspeed_config.get("zero_optimization")
+    found = keys.get(HPZ, 1) if isinstance(keys, dict) else 1
+    return found if isinstance(found, int) and found > 0 else 1
+
+
+def _zero_plus_plus_fault(spec: FineTuneJobSpec) -> str | None:
+    """The way out of keys of ZeRO++ that DeepSpeed would not obey."""
+    above = "spec.parallelism.deepspeedConfig.zero_optimization"
+    processes = certain_processes(spec)
+    for key in zero_plus_plus(spec.parallelism):
+        if spec.parallelism.zero_stage != 3:
+            return f"set spec.parallelism.zeroStage to 3, or leave {above}.{key} out"
+        if key in QUANTIZED and spec.resources.gpus_per_node == 0:
+            return f"leave {above}.{key} out, or set spec.resources.gpusPerNode"
+        if key == HPZ and processes is not None and secondary_shards(spec.parallelism) != processes:
+            return f"set {above}.{key} to {processes}, or leave {above}.{key} out"
+    return None
 
 
 def _every_is_one(spec: FineTuneJobSpec) -> bool:
@@ -572,6 +674,7 @@ _WORLD_FIELDS = (
 )
 """What the number of data-parallel ranks follows from."""
 _WORLD_UNKNOWN = f"has(self.resources.elastic) || {_PROCESSES} == 0"
+_ONE_PROCESS = "use ddp, fsdp, deepspeed or auto, or set spec.resources.nodes and spec.resources.processesPerNode to 1"
 _MICRO = "self.training.microBatchSize"
 _NO_ADAPTER = AdapterSpec()
 _NO_LOOP = "!has(self.training) || has(self.training.script)"
@@ -766,14 +869,26 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "single-is-one-process",
         "parallelism.strategy",
-        f"self.parallelism.strategy != 'single' || (self.resources.nodes == 1 && {_PROCESSES} <= 1)",
+        f"self.parallelism.strategy != 'single' || (self.resources.nodes == 1 && {_PROCESSES} <= 1"
+        " && self.parallelism.sequence <= 1)",
         lambda spec: (
             spec.parallelism.strategy != "single"
-            or (spec.resources.nodes == 1 and certain_processes(spec) in (None, 1))
+            or (
+                spec.resources.nodes == 1 and certain_processes(spec) in (None, 1) and spec.parallelism.sequence == 1
+            )
         ),
-        "single is one process, and spec.resources asks for more",
-        "use ddp, fsdp, deepspeed or auto, or set spec.resources.nodes and spec.resources.processesPerNode to 1",
-        reads=("parallelism.strategy", "resources.nodes", "resources.processesPerNode", "resources.gpusPerNode"),
+        "single is one process, and spec.resources or spec.parallelism.sequence asks for more",
+        _ONE_PROCESS,
+        advice=lambda spec: (
+            _ONE_PROCESS if spec.parallelism.sequence == 1 else "use ddp, or leave spec.parallelism.sequence out"
+        ),
+        reads=(
+            "parallelism.strategy",
+            "parallelism.sequence",
+            "resources.nodes",
+            "resources.processesPerNode",
+            "resources.gpusPerNode",
+        ),
     ),
     Rule(
         "model-parallel-divides-world",
@@ -1285,6 +1400,16 @@ RULES: tuple[Rule, ...] = (
         "set it to bf16",
     ),
     Rule(
+        "adapters-do-not-multiply-in-fp8",
+        "training.precision",
+        "!has(self.training) || self.training.precision != 'fp8' || self.model.adapter.method == 'none'",
+        lambda spec: (
+            spec.training is None or spec.training.precision != "fp8" or spec.model.adapter.method == "none"
+        ),
+        "fp8 does not go together with spec.model.adapter",
+        "set it to bf16, or leave spec.model.adapter out",
+    ),
+    Rule(
         "adafactor-has-whole-matrices",
         "training.optimizer",
         "!has(self.training) || self.training.optimizer != 'adafactor'"
@@ -1386,6 +1511,35 @@ RULES: tuple[Rule, ...] = (
         "use_liger_kernel needs GPUs, and rows that spec.parallelism.sequence does not divide",
         "leave use_liger_kernel out",
         reads=("training.arguments", "parallelism.sequence", "resources.gpusPerNode"),
+    ),
+    Rule(
+        "replicas-on-cpus-divide-the-batch",
+        "training.globalBatchSize",
+        None,
+        _replicas_divide,
+        "is kept exactly, so it has to be a multiple of the replicas x spec.training.microBatchSize",
+        "change it or spec.training.microBatchSize",
+        advice=_replicas_advice,
+        reads=("training", *_WORLD_FIELDS),
+    ),
+    Rule(
+        "pipeline-passes-are-whole",
+        "parallelism.pipeline.microBatches",
+        None,
+        _passes_fit,
+        "does not divide the micro-batches of a replica's step into whole passes",
+        "set it to auto",
+        reads=("training", "parallelism.pipeline", *_WORLD_FIELDS),
+    ),
+    Rule(
+        "zero-plus-plus-is-obeyed",
+        "parallelism.deepspeedConfig",
+        None,
+        lambda spec: _zero_plus_plus_fault(spec) is None,
+        "has keys of ZeRO++, which need zeroStage 3, GPUs to quantize on, and shards on the processes of one node",
+        "set spec.parallelism.zeroStage to 3, or leave them out",
+        advice=lambda spec: _zero_plus_plus_fault(spec) or "",
+        reads=("parallelism.deepspeedConfig", *_WORLD_FIELDS),
     ),
     Rule(
         "offload-keys-need-an-offload",

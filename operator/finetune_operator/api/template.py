@@ -172,7 +172,7 @@ def _labels(template: TemplateSpec, path: Path) -> Iterator[Problem]:
         elif key in SIDECAR_ANNOTATIONS and template.annotations[key] != SIDECAR_ANNOTATIONS[key]:
             yield _forbidden(
                 full, template.annotations[key], "would put another container into the pod, which then never ends",
-                f"leave it out, or set it to {SIDECAR_ANNOTATIONS[key]}",
+                f'leave it out, or set it to "{SIDECAR_ANNOTATIONS[key]}"',
             )  # fmt: skip
 
 
@@ -283,7 +283,7 @@ def _env_name(variable: EnvVar, hub_token: SecretKeySpec | None, path: Path) -> 
             path,
             name,
             "decides which code runs in the image",
-            "leave it out, or name an image of your own in spec.image",
+            "leave the variable out, or name an image of your own in spec.image",
         )
     elif name in TOKEN_ENV and hub_token is not None:
         yield _forbidden(path, name, "is set from spec.secrets.hubToken", "leave one of the two out")

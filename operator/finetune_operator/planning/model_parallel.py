@@ -6,10 +6,11 @@ schedule.
 
 from __future__ import annotations
 
-from finetune_contract.choices import PipelineSchedule, RankOrder
+from finetune_contract.choices import RankOrder
 from finetune_contract.facts import ModelFacts
 from finetune_contract.job import Pipeline, Strategy
 from finetune_contract.plans import tensor_families
+from finetune_operator.api.rules import keeps_full, passes_are_whole
 from finetune_operator.api.types import ParallelismSpec, PipelineSpec
 from finetune_operator.planning.draft import Draft, decided
 
@@ -78,11 +79,6 @@ def rank_order(placement: str) -> RankOrder:
     return order
 
 
-def full_passes(schedule: PipelineSchedule, degree: int, micro_batches: int) -> bool:
-    """Whether torch's schedule takes that many micro-batches: the interleaved one deals them out in even rounds."""
-    return schedule != "interleaved" or micro_batches % max(1, micro_batches // degree) == 0
-
-
 # ------------------------------------------------------------------------------------------------------------ decisions
 
 
@@ -103,14 +99,6 @@ def filled(strategy: Strategy, asked: PipelineSpec, accumulation: int) -> Strate
         return strategy
     passed = accumulation if asked.micro_batches == "auto" else asked.micro_batches
     return strategy.model_copy(update={"pipeline": strategy.pipeline.model_copy(update={"micro_batches": passed})})
-
-
-def keeps_full(asked: PipelineSpec, accumulation: int) -> bool:
-    """Whether a step of that many micro-batches is one or several whole passes."""
-    if asked.degree == 1:
-        return True
-    passed = accumulation if asked.micro_batches == "auto" else asked.micro_batches
-    return accumulation % passed == 0 and full_passes(asked.schedule, asked.degree, passed)
 
 
 def fills(asked: PipelineSpec, sizes: tuple[int, ...], share: int) -> tuple[int, ...]:
@@ -247,8 +235,7 @@ def _check_pipeline(draft: Draft) -> Draft:
     if world.size % draft.model_ranks or total % draft.data_ranks:
         return draft  # told elsewhere
     share = total // draft.data_ranks
-    sizes = [size for size in range(1, share + 1) if share % size == 0] if micro == "auto" else [micro]
-    if not any(share % size == 0 and keeps_full(asked, share // size) for size in sizes):
+    if not passes_are_whole(asked, share, micro):
         return draft.refusing(
             ("parallelism", "pipeline", "microBatches"),
             asked.micro_batches,

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from math import gcd
 
 from finetune_contract.choices import StrategyName
 from finetune_contract.job import World
 from finetune_contract.layout import ENV_CHECKPOINT_SECRET
-from finetune_operator.api.rules import asked_strategy
+from finetune_operator.api.rules import asked_strategy, least_processes
 from finetune_operator.api.types import (
     FineTuneJobSpec,
     LauncherName,
@@ -193,7 +192,7 @@ def choose_world(draft: Draft) -> Draft:
             "set strategy to auto or ddp, or ask for 1 node and 1 process",
         )
     if draft.loops and world_size % draft.replica_ranks:
-        fitting = _least_processes(draft)
+        fitting = least_processes(draft.spec)
         draft = draft.refusing(
             ("resources", "processesPerNode"),
             resources.processes_per_node,
@@ -209,11 +208,6 @@ def choose_world(draft: Draft) -> Draft:
     )
     sharing = f"{hardware.cpu_cores} cores / {processes} process{'es' if processes > 1 else ''}"
     return replace(draft, world=world).because(f"{threads} thread{'s' if threads > 1 else ''} a process: {sharing}")
-
-
-def _least_processes(draft: Draft) -> int:
-    """Processes a node that, over all nodes, are a whole number of groups that read the same rows."""
-    return draft.replica_ranks // gcd(draft.replica_ranks, draft.spec.resources.nodes)
 
 
 def _degrees(draft: Draft) -> str:
@@ -243,7 +237,7 @@ def _processes(draft: Draft, gpus: int, asked: StrategyName | None) -> tuple[Dra
     if gpus:
         return draft.because(f"{gpus} process{'es' if gpus > 1 else ''} a node: one a GPU"), gpus
     if draft.loops and draft.replica_ranks > 1:
-        least = _least_processes(draft)
+        least = least_processes(draft.spec)
         what = "hold one replica of the model" if draft.model_ranks > 1 else "the slices of a row take"
         return draft.because(f"{least} process{'es' * (least > 1)} a node: as few as {what}"), least
     if asked in ("ddp", "fsdp", "deepspeed") and cores >= 2:

@@ -23,7 +23,7 @@ from finetune_contract.choices import (
 from finetune_contract.job import Strategy, World
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.quantities import human_bytes
-from finetune_operator.api.rules import asked_strategy
+from finetune_operator.api.rules import HPZ, QUANTIZED, asked_strategy, secondary_shards, zero_plus_plus
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
 from finetune_operator.planning import memory
 from finetune_operator.planning.adapters import choose_adapter
@@ -147,11 +147,6 @@ def _check_offload(draft: Draft) -> Draft:
     return draft
 
 
-HPZ = "zero_hpz_partition_size"
-QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
-"""ZeRO++ (Wang et al., 2023): shards of the parameters a second time inside each node, and 8-bit communication."""
-
-
 def _check_zero_plus_plus(draft: Draft) -> Draft:
     """Keys of ZeRO++ where DeepSpeed would not obey them."""
     asked, world = draft.spec.parallelism, draft.world
@@ -159,8 +154,7 @@ def _check_zero_plus_plus(draft: Draft) -> Draft:
     if not isinstance(keys, dict) or world is None:
         return draft
     above = ("parallelism", "deepspeedConfig", "zero_optimization")
-    given = [key for key in QUANTIZED if keys.get(key)] + ([HPZ] if secondary_shards(asked) > 1 else [])
-    for key in given:
+    for key in zero_plus_plus(asked):
         if asked.zero_stage != 3:
             draft = draft.refusing(
                 (*above, key),
@@ -184,13 +178,6 @@ def _check_zero_plus_plus(draft: Draft) -> Draft:
                 f"set it to {world.processes_per_node}, or leave it out",
             )
     return draft
-
-
-def secondary_shards(asked: ParallelismSpec) -> int:
-    """Processes over which parameters are divided a second time; 1: they are not."""
-    keys = asked.deepspeed_config.get("zero_optimization")
-    found = keys.get(HPZ, 1) if isinstance(keys, dict) else 1
-    return found if isinstance(found, int) and found > 0 else 1
 
 
 def _check_sharding(draft: Draft) -> Draft:

@@ -1,0 +1,234 @@
+"""Settings that people copy from other tools: taken as fields or passed over with a line that says so, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from finetune_contract.arguments import FREE, OWNED_BY_PLAN, known_arguments
+from finetune_operator.api.copied import ARGUMENTS, COPIED, SAME, settle
+from finetune_operator.api.notices import HIGH_RATES, notices
+from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
+from finetune_operator.api.shapes import find, spec_shape
+from finetune_operator.api.types import FineTuneJob
+from finetune_operator.api.validation import validate_job
+from finetune_operator.cli.main import app
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.types import Facts
+
+
+def document(**spec: Any) -> dict[str, Any]:
+    whole = {
+        "task": "text-classification",
+        "model": {"uri": "hf://a/b"},
+        "dataset": {"uri": "hf://c/d"},
+        "training": {},
+        **spec,
+    }
+    return {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {"name": "a"},
+        "spec": whole,
+    }
+
+
+def accepted(**spec: Any) -> FineTuneJob:
+    job, problems = validate_job(document(**spec), LOCAL_SETTINGS)
+    assert job is not None, problems
+    return job
+
+
+def refused(**spec: Any) -> list[str]:
+    return [problem.path for problem in validate_job(document(**spec), LOCAL_SETTINGS)[1]]
+
+
+def with_arguments(**arguments: Any) -> dict[str, Any]:
+    return {"training": {"arguments": arguments}}
+
+
+def with_deepspeed(config: dict[str, Any], **parallelism: Any) -> dict[str, Any]:
+    return {"parallelism": {"strategy": "deepspeed", "deepspeedConfig": config, **parallelism}}
+
+
+TAKEN: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "checkpoints that are kept": (with_arguments(save_total_limit=2), "checkpoints.keep", 2),
+    "steps between checkpoints": (with_arguments(save_steps=500), "checkpoints.every.steps", 500),
+    "an optimizer's name": (with_arguments(optim="adamw_torch"), "training.optimizer", "adamw"),
+    "another optimizer": (with_arguments(optim="adafactor"), "training.optimizer", "adafactor"),
+    "a ZeRO stage": (with_deepspeed({"zero_optimization": {"stage": 2}}), "parallelism.zeroStage", 2),
+}
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_a_setting_with_the_meaning_of_a_field_is_taken_as_that_field(case: str) -> None:
+    spec, field, value = TAKEN[case]
+    job = accepted(**spec)
+    found: Any = settle(job.spec).spec.model_dump(mode="json", by_alias=True)
+    for part in field.split("."):
+        found = found[part]
+    assert found == value
+    (told,) = notices(job.spec)
+    assert f"is taken as spec.{field.removesuffix('.steps')}" in told
+
+
+PASSED_OVER = {
+    "logging": with_arguments(logging_steps=10, logging_strategy="steps", disable_tqdm=False, log_level="info"),
+    "folders": with_arguments(overwrite_output_dir=True, save_safetensors=True),
+    "stages": with_arguments(do_train=True, do_eval=True),
+    "nothing": with_arguments(push_to_hub=False, max_steps=-1, deepspeed=None, fsdp=""),
+    "the same as the field": {"training": {"learningRate": 1e-4, "arguments": {"learning_rate": 1e-4}}},
+    "steps per print": with_deepspeed({"steps_per_print": 10}),
+    "auto": with_deepspeed(
+        {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "fp16": {"enabled": "auto", "loss_scale": 0},
+            "bf16": {"enabled": "auto"},
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+            "zero_optimization": {"reduce_bucket_size": "auto", "overlap_comm": True},
+        }
+    ),
+    "the same key as the field": with_deepspeed({"zero_optimization": {"stage": 3}}, zeroStage=3),
+}
+
+
+@pytest.mark.parametrize("case", PASSED_OVER)
+def test_a_setting_that_changes_nothing_is_passed_over_with_a_line(case: str) -> None:
+    job = accepted(**PASSED_OVER[case])
+    settled = settle(job.spec)
+    assert settled.notes
+    assert all("is passed over: " in note for note in settled.notes)
+    training = settled.spec.training
+    assert training is not None
+    assert training.arguments == {}
+    left = settled.spec.parallelism.deepspeed_config
+    assert left in ({}, {"fp16": {"loss_scale": 0}, "zero_optimization": {"overlap_comm": True}})
+
+
+REFUSED = {
+    "another rate": (with_arguments(learning_rate=1e-4), "training.arguments.learning_rate"),
+    "no training": (with_arguments(do_train=False), "training.arguments.do_train"),
+    "an upload": (with_arguments(push_to_hub=True), "training.arguments.push_to_hub"),
+    "an optimizer that is not there": (with_arguments(optim="lion_32bit"), "training.arguments.optim"),
+    "two optimizers": (
+        {"training": {"optimizer": "sgd", "arguments": {"optim": "adamw_torch"}}},
+        "training.arguments.optim",
+    ),
+    "two numbers": (
+        {"checkpoints": {"keep": 5}, **with_arguments(save_total_limit=2)},
+        "training.arguments.save_total_limit",
+    ),
+    "no number": (with_arguments(save_total_limit="two"), "training.arguments.save_total_limit"),
+    "too few": (with_arguments(save_total_limit=0), "training.arguments.save_total_limit"),
+    "two stages": (
+        with_deepspeed({"zero_optimization": {"stage": 3}}, zeroStage=2),
+        "parallelism.deepspeedConfig.zero_optimization.stage",
+    ),
+    "another optimizer of DeepSpeed": (
+        with_deepspeed({"optimizer": {"type": "Lamb", "params": {"lr": 1e-3}}}),
+        "parallelism.deepspeedConfig.optimizer",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_setting_that_contradicts_a_field_is_refused(case: str) -> None:
+    spec, path = REFUSED[case]
+    assert refused(**spec) == [f"spec.{path}"]
+
+
+def test_a_field_that_a_setting_is_taken_as_keeps_the_rules() -> None:
+    spec = {**with_arguments(optim="adafactor"), "parallelism": {"strategy": "fsdp"}}
+    assert refused(**spec) == ["spec.training.optimizer"]
+
+
+def test_what_is_copied_points_to_fields_and_is_no_free_argument() -> None:
+    for row in COPIED:
+        assert row.field is None or find(spec_shape(), row.field.split(".")) is not None
+        assert row.becomes or row.field
+        assert not FREE.intersection(row.names)
+    for name, field in SAME.items():
+        assert find(spec_shape(), field.split(".")) is not None
+        assert OWNED_BY_PLAN.get(name, field) == field
+
+
+def test_every_argument_of_transformers_is_free_taken_or_told_what_to_do() -> None:
+    copied = {name for row in COPIED if row.block == ARGUMENTS for name in row.names}
+    for name in known_arguments():
+        if name in FREE or name in copied:
+            continue
+        (problem,) = validate_job(document(**with_arguments(**{name: {"odd": 1}})), LOCAL_SETTINGS)[1]
+        assert problem.path == f"spec.training.arguments.{name}"
+        assert problem.way_out.startswith(("set spec.", "set metadata.", "leave it out")), (name, problem.way_out)
+
+
+def test_the_trainer_gets_fields_and_nothing_that_was_passed_over() -> None:
+    spec = {
+        "training": {"arguments": {"logging_steps": 5, "save_total_limit": 2, "adam_beta1": 0.8}},
+        **with_deepspeed({"steps_per_print": 5, "zero_optimization": {"stage": 1, "overlap_comm": True}}),
+    }
+    made = plan(accepted(**spec), Facts(), CLUSTER_SETTINGS)
+    training = made.trainer.training
+    assert training is not None
+    assert training.arguments == {"adam_beta1": 0.8}
+    assert training.checkpoints.keep == 2
+    assert made.strategy == "deepspeed-zero1"
+    assert made.deepspeed_overrides == {"zero_optimization": {"overlap_comm": True}}
+    assert len([reason for reason in made.reasons if " is passed over: " in reason or " is taken as " in reason]) == 4
+
+
+@pytest.mark.parametrize("command", [("validate",), ("plan", "--no-measure"), ("run", "--dry-run", "--no-measure")])
+def test_every_command_says_what_became_of_a_copied_setting(command: tuple[str, ...], tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": 0}\n')
+    spec = {"dataset": {"uri": "file://rows.jsonl"}, "training": {"arguments": {"logging_steps": 10}, "learningRate": 2}}
+    file.write_text(yaml.safe_dump(document(**spec)))
+    result = CliRunner().invoke(app, [*command, str(file)])
+    assert "spec.training.arguments.logging_steps: 10 is passed over: every step is reported" in result.output
+    assert "spec.training.learningRate: 2 is very high for adamw" in result.output
+
+
+def test_validate_as_data_holds_the_notes(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text(yaml.safe_dump(document(**with_arguments(save_total_limit=2))))
+    result = CliRunner().invoke(app, ["validate", str(file), "-o", "json"])
+    (note,) = json.loads(result.stdout)["notes"]
+    assert note.endswith("spec.training.arguments.save_total_limit: 2 is taken as spec.checkpoints.keep.")
+
+
+@pytest.mark.parametrize("optimizer", HIGH_RATES)
+def test_a_learning_rate_that_is_most_likely_a_slip_is_told(optimizer: str) -> None:
+    most = HIGH_RATES[optimizer]  # type: ignore[index]
+    for rate, told in ((most, 0), (most * 2, 1)):
+        spec = {"training": {"learningRate": rate, "optimizer": optimizer}}
+        assert len(notices(accepted(**spec).spec)) == told
+
+
+def test_a_file_of_a_bare_kubernetes_job_is_told_once(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    kinds = (("batch/v1", "Job"), ("kubeflow.org/v1", "PyTorchJob"), ("trainer.kubeflow.org/v1alpha1", "TrainJob"))
+    for version, kind in kinds:
+        file.write_text(yaml.safe_dump({"apiVersion": version, "kind": kind, "metadata": {"name": "a"}, "spec": {}}))
+        result = CliRunner().invoke(app, ["validate", str(file)])
+        assert result.exit_code == 1
+        (line,) = [line for line in result.output.splitlines() if line.strip()]
+        assert f'kind: value "{kind}": runs containers, and there is no FineTuneJob' in line
+        assert "spec.resources.gpusPerNode" in line
+
+
+def test_a_kubernetes_job_beside_a_job_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    other = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "fill"}, "spec": {}}
+    file.write_text(yaml.safe_dump_all([other, document()]))
+    result = CliRunner().invoke(app, ["validate", str(file)])
+    assert result.exit_code == 0
+    assert "is passed over" in result.output
