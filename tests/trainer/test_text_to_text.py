@@ -127,7 +127,7 @@ def test_texts_that_are_too_long_lose_their_end_and_keep_the_end_token() -> None
     ("change", "message"),
     [
         ({"label_smoothing": 0.1}, "labelSmoothing is 0.1"),
-        ({"early_stopping": {"metric": "rougeL", "patience": 2}}, "'rougeL', which is not measured"),
+        ({"early_stopping": {"metric": "rougeL", "patience": 2}}, "'rougeL'; summarization with these labels has loss"),
     ],
 )
 def test_what_would_have_no_effect_is_refused(tmp_path, data, paths, change, message):

@@ -14,6 +14,7 @@ from finetune_operator.api.types import FailureStatus
 from finetune_operator.reconcile.failures import first_cause, on_node_lost
 from finetune_operator.reconcile.remedies import REMEDIES, OperatorCause, Remedy
 from finetune_operator.reconcile.types import ChildView, Ended, ObjectRef, PodView
+from reconcile_world import World, through
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 CHILD = ChildView(
@@ -437,3 +438,22 @@ def test_a_pod_that_does_not_end_is_its_nodes_fault():
         Remedy.FREE,
         "node-1",
     )
+
+
+def test_a_gate_that_is_not_met_says_how_the_trained_model_is_judged_again():
+    """What the hint says is done: another job with the model, a lower gate and no training runs to its evaluation."""
+    world = World()
+    world.spec["evaluation"] = {"gate": {"metric": "accuracy", "minimum": 0.99}}
+    through(world, 2)
+    world.fail(FailureClass.GATE_NOT_MET)
+    world.settle()
+    failure = world.job().status.failure
+    assert failure is not None
+    model = "pvc://reviews-workspace/reviews/model"
+    assert f"spec.model {{uri: {model}}}, the gate that you want, and without spec.training" in (failure.hint or "")
+
+    spec = {**world.spec, "model": {"uri": model}, "evaluation": {"gate": {"metric": "accuracy", "minimum": 0.5}}}
+    del spec["training"]
+    again = World(spec=spec)
+    through(again, 1)
+    assert again.phase == "Evaluating"

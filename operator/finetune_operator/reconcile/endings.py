@@ -99,6 +99,7 @@ def attempt_failed(course: Course, stage: StageStatus, cause: Cause, at: datetim
     )
     if cause.cause is FailureClass.GATE_NOT_MET:
         course = course.with_status(artifacts=with_report(course.status.artifacts, course.spec, course.job.name))
+        failure = _with_second_trial(course, failure)
     match _remedy(course, stage, cause):
         case Remedy.FAIL:
             return give_up(course, stage, failure)
@@ -108,6 +109,18 @@ def attempt_failed(course: Course, stage: StageStatus, cause: Cause, at: datetim
             return _counted(course, stage, cause, failure)
         case Remedy.ADAPT:
             return _adapted(course, stage, cause, failure)
+
+
+def _with_second_trial(course: Course, failure: FailureStatus) -> FailureStatus:
+    """Add how the trained model is judged again: the spec of this job cannot change any more."""
+    model = course.status.artifacts.model if course.status.artifacts else None
+    if model is None:
+        return failure
+    again = (
+        "To judge the trained model again without training it, apply this job with another metadata.name, spec.model "
+        f"{{uri: {model}}}, the gate that you want, and without spec.training."
+    )
+    return failure.model_copy(update={"hint": f"{failure.hint} {again}" if failure.hint else again})
 
 
 def _only_rank(course: Course, stage: StageStatus, cause: Cause) -> int | None:
