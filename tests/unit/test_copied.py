@@ -190,7 +190,10 @@ def test_the_trainer_gets_fields_and_nothing_that_was_passed_over() -> None:
 def test_every_command_says_what_became_of_a_copied_setting(command: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": 0}\n')
-    spec = {"dataset": {"uri": "file://rows.jsonl"}, "training": {"arguments": {"logging_steps": 10}, "learningRate": 2}}
+    spec = {
+        "dataset": {"uri": "file://rows.jsonl"},
+        "training": {"arguments": {"logging_steps": 10}, "learningRate": 2},
+    }
     file.write_text(yaml.safe_dump(document(**spec)))
     result = CliRunner().invoke(app, [*command, str(file)])
     assert "spec.training.arguments.logging_steps: 10 is passed over: every step is reported" in result.output

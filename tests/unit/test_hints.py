@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
+from mending import alternatives, apply, mend, parts, without_gone
 
 from finetune_operator.api import deepspeed_overrides, fields, foreign_files, support, template, validation
 from finetune_operator.api.foreign_names import NAMES, VALUES, ForeignName, ForeignValue, find_name, find_value, plain
@@ -23,8 +25,8 @@ from finetune_operator.api.shapes import Fields, accepts, find, leaves, spec_sha
 from finetune_operator.api.support import works
 from finetune_operator.api.types import ObjectMeta
 from finetune_operator.api.validation import validate_job
+from finetune_operator.cli.main import app
 from finetune_operator.documents import read_documents
-from mending import alternatives, apply, mend, parts, without_gone
 
 JOBS = Path(__file__).parent / "jobs"
 BAD = sorted(path.stem for path in (JOBS / "bad").glob("*.yaml"))
@@ -58,7 +60,7 @@ def text_of(problem: Problem) -> str:
     return f"{problem.path}: {problem.value}: {problem.rule}. {problem.way_out}"
 
 
-# ----------------------------------------------------------------------------------------------------------- whole files
+# ---------------------------------------------------------------------------------------------------------- whole files
 
 
 def document_of(name: str) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def test_edits_by_hand_belong_to_bad_files() -> None:
     assert set(BY_HAND) <= set(BAD)
 
 
-# ----------------------------------------------------------------------------------------------------------------- rules
+# ---------------------------------------------------------------------------------------------------------------- rules
 
 _BROKEN = [
     pytest.param(name, patch, id=f"{name}-{json.dumps(patch)[:80]}")
@@ -256,7 +258,7 @@ def test_any_foreign_value_is_told_with_what_to_write(row: ForeignValue) -> None
             assert written == value
 
 
-# ------------------------------------------------------------------------------------------------------------ one by one
+# ----------------------------------------------------------------------------------------------------------- one by one
 
 ONE_BY_ONE = {
     "per device": ({"training": {"per_device_train_batch_size": 8}}, "did you mean microBatchSize?"),
@@ -264,7 +266,10 @@ ONE_BY_ONE = {
     "half precision": ({"training": {"fp16": True}}, "set spec.training.precision to fp16"),
     "no half precision": ({"training": {"fp16": False}}, "leave it out"),
     "accumulation": ({"training": {"gradientAccumulationSteps": 4}}, "set spec.training.globalBatchSize;"),
-    "lora": ({"lora": {"r": 8, "lora_alpha": 16}}, "set spec.model.adapter.method to lora; r is spec.model.adapter.rank"),
+    "lora": (
+        {"lora": {"r": 8, "lora_alpha": 16}},
+        "set spec.model.adapter.method to lora; r is spec.model.adapter.rank",
+    ),
     "type of an adapter": ({"model": {"uri": "hf://a/b", "adapter": {"type": "lora"}}}, "did you mean method?"),
     "adapter in a word": ({"model": {"uri": "hf://a/b", "adapter": "lora"}}, "write {method: lora}"),
     "deepspeed": ({"deepspeed": "ds.json"}, "set spec.parallelism.strategy to deepspeed"),
@@ -400,7 +405,9 @@ learning_rate: 1.0e-4
 num_train_epochs: 3.0
 bf16: true
 """
-DEEPSPEED_FILE = '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}, "gradient_clipping": 1}'
+DEEPSPEED_FILE = (
+    '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}, "gradient_clipping": 1}'
+)
 ARGUMENTS_FILE = "model_name_or_path: bert-base-uncased\ndataset_name: imdb\nnum_train_epochs: 3\noutput_dir: out\n"
 
 
@@ -484,3 +491,11 @@ def test_the_bad_files_reach_every_place_where_a_problem_is_made() -> None:
             if function.name not in spared:
                 missed += [wanted[module.__file__][at] for at in lines if (module.__file__, at) not in reached]
     assert missed == []
+
+
+@pytest.mark.parametrize("command", [("run", "job.yaml"), ("logs", "a")])
+def test_stages_that_are_offered_are_those_that_run(command: tuple[str, ...]) -> None:
+    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, [*command, "--stage", "bananas"])
+    assert result.exit_code == 2
+    assert "predict" in result.output
+    assert "serve" not in result.output

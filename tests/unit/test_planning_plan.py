@@ -187,7 +187,7 @@ def test_a_launcher_that_cannot_be_rendered_is_refused_though_it_is_served():
             "spec.launcher",
             '"trainjob"',
             "it cannot be rendered yet",
-            "set launcher to auto or pytorchjob, mpijob, job",
+            "set launcher to auto or job",
         )
     ]
 

@@ -1,8 +1,8 @@
 """Settings that people copy from other tools and that do no harm: taken as a field of ours, or passed over, and told.
 
 They stand in `training.arguments` and `parallelism.deepspeedConfig`, where names of transformers and DeepSpeed are
-expected. A setting is passed over when it changes nothing that is learnt or kept, and taken as a field when it means the
-same and that field is left at its default. What contradicts a field is refused as before: `settle` leaves it there.
+expected. A setting is passed over when it changes nothing that is learnt or kept, and taken as a field when it means
+the same and that field is left at its default. What contradicts a field is refused as before: `settle` leaves it there.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ COPIED: tuple[Copied, ...] = (
     ),
     Copied(ARGUMENTS, ("overwrite_output_dir", "save_safetensors", "remove_unused_columns"),
            "the trainer itself takes care of what it is for"),
-    Copied(ARGUMENTS, ("dataloader_drop_last",), "an incomplete last batch is dropped", harmless=lambda given: given is True),
+    Copied(ARGUMENTS, ("dataloader_drop_last",), "an incomplete last batch is dropped",
+           harmless=lambda given: given is True),
     Copied(ARGUMENTS, ("do_train", "do_eval"), "what trains is evaluated, too", harmless=lambda given: given is True),
     Copied(ARGUMENTS, ("push_to_hub", "auto_find_batch_size", "no_cuda"), "it asks for nothing", harmless=_off),
     Copied(ARGUMENTS, ("deepspeed", "fsdp", "resume_from_checkpoint"), "it asks for nothing",
@@ -123,7 +124,7 @@ _SAME_KEYS: Mapping[tuple[str, ...], str] = {
 
 
 def settle(spec: FineTuneJobSpec) -> Settled:
-    """Take what was copied as fields, or pass it over. What cannot be is left where it is, and refused by the checks."""
+    """Take what was copied as fields, or pass it over. What cannot be is left where it is, for the checks to refuse."""
     settled = Settled(spec)
     if spec.training is not None and spec.training.arguments:
         settled = _settle_arguments(settled)
@@ -238,4 +239,3 @@ def _with(spec: FineTuneJobSpec, path: str, value: JsonValue) -> FineTuneJobSpec
     target[rest[-1]] = value
     changed = type(block).model_validate_json(json.dumps(written))
     return spec.model_copy(update={to_snake(head): changed})
-

@@ -86,7 +86,9 @@ def _told(path: str, tool: str, names: Sequence[str], inner: Mapping[str, JsonVa
             hint = unknown_name((*([path] if path else []), name), inner[name], (), of_job=True)
             place = hint.removeprefix("move it below ").replace(", as ", ".")
             if place != hint and " or " not in place:
-                fields.setdefault(place if plain(place.split(".")[-1]) == plain(name) else f"{place}.{name}", []).append(name)
+                fields.setdefault(
+                    place if plain(place.split(".")[-1]) == plain(name) else f"{place}.{name}", []
+                ).append(name)
         elif row.field is None:
             left_out.append(name)
         else:

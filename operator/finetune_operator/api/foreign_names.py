@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from functools import cache
 from types import MappingProxyType
 
@@ -48,7 +49,7 @@ class ForeignValue:
     """Dotted path of the field from the document."""
     names: tuple[str | bool, ...]
     tools: str
-    instead: Mapping[str, JsonValue] = field(default_factory=dict)
+    instead: Mapping[str, JsonValue] = dataclass_field(default_factory=dict)
     """Value by the dotted path of the field that takes it; empty: there is no counterpart."""
     hint: str = ""
     """As in `ForeignName`."""
@@ -56,7 +57,9 @@ class ForeignValue:
 
 _DEFAULT_EVALUATION = "leave it out: validation is measured after each epoch"
 _REPORTED = "leave it out: every step is reported"
-_RESULTS = "leave it out: results are in runs/NAME (finetune run --workspace DIR), in a cluster in spec.storage.workspace"
+_RESULTS = (
+    "leave it out: results are in runs/NAME (finetune run --workspace DIR), in a cluster in spec.storage.workspace"
+)
 _TOKENIZER = "leave it out: the tokenizer comes with the model"
 _NO_COUNTERPART = "leave it out: there is no counterpart"
 
@@ -180,7 +183,8 @@ NAMES: tuple[ForeignName, ...] = (
         None, "leave it out: prepared rows are kept in the workspace, and rows are shuffled by spec.training.seed",
     ),
     # ---- training
-    ForeignName(("num_train_epochs", "num_epochs", "n_epochs", "max_epochs", "epoch"), EVERYBODY, "spec.training.epochs"),
+    ForeignName(("num_train_epochs", "num_epochs", "n_epochs", "max_epochs", "epoch"), EVERYBODY,
+        "spec.training.epochs"),
     ForeignName(
         ("max_train_steps", "num_steps", "total_steps", "num_training_steps", "train_steps", "steps"), EVERYBODY,
         "spec.training.maxSteps",
@@ -247,7 +251,8 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("wandb_project", "wandb", "use_wandb", "wandb_entity", "mlflow_tracking_uri"), AXOLOTL,
-        "spec.training.arguments.report_to", "the project is the variable WANDB_PROJECT of spec.template.env", ["wandb"],
+        "spec.training.arguments.report_to", "the project is the variable WANDB_PROJECT of spec.template.env",
+        ["wandb"],
     ),
     ForeignName(
         ("logging_steps", "logging_strategy", "logging_dir", "log_level", "log_interval", "plot_loss", "disable_tqdm",
@@ -259,7 +264,8 @@ NAMES: tuple[ForeignName, ...] = (
         EVERYBODY, None, _DEFAULT_EVALUATION,
     ),
     ForeignName(("do_train",), f"{HF}, {FACTORY}", "spec.training", "{} takes the defaults", {}),
-    ForeignName(("do_predict", "inference", "prediction"), f"{HF}, {FACTORY}", "spec.predict", "{} takes the defaults", {}),
+    ForeignName(("do_predict", "inference", "prediction"), f"{HF}, {FACTORY}", "spec.predict",
+        "{} takes the defaults", {}),
     ForeignName(("save_steps", "save_interval", "checkpoint_interval"), EVERYBODY, "spec.checkpoints.every.steps"),
     ForeignName(
         ("save_strategy", "saves_per_epoch"), EVERYBODY, "spec.checkpoints.every", "which is once an epoch", "auto"
@@ -298,7 +304,8 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(("max_target_length", "max_gen_length", "max_tokens"), HF, "spec.generation.maxNewTokens"),
     ForeignName(("do_sample",), HF, "spec.generation.temperature", "above 0 tokens are drawn", same=False),
-    ForeignName(("top_k", "repetition_penalty"), HF, None, f"{_NO_COUNTERPART}; spec.generation.topP narrows the choice"),
+    ForeignName(("top_k", "repetition_penalty"), HF, None,
+        f"{_NO_COUNTERPART}; spec.generation.topP narrows the choice"),
     ForeignName(("output_file", "predictions_file", "output_path"), HF, "spec.predict.output", same=False),
     # ---- parallelism
     ForeignName(
@@ -494,19 +501,22 @@ VALUES: tuple[ForeignValue, ...] = (
         "write auto, ddp, fsdp or deepspeed; spec.launcher mpijob starts the processes by MPI",
     ),
     *(
-        ForeignValue(_ZERO, (f"zero{stage}", f"zero-{stage}", f"stage{stage}", f"stage-{stage}"), DEEPSPEED, {_ZERO: stage})
+        ForeignValue(_ZERO, (f"zero{stage}", f"zero-{stage}", f"stage{stage}", f"stage-{stage}"), DEEPSPEED,
+            {_ZERO: stage})
         for stage in (0, 1, 2, 3)
     ),
     ForeignValue(_PRECISION, ("float16", "half", "16", "16-mixed", "mixed", "amp"), EVERYBODY, {_PRECISION: "fp16"}),
     ForeignValue(_PRECISION, ("bfloat16", "bf16-mixed", "bfloat"), EVERYBODY, {_PRECISION: "bf16"}),
-    ForeignValue(_PRECISION, ("float32", "full", "32", "32-true", "tf32", "no", False), EVERYBODY, {_PRECISION: "fp32"}),
+    ForeignValue(_PRECISION, ("float32", "full", "32", "32-true", "tf32", "no", False), EVERYBODY,
+        {_PRECISION: "fp32"}),
     ForeignValue(_PRECISION, ("float8", "8", "te"), EVERYBODY, {_PRECISION: "fp8"}),
     ForeignValue(
         _PRECISION, ("int8", "int4", "4bit", "8bit", "nf4"), EVERYBODY, {},
         "leave it out, and set spec.model.adapter.method to qlora, which holds the weights in 4 bits",
     ),
     ForeignValue(
-        "spec.training.optimizer", ("adamw-torch", "adamw-torch-fused", "adamw-hf", "adam", "fused-adam", "adamw-apex-fused"),
+        "spec.training.optimizer",
+        ("adamw-torch", "adamw-torch-fused", "adamw-hf", "adam", "fused-adam", "adamw-apex-fused"),
         EVERYBODY, {"spec.training.optimizer": "adamw"},
     ),
     ForeignValue(
@@ -521,7 +531,8 @@ VALUES: tuple[ForeignValue, ...] = (
         EVERYBODY, {"spec.training.scheduler": "cosine"},
     ),
     ForeignValue(
-        "spec.training.scheduler", ("linear-with-warmup", "linear-decay", "warmuplr", "warmupdecaylr"), f"{HF}, {DEEPSPEED}",
+        "spec.training.scheduler", ("linear-with-warmup", "linear-decay", "warmuplr", "warmupdecaylr"),
+        f"{HF}, {DEEPSPEED}",
         {"spec.training.scheduler": "linear"}, "its warm-up is spec.training.warmupSteps",
     ),
     ForeignValue("spec.training.scheduler", ("none", "no", False), HF, {"spec.training.scheduler": "constant"}),
@@ -558,13 +569,15 @@ VALUES: tuple[ForeignValue, ...] = (
     ForeignValue("spec.resources.gpusPerNode", ("none", "cpu", False), HF, {"spec.resources.gpusPerNode": 0}),
     ForeignValue("spec.resources.processesPerNode", ("gpu", "all"), HF, {"spec.resources.processesPerNode": "auto"}),
     ForeignValue("spec.launcher", ("mpirun", "mpi", "horovodrun"), HF, {"spec.launcher": "mpijob"}),
-    ForeignValue("spec.launcher", ("pytorch", "kubeflow", "training-operator"), KUBERNETES, {"spec.launcher": "pytorchjob"}),
+    ForeignValue("spec.launcher", ("pytorch", "kubeflow", "training-operator"), KUBERNETES,
+        {"spec.launcher": "pytorchjob"}),
     ForeignValue(
         "spec.launcher", ("torchrun", "accelerate", "deepspeed", "local", "none", "python", "kubernetes"),
         f"{HF}, {DEEPSPEED}", {"spec.launcher": "auto"},
     ),
     ForeignValue("spec.launcher", ("batch", "k8s-job", "batch/v1"), KUBERNETES, {"spec.launcher": "job"}),
-    ForeignValue("spec.launcher", ("slurm", "ray", "rayjob", "sagemaker"), HF, {}, "leave it out: Kubernetes runs the pods"),
+    ForeignValue("spec.launcher", ("slurm", "ray", "rayjob", "sagemaker"), HF, {},
+        "leave it out: Kubernetes runs the pods"),
 )  # fmt: skip
 
 

@@ -30,12 +30,14 @@ _CLOSER = 0.84
 _MOST_PLACES = 3
 _MOST_NAMES = 6
 _UNITS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgtpe])(i?)b?(?:ytes?)?", re.IGNORECASE)
-_HUB_ADDRESS = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#]+/[^/?#]+|[^/?#]+)(?:[/?#].*)?")
+_HUB_ADDRESS = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#]+/[^/?#]+|[^/?#]+)(?:[/?#].*)?"
+)
 _FILE = re.compile(r"(?:\.{0,2}/.*|.*\.(?:csv|tsv|txt|jsonl?|parquet|arrow|gz|zst|bz2|xz|safetensors)|.*\*.*|.*/)")
 _TRUE_WORDS = {"yes": True, "on": True, "y": True, "true": True, "no": False, "off": False, "n": False, "false": False}
 
 
-# ---------------------------------------------------------------------------------------------------------- unknown name
+# --------------------------------------------------------------------------------------------------------- unknown name
 
 
 def unknown_name(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], *, of_job: bool) -> str:
@@ -85,7 +87,7 @@ def _index() -> Mapping[str, tuple[tuple[str, ...], ...]]:
 
 
 def argument_name(name: str, value: JsonValue) -> str | None:
-    """The way out for a name under `training.arguments` that is no free one of TrainingArguments; None: it has no row."""
+    """The way out for a name under `training.arguments` that is not free there; None: the table has no row for it."""
     row = find_name(name, "arguments")
     if row is None:
         return None
@@ -191,7 +193,7 @@ def _shape_at(field: str) -> Shape | None:
     return find(spec_shape(), rest) if head == "spec" else None
 
 
-# ----------------------------------------------------------------------------------------------------------- wrong value
+# ---------------------------------------------------------------------------------------------------------- wrong value
 
 
 def served(shape: Shape, path: Sequence[PathPart]) -> Shape:
@@ -200,7 +202,9 @@ def served(shape: Shape, path: Sequence[PathPart]) -> Shape:
     return replace(shape, words=served_words(field, shape.words)) if path[:1] == ("spec",) else shape
 
 
-def wrong_value(shape: Shape, path: Sequence[PathPart], value: JsonValue, schemes: Sequence[str] | None) -> tuple[str, str]:
+def wrong_value(
+    shape: Shape, path: Sequence[PathPart], value: JsonValue, schemes: Sequence[str] | None
+) -> tuple[str, str]:
     """The rule that a value breaks at `path`, and the way out; `schemes` are those that the settings allow."""
     shape = served(shape, path)
     rule = f"must be {sentence(shape)}"
@@ -220,8 +224,10 @@ def wrong_value(shape: Shape, path: Sequence[PathPart], value: JsonValue, scheme
             )
         case Text(quantity=True) if isinstance(value, str) and (found := _UNITS.fullmatch(value.strip())):
             number, unit, binary = found.groups()
-            return rule, f"write {number}{'k' if unit in 'kK' and not binary else unit.upper()}{'i' if binary else ''}" + (
-                "" if binary else f", or {number}{unit.upper()}i for powers of 1024"
+            return (
+                rule,
+                f"write {number}{'k' if unit in 'kK' and not binary else unit.upper()}{'i' if binary else ''}"
+                + ("" if binary else f", or {number}{unit.upper()}i for powers of 1024"),
             )
         case Text(quantity=False) if isinstance(value, int | float):
             return "must be text", "put it in quotes"

@@ -237,7 +237,9 @@ def _columns_cel() -> str:
         f"self.task != '{task}' || ({' && '.join(f'{name(one)} != {name(other)}' for one, other in pairs)})"
         for task, pairs in TARGETS.items()
     ]
-    written = f"self.task != 'text-generation' || !has(self.dataset.columns.source) || {name('source')} != {name('target')}"
+    written = (
+        f"self.task != 'text-generation' || !has(self.dataset.columns.source) || {name('source')} != {name('target')}"
+    )
     return f"!has(self.dataset) || ({' && '.join(f'({each})' for each in (*tasks, written))})"
 
 
@@ -766,9 +768,7 @@ RULES: tuple[Rule, ...] = (
         " && self.parallelism.sequence <= 1)",
         lambda spec: (
             spec.parallelism.strategy != "single"
-            or (
-                spec.resources.nodes == 1 and certain_processes(spec) in (None, 1) and spec.parallelism.sequence == 1
-            )
+            or (spec.resources.nodes == 1 and certain_processes(spec) in (None, 1) and spec.parallelism.sequence == 1)
         ),
         "single is one process, and spec.resources or spec.parallelism.sequence asks for more",
         _ONE_PROCESS,
@@ -1162,9 +1162,7 @@ RULES: tuple[Rule, ...] = (
         "training.warmupSteps",
         "!has(self.training) || self.training.warmupSteps < 1.0"
         " || self.training.warmupSteps == double(int(self.training.warmupSteps))",
-        lambda spec: (
-            spec.training is None or spec.training.warmup_steps < 1 or spec.training.warmup_steps % 1 == 0
-        ),
+        lambda spec: spec.training is None or spec.training.warmup_steps < 1 or spec.training.warmup_steps % 1 == 0,
         "from 1 on counts whole steps",
         "write a whole number, or a share of all steps below 1",
         advice=lambda spec: f"write {spec.training.warmup_steps:.0f}" if spec.training else "",
@@ -1174,9 +1172,7 @@ RULES: tuple[Rule, ...] = (
         "training.precision",
         "!has(self.training) || !(self.training.precision in ['fp16', 'fp8']) || self.resources.gpusPerNode != 0",
         lambda spec: (
-            spec.training is None
-            or spec.training.precision not in ("fp16", "fp8")
-            or spec.resources.gpus_per_node != 0
+            spec.training is None or spec.training.precision not in ("fp16", "fp8") or spec.resources.gpus_per_node != 0
         ),
         "needs a GPU, and spec.resources.gpusPerNode is 0",
         "set it to auto, fp32 or bf16, or set spec.resources.gpusPerNode",
@@ -1185,9 +1181,7 @@ RULES: tuple[Rule, ...] = (
         "fp16-has-its-loss-scaled",
         "training.precision",
         "!has(self.training) || self.training.precision != 'fp16' || self.parallelism.strategy != 'fsdp'",
-        lambda spec: (
-            spec.training is None or spec.training.precision != "fp16" or spec.parallelism.strategy != "fsdp"
-        ),
+        lambda spec: spec.training is None or spec.training.precision != "fp16" or spec.parallelism.strategy != "fsdp",
         "fp16 does not go together with spec.parallelism.strategy fsdp, which computes in fp32 or bf16",
         "set it to bf16, or spec.parallelism.strategy to deepspeed",
     ),
@@ -1210,9 +1204,7 @@ RULES: tuple[Rule, ...] = (
         "training.precision",
         f"!has(self.training) || !(self.training.precision in ['fp16', 'fp8']) || ({_SPREAD}) <= 1",
         lambda spec: (
-            spec.training is None
-            or spec.training.precision not in ("fp16", "fp8")
-            or spec.parallelism.model_ranks <= 1
+            spec.training is None or spec.training.precision not in ("fp16", "fp8") or spec.parallelism.model_ranks <= 1
         ),
         "is fp32 or bf16 with spec.parallelism.tensor or pipeline.degree above 1",
         "set it to bf16",
@@ -1222,9 +1214,7 @@ RULES: tuple[Rule, ...] = (
         "slices-do-not-multiply-in-fp8",
         "training.precision",
         "!has(self.training) || self.training.precision != 'fp8' || self.parallelism.sequence <= 1",
-        lambda spec: (
-            spec.training is None or spec.training.precision != "fp8" or spec.parallelism.sequence <= 1
-        ),
+        lambda spec: spec.training is None or spec.training.precision != "fp8" or spec.parallelism.sequence <= 1,
         "fp8 does not go together with spec.parallelism.sequence above 1",
         "set it to bf16",
     ),
@@ -1232,9 +1222,7 @@ RULES: tuple[Rule, ...] = (
         "adapters-do-not-multiply-in-fp8",
         "training.precision",
         "!has(self.training) || self.training.precision != 'fp8' || self.model.adapter.method == 'none'",
-        lambda spec: (
-            spec.training is None or spec.training.precision != "fp8" or spec.model.adapter.method == "none"
-        ),
+        lambda spec: spec.training is None or spec.training.precision != "fp8" or spec.model.adapter.method == "none",
         "fp8 does not go together with spec.model.adapter",
         "set it to bf16, or leave spec.model.adapter out",
     ),
@@ -1285,9 +1273,7 @@ RULES: tuple[Rule, ...] = (
         "pairs-need-whole-rows",
         "parallelism.pipeline.degree",
         "!has(self.training) || self.task != 'preference-tuning' || self.parallelism.pipeline.degree <= 1",
-        lambda spec: (
-            not _loops(spec) or spec.task != "preference-tuning" or spec.parallelism.pipeline.degree <= 1
-        ),
+        lambda spec: not _loops(spec) or spec.task != "preference-tuning" or spec.parallelism.pipeline.degree <= 1,
         "has to be 1 for preference-tuning, whose loss compares whole rows",
         "leave it out, and spread the model by spec.parallelism.strategy fsdp or deepspeed",
         reads=("parallelism.pipeline.degree", "task", "training.script"),
@@ -1296,9 +1282,7 @@ RULES: tuple[Rule, ...] = (
         "spread-models-keep-activations",
         "parallelism.activationCheckpointing",
         f"({_SPREAD}) <= 1 || self.parallelism.activationCheckpointing != 'selective'",
-        lambda spec: (
-            spec.parallelism.model_ranks <= 1 or spec.parallelism.activation_checkpointing != "selective"
-        ),
+        lambda spec: spec.parallelism.model_ranks <= 1 or spec.parallelism.activation_checkpointing != "selective",
         "is auto, none or full with spec.parallelism.tensor or pipeline.degree above 1",
         "set it to auto",
         reads=("parallelism.activationCheckpointing", "parallelism.tensor", "parallelism.pipeline.degree"),
@@ -1316,12 +1300,14 @@ RULES: tuple[Rule, ...] = (
         "compiled-models-are-whole",
         "training.arguments",
         None,
-        lambda spec: not (
-            _set_argument(spec, "torch_compile")
-            and (
-                spec.parallelism.replica_ranks > 1
-                or spec.parallelism.offload.activations != "none"
-                or spec.model.adapter.method == "qlora"
+        lambda spec: (
+            not (
+                _set_argument(spec, "torch_compile")
+                and (
+                    spec.parallelism.replica_ranks > 1
+                    or spec.parallelism.offload.activations != "none"
+                    or spec.model.adapter.method == "qlora"
+                )
             )
         ),
         "torch_compile does not go together with spec.parallelism.tensor, pipeline, sequence and offload.activations, "
@@ -1333,9 +1319,11 @@ RULES: tuple[Rule, ...] = (
         "liger-has-gpus-and-whole-rows",
         "training.arguments",
         None,
-        lambda spec: not (
-            _set_argument(spec, "use_liger_kernel")
-            and (spec.resources.gpus_per_node == 0 or spec.parallelism.sequence > 1)
+        lambda spec: (
+            not (
+                _set_argument(spec, "use_liger_kernel")
+                and (spec.resources.gpus_per_node == 0 or spec.parallelism.sequence > 1)
+            )
         ),
         "use_liger_kernel needs GPUs, and rows that spec.parallelism.sequence does not divide",
         "leave use_liger_kernel out",
