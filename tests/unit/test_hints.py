@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 from typer.testing import CliRunner
-from mending import alternatives, apply, mend, parts, without_gone
 
 from finetune_operator.api import deepspeed_overrides, fields, foreign_files, support, template, validation
 from finetune_operator.api.foreign_names import NAMES, VALUES, ForeignName, ForeignValue, find_name, find_value, plain
@@ -27,6 +26,7 @@ from finetune_operator.api.types import ObjectMeta
 from finetune_operator.api.validation import validate_job
 from finetune_operator.cli.main import app
 from finetune_operator.documents import read_documents
+from mending import alternatives, apply, mend, parts, without_gone
 
 JOBS = Path(__file__).parent / "jobs"
 BAD = sorted(path.stem for path in (JOBS / "bad").glob("*.yaml"))
@@ -265,7 +265,10 @@ ONE_BY_ONE = {
     "epochs": ({"training": {"num_train_epochs": 3}}, "did you mean epochs?"),
     "half precision": ({"training": {"fp16": True}}, "set spec.training.precision to fp16"),
     "no half precision": ({"training": {"fp16": False}}, "leave it out"),
-    "accumulation": ({"training": {"gradientAccumulationSteps": 4}}, "set spec.training.globalBatchSize;"),
+    "accumulation": (
+        {"training": {"gradientAccumulationSteps": 4}},
+        "set spec.training.globalBatchSize, which is micro-batch x accumulation x processes",
+    ),
     "lora": (
         {"lora": {"r": 8, "lora_alpha": 16}},
         "set spec.model.adapter.method to lora; r is spec.model.adapter.rank",
@@ -282,7 +285,7 @@ ONE_BY_ONE = {
     "sft": ({"task": "sft"}, "write text-generation"),
     "dpo": ({"task": "dpo"}, "write preference-tuning"),
     "16 GB": ({"resources": {"memory": "16 GB"}}, "write 16G, or 16Gi for powers of 1024"),
-    "warm-up": ({"training": {"warmup_ratio": 0.1}}, "did you mean warmupSteps? Below 1 it is a share"),
+    "warm-up": ({"training": {"warmup_ratio": 0.1}}, "did you mean warmupSteps? (a share of all steps below 1"),
     "evaluation": ({"training": {"evaluation_strategy": "epoch"}}, "validation is measured after each epoch"),
     "epochs too high up": ({"epochs": 3}, "move it below spec.training"),
     "rate too high up": ({"learningRate": 1e-4}, "move it below spec.training"),

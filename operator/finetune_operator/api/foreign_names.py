@@ -71,6 +71,10 @@ NAMES: tuple[ForeignName, ...] = (
         EVERYBODY, "spec.model.uri", "hf:// before a name of the Hub, file:// before a path",
     ),
     ForeignName(
+        ("name", "path", "id", "repo", "repo_id", "hub_id", "checkpoint", "source"), EVERYBODY, "spec.model.uri",
+        "hf:// before a name of the Hub, file:// before a path", under=("model",),
+    ),
+    ForeignName(
         ("tokenizer_name", "tokenizer_name_or_path", "tokenizer_config", "tokenizer_type", "tokenizer", "model_type",
          "config_name", "use_fast_tokenizer", "special_tokens"),
         EVERYBODY, None, _TOKENIZER,
@@ -109,7 +113,8 @@ NAMES: tuple[ForeignName, ...] = (
         "leave it out: beside the adapter the task's head is trained whole, and nothing else",
     ),
     ForeignName(
-        ("num_labels", "id2label", "label2id", "label_list"), HF, None, "leave it out: labels are read from the data"
+        ("num_labels", "id2label", "label2id", "label_list", "labels", "classes", "num_classes"), HF, None,
+        "leave it out: labels are read from the data",
     ),
     ForeignName(
         ("flash_attention", "flash_attn", "attn_implementation", "use_flash_attention_2", "sdp_attention",
@@ -122,6 +127,10 @@ NAMES: tuple[ForeignName, ...] = (
          "train_dataset", "training_data", "dataset_dir", "data", "dataset_id"),
         EVERYBODY, "spec.dataset.uri", "hf:// before a name of the Hub, file:// before a path",
     ),
+    ForeignName(
+        ("name", "path", "id", "repo", "repo_id", "file", "files", "folder"), EVERYBODY, "spec.dataset.uri",
+        "hf:// before a name of the Hub, file:// before a path", under=("dataset",),
+    ),
     ForeignName(("dataset_config_name", "dataset_config", "subset"), HF, "spec.dataset.config"),
     ForeignName(("train_split", "dataset_train_split", "split"), EVERYBODY, "spec.dataset.splits.train"),
     ForeignName(
@@ -129,6 +138,8 @@ NAMES: tuple[ForeignName, ...] = (
         "spec.dataset.splits.validation",
     ),
     ForeignName(("test_split",), EVERYBODY, "spec.dataset.splits.test"),
+    ForeignName(("split",), EVERYBODY, "spec.dataset.splits.test", under=("evaluation", "predict")),
+    ForeignName(("truncation", "truncate"), HF, None, "leave it out: rows are cut at spec.preparation.maxLength"),
     ForeignName(
         ("validation_file", "eval_dataset", "eval_file", "test_file", "test_datasets", "validation_data"), EVERYBODY,
         "spec.dataset.splits.validation",
@@ -193,17 +204,17 @@ NAMES: tuple[ForeignName, ...] = (
         ("per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "device_batch_size",
          "train_micro_batch_size_per_gpu", "per_device_batch_size"),
         f"{EVERYBODY}, {DEEPSPEED}", "spec.training.microBatchSize",
-        "spec.training.globalBatchSize is micro-batch x accumulation x processes",
+        "the rows of one process at once; spec.training.globalBatchSize is those of a step",
     ),
     ForeignName(
-        ("train_batch_size", "batch_size", "total_batch_size", "effective_batch_size"), f"{HF}, {DEEPSPEED}",
-        "spec.training.globalBatchSize", "rows of all processes together",
+        ("train_batch_size", "batch_size", "batch", "total_batch_size", "effective_batch_size"), f"{HF}, {DEEPSPEED}",
+        "spec.training.globalBatchSize", "the rows of all processes together",
     ),
     ForeignName(
         ("gradient_accumulation_steps", "grad_accumulation_steps", "gradient_accumulation", "grad_accum",
          "accumulate_grad_batches"),
         f"{EVERYBODY}, {DEEPSPEED}", "spec.training.globalBatchSize",
-        "micro-batch x accumulation x processes; the accumulation follows from it", same=False,
+        "which is micro-batch x accumulation x processes, so that the accumulation follows from it", same=False,
     ),
     ForeignName(
         ("per_device_eval_batch_size", "eval_batch_size", "per_gpu_eval_batch_size"), EVERYBODY, None,
@@ -216,7 +227,7 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("warmup_ratio", "warmup_proportion", "lr_warmup_ratio"), EVERYBODY, "spec.training.warmupSteps",
-        "below 1 it is a share of all steps",
+        "a share of all steps below 1, and a count from 1 on",
     ),
     ForeignName(("lr_warmup_steps", "num_warmup_steps", "warmup"), EVERYBODY, "spec.training.warmupSteps"),
     ForeignName(
@@ -281,6 +292,7 @@ NAMES: tuple[ForeignName, ...] = (
         ("output_dir", "overwrite_output_dir", "save_dir", "logdir", "checkpoint_dir", "results_dir"), EVERYBODY, None,
         _RESULTS,
     ),
+    ForeignName(("output",), EVERYBODY, None, _RESULTS, under=("", "spec", "training")),
     ForeignName(("run_name", "experiment_name", "job_name", "wandb_name"), EVERYBODY, "metadata.name"),
     ForeignName(
         ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"), EVERYBODY, None,
@@ -302,6 +314,7 @@ NAMES: tuple[ForeignName, ...] = (
         ("compute_metrics", "eval_metric", "eval_metrics", "metric_name"), HF, "spec.evaluation.metrics",
         "a list", same=False,
     ),
+    ForeignName(("metric",), HF, "spec.evaluation.metrics", "a list", under=("evaluation",), same=False),
     ForeignName(("max_target_length", "max_gen_length", "max_tokens"), HF, "spec.generation.maxNewTokens"),
     ForeignName(("do_sample",), HF, "spec.generation.temperature", "above 0 tokens are drawn", same=False),
     ForeignName(("top_k", "repetition_penalty"), HF, None,
@@ -374,6 +387,10 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("gpu_memory", "vram", "gpu_mem"), KUBERNETES, "spec.resources.accelerator.memory"),
     ForeignName(("cpus", "num_cpus", "cores", "cpu_count"), KUBERNETES, "spec.resources.cpu"),
     ForeignName(("ram", "mem", "memory_limit"), KUBERNETES, "spec.resources.memory"),
+    ForeignName(
+        ("memory_gb", "memory_gib", "memory_mb"), KUBERNETES, "spec.resources.memory", "with its unit, e.g. 16Gi",
+        same=False,
+    ),
     ForeignName(("shm", "shm_size"), KUBERNETES, "spec.resources.sharedMemory"),
     ForeignName(
         ("container_image", "trainer_image", "docker_image"), KUBERNETES, "spec.image"
@@ -562,7 +579,7 @@ VALUES: tuple[ForeignValue, ...] = (
     ForeignValue("spec.preparation.packing", (True, "true"), EVERYBODY, {"spec.preparation.packing": "always"}),
     ForeignValue("spec.preparation.packing", (False, "false"), EVERYBODY, {"spec.preparation.packing": "never"}),
     ForeignValue("spec.checkpoints.every", ("epoch", "steps"), EVERYBODY, {"spec.checkpoints.every": "auto"},
-                 "which is once an epoch; {steps: 500} is every 500 steps"),
+                 "which is once an epoch ({steps: 500} is every 500 steps)"),
     ForeignValue("spec.checkpoints.resume", (True, "true", "always"), EVERYBODY, {"spec.checkpoints.resume": "auto"}),
     ForeignValue("spec.checkpoints.resume", (False, "false", "no"), EVERYBODY, {"spec.checkpoints.resume": "never"}),
     ForeignValue("spec.resources.gpusPerNode", ("all", "max"), HF, {"spec.resources.gpusPerNode": "auto"}),

@@ -20,7 +20,19 @@ from finetune_contract.arguments import FREE
 from finetune_contract.hub import is_hub_name
 from finetune_operator.api.foreign_names import ForeignName, ForeignValue, find_name, find_value, plain
 from finetune_operator.api.problems import PathPart, describe_value, is_secret_name
-from finetune_operator.api.shapes import Boolean, Fields, Number, Shape, Text, accepts, find, sentence, spec_shape
+from finetune_operator.api.shapes import (
+    Boolean,
+    Fields,
+    Items,
+    Map,
+    Number,
+    Shape,
+    Text,
+    accepts,
+    find,
+    sentence,
+    spec_shape,
+)
 from finetune_operator.api.support import served_schemes, served_words, works
 from finetune_operator.api.types import URI_PATTERN
 
@@ -28,8 +40,11 @@ _CLOSE = 0.6
 _CLOSER = 0.84
 """Likeness above which a name is taken for a misspelt one of another object; letters alone tell less there."""
 _MOST_PLACES = 3
+_ANYWHERE = ("name", "key", "path", "url", "ref", "enabled", "degree")
+"""Names of fields that say nothing of what they are for without the object that they stand in."""
 _MOST_NAMES = 6
 _UNITS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgtpe])(i?)b?(?:ytes?)?", re.IGNORECASE)
+_CORES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*v?(?:cores?|cpus?)", re.IGNORECASE)
 _HUB_ADDRESS = re.compile(
     r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#]+/[^/?#]+|[^/?#]+)(?:[/?#].*)?"
 )
@@ -52,10 +67,13 @@ def unknown_name(path: Sequence[PathPart], value: JsonValue, names: Sequence[str
         if row is not None and row.under:
             return _by_row(row, path, value)
         places = _places(name, path)
-        if places and not (row is not None and _is_block(places) and not isinstance(value, dict)):
-            return _moved(places, name, value)
+        fitting = tuple(place for place in places if _could_hold(place, value))
+        if fitting:
+            return _moved(fitting, name, value)
         if row is not None:
             return _by_row(row, path, value)
+        if places:
+            return _moved(places, name, value)
     near = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
     if near:
         return f"did you mean {near[0]}?"
@@ -76,7 +94,7 @@ def _index() -> Mapping[str, tuple[tuple[str, ...], ...]]:
 
     def walk(shape: Shape, path: tuple[str, ...]) -> None:
         for name, inner in shape.body.fields.items() if isinstance(shape.body, Fields) else ():
-            if not works(".".join((*path, name)[1:])):
+            if name in _ANYWHERE or not works(".".join((*path, name)[1:])):
                 continue
             found[plain(name)] = (*found.get(plain(name), ()), (*path, name))
             walk(inner, (*path, name))
@@ -109,9 +127,16 @@ def _places(name: str, path: Sequence[PathPart]) -> tuple[tuple[str, ...], ...]:
     return tuple(place for place in places if len(place) == least)
 
 
-def _is_block(places: Sequence[tuple[str, ...]]) -> bool:
-    shape = _shape_at(".".join(places[0]))
-    return shape is not None and isinstance(shape.body, Fields) and not shape.words
+def _could_hold(place: tuple[str, ...], value: JsonValue) -> bool:
+    """Whether an object, a list or a scalar belongs at a place of the spec, whatever is in it."""
+    shape = _shape_at(".".join(place))
+    match None if shape is None else shape.body:
+        case Fields() | Map():
+            return isinstance(value, dict) or (shape is not None and value in shape.words)
+        case Items():
+            return isinstance(value, list) or (shape is not None and value in shape.words)
+        case _:
+            return not isinstance(value, dict | list)
 
 
 def _moved(places: Sequence[tuple[str, ...]], name: str, value: JsonValue) -> str:
@@ -131,7 +156,7 @@ def _argument(name: str) -> str | None:
 
 
 def _by_row(row: ForeignName, path: Sequence[PathPart], value: JsonValue) -> str:
-    hint = f"; {row.hint}" if row.hint else ""
+    hint = _joined(row.hint)
     if row.field is None:
         return row.hint
     if row.value is not None and (value is False or value is None or value == ""):
@@ -141,9 +166,16 @@ def _by_row(row: ForeignName, path: Sequence[PathPart], value: JsonValue) -> str
     *above, leaf = row.field.split(".")
     if row.value is not None:
         return f"set {row.field} to {_shown(row.value, row.field)}{hint}"
-    if above == list(path[:-1]) and row.same:
-        return f"did you mean {leaf}?" + (f" {row.hint[:1].upper()}{row.hint[1:]}" if row.hint else "")
+    shape = _shape_at(row.field)
+    if row.same and shape is not None and _is_uri(shape) and as_uri(value):
+        return _set(row.field, value)
+    if above == list(path[:-1]) and row.same and find_value(row.field, value) is None:
+        return f"did you mean {leaf}?" + (f" ({row.hint})" if row.hint else "")
     return f"{_set(row.field, value) if row.same else f'set {row.field}'}{hint}"
+
+
+def _joined(hint: str) -> str:
+    return "" if not hint else f", {hint}" if hint.startswith("which ") else f" ({hint})"
 
 
 def _inner(field: str, value: Mapping[str, JsonValue]) -> Iterator[str]:
@@ -175,7 +207,7 @@ def _set(field: str, value: JsonValue) -> str:
 
 
 def _instead(row: ForeignValue) -> str:
-    hint = f"; {row.hint}" if row.hint and row.instead else row.hint
+    hint = _joined(row.hint) if row.instead else row.hint
     steps = [f"{field} to {_shown(value, field)}" for field, value in row.instead.items()]
     return (f"set {' and '.join(steps)}" if steps else "") + hint
 
@@ -212,7 +244,7 @@ def wrong_value(
     row = find_value(".".join(str(part) for part in path), value)
     if row is not None and not isinstance(shape.body, Boolean):
         same = list(row.instead) == [row.field]
-        hint = f"; {row.hint}" if row.hint else ""
+        hint = _joined(row.hint)
         return rule, f"write {_shown(row.instead[row.field], row.field)}{hint}" if same else _instead(row)
     match shape.body:
         case Text() if _is_uri(shape):
@@ -229,6 +261,8 @@ def wrong_value(
                 f"write {number}{'k' if unit in 'kK' and not binary else unit.upper()}{'i' if binary else ''}"
                 + ("" if binary else f", or {number}{unit.upper()}i for powers of 1024"),
             )
+        case Text(quantity=True) if isinstance(value, str) and (found := _CORES.fullmatch(value.strip())):
+            return rule, f"write {found[1]}"
         case Text(quantity=False) if isinstance(value, int | float):
             return "must be text", "put it in quotes"
         case Fields(fields) if isinstance(value, str) and "uri" in fields:
@@ -250,8 +284,12 @@ def wrong_value(
 
 
 def _only_taker(fields: Mapping[str, Shape], value: JsonValue) -> str | None:
-    """The one field of an object that takes a value that was written in place of the object; steps before minutes."""
+    """The field of an object that takes a value that was written in its place: by its word, or as the only one; steps
+    go before minutes.
+    """
     by_word = [name for name, inner in fields.items() if isinstance(value, str) and value in inner.words]
+    if by_word and value not in ("auto", "none"):
+        return by_word[0]
     takers = by_word or [name for name, inner in fields.items() if not inner.words and accepts(inner, value)]
     return takers[0] if len(takers) == 1 or "steps" in takers[:1] else None
 

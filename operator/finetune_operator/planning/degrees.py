@@ -96,8 +96,8 @@ def slices(draft: Draft) -> Iterator[tuple[Draft, ...]]:
 
 
 def obstacles(problems: tuple[Problem, ...]) -> tuple[str, ...]:
-    """Why a job may not have its degrees: of each rule what it says first, without the lists that follow. Where a rule of
-    the API and a phase of the plan refuse the same field, the phase says why in the words of what was to be chosen.
+    """Why a job may not have its degrees: of each rule what it says first, without the lists that follow. Where a rule
+    of the API and a phase of the plan refuse the same field, the phase says why in the words of what was to be chosen.
     """
     fields = [problem.path for problem in problems]
     last = [
