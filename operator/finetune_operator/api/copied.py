@@ -146,19 +146,20 @@ def _settle_arguments(settled: Settled) -> Settled:
 
 def _settle_deepspeed(settled: Settled) -> Settled:
     left: dict[str, JsonValue] = copy.deepcopy(settled.spec.parallelism.deepspeed_config)
+    autos: list[str] = []
     for path, given in tuple(_leaves(left, ())):
         name = ".".join(path)
         if given == "auto" or (path[-1] == "type" and path[:-1] in OWNED_KEYS and _is_auto(left, path[:-1])):
             of_plan = any(path[:length] in OWNED_KEYS for length in range(len(path) + 1))
             who = "the plan decides it" if of_plan else "DeepSpeed's default holds"
-            settled = _noted(settled, f"{DEEPSPEED_CONFIG}.{name}", given, f"is passed over: {who}")
+            autos.append(_note(f"{DEEPSPEED_CONFIG}.{name}", given, f"is passed over: {who}"))
         else:
             found = _taken(settled, DEEPSPEED_CONFIG, name, given, _SAME_KEYS.get(path))
             if found is None:
                 continue
             settled = found
         _remove(left, path)
-    return replace(settled, spec=_with(settled.spec, DEEPSPEED_CONFIG, left))
+    return Settled(_with(settled.spec, DEEPSPEED_CONFIG, left), (*settled.notes, *autos))
 
 
 def _leaves(value: Mapping[str, JsonValue], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], JsonValue]]:
@@ -217,8 +218,12 @@ def _plain(value: JsonValue) -> str:
     return str(value)
 
 
+def _note(path: str, given: JsonValue, becomes: str) -> str:
+    return f"spec.{path}: {describe_value(given, path.split('.'))} {becomes}"
+
+
 def _noted(settled: Settled, path: str, given: JsonValue, becomes: str) -> Settled:
-    return replace(settled, notes=(*settled.notes, f"spec.{path}: {describe_value(given, path.split('.'))} {becomes}"))
+    return replace(settled, notes=(*settled.notes, _note(path, given, becomes)))
 
 
 def _get(spec: FineTuneJobSpec, path: str) -> JsonValue:
