@@ -216,6 +216,13 @@ def test_a_learning_rate_that_is_most_likely_a_slip_is_told(optimizer: str) -> N
         assert len(notices(accepted(**spec).spec)) == told
 
 
+def test_no_more_notices_are_told_than_anybody_reads() -> None:
+    many = {f"key_{number}": "auto" for number in range(500)}
+    told = notices(accepted(**with_deepspeed({"autotuning": many})).spec)
+    assert len(told) == 21
+    assert told[-1] == "480 more settings are passed over or taken as fields"
+
+
 def test_a_file_of_a_bare_kubernetes_job_is_told_once(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     kinds = (("batch/v1", "Job"), ("kubeflow.org/v1", "PyTorchJob"), ("trainer.kubeflow.org/v1alpha1", "TrainJob"))

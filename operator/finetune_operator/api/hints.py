@@ -150,9 +150,23 @@ def _moved(places: Sequence[tuple[str, ...]], name: str, value: JsonValue) -> st
     return f"move it below {' or '.join(parents)}" + ("" if leaf == name else f", as {leaf}")
 
 
+def place_of(name: str, above: Sequence[PathPart]) -> str | None:
+    """The dotted path of the one field of the spec that has this name, misplaced in the object at `above`."""
+    places = _places(name, (*above, name))
+    if len(places) == 1:
+        return ".".join(places[0])
+    argument = _argument(name)
+    return None if argument is None else f"spec.training.arguments.{argument}"
+
+
 def _argument(name: str) -> str | None:
     """A free field of TrainingArguments of that name."""
-    return next((free for free in sorted(FREE) if plain(free) == plain(name)), None)
+    return _free_arguments().get(plain(name))
+
+
+@cache
+def _free_arguments() -> Mapping[str, str]:
+    return {plain(name): name for name in FREE}
 
 
 def _by_row(row: ForeignName, path: Sequence[PathPart], value: JsonValue) -> str:

@@ -20,10 +20,16 @@ which are clipped to a norm of 1.
 """
 
 
+MOST_NOTICES = 20
+"""Told of one job; they go into the status of an object, and nobody reads more."""
+
+
 def notices(spec: FineTuneJobSpec) -> tuple[str, ...]:
     """Sentences without their full stops, each with its field."""
     settled = settle(spec)
-    return (*settled.notes, *_unusual(settled.spec))
+    more = len(settled.notes) - MOST_NOTICES
+    rest = (f"{more} more settings are passed over or taken as fields",) if more > 0 else ()
+    return (*settled.notes[:MOST_NOTICES], *rest, *_unusual(settled.spec))
 
 
 def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:
