@@ -40,6 +40,8 @@ class Copied:
     """What is written into the field; None: this value is not taken."""
     harmless: Callable[[JsonValue], bool] = lambda given: True
     """Whether the value is passed over; another one is refused as before."""
+    when: str = ""
+    """The values that are passed over, in words; empty: any."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +82,19 @@ COPIED: tuple[Copied, ...] = (
     Copied(ARGUMENTS, ("overwrite_output_dir", "save_safetensors", "remove_unused_columns"),
            "the trainer itself takes care of what it is for"),
     Copied(ARGUMENTS, ("dataloader_drop_last",), "an incomplete last batch is dropped",
-           harmless=lambda given: given is True),
-    Copied(ARGUMENTS, ("do_train", "do_eval"), "what trains is evaluated, too", harmless=lambda given: given is True),
-    Copied(ARGUMENTS, ("push_to_hub", "auto_find_batch_size", "no_cuda"), "it asks for nothing", harmless=_off),
+           harmless=lambda given: given is True, when="true"),
+    Copied(ARGUMENTS, ("do_train", "do_eval"), "what trains is evaluated, too",
+           harmless=lambda given: given is True, when="true"),
+    Copied(ARGUMENTS, ("push_to_hub", "auto_find_batch_size", "no_cuda"), "it asks for nothing", harmless=_off,
+           when="false"),
     Copied(ARGUMENTS, ("deepspeed", "fsdp", "resume_from_checkpoint"), "it asks for nothing",
-           harmless=lambda given: given in (None, "", False)),
-    Copied(ARGUMENTS, ("local_rank", "max_steps"), "it asks for nothing", harmless=_not_one),
+           harmless=lambda given: given in (None, "", False), when="empty"),
+    Copied(ARGUMENTS, ("local_rank", "max_steps"), "it asks for nothing", harmless=_not_one, when="-1"),
     Copied(ARGUMENTS, ("save_total_limit",), "", "checkpoints.keep", _whole),
     Copied(ARGUMENTS, ("save_steps",), "", "checkpoints.every",
            lambda given: None if _whole(given) is None else {"steps": given}),
     Copied(ARGUMENTS, ("save_strategy",), "the interval is spec.checkpoints.every",
-           harmless=lambda given: given in ("epoch", "steps")),
+           harmless=lambda given: given in ("epoch", "steps"), when="epoch or steps"),
     Copied(ARGUMENTS, ("optim",), "", "training.optimizer",
            lambda given: _OPTIMIZERS.get(given) if isinstance(given, str) else None),
     Copied(DEEPSPEED_CONFIG, ("steps_per_print",), _REPORTED),

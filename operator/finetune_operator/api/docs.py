@@ -142,7 +142,11 @@ def _value_row(row: ForeignValue) -> str:
 
 
 def _copied_row(row: Copied) -> str:
-    becomes = f"taken as `spec.{row.field}`" if row.field else f"passed over: {row.becomes}"
+    becomes = (
+        f"taken as `spec.{row.field}`"
+        if row.field
+        else f"passed over{f' when {row.when}' * bool(row.when)}: {row.becomes}"
+    )
     return f"| `spec.{row.block}` | {_codes(row.names)} | {becomes} |"
 
 
