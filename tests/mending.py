@@ -22,7 +22,7 @@ GONE = None
 _PART = re.compile(r"""\.?([A-Za-z_][\w-]*)|\[([0-9]+)\]|\["((?:[^"\\]|\\.)*)"\]""")
 _VALUE = r"(\{[^}]*\}|\[[^\]]*\]|\"[^\"]*\"|[\w.:/+-]*[\w/}])"
 _FIELD = r"(it|(?:spec|metadata)\.[\w.]*\w|[a-z][\w.]*\w)"
-_END = r"(?=$|[,;:.]| or | and | to take|\?)"
+_END = r"(?=$|[,;:.]| \(| or | and | to take|\?)"
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _left_or_set(problem: Problem, text: str) -> list[list[Edit]]:
 
 def _written(problem: Problem, text: str) -> list[list[Edit]]:
     """`write VALUE`, `use 96 or 112`."""
-    found = re.match(rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| or |\?)", text)
+    found = re.match(rf"write (?:one of )?(?:[a-zA-Z]+: (?=\S))?{_VALUE}(?=$|[,;]| to take| or | \(|\?)", text)
     found = found or re.match(rf"use {_VALUE}(?=,| or |$)", text)
     if not found or found[1].endswith("://") or re.match(r"write (the|its|it|a|whatever)\b", text):
         return []

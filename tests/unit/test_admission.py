@@ -154,3 +154,10 @@ def test_our_authority_comes_first_in_every_bundle(before: str, after: str, chan
     found, told = with_authority({"webhooks": [hook]}, pem("ours"))
     assert found is changed
     assert told == {"webhooks": [{**hook, "clientConfig": {"service": {"name": "s"}, "caBundle": after}}]}
+
+
+def test_a_setting_that_was_copied_is_a_warning_of_kubectl() -> None:
+    (warning,) = told(ask(a_job({**SPEC, "training": {"arguments": {"logging_steps": 5}}})), CLUSTER_SETTINGS, ())[
+        "warnings"
+    ]
+    assert warning.startswith("spec.training.arguments.logging_steps: 5 is passed over")

@@ -190,7 +190,10 @@ def test_the_trainer_gets_fields_and_nothing_that_was_passed_over() -> None:
 def test_every_command_says_what_became_of_a_copied_setting(command: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": 0}\n')
-    spec = {"dataset": {"uri": "file://rows.jsonl"}, "training": {"arguments": {"logging_steps": 10}, "learningRate": 2}}
+    spec = {
+        "dataset": {"uri": "file://rows.jsonl"},
+        "training": {"arguments": {"logging_steps": 10}, "learningRate": 2},
+    }
     file.write_text(yaml.safe_dump(document(**spec)))
     result = CliRunner().invoke(app, [*command, str(file)])
     assert "spec.training.arguments.logging_steps: 10 is passed over: every step is reported" in result.output
@@ -211,6 +214,13 @@ def test_a_learning_rate_that_is_most_likely_a_slip_is_told(optimizer: str) -> N
     for rate, told in ((most, 0), (most * 2, 1)):
         spec = {"training": {"learningRate": rate, "optimizer": optimizer}}
         assert len(notices(accepted(**spec).spec)) == told
+
+
+def test_no_more_notices_are_told_than_anybody_reads() -> None:
+    many = {f"key_{number}": "auto" for number in range(500)}
+    told = notices(accepted(**with_deepspeed({"autotuning": many})).spec)
+    assert len(told) == 21
+    assert told[-1] == "480 more settings are passed over or taken as fields"
 
 
 def test_a_file_of_a_bare_kubernetes_job_is_told_once(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 from finetune_operator.api import deepspeed_overrides, fields, foreign_files, support, template, validation
 from finetune_operator.api.foreign_names import NAMES, VALUES, ForeignName, ForeignValue, find_name, find_value, plain
@@ -23,6 +24,7 @@ from finetune_operator.api.shapes import Fields, accepts, find, leaves, spec_sha
 from finetune_operator.api.support import works
 from finetune_operator.api.types import ObjectMeta
 from finetune_operator.api.validation import validate_job
+from finetune_operator.cli.main import app
 from finetune_operator.documents import read_documents
 from mending import alternatives, apply, mend, parts, without_gone
 
@@ -58,7 +60,7 @@ def text_of(problem: Problem) -> str:
     return f"{problem.path}: {problem.value}: {problem.rule}. {problem.way_out}"
 
 
-# ----------------------------------------------------------------------------------------------------------- whole files
+# ---------------------------------------------------------------------------------------------------------- whole files
 
 
 def document_of(name: str) -> dict[str, Any]:
@@ -100,7 +102,7 @@ def test_edits_by_hand_belong_to_bad_files() -> None:
     assert set(BY_HAND) <= set(BAD)
 
 
-# ----------------------------------------------------------------------------------------------------------------- rules
+# ---------------------------------------------------------------------------------------------------------------- rules
 
 _BROKEN = [
     pytest.param(name, patch, id=f"{name}-{json.dumps(patch)[:80]}")
@@ -256,15 +258,21 @@ def test_any_foreign_value_is_told_with_what_to_write(row: ForeignValue) -> None
             assert written == value
 
 
-# ------------------------------------------------------------------------------------------------------------ one by one
+# ----------------------------------------------------------------------------------------------------------- one by one
 
 ONE_BY_ONE = {
     "per device": ({"training": {"per_device_train_batch_size": 8}}, "did you mean microBatchSize?"),
     "epochs": ({"training": {"num_train_epochs": 3}}, "did you mean epochs?"),
     "half precision": ({"training": {"fp16": True}}, "set spec.training.precision to fp16"),
     "no half precision": ({"training": {"fp16": False}}, "leave it out"),
-    "accumulation": ({"training": {"gradientAccumulationSteps": 4}}, "set spec.training.globalBatchSize;"),
-    "lora": ({"lora": {"r": 8, "lora_alpha": 16}}, "set spec.model.adapter.method to lora; r is spec.model.adapter.rank"),
+    "accumulation": (
+        {"training": {"gradientAccumulationSteps": 4}},
+        "set spec.training.globalBatchSize, which is micro-batch x accumulation x processes",
+    ),
+    "lora": (
+        {"lora": {"r": 8, "lora_alpha": 16}},
+        "set spec.model.adapter.method to lora; r is spec.model.adapter.rank",
+    ),
     "type of an adapter": ({"model": {"uri": "hf://a/b", "adapter": {"type": "lora"}}}, "did you mean method?"),
     "adapter in a word": ({"model": {"uri": "hf://a/b", "adapter": "lora"}}, "write {method: lora}"),
     "deepspeed": ({"deepspeed": "ds.json"}, "set spec.parallelism.strategy to deepspeed"),
@@ -277,7 +285,7 @@ ONE_BY_ONE = {
     "sft": ({"task": "sft"}, "write text-generation"),
     "dpo": ({"task": "dpo"}, "write preference-tuning"),
     "16 GB": ({"resources": {"memory": "16 GB"}}, "write 16G, or 16Gi for powers of 1024"),
-    "warm-up": ({"training": {"warmup_ratio": 0.1}}, "did you mean warmupSteps? Below 1 it is a share"),
+    "warm-up": ({"training": {"warmup_ratio": 0.1}}, "did you mean warmupSteps? (a share of all steps below 1"),
     "evaluation": ({"training": {"evaluation_strategy": "epoch"}}, "validation is measured after each epoch"),
     "epochs too high up": ({"epochs": 3}, "move it below spec.training"),
     "rate too high up": ({"learningRate": 1e-4}, "move it below spec.training"),
@@ -400,7 +408,9 @@ learning_rate: 1.0e-4
 num_train_epochs: 3.0
 bf16: true
 """
-DEEPSPEED_FILE = '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}, "gradient_clipping": 1}'
+DEEPSPEED_FILE = (
+    '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "fp16": {"enabled": true}, "gradient_clipping": 1}'
+)
 ARGUMENTS_FILE = "model_name_or_path: bert-base-uncased\ndataset_name: imdb\nnum_train_epochs: 3\noutput_dir: out\n"
 
 
@@ -484,3 +494,11 @@ def test_the_bad_files_reach_every_place_where_a_problem_is_made() -> None:
             if function.name not in spared:
                 missed += [wanted[module.__file__][at] for at in lines if (module.__file__, at) not in reached]
     assert missed == []
+
+
+@pytest.mark.parametrize("command", [("run", "job.yaml"), ("logs", "a")])
+def test_stages_that_are_offered_are_those_that_run(command: tuple[str, ...]) -> None:
+    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, [*command, "--stage", "bananas"])
+    assert result.exit_code == 2
+    assert "predict" in result.output
+    assert "serve" not in result.output

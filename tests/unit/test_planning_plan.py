@@ -187,7 +187,7 @@ def test_a_launcher_that_cannot_be_rendered_is_refused_though_it_is_served():
             "spec.launcher",
             '"trainjob"',
             "it cannot be rendered yet",
-            "set launcher to auto or pytorchjob, mpijob, job",
+            "set launcher to auto or job",
         )
     ]
 
@@ -1026,6 +1026,27 @@ def test_what_is_not_known_is_assumed_and_said():
         "data: nothing is prepared yet; 10,000 rows are taken, so steps and times are provisional",
     )
     assert result.hardware.assumed
+
+
+def test_a_batch_of_more_rows_than_are_assumed_is_said_to_need_them():
+    result = planned({"training": {"globalBatchSize": 100_000}}, data=None)
+    assert (
+        "data: nothing is prepared yet; 100,000 rows are taken, so steps and times are provisional, and with fewer "
+        in (result.assumptions[-1])
+    )
+    (refusal,) = refused({"training": {"globalBatchSize": 100_000}}, data=rows(700))
+    assert refusal[2:] == (
+        "the train split has 700 rows, and one step takes training.globalBatchSize = 100000",
+        "add rows, or set training.globalBatchSize to 700 or less",
+    )
+
+
+@pytest.mark.parametrize(("batch", "told"), [(350, 1), (32, 0)])
+def test_so_few_steps_that_nothing_is_learnt_are_told(batch, told):
+    result = planned({"training": {"globalBatchSize": batch}}, data=rows(700))
+    sentences = [reason for reason in result.reasons if reason.startswith("only ")]
+    assert len(sentences) == told
+    assert all("6 steps of 350 rows" in sentence for sentence in sentences)
 
 
 def test_a_machine_in_words_is_an_assumption_with_what_the_words_left_out():

@@ -1,8 +1,8 @@
 """Settings that people copy from other tools and that do no harm: taken as a field of ours, or passed over, and told.
 
 They stand in `training.arguments` and `parallelism.deepspeedConfig`, where names of transformers and DeepSpeed are
-expected. A setting is passed over when it changes nothing that is learnt or kept, and taken as a field when it means the
-same and that field is left at its default. What contradicts a field is refused as before: `settle` leaves it there.
+expected. A setting is passed over when it changes nothing that is learnt or kept, and taken as a field when it means
+the same and that field is left at its default. What contradicts a field is refused as before: `settle` leaves it there.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Copied:
     """What is written into the field; None: this value is not taken."""
     harmless: Callable[[JsonValue], bool] = lambda given: True
     """Whether the value is passed over; another one is refused as before."""
+    when: str = ""
+    """The values that are passed over, in words; empty: any."""
 
 
 @dataclass(frozen=True)
@@ -79,17 +81,20 @@ COPIED: tuple[Copied, ...] = (
     ),
     Copied(ARGUMENTS, ("overwrite_output_dir", "save_safetensors", "remove_unused_columns"),
            "the trainer itself takes care of what it is for"),
-    Copied(ARGUMENTS, ("dataloader_drop_last",), "an incomplete last batch is dropped", harmless=lambda given: given is True),
-    Copied(ARGUMENTS, ("do_train", "do_eval"), "what trains is evaluated, too", harmless=lambda given: given is True),
-    Copied(ARGUMENTS, ("push_to_hub", "auto_find_batch_size", "no_cuda"), "it asks for nothing", harmless=_off),
+    Copied(ARGUMENTS, ("dataloader_drop_last",), "an incomplete last batch is dropped",
+           harmless=lambda given: given is True, when="true"),
+    Copied(ARGUMENTS, ("do_train", "do_eval"), "what trains is evaluated, too",
+           harmless=lambda given: given is True, when="true"),
+    Copied(ARGUMENTS, ("push_to_hub", "auto_find_batch_size", "no_cuda"), "it asks for nothing", harmless=_off,
+           when="false"),
     Copied(ARGUMENTS, ("deepspeed", "fsdp", "resume_from_checkpoint"), "it asks for nothing",
-           harmless=lambda given: given in (None, "", False)),
-    Copied(ARGUMENTS, ("local_rank", "max_steps"), "it asks for nothing", harmless=_not_one),
+           harmless=lambda given: given in (None, "", False), when="empty"),
+    Copied(ARGUMENTS, ("local_rank", "max_steps"), "it asks for nothing", harmless=_not_one, when="-1"),
     Copied(ARGUMENTS, ("save_total_limit",), "", "checkpoints.keep", _whole),
     Copied(ARGUMENTS, ("save_steps",), "", "checkpoints.every",
            lambda given: None if _whole(given) is None else {"steps": given}),
     Copied(ARGUMENTS, ("save_strategy",), "the interval is spec.checkpoints.every",
-           harmless=lambda given: given in ("epoch", "steps")),
+           harmless=lambda given: given in ("epoch", "steps"), when="epoch or steps"),
     Copied(ARGUMENTS, ("optim",), "", "training.optimizer",
            lambda given: _OPTIMIZERS.get(given) if isinstance(given, str) else None),
     Copied(DEEPSPEED_CONFIG, ("steps_per_print",), _REPORTED),
@@ -123,7 +128,7 @@ _SAME_KEYS: Mapping[tuple[str, ...], str] = {
 
 
 def settle(spec: FineTuneJobSpec) -> Settled:
-    """Take what was copied as fields, or pass it over. What cannot be is left where it is, and refused by the checks."""
+    """Take what was copied as fields, or pass it over. What cannot be is left where it is, for the checks to refuse."""
     settled = Settled(spec)
     if spec.training is not None and spec.training.arguments:
         settled = _settle_arguments(settled)
@@ -145,19 +150,20 @@ def _settle_arguments(settled: Settled) -> Settled:
 
 def _settle_deepspeed(settled: Settled) -> Settled:
     left: dict[str, JsonValue] = copy.deepcopy(settled.spec.parallelism.deepspeed_config)
+    autos: list[str] = []
     for path, given in tuple(_leaves(left, ())):
         name = ".".join(path)
         if given == "auto" or (path[-1] == "type" and path[:-1] in OWNED_KEYS and _is_auto(left, path[:-1])):
             of_plan = any(path[:length] in OWNED_KEYS for length in range(len(path) + 1))
             who = "the plan decides it" if of_plan else "DeepSpeed's default holds"
-            settled = _noted(settled, f"{DEEPSPEED_CONFIG}.{name}", given, f"is passed over: {who}")
+            autos.append(_note(f"{DEEPSPEED_CONFIG}.{name}", given, f"is passed over: {who}"))
         else:
             found = _taken(settled, DEEPSPEED_CONFIG, name, given, _SAME_KEYS.get(path))
             if found is None:
                 continue
             settled = found
         _remove(left, path)
-    return replace(settled, spec=_with(settled.spec, DEEPSPEED_CONFIG, left))
+    return Settled(_with(settled.spec, DEEPSPEED_CONFIG, left), (*settled.notes, *autos))
 
 
 def _leaves(value: Mapping[str, JsonValue], above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], JsonValue]]:
@@ -216,8 +222,12 @@ def _plain(value: JsonValue) -> str:
     return str(value)
 
 
+def _note(path: str, given: JsonValue, becomes: str) -> str:
+    return f"spec.{path}: {describe_value(given, path.split('.'))} {becomes}"
+
+
 def _noted(settled: Settled, path: str, given: JsonValue, becomes: str) -> Settled:
-    return replace(settled, notes=(*settled.notes, f"spec.{path}: {describe_value(given, path.split('.'))} {becomes}"))
+    return replace(settled, notes=(*settled.notes, _note(path, given, becomes)))
 
 
 def _get(spec: FineTuneJobSpec, path: str) -> JsonValue:
@@ -238,4 +248,3 @@ def _with(spec: FineTuneJobSpec, path: str, value: JsonValue) -> FineTuneJobSpec
     target[rest[-1]] = value
     changed = type(block).model_validate_json(json.dumps(written))
     return spec.model_copy(update={to_snake(head): changed})
-

@@ -90,9 +90,9 @@ def names_reference() -> str:
     lines = [
         "# Names of other tools",
         "",
-        "What a configuration of Hugging Face, axolotl, LLaMA-Factory, DeepSpeed or Kubernetes calls a setting, and what",
-        "to write in a FineTuneJob. `finetune validate` says the same wherever it meets one of these names or values. A",
-        "name is recognised in any spelling: `per_device_train_batch_size` is `perDeviceTrainBatchSize`.",
+        "What a configuration of Hugging Face, axolotl, LLaMA-Factory, DeepSpeed or Kubernetes calls a setting, and",
+        "what to write in a FineTuneJob. `finetune validate` says the same wherever it meets one of these names or",
+        "values. A name is recognised in any spelling: `per_device_train_batch_size` is `perDeviceTrainBatchSize`.",
         "",
         "Generated from the models by `make generate`; do not edit.",
         "",
@@ -112,14 +112,17 @@ def names_reference() -> str:
         "",
         "## Settings that are taken as they are",
         "",
-        "They stand in `spec.training.arguments` or `spec.parallelism.deepspeedConfig`. They are taken as a field of the",
-        "job that is left at its default, or passed over where they change nothing, and `finetune validate`, `plan` and",
-        "`run` say so. In `deepspeedConfig` so is every `auto`, and a key that says what its field says.",
+        "They stand in `spec.training.arguments` or `spec.parallelism.deepspeedConfig`. They are taken as a field of",
+        "the job that is left at its default, or passed over where they change nothing; `finetune validate`, `plan`",
+        "and `run` say so. In `deepspeedConfig` so is every `auto`, and a key that says what its field says.",
         "",
         "| Below | Setting | What becomes of it |",
         "|---|---|---|",
         *(_copied_row(row) for row in COPIED),
-        *(f"| `spec.{ARGUMENTS}` | `{name}` | passed over where `spec.{field}` says the same |" for name, field in SAME.items()),
+        *(
+            f"| `spec.{ARGUMENTS}` | `{name}` | passed over where `spec.{field}` says the same |"
+            for name, field in SAME.items()
+        ),
         "",
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
@@ -134,11 +137,16 @@ def _name_row(row: ForeignName) -> str:
 
 def _value_row(row: ForeignValue) -> str:
     written = ", ".join(f"`{field}: {_plain(value)}`" for field, value in row.instead.items())
-    return f"| `{row.field}` | {_codes(_plain(name) for name in row.names)} | {row.tools} | {written} | {_cell(row.hint)} |"
+    names = _codes(_plain(name) for name in row.names)
+    return f"| `{row.field}` | {names} | {row.tools} | {written} | {_cell(row.hint)} |"
 
 
 def _copied_row(row: Copied) -> str:
-    becomes = f"taken as `spec.{row.field}`" if row.field else f"passed over: {row.becomes}"
+    becomes = (
+        f"taken as `spec.{row.field}`"
+        if row.field
+        else f"passed over{f' when {row.when}' * bool(row.when)}: {row.becomes}"
+    )
     return f"| `spec.{row.block}` | {_codes(row.names)} | {becomes} |"
 
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pydantic import JsonValue
 
 from finetune_contract.arguments import known_arguments
-from finetune_operator.api.foreign_names import AXOLOTL, DEEPSPEED, FACTORY, HF, find_name, plain
-from finetune_operator.api.hints import unknown_name
+from finetune_operator.api.foreign_names import AXOLOTL, DEEPSPEED, FACTORY, HF, find_name
+from finetune_operator.api.hints import place_of
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.shapes import Fields, spec_shape
 from finetune_operator.api.types import API_VERSION, KIND
@@ -58,7 +58,7 @@ def recognise(value: Mapping[str, JsonValue]) -> Problem | None:
         names = [name for name in inner if name not in known]
         tool = _tool(names)
         if tool is not None:
-            return _told(path, tool, names, inner)
+            return _told(path, tool, names)
     return None
 
 
@@ -77,16 +77,15 @@ def _tool(names: Sequence[str]) -> str | None:
     return None
 
 
-def _told(path: str, tool: str, names: Sequence[str], inner: Mapping[str, JsonValue]) -> Problem:
+def _told(path: str, tool: str, names: Sequence[str]) -> Problem:
     fields: dict[str, list[str]] = {}
     left_out = []
     for name in names:
         row = find_name(name, path)
         if row is None:
-            hint = unknown_name((*([path] if path else []), name), inner[name], (), of_job=True)
-            place = hint.removeprefix("move it below ").replace(", as ", ".")
-            if place != hint and " or " not in place:
-                fields.setdefault(place if plain(place.split(".")[-1]) == plain(name) else f"{place}.{name}", []).append(name)
+            place = place_of(name, (path,) if path else ())
+            if place is not None:
+                fields.setdefault(place, []).append(name)
         elif row.field is None:
             left_out.append(name)
         else:

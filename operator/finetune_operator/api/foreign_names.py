@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from functools import cache
 from types import MappingProxyType
 
@@ -48,7 +49,7 @@ class ForeignValue:
     """Dotted path of the field from the document."""
     names: tuple[str | bool, ...]
     tools: str
-    instead: Mapping[str, JsonValue] = field(default_factory=dict)
+    instead: Mapping[str, JsonValue] = dataclass_field(default_factory=dict)
     """Value by the dotted path of the field that takes it; empty: there is no counterpart."""
     hint: str = ""
     """As in `ForeignName`."""
@@ -56,7 +57,9 @@ class ForeignValue:
 
 _DEFAULT_EVALUATION = "leave it out: validation is measured after each epoch"
 _REPORTED = "leave it out: every step is reported"
-_RESULTS = "leave it out: results are in runs/NAME (finetune run --workspace DIR), in a cluster in spec.storage.workspace"
+_RESULTS = (
+    "leave it out: results are in runs/NAME (finetune run --workspace DIR), in a cluster in spec.storage.workspace"
+)
 _TOKENIZER = "leave it out: the tokenizer comes with the model"
 _NO_COUNTERPART = "leave it out: there is no counterpart"
 
@@ -66,6 +69,10 @@ NAMES: tuple[ForeignName, ...] = (
         ("model_name_or_path", "base_model", "model_name", "model_id", "base_model_name_or_path", "pretrained_model",
          "pretrained_model_name_or_path", "model_path"),
         EVERYBODY, "spec.model.uri", "hf:// before a name of the Hub, file:// before a path",
+    ),
+    ForeignName(
+        ("name", "path", "id", "repo", "repo_id", "hub_id", "checkpoint", "source"), EVERYBODY, "spec.model.uri",
+        "hf:// before a name of the Hub, file:// before a path", under=("model",),
     ),
     ForeignName(
         ("tokenizer_name", "tokenizer_name_or_path", "tokenizer_config", "tokenizer_type", "tokenizer", "model_type",
@@ -106,7 +113,8 @@ NAMES: tuple[ForeignName, ...] = (
         "leave it out: beside the adapter the task's head is trained whole, and nothing else",
     ),
     ForeignName(
-        ("num_labels", "id2label", "label2id", "label_list"), HF, None, "leave it out: labels are read from the data"
+        ("num_labels", "id2label", "label2id", "label_list", "labels", "classes", "num_classes"), HF, None,
+        "leave it out: labels are read from the data",
     ),
     ForeignName(
         ("flash_attention", "flash_attn", "attn_implementation", "use_flash_attention_2", "sdp_attention",
@@ -119,6 +127,10 @@ NAMES: tuple[ForeignName, ...] = (
          "train_dataset", "training_data", "dataset_dir", "data", "dataset_id"),
         EVERYBODY, "spec.dataset.uri", "hf:// before a name of the Hub, file:// before a path",
     ),
+    ForeignName(
+        ("name", "path", "id", "repo", "repo_id", "file", "files", "folder"), EVERYBODY, "spec.dataset.uri",
+        "hf:// before a name of the Hub, file:// before a path", under=("dataset",),
+    ),
     ForeignName(("dataset_config_name", "dataset_config", "subset"), HF, "spec.dataset.config"),
     ForeignName(("train_split", "dataset_train_split", "split"), EVERYBODY, "spec.dataset.splits.train"),
     ForeignName(
@@ -126,6 +138,8 @@ NAMES: tuple[ForeignName, ...] = (
         "spec.dataset.splits.validation",
     ),
     ForeignName(("test_split",), EVERYBODY, "spec.dataset.splits.test"),
+    ForeignName(("split",), EVERYBODY, "spec.dataset.splits.test", under=("evaluation", "predict")),
+    ForeignName(("truncation", "truncate"), HF, None, "leave it out: rows are cut at spec.preparation.maxLength"),
     ForeignName(
         ("validation_file", "eval_dataset", "eval_file", "test_file", "test_datasets", "validation_data"), EVERYBODY,
         "spec.dataset.splits.validation",
@@ -180,7 +194,8 @@ NAMES: tuple[ForeignName, ...] = (
         None, "leave it out: prepared rows are kept in the workspace, and rows are shuffled by spec.training.seed",
     ),
     # ---- training
-    ForeignName(("num_train_epochs", "num_epochs", "n_epochs", "max_epochs", "epoch"), EVERYBODY, "spec.training.epochs"),
+    ForeignName(("num_train_epochs", "num_epochs", "n_epochs", "max_epochs", "epoch"), EVERYBODY,
+        "spec.training.epochs"),
     ForeignName(
         ("max_train_steps", "num_steps", "total_steps", "num_training_steps", "train_steps", "steps"), EVERYBODY,
         "spec.training.maxSteps",
@@ -189,17 +204,17 @@ NAMES: tuple[ForeignName, ...] = (
         ("per_device_train_batch_size", "per_gpu_train_batch_size", "micro_batch_size", "device_batch_size",
          "train_micro_batch_size_per_gpu", "per_device_batch_size"),
         f"{EVERYBODY}, {DEEPSPEED}", "spec.training.microBatchSize",
-        "spec.training.globalBatchSize is micro-batch x accumulation x processes",
+        "the rows of one process at once; spec.training.globalBatchSize is those of a step",
     ),
     ForeignName(
-        ("train_batch_size", "batch_size", "total_batch_size", "effective_batch_size"), f"{HF}, {DEEPSPEED}",
-        "spec.training.globalBatchSize", "rows of all processes together",
+        ("train_batch_size", "batch_size", "batch", "total_batch_size", "effective_batch_size"), f"{HF}, {DEEPSPEED}",
+        "spec.training.globalBatchSize", "the rows of all processes together",
     ),
     ForeignName(
         ("gradient_accumulation_steps", "grad_accumulation_steps", "gradient_accumulation", "grad_accum",
          "accumulate_grad_batches"),
         f"{EVERYBODY}, {DEEPSPEED}", "spec.training.globalBatchSize",
-        "micro-batch x accumulation x processes; the accumulation follows from it", same=False,
+        "which is micro-batch x accumulation x processes, so that the accumulation follows from it", same=False,
     ),
     ForeignName(
         ("per_device_eval_batch_size", "eval_batch_size", "per_gpu_eval_batch_size"), EVERYBODY, None,
@@ -212,7 +227,7 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("warmup_ratio", "warmup_proportion", "lr_warmup_ratio"), EVERYBODY, "spec.training.warmupSteps",
-        "below 1 it is a share of all steps",
+        "a share of all steps below 1, and a count from 1 on",
     ),
     ForeignName(("lr_warmup_steps", "num_warmup_steps", "warmup"), EVERYBODY, "spec.training.warmupSteps"),
     ForeignName(
@@ -247,7 +262,8 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("wandb_project", "wandb", "use_wandb", "wandb_entity", "mlflow_tracking_uri"), AXOLOTL,
-        "spec.training.arguments.report_to", "the project is the variable WANDB_PROJECT of spec.template.env", ["wandb"],
+        "spec.training.arguments.report_to", "the project is the variable WANDB_PROJECT of spec.template.env",
+        ["wandb"],
     ),
     ForeignName(
         ("logging_steps", "logging_strategy", "logging_dir", "log_level", "log_interval", "plot_loss", "disable_tqdm",
@@ -259,7 +275,8 @@ NAMES: tuple[ForeignName, ...] = (
         EVERYBODY, None, _DEFAULT_EVALUATION,
     ),
     ForeignName(("do_train",), f"{HF}, {FACTORY}", "spec.training", "{} takes the defaults", {}),
-    ForeignName(("do_predict", "inference", "prediction"), f"{HF}, {FACTORY}", "spec.predict", "{} takes the defaults", {}),
+    ForeignName(("do_predict", "inference", "prediction"), f"{HF}, {FACTORY}", "spec.predict",
+        "{} takes the defaults", {}),
     ForeignName(("save_steps", "save_interval", "checkpoint_interval"), EVERYBODY, "spec.checkpoints.every.steps"),
     ForeignName(
         ("save_strategy", "saves_per_epoch"), EVERYBODY, "spec.checkpoints.every", "which is once an epoch", "auto"
@@ -275,6 +292,7 @@ NAMES: tuple[ForeignName, ...] = (
         ("output_dir", "overwrite_output_dir", "save_dir", "logdir", "checkpoint_dir", "results_dir"), EVERYBODY, None,
         _RESULTS,
     ),
+    ForeignName(("output",), EVERYBODY, None, _RESULTS, under=("", "spec", "training")),
     ForeignName(("run_name", "experiment_name", "job_name", "wandb_name"), EVERYBODY, "metadata.name"),
     ForeignName(
         ("push_to_hub", "hub_model_id", "hub_strategy", "hub_private_repo"), EVERYBODY, None,
@@ -296,9 +314,11 @@ NAMES: tuple[ForeignName, ...] = (
         ("compute_metrics", "eval_metric", "eval_metrics", "metric_name"), HF, "spec.evaluation.metrics",
         "a list", same=False,
     ),
+    ForeignName(("metric",), HF, "spec.evaluation.metrics", "a list", under=("evaluation",), same=False),
     ForeignName(("max_target_length", "max_gen_length", "max_tokens"), HF, "spec.generation.maxNewTokens"),
     ForeignName(("do_sample",), HF, "spec.generation.temperature", "above 0 tokens are drawn", same=False),
-    ForeignName(("top_k", "repetition_penalty"), HF, None, f"{_NO_COUNTERPART}; spec.generation.topP narrows the choice"),
+    ForeignName(("top_k", "repetition_penalty"), HF, None,
+        f"{_NO_COUNTERPART}; spec.generation.topP narrows the choice"),
     ForeignName(("output_file", "predictions_file", "output_path"), HF, "spec.predict.output", same=False),
     # ---- parallelism
     ForeignName(
@@ -367,6 +387,10 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("gpu_memory", "vram", "gpu_mem"), KUBERNETES, "spec.resources.accelerator.memory"),
     ForeignName(("cpus", "num_cpus", "cores", "cpu_count"), KUBERNETES, "spec.resources.cpu"),
     ForeignName(("ram", "mem", "memory_limit"), KUBERNETES, "spec.resources.memory"),
+    ForeignName(
+        ("memory_gb", "memory_gib", "memory_mb"), KUBERNETES, "spec.resources.memory", "with its unit, e.g. 16Gi",
+        same=False,
+    ),
     ForeignName(("shm", "shm_size"), KUBERNETES, "spec.resources.sharedMemory"),
     ForeignName(
         ("container_image", "trainer_image", "docker_image"), KUBERNETES, "spec.image"
@@ -494,19 +518,22 @@ VALUES: tuple[ForeignValue, ...] = (
         "write auto, ddp, fsdp or deepspeed; spec.launcher mpijob starts the processes by MPI",
     ),
     *(
-        ForeignValue(_ZERO, (f"zero{stage}", f"zero-{stage}", f"stage{stage}", f"stage-{stage}"), DEEPSPEED, {_ZERO: stage})
+        ForeignValue(_ZERO, (f"zero{stage}", f"zero-{stage}", f"stage{stage}", f"stage-{stage}"), DEEPSPEED,
+            {_ZERO: stage})
         for stage in (0, 1, 2, 3)
     ),
     ForeignValue(_PRECISION, ("float16", "half", "16", "16-mixed", "mixed", "amp"), EVERYBODY, {_PRECISION: "fp16"}),
     ForeignValue(_PRECISION, ("bfloat16", "bf16-mixed", "bfloat"), EVERYBODY, {_PRECISION: "bf16"}),
-    ForeignValue(_PRECISION, ("float32", "full", "32", "32-true", "tf32", "no", False), EVERYBODY, {_PRECISION: "fp32"}),
+    ForeignValue(_PRECISION, ("float32", "full", "32", "32-true", "tf32", "no", False), EVERYBODY,
+        {_PRECISION: "fp32"}),
     ForeignValue(_PRECISION, ("float8", "8", "te"), EVERYBODY, {_PRECISION: "fp8"}),
     ForeignValue(
         _PRECISION, ("int8", "int4", "4bit", "8bit", "nf4"), EVERYBODY, {},
         "leave it out, and set spec.model.adapter.method to qlora, which holds the weights in 4 bits",
     ),
     ForeignValue(
-        "spec.training.optimizer", ("adamw-torch", "adamw-torch-fused", "adamw-hf", "adam", "fused-adam", "adamw-apex-fused"),
+        "spec.training.optimizer",
+        ("adamw-torch", "adamw-torch-fused", "adamw-hf", "adam", "fused-adam", "adamw-apex-fused"),
         EVERYBODY, {"spec.training.optimizer": "adamw"},
     ),
     ForeignValue(
@@ -521,7 +548,8 @@ VALUES: tuple[ForeignValue, ...] = (
         EVERYBODY, {"spec.training.scheduler": "cosine"},
     ),
     ForeignValue(
-        "spec.training.scheduler", ("linear-with-warmup", "linear-decay", "warmuplr", "warmupdecaylr"), f"{HF}, {DEEPSPEED}",
+        "spec.training.scheduler", ("linear-with-warmup", "linear-decay", "warmuplr", "warmupdecaylr"),
+        f"{HF}, {DEEPSPEED}",
         {"spec.training.scheduler": "linear"}, "its warm-up is spec.training.warmupSteps",
     ),
     ForeignValue("spec.training.scheduler", ("none", "no", False), HF, {"spec.training.scheduler": "constant"}),
@@ -551,20 +579,22 @@ VALUES: tuple[ForeignValue, ...] = (
     ForeignValue("spec.preparation.packing", (True, "true"), EVERYBODY, {"spec.preparation.packing": "always"}),
     ForeignValue("spec.preparation.packing", (False, "false"), EVERYBODY, {"spec.preparation.packing": "never"}),
     ForeignValue("spec.checkpoints.every", ("epoch", "steps"), EVERYBODY, {"spec.checkpoints.every": "auto"},
-                 "which is once an epoch; {steps: 500} is every 500 steps"),
+                 "which is once an epoch ({steps: 500} is every 500 steps)"),
     ForeignValue("spec.checkpoints.resume", (True, "true", "always"), EVERYBODY, {"spec.checkpoints.resume": "auto"}),
     ForeignValue("spec.checkpoints.resume", (False, "false", "no"), EVERYBODY, {"spec.checkpoints.resume": "never"}),
     ForeignValue("spec.resources.gpusPerNode", ("all", "max"), HF, {"spec.resources.gpusPerNode": "auto"}),
     ForeignValue("spec.resources.gpusPerNode", ("none", "cpu", False), HF, {"spec.resources.gpusPerNode": 0}),
     ForeignValue("spec.resources.processesPerNode", ("gpu", "all"), HF, {"spec.resources.processesPerNode": "auto"}),
     ForeignValue("spec.launcher", ("mpirun", "mpi", "horovodrun"), HF, {"spec.launcher": "mpijob"}),
-    ForeignValue("spec.launcher", ("pytorch", "kubeflow", "training-operator"), KUBERNETES, {"spec.launcher": "pytorchjob"}),
+    ForeignValue("spec.launcher", ("pytorch", "kubeflow", "training-operator"), KUBERNETES,
+        {"spec.launcher": "pytorchjob"}),
     ForeignValue(
         "spec.launcher", ("torchrun", "accelerate", "deepspeed", "local", "none", "python", "kubernetes"),
         f"{HF}, {DEEPSPEED}", {"spec.launcher": "auto"},
     ),
     ForeignValue("spec.launcher", ("batch", "k8s-job", "batch/v1"), KUBERNETES, {"spec.launcher": "job"}),
-    ForeignValue("spec.launcher", ("slurm", "ray", "rayjob", "sagemaker"), HF, {}, "leave it out: Kubernetes runs the pods"),
+    ForeignValue("spec.launcher", ("slurm", "ray", "rayjob", "sagemaker"), HF, {},
+        "leave it out: Kubernetes runs the pods"),
 )  # fmt: skip
 
 

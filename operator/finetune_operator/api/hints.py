@@ -20,7 +20,19 @@ from finetune_contract.arguments import FREE
 from finetune_contract.hub import is_hub_name
 from finetune_operator.api.foreign_names import ForeignName, ForeignValue, find_name, find_value, plain
 from finetune_operator.api.problems import PathPart, describe_value, is_secret_name
-from finetune_operator.api.shapes import Boolean, Fields, Number, Shape, Text, accepts, find, sentence, spec_shape
+from finetune_operator.api.shapes import (
+    Boolean,
+    Fields,
+    Items,
+    Map,
+    Number,
+    Shape,
+    Text,
+    accepts,
+    find,
+    sentence,
+    spec_shape,
+)
 from finetune_operator.api.support import served_schemes, served_words, works
 from finetune_operator.api.types import URI_PATTERN
 
@@ -28,14 +40,19 @@ _CLOSE = 0.6
 _CLOSER = 0.84
 """Likeness above which a name is taken for a misspelt one of another object; letters alone tell less there."""
 _MOST_PLACES = 3
+_ANYWHERE = ("name", "key", "path", "url", "ref", "enabled", "degree")
+"""Names of fields that say nothing of what they are for without the object that they stand in."""
 _MOST_NAMES = 6
 _UNITS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgtpe])(i?)b?(?:ytes?)?", re.IGNORECASE)
-_HUB_ADDRESS = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#]+/[^/?#]+|[^/?#]+)(?:[/?#].*)?")
+_CORES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*v?(?:cores?|cpus?)", re.IGNORECASE)
+_HUB_ADDRESS = re.compile(
+    r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#]+/[^/?#]+|[^/?#]+)(?:[/?#].*)?"
+)
 _FILE = re.compile(r"(?:\.{0,2}/.*|.*\.(?:csv|tsv|txt|jsonl?|parquet|arrow|gz|zst|bz2|xz|safetensors)|.*\*.*|.*/)")
 _TRUE_WORDS = {"yes": True, "on": True, "y": True, "true": True, "no": False, "off": False, "n": False, "false": False}
 
 
-# ---------------------------------------------------------------------------------------------------------- unknown name
+# --------------------------------------------------------------------------------------------------------- unknown name
 
 
 def unknown_name(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], *, of_job: bool) -> str:
@@ -50,10 +67,13 @@ def unknown_name(path: Sequence[PathPart], value: JsonValue, names: Sequence[str
         if row is not None and row.under:
             return _by_row(row, path, value)
         places = _places(name, path)
-        if places and not (row is not None and _is_block(places) and not isinstance(value, dict)):
-            return _moved(places, name, value)
+        fitting = tuple(place for place in places if _could_hold(place, value))
+        if fitting:
+            return _moved(fitting, name, value)
         if row is not None:
             return _by_row(row, path, value)
+        if places:
+            return _moved(places, name, value)
     near = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
     if near:
         return f"did you mean {near[0]}?"
@@ -74,7 +94,7 @@ def _index() -> Mapping[str, tuple[tuple[str, ...], ...]]:
 
     def walk(shape: Shape, path: tuple[str, ...]) -> None:
         for name, inner in shape.body.fields.items() if isinstance(shape.body, Fields) else ():
-            if not works(".".join((*path, name)[1:])):
+            if name in _ANYWHERE or not works(".".join((*path, name)[1:])):
                 continue
             found[plain(name)] = (*found.get(plain(name), ()), (*path, name))
             walk(inner, (*path, name))
@@ -85,7 +105,7 @@ def _index() -> Mapping[str, tuple[tuple[str, ...], ...]]:
 
 
 def argument_name(name: str, value: JsonValue) -> str | None:
-    """The way out for a name under `training.arguments` that is no free one of TrainingArguments; None: it has no row."""
+    """The way out for a name under `training.arguments` that is not free there; None: the table has no row for it."""
     row = find_name(name, "arguments")
     if row is None:
         return None
@@ -107,9 +127,16 @@ def _places(name: str, path: Sequence[PathPart]) -> tuple[tuple[str, ...], ...]:
     return tuple(place for place in places if len(place) == least)
 
 
-def _is_block(places: Sequence[tuple[str, ...]]) -> bool:
-    shape = _shape_at(".".join(places[0]))
-    return shape is not None and isinstance(shape.body, Fields) and not shape.words
+def _could_hold(place: tuple[str, ...], value: JsonValue) -> bool:
+    """Whether an object, a list or a scalar belongs at a place of the spec, whatever is in it."""
+    shape = _shape_at(".".join(place))
+    match None if shape is None else shape.body:
+        case Fields() | Map():
+            return isinstance(value, dict) or (shape is not None and value in shape.words)
+        case Items():
+            return isinstance(value, list) or (shape is not None and value in shape.words)
+        case _:
+            return not isinstance(value, dict | list)
 
 
 def _moved(places: Sequence[tuple[str, ...]], name: str, value: JsonValue) -> str:
@@ -123,13 +150,27 @@ def _moved(places: Sequence[tuple[str, ...]], name: str, value: JsonValue) -> st
     return f"move it below {' or '.join(parents)}" + ("" if leaf == name else f", as {leaf}")
 
 
+def place_of(name: str, above: Sequence[PathPart]) -> str | None:
+    """The dotted path of the one field of the spec that has this name, misplaced in the object at `above`."""
+    places = _places(name, (*above, name))
+    if len(places) == 1:
+        return ".".join(places[0])
+    argument = _argument(name)
+    return None if argument is None else f"spec.training.arguments.{argument}"
+
+
 def _argument(name: str) -> str | None:
     """A free field of TrainingArguments of that name."""
-    return next((free for free in sorted(FREE) if plain(free) == plain(name)), None)
+    return _free_arguments().get(plain(name))
+
+
+@cache
+def _free_arguments() -> Mapping[str, str]:
+    return {plain(name): name for name in FREE}
 
 
 def _by_row(row: ForeignName, path: Sequence[PathPart], value: JsonValue) -> str:
-    hint = f"; {row.hint}" if row.hint else ""
+    hint = _joined(row.hint)
     if row.field is None:
         return row.hint
     if row.value is not None and (value is False or value is None or value == ""):
@@ -139,9 +180,16 @@ def _by_row(row: ForeignName, path: Sequence[PathPart], value: JsonValue) -> str
     *above, leaf = row.field.split(".")
     if row.value is not None:
         return f"set {row.field} to {_shown(row.value, row.field)}{hint}"
-    if above == list(path[:-1]) and row.same:
-        return f"did you mean {leaf}?" + (f" {row.hint[:1].upper()}{row.hint[1:]}" if row.hint else "")
+    shape = _shape_at(row.field)
+    if row.same and shape is not None and _is_uri(shape) and as_uri(value):
+        return _set(row.field, value)
+    if above == list(path[:-1]) and row.same and find_value(row.field, value) is None:
+        return f"did you mean {leaf}?" + (f" ({row.hint})" if row.hint else "")
     return f"{_set(row.field, value) if row.same else f'set {row.field}'}{hint}"
+
+
+def _joined(hint: str) -> str:
+    return "" if not hint else f", {hint}" if hint.startswith("which ") else f" ({hint})"
 
 
 def _inner(field: str, value: Mapping[str, JsonValue]) -> Iterator[str]:
@@ -173,7 +221,7 @@ def _set(field: str, value: JsonValue) -> str:
 
 
 def _instead(row: ForeignValue) -> str:
-    hint = f"; {row.hint}" if row.hint and row.instead else row.hint
+    hint = _joined(row.hint) if row.instead else row.hint
     steps = [f"{field} to {_shown(value, field)}" for field, value in row.instead.items()]
     return (f"set {' and '.join(steps)}" if steps else "") + hint
 
@@ -191,7 +239,7 @@ def _shape_at(field: str) -> Shape | None:
     return find(spec_shape(), rest) if head == "spec" else None
 
 
-# ----------------------------------------------------------------------------------------------------------- wrong value
+# ---------------------------------------------------------------------------------------------------------- wrong value
 
 
 def served(shape: Shape, path: Sequence[PathPart]) -> Shape:
@@ -200,7 +248,9 @@ def served(shape: Shape, path: Sequence[PathPart]) -> Shape:
     return replace(shape, words=served_words(field, shape.words)) if path[:1] == ("spec",) else shape
 
 
-def wrong_value(shape: Shape, path: Sequence[PathPart], value: JsonValue, schemes: Sequence[str] | None) -> tuple[str, str]:
+def wrong_value(
+    shape: Shape, path: Sequence[PathPart], value: JsonValue, schemes: Sequence[str] | None
+) -> tuple[str, str]:
     """The rule that a value breaks at `path`, and the way out; `schemes` are those that the settings allow."""
     shape = served(shape, path)
     rule = f"must be {sentence(shape)}"
@@ -208,7 +258,7 @@ def wrong_value(shape: Shape, path: Sequence[PathPart], value: JsonValue, scheme
     row = find_value(".".join(str(part) for part in path), value)
     if row is not None and not isinstance(shape.body, Boolean):
         same = list(row.instead) == [row.field]
-        hint = f"; {row.hint}" if row.hint else ""
+        hint = _joined(row.hint)
         return rule, f"write {_shown(row.instead[row.field], row.field)}{hint}" if same else _instead(row)
     match shape.body:
         case Text() if _is_uri(shape):
@@ -220,9 +270,13 @@ def wrong_value(shape: Shape, path: Sequence[PathPart], value: JsonValue, scheme
             )
         case Text(quantity=True) if isinstance(value, str) and (found := _UNITS.fullmatch(value.strip())):
             number, unit, binary = found.groups()
-            return rule, f"write {number}{'k' if unit in 'kK' and not binary else unit.upper()}{'i' if binary else ''}" + (
-                "" if binary else f", or {number}{unit.upper()}i for powers of 1024"
+            return (
+                rule,
+                f"write {number}{'k' if unit in 'kK' and not binary else unit.upper()}{'i' if binary else ''}"
+                + ("" if binary else f", or {number}{unit.upper()}i for powers of 1024"),
             )
+        case Text(quantity=True) if isinstance(value, str) and (found := _CORES.fullmatch(value.strip())):
+            return rule, f"write {found[1]}"
         case Text(quantity=False) if isinstance(value, int | float):
             return "must be text", "put it in quotes"
         case Fields(fields) if isinstance(value, str) and "uri" in fields:
@@ -244,8 +298,12 @@ def wrong_value(shape: Shape, path: Sequence[PathPart], value: JsonValue, scheme
 
 
 def _only_taker(fields: Mapping[str, Shape], value: JsonValue) -> str | None:
-    """The one field of an object that takes a value that was written in place of the object; steps before minutes."""
+    """The field of an object that takes a value that was written in its place: by its word, or as the only one; steps
+    go before minutes.
+    """
     by_word = [name for name, inner in fields.items() if isinstance(value, str) and value in inner.words]
+    if by_word and value not in ("auto", "none"):
+        return by_word[0]
     takers = by_word or [name for name, inner in fields.items() if not inner.words and accepts(inner, value)]
     return takers[0] if len(takers) == 1 or "steps" in takers[:1] else None
 

@@ -1,7 +1,7 @@
-"""What a person should know of a job that is accepted: settings that were copied, and values that are most likely slips.
+"""What a person should know of a job that is accepted: settings that were copied, and values that look like slips.
 
-None of it stops a job. `finetune validate`, `plan` and `run` print the sentences, the API server's answer carries them as
-warnings, and they are the first reasons of a plan.
+None of it stops a job. `finetune validate`, `plan` and `run` print the sentences, the API server's answer carries them
+as warnings, and they are the first reasons of a plan.
 """
 
 from __future__ import annotations
@@ -13,17 +13,23 @@ from finetune_operator.api.copied import settle
 from finetune_operator.api.types import FineTuneJobSpec
 
 HIGH_RATES: Mapping[OptimizerName, float] = {"adamw": 0.01, "adafactor": 0.1, "sgd": 1.0}
-"""Learning rates above which fine-tuning diverges. AdamW moves each weight by about the rate in each step: published
+"""Learning rates above which fine-tuning diverges. AdamW moves each weight by about the rate in a step: published
 rates are 1e-5 to 5e-5 for all weights (Devlin et al., 2018, appendix A.3) and 1e-4 to 2e-3 for adapters (Hu et al.,
-2021, appendix D). Adafactor's relative steps are 1e-2 (Shazeer and Stern, 2018). Plain SGD is scaled by gradients, which
-are clipped to a norm of 1.
+2021, appendix D). Adafactor's relative steps are 1e-2 (Shazeer and Stern, 2018). Plain SGD is scaled by gradients,
+which are clipped to a norm of 1.
 """
+
+
+MOST_NOTICES = 20
+"""Told of one job; they go into the status of an object, and nobody reads more."""
 
 
 def notices(spec: FineTuneJobSpec) -> tuple[str, ...]:
     """Sentences without their full stops, each with its field."""
     settled = settle(spec)
-    return (*settled.notes, *_unusual(settled.spec))
+    more = len(settled.notes) - MOST_NOTICES
+    rest = (f"{more} more settings are passed over or taken as fields",) if more > 0 else ()
+    return (*settled.notes[:MOST_NOTICES], *rest, *_unusual(settled.spec))
 
 
 def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:

@@ -873,9 +873,7 @@ RULES: tuple[Rule, ...] = (
         " && self.parallelism.sequence <= 1)",
         lambda spec: (
             spec.parallelism.strategy != "single"
-            or (
-                spec.resources.nodes == 1 and certain_processes(spec) in (None, 1) and spec.parallelism.sequence == 1
-            )
+            or (spec.resources.nodes == 1 and certain_processes(spec) in (None, 1) and spec.parallelism.sequence == 1)
         ),
         "single is one process, and spec.resources or spec.parallelism.sequence asks for more",
         _ONE_PROCESS,
@@ -1403,9 +1401,7 @@ RULES: tuple[Rule, ...] = (
         "adapters-do-not-multiply-in-fp8",
         "training.precision",
         "!has(self.training) || self.training.precision != 'fp8' || self.model.adapter.method == 'none'",
-        lambda spec: (
-            spec.training is None or spec.training.precision != "fp8" or spec.model.adapter.method == "none"
-        ),
+        lambda spec: spec.training is None or spec.training.precision != "fp8" or spec.model.adapter.method == "none",
         "fp8 does not go together with spec.model.adapter",
         "set it to bf16, or leave spec.model.adapter out",
     ),

@@ -169,16 +169,12 @@ def _get(value: JsonValue, parts: list[str]) -> JsonValue:
     return value
 
 
-def _problems(
-    row: Row, path: str, shape: Shape, value: JsonValue, schemes: Sequence[str] | None
-) -> list[Problem]:
+def _problems(row: Row, path: str, shape: Shape, value: JsonValue, schemes: Sequence[str] | None) -> list[Problem]:
     """A block that is there by default is refused field by field, an optional one as a whole."""
     if isinstance(shape.body, Fields) and isinstance(value, Mapping) and shape.default is not None:
         inner = shape.body.fields
         return [
-            found
-            for name in inner
-            for found in _problems(row, f"{path}.{name}", inner[name], value.get(name), schemes)
+            found for name in inner for found in _problems(row, f"{path}.{name}", inner[name], value.get(name), schemes)
         ]
     if value is None or value == shape.default or value in row.values:
         return []

@@ -277,7 +277,9 @@ def _env(given: Sequence[JsonValue], hub_token: SecretKeySpec | None, path: Path
 def _env_name(variable: EnvVar, hub_token: SecretKeySpec | None, path: Path) -> Iterator[Problem]:
     name = variable.name
     if name in RESERVED_ENV or name.startswith(RESERVED_ENV_PREFIXES):
-        yield _forbidden(path, name, "is set by the operator or the launcher", "use another name, or leave the variable out")
+        yield _forbidden(
+            path, name, "is set by the operator or the launcher", "use another name, or leave the variable out"
+        )
     elif name in CODE_ENV:
         yield _forbidden(
             path,

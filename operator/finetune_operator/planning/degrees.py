@@ -96,5 +96,13 @@ def slices(draft: Draft) -> Iterator[tuple[Draft, ...]]:
 
 
 def obstacles(problems: tuple[Problem, ...]) -> tuple[str, ...]:
-    """Why a job may not have its degrees: of each rule what it says first, without the lists that follow."""
-    return tuple(dict.fromkeys(problem.rule.partition(";")[0] for problem in problems))
+    """Why a job may not have its degrees: of each rule what it says first, without the lists that follow. Where a rule
+    of the API and a phase of the plan refuse the same field, the phase says why in the words of what was to be chosen.
+    """
+    fields = [problem.path for problem in problems]
+    last = [
+        problem
+        for at, problem in enumerate(problems)
+        if not any(field == problem.path or field.startswith(f"{problem.path}.") for field in fields[at + 1 :])
+    ]
+    return tuple(dict.fromkeys(problem.rule.partition(";")[0] for problem in last))

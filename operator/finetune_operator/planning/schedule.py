@@ -14,6 +14,10 @@ from finetune_operator.planning.draft import Draft, Steps, decided
 
 DEFAULT_EPOCHS = 3.0
 ASSUMED_ROWS = 10_000
+FEW_STEPS = 10
+"""Steps below which a fine-tuning hardly leaves the model that it began with: at usual rates AdamW moves a weight by
+about 2e-5 a step.
+"""
 MOST_CHECKPOINTS = 20
 """Of one run when `auto` decides: a run of many short epochs would spend its time saving."""
 MOST_STEPS_BETWEEN = 1000
@@ -35,8 +39,9 @@ def choose_steps(draft: Draft) -> Draft:
     total_rows, batch = ASSUMED_ROWS, training.global_batch_size
     if split is None:
         total_rows = max(total_rows, batch)
+        fewer = f", and with fewer than the {batch:,} of one step it is refused" if batch > ASSUMED_ROWS else ""
         draft = draft.assuming(
-            f"data: nothing is prepared yet; {total_rows:,} rows are taken, so steps and times are provisional"
+            f"data: nothing is prepared yet; {total_rows:,} rows are taken, so steps and times are provisional{fewer}"
         )
     else:
         total_rows = split.rows
@@ -56,6 +61,11 @@ def choose_steps(draft: Draft) -> Draft:
         total = max(1, _round_up(epochs * per_epoch))
         default = " (the default)" if training.epochs is None else ""
         reason = f"{total} steps: {epochs:g} epochs{default} of {per_epoch} = {total_rows:,} rows / {batch}"
+    if split is not None and training.max_steps is None and total < FEW_STEPS and batch > 1:
+        draft = draft.because(
+            f"only {total} step{'s' * (total > 1)} of {batch:,} rows: so few hardly change the model; a smaller "
+            "training.globalBatchSize makes more of them"
+        )
     if left:
         reason += f"; the last {left} rows of an epoch's order make no whole batch and are dropped"
     return _with_warmup(draft.because(reason), per_epoch, total)

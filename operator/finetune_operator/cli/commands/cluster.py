@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from finetune_contract.choices import Stage
-from finetune_operator.cli.commands.options import AllNamespaces, Context, Form, Kubeconfig, Namespace
+from finetune_operator.cli.commands.options import AllNamespaces, Context, Form, Kubeconfig, Namespace, RunStage
 from finetune_operator.cli.console import Output, UsageError, complain, emit, note, out, program_name
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def logs(
         bool, typer.Option("--follow", "-f", help="Go on, from pod to pod and stage to stage, until the job ends.")
     ] = False,
     stage: Annotated[
-        Stage | None, typer.Option("--stage", metavar="STAGE", help="Which stage. Left out: the one that ran last.")
+        RunStage | None, typer.Option("--stage", metavar="STAGE", help="Which stage. Left out: the one that ran last.")
     ] = None,
     pod: Annotated[
         str | None, typer.Option("--pod", metavar="POD", help="One pod, by name or by its part of the prefix (0).")
@@ -135,7 +135,7 @@ def logs(
     ):
         if both:
             raise UsageError(f"{one} and {other} exclude each other")
-    wanted = Wanted(stage, pod, rank, tail, previous)
+    wanted = Wanted(None if stage is None else Stage(stage), pod, rank, tail, previous)
 
     async def show(cluster: Cluster) -> None:
         found = await cluster.job(job)

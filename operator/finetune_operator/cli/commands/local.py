@@ -11,7 +11,15 @@ from typing import Annotated
 import typer
 
 from finetune_contract.choices import Stage
-from finetune_operator.cli.commands.options import Filenames, Files, Form, LocalSettings, Measure, Workspace
+from finetune_operator.cli.commands.options import (
+    Filenames,
+    Files,
+    Form,
+    LocalSettings,
+    Measure,
+    RunStage,
+    Workspace,
+)
 from finetune_operator.cli.commands.steps import checked_jobs, refuse_plan, settings_of
 from finetune_operator.cli.console import Output, UsageError, complain, emit, err, note, out, program_name
 from finetune_operator.cli.inputs import JobEntry
@@ -30,7 +38,7 @@ def run(
         bool, typer.Option("--restart", help="Begin anew; earlier results are moved to <job>.previous-<n>.")
     ] = False,
     stage: Annotated[
-        list[Stage] | None,
+        list[RunStage] | None,
         typer.Option(
             "--stage",
             metavar="STAGE",
@@ -61,8 +69,6 @@ def run(
     """
     if resume and restart:
         raise UsageError("--resume and --restart exclude each other")
-    if stage and Stage.SERVE in stage:
-        raise UsageError("--stage serve: serving comes in a later version")
     names = [*(files or []), *(filename or [])]
     limits = settings_of(settings, cluster=False)
     entry = _one(checked_jobs(names, limits, output), name)
@@ -77,7 +83,7 @@ def run(
         job=entry.job,
         workspace=workspace.resolve(),
         settings=limits,
-        stages=tuple(stage or ()),
+        stages=tuple(Stage(one) for one in stage or ()),
         restart=restart,
         measure=measure,
         verbose=verbose,

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TypeAlias
 
 import typer
 
 from finetune_operator.cli.console import DocumentOutput, Output
+
+
+class RunStage(StrEnum):
+    """Stages that can be named: those of the contract's that run in this version."""
+
+    PREPARE = "prepare"
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    PREDICT = "predict"
+
 
 Files: TypeAlias = Annotated[
     list[str] | None, typer.Argument(metavar="FILE", help="Job files or folders; - reads standard input.")
