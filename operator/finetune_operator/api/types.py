@@ -163,8 +163,9 @@ class ModelSpec(SpecModel):
     """The model to start from."""
 
     uri: Uri = Field(
-        description="Where the model is: hf://org/name, s3://, gs://, az://, pvc://claim/path; without a cluster also "
-        "file:///path, file://path relative to the job file's folder, and pkg://python_package/folder. Required."
+        description="Where the model is: hf://org/name, or pvc://claim/path in a cluster; without one file:///path, "
+        "file://path relative to the job file's folder, and pkg://python_package/folder. s3://, gs:// and az:// are "
+        "not supported yet. Required."
     )
     revision: Text = Field(
         default="main",
@@ -583,9 +584,7 @@ class ResourcesSpec(SpecModel):
 class StorageSpec(SpecModel):
     """Where results and caches lie in a cluster."""
 
-    workspace: Uri | None = Field(
-        default=None, description="Claim or bucket for results, pvc://claim or s3://. Left out: a new claim."
-    )
+    workspace: Uri | None = Field(default=None, description="Claim for results, pvc://claim. Left out: a new claim.")
     cache: Uri | None = Field(
         default=None, description="Claim for downloads and prepared data. Left out: the workspace."
     )
