@@ -59,8 +59,10 @@ FILES: Mapping[str, Wanted] = MappingProxyType(
             packages=("einops", "hjson", "msgpack", "ninja", "psutil", "py-cpuinfo", "pydantic", "tqdm")
         ),
         "fp8.txt": Wanted(packages=("torchao",), dependencies=False),
+        # For the image for GPUs alone: the other one has no triton, without which it cannot be imported.
+        "liger.txt": Wanted(packages=("liger-kernel",), dependencies=False),
         "trainer.txt": Wanted(
-            projects=((CONTRACT, ()), (TRAINER, ("qlora",))),
+            projects=((CONTRACT, ()), (TRAINER, ("qlora", "tracking", "wandb"))),
             installed_before=("torch.txt",),
             built_apart=("deepspeed",),
         ),

@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from packaging.markers import Marker
 from packaging.requirements import Requirement
 
+from finetune_contract.arguments import Tracker, check_arguments
+from finetune_trainer.training.tracking import libraries_of
 from lock import FILES, HEADER, direct_requirements, name_of, normalized, pins
 
 ROOT = Path(__file__).parents[2]
@@ -147,3 +151,32 @@ def test_torch_of_another_index_is_given_the_versions_of_the_hashed_file() -> No
 def test_an_audit_that_cannot_be_made_fails() -> None:
     """Without `--strict` pip-audit ends well when the index has no data of a distribution."""
     assert re.search(r"pip-audit --strict ", (ROOT / "Makefile").read_text())
+
+
+def installed_by(module: str) -> str:
+    """Return the distribution of an importable module; fail where there is none."""
+    assert find_spec(module) is not None, f"{module} cannot be imported: `make install`"
+    (name,) = set(packages_distributions()[module])
+    return normalized(name)
+
+
+@pytest.mark.parametrize("tracker", get_args(Tracker))
+def test_image_has_every_tracker_that_validate_lets_pass(tracker: Tracker) -> None:
+    locked = pins(text_of("trainer.txt")).keys()
+    assert {installed_by(module) for module in libraries_of(tracker, {})} <= locked
+    assert check_arguments({"report_to": tracker}) == ()
+
+
+def test_image_for_gpus_has_the_kernels_that_validate_lets_pass() -> None:
+    assert check_arguments({"use_liger_kernel": True}) == ()
+    assert installed_by("liger_kernel") in pins(text_of("liger.txt"))
+    lines = re.sub(r"\\\n", " ", (ROOT / "images" / "trainer" / "Dockerfile").read_text()).splitlines()
+    (line,) = (line for line in lines if "liger.txt" in line and "pip install" in line)
+    assert re.search(r'if \[ "\$\{ACCELERATOR\}" = cuda \]; then +pip install [^;]*/liger\.txt;', line)
+
+
+@pytest.mark.parametrize("module", ["google.protobuf", "sentencepiece", "tiktoken"])
+def test_image_reads_vocabularies_that_come_without_a_tokenizer_json(module: str) -> None:
+    """DeBERTa-v3, T5 and Mistral ship a model of sentencepiece, and transformers needs protobuf beside it."""
+    assert find_spec(module) is not None
+    assert normalized(module.rpartition(".")[2]) in pins(text_of("trainer.txt"))

@@ -19,7 +19,8 @@ from examples import FITTED_LOCALLY, example_document
 from finetune_contract.layout import JobPaths
 from process_support.shared_start import StartServer
 from suite_plugins.patience import patient
-from trainer_support.tasks import WORDS, predictions, write_decoder, write_encoder_decoder, write_lines
+from trainer_support.families import write_family
+from trainer_support.tasks import WORDS, predictions, write_lines
 
 TEXT = " ".join(WORDS[:10])
 LAYERS = {"gpt2-30b": 2, "gpt2-175b": 2, "mnli-pipeline": 4}
@@ -49,17 +50,17 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Any, tiny_family: Any) -> dict[str, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A tiny model of each example's own family, with a tokenizer of its kind."""
     folder = tmp_path_factory.mktemp("models")
-    encoder = tiny_bert(folder / "encoder", words=WORDS)
+    roberta = write_family(folder / "roberta", "roberta", num_hidden_layers=LAYERS["mnli-pipeline"])
     return {
-        **dict.fromkeys(("chat-lora", "chat-qlora", "preferences"), write_decoder(folder / "decoder")),
-        "domain-words": encoder,
-        **dict.fromkeys(("gpt2-175b", "gpt2-30b", "gpt2-30b-sharded"), write_decoder(folder / "gpt2", "gpt2")),
-        "long-texts": write_decoder(folder / "qwen3", "qwen3"),
-        "mnli-pipeline": tiny_family(folder / "roberta", "roberta"),
-        "squad-data-parallel": encoder,
-        "summaries": write_encoder_decoder(folder / "both"),
+        **dict.fromkeys(("chat-lora", "chat-qlora", "preferences"), write_family(folder / "qwen2.5", "qwen2.5")),
+        **dict.fromkeys(("domain-words", "mnli-pipeline"), roberta),
+        **dict.fromkeys(("gpt2-175b", "gpt2-30b", "gpt2-30b-sharded"), write_family(folder / "gpt2", "gpt2")),
+        "long-texts": write_family(folder / "qwen3", "qwen3"),
+        "squad-data-parallel": write_family(folder / "bert", "bert"),
+        "summaries": write_family(folder / "t5", "t5"),
     }
 
 

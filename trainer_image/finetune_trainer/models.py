@@ -156,6 +156,7 @@ def load_tokenizer(job: TrainerJob) -> PreTrainedTokenizerBase:
             tokenizer = AutoTokenizer.from_pretrained(name, add_prefix_space=True, **kwargs)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise load_error(job.model, error, part="tokenizer") from error
+    _prepend_space(tokenizer)
     if not len(tokenizer):
         raise load_error(job.model, ValueError("it has an empty vocabulary"), part="tokenizer")
     if tokenizer.pad_token is None:
@@ -165,6 +166,27 @@ def load_tokenizer(job: TrainerJob) -> PreTrainedTokenizerBase:
             )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _prepend_space(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Have the tokenizer put the space before a text that its model of sentencepiece asks for.
+
+    transformers 5.23 leaves it out where it builds a tokenizer from such a file alone and has no class for the family
+    (Mistral's, for one): a text would begin with other tokens than in pre-training, and "The" be read as "T", "he".
+    """
+    from tokenizers import decoders, normalizers
+    from transformers import TokenizersBackend
+    from transformers.convert_slow_tokenizer import SentencePieceExtractor
+
+    file, whole = str(tokenizer.init_kwargs.get("vocab_file")), getattr(tokenizer, "backend_tokenizer", None)
+    if type(tokenizer) is not TokenizersBackend or whole is None or tokenizer.init_kwargs.get("tokenizer_file"):
+        return
+    # What is read from a file of tiktoken has a pre-tokenizer.
+    if not file.endswith(".model") or whole.pre_tokenizer is not None or whole.normalizer is None:
+        return
+    if SentencePieceExtractor(file).proto.normalizer_spec.add_dummy_prefix:
+        whole.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), whole.normalizer])
+        whole.decoder = decoders.Sequence([whole.decoder, decoders.Strip(" ", 1, 0)])
 
 
 def position_limit(config: PretrainedConfig) -> int | None:

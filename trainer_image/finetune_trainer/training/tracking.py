@@ -48,7 +48,7 @@ class Tracked:
 def refuse_missing_trackers(arguments: Mapping[str, JsonValue], environment: Mapping[str, str]) -> None:
     """StageError CONFIG `TrackerMissing` for trackers that this image has no library for."""
     for tracker in trackers(arguments):
-        missing = [name for name in _libraries(tracker, environment) if find_spec(name) is None]
+        missing = [name for name in libraries_of(tracker, environment) if find_spec(name) is None]
         if missing:
             extra = "wandb" if tracker == "wandb" else "tracking"
             raise StageError(
@@ -59,8 +59,8 @@ def refuse_missing_trackers(arguments: Mapping[str, JsonValue], environment: Map
             )
 
 
-def _libraries(tracker: Tracker, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Modules that it needs; a store of our own is a database."""
+def libraries_of(tracker: Tracker, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the modules that a tracker needs; a store of our own is a database."""
     if tracker == "mlflow" and _MLFLOW_STORE not in environment:
         return ("mlflow", "sqlalchemy", "alembic")
     return (tracker,)
