@@ -47,6 +47,12 @@ ROWS: dict[str, dict[str, Any]] = {
     },
     "summaries": {"dialogue": TEXT, "summary": "the cat"},
 }
+ALSO_HERE: dict[str, dict[str, Any]] = {
+    "longformer-tokens": {"tokens": WORDS[:6], "tags": ["O", "B-X", "I-X", "O", "O", "B-X"]},
+    "rotten-tomatoes-deepspeed-mpi": {"text": TEXT, "label": 0},
+    "rotten-tomatoes-fsdp-pytorchjob": {"text": TEXT, "label": 0},
+}
+"""Examples that run in a cluster as well."""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +65,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         **dict.fromkeys(("domain-words", "mnli-pipeline"), roberta),
         **dict.fromkeys(("gpt2-175b", "gpt2-30b", "gpt2-30b-sharded"), write_family(folder / "gpt2", "gpt2")),
         "long-texts": write_family(folder / "qwen3", "qwen3"),
+        "longformer-tokens": write_family(folder / "longformer", "longformer"),
+        "rotten-tomatoes-deepspeed-mpi": write_family(folder / "deberta-v3", "deberta-v3"),
+        "rotten-tomatoes-fsdp-pytorchjob": roberta,
         "squad-data-parallel": write_family(folder / "bert", "bert"),
         "summaries": write_family(folder / "t5", "t5"),
     }
@@ -84,11 +93,11 @@ def processes(parallelism: dict[str, Any]) -> int:
     """That one machine runs it with."""
     spread = parallelism.get("tensor", 1) * parallelism.get("pipeline", {}).get("degree", 1)
     spread *= parallelism.get("sequence", 1)
-    return spread if spread > 1 else 2 if parallelism.get("strategy") in ("ddp", "deepspeed") else 1
+    return spread if spread > 1 else 2 if parallelism.get("strategy") in ("ddp", "deepspeed", "fsdp") else 1
 
 
 def ran(finetune: Sequence[str], name: str, model: Path, folder: Path) -> JobPaths:
-    row = ROWS[name]
+    row = {**ROWS, **ALSO_HERE}[name]
     rows = [{**row, "label": at % 3} if "label" in row else row for at in range(24)]
     for split in ("train", "validation", "test"):
         write_lines(folder / "rows" / f"{split}.jsonl", rows)
@@ -98,6 +107,10 @@ def ran(finetune: Sequence[str], name: str, model: Path, folder: Path) -> JobPat
     spec["dataset"]["uri"] = f"file://{folder}/rows"
     if spec["dataset"].pop("config", None) is not None:
         del spec["dataset"]["splits"]
+    if "dataset" in spec.get("predict", {}):
+        del spec["predict"]["dataset"]
+    if gate := (spec.get("evaluation") or {}).get("gate"):
+        gate["minimum"] = 0.0
     spec["preparation"] |= {"maxLength": 32} | ({"stride": 8} if "stride" in spec["preparation"] else {})
     spec["training"] = {**spec["training"], "maxSteps": 2, "globalBatchSize": 4}
     spec["training"].pop("epochs", None)
@@ -141,3 +154,18 @@ def test_an_example_runs_to_its_end_and_is_measured_and_predicts_as_it_says(name
         assert len(said) == 24
         assert all({"generated_text", *spec["predict"]["columns"]} <= set(row) for row in said)
     assert (paths.root / "adapter").exists() == ("adapter" in spec["model"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALSO_HERE)
+def test_an_example_of_a_cluster_runs_here_with_a_model_of_its_own_family(name, models, tmp_path, finetune):
+    spec = example_document(name)["spec"]
+    paths = ran(finetune, name, models[name], tmp_path)
+    metrics = json.loads(paths.metrics.read_text(encoding="utf-8"))
+    assert metrics["train"]["strategy"].startswith(spec["parallelism"]["strategy"])
+    assert metrics["train"]["world_size"] == 2
+    assert metrics["evaluate"]["loss"] > 0
+    if "predict" in spec:
+        assert len(predictions(paths)) == 24
+    config = json.loads((paths.model / "config.json").read_text(encoding="utf-8"))
+    assert config["model_type"] == json.loads((models[name] / "config.json").read_text(encoding="utf-8"))["model_type"]

@@ -4,6 +4,7 @@ model of each is prepared, trained, evaluated, asked, and then loaded by transfo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,3 +158,16 @@ def test_pieces_of_a_family_are_those_of_sentencepiece(name: str, tmp_path: Path
     tokenizer = load_tokenizer(job)
     assert tokenizer(texts, add_special_tokens=False)["input_ids"] == pieces.encode(texts)
     assert tokenizer.decode(tokenizer(texts[0])["input_ids"], skip_special_tokens=True) == texts[0]
+
+
+def test_docs_name_every_family_with_the_files_that_are_read() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
+    lines = [line.strip("| ").split(" | ") for line in page.partition("| family |")[2].splitlines()[2:]]
+    told = {
+        name.lower().replace(" ", ""): set(re.findall(r"`(.+?)`", files))
+        for names, _, files in (cells for cells in lines if len(cells) == 3)
+        for name in names.split(", ")
+    }
+    assert told.keys() == {name.replace("gpt2", "gpt-2") for name in FAMILIES}
+    for name, files in told.items():
+        assert files <= FAMILIES[name.replace("gpt-2", "gpt2")].ships, name
