@@ -314,7 +314,9 @@ def test_words_of_which_the_tokenizer_leaves_nothing_are_missed(
     for split in ("train", "validation"):
         write_lines(data / f"{split}.jsonl", rows)
     write_lines(data / "test.jsonl", [*rows, odd])
-    job = trained(a_job(models["bert"], data, training=training_of(steps=30, batch=4, micro=4, learning_rate=3e-2)), paths)
+    job = trained(
+        a_job(models["bert"], data, training=training_of(steps=30, batch=4, micro=4, learning_rate=3e-2)), paths
+    )
     measured = evaluate(job, paths, NoProgress())["evaluate"]
     assert measured["accuracy"] == 14 / 16, "what has tokens is learnt by heart"
     assert measured["recall"] < 1
