@@ -96,6 +96,17 @@ def test_tokens_are_asked_for_as_bert_was_trained(model) -> None:
     assert not torch.equal(other["labels"], batch["labels"])
 
 
+@pytest.mark.parametrize("word", WORDS)
+def test_of_each_short_text_one_token_at_least_is_asked_for(model, word: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    found = TASK.encode({"text": [word, ""]}, np.ones(2, bool), Coding(tokenizer, 8, 0, "bert"))
+    assert found.learnt == 1
+    features = [dict(zip(found.features, values, strict=True)) for values in zip(*found.features.values(), strict=True)]
+    labels = TASK.collate(features, pad_token_id=0)["labels"]
+    assert labels[labels != -100].tolist() == [tokenizer.convert_tokens_to_ids(word)]
+    assert (labels[1] == -100).all()
+
+
 def test_training_draws_anew_in_each_epoch_and_alike_in_every_process(model, data, paths) -> None:
     job = task_job("masked-lm", model, data, ["text"], training=training_of(steps=1))
     prepare(job, paths, NoProgress())

@@ -229,7 +229,7 @@ def token_figures(answers: Sequence[Answer]) -> dict[str, float]:
         raise StageError(
             FailureClass.DATA,
             "NothingToMeasure",
-            "No row of the split has a token that follows another one.",
+            "No row of the split has a token to predict.",
             "Give the split longer rows.",
         )
     loss = float(surprise.mean())
