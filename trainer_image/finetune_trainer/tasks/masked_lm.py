@@ -1,8 +1,8 @@
 """Masked language modelling: an encoder learns to fill in words that are hidden from it.
 
-As BERT was trained (Devlin et al. 2018, section 3.1): 15 % of the tokens are asked for (of a short text one at least), of
-which 80 % are hidden, 10 % replaced by others and 10 % left. Training draws anew in each epoch, from the job's seed and
-the tokens themselves, so that all strategies draw alike; evaluation always asks for the same tokens.
+As BERT was trained (Devlin et al. 2018, section 3.1): 15 % of the tokens are asked for (of a short text one at least),
+of which 80 % are hidden, 10 % replaced by others and 10 % left. Training draws anew in each epoch, from the job's seed
+and the tokens themselves, so that all strategies draw alike; evaluation always asks for the same tokens.
 """
 
 from __future__ import annotations
