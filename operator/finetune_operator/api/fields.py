@@ -73,7 +73,11 @@ def read_fields(
                     faults[path] = _field_problem(shape, path, kind, value, prefix, schemes)
                 if not path or not isinstance(remainder, dict) or len(faults) >= MOST_PROBLEMS:
                     return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone))
+                place = _place_for(shape, path, kind, value, prefix)
+                misspelt = value_at(value, path)
                 gone.add(_take_out(shape, remainder, path, placeholders or {}))
+                if place is not None and _put(remainder, place, misspelt):
+                    gone.discard(path)
     return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone))
 
 
@@ -124,7 +128,8 @@ def _field_problem(
     if kind == "extra_forbidden" or shape is None:
         above = find(root, path[:-1])
         names = tuple(above.body.fields) if above and isinstance(above.body, Fields) else ()
-        return unknown_field(full, value, names, of_job=prefix == ("spec",))
+        task = document.get("task") if isinstance(document, dict) else None
+        return unknown_field(full, value, names, of_job=prefix == ("spec",), task=task)
     if kind == "missing":
         return Problem(format_path(full), None, "is required", missing(shape, full, schemes), reason="Required")
     rule, way_out = wrong_value(shape, full, value, schemes)
@@ -132,9 +137,11 @@ def _field_problem(
     return Problem(format_path(full), describe_value(value, full), rule, way_out, reason=reason)
 
 
-def unknown_field(path: Path, value: JsonValue, names: Sequence[str], *, of_job: bool = False) -> Problem:
+def unknown_field(
+    path: Path, value: JsonValue, names: Sequence[str], *, of_job: bool = False, task: JsonValue = None
+) -> Problem:
     """The problem of a field that the API has not; `of_job`: it stands in a FineTuneJob, in no object of Kubernetes."""
-    way_out = unknown_name(path, value, names, of_job=of_job)
+    way_out = unknown_name(path, value, names, of_job=of_job, task=task).text
     return Problem(format_path(path), describe_value(value, path), "there is no such field", way_out, reason="Unknown")
 
 
@@ -147,6 +154,33 @@ def value_at(value: JsonValue, path: Path) -> JsonValue:
         else:
             return None
     return value
+
+
+def _place_for(root: Shape, path: Path, kind: str, document: JsonValue, prefix: Path) -> Path | None:
+    """Where in the document a field belongs that stands under a wrong name or in a wrong place, if its hint says so.
+
+    Its value is read there, so that one look at a job finds what its right name would bring to light.
+    """
+    if kind != "extra_forbidden" or prefix != ("spec",) or any(isinstance(part, int) for part in path):
+        return None
+    above = find(root, path[:-1])
+    names = tuple(above.body.fields) if above and isinstance(above.body, Fields) else ()
+    task = document.get("task") if isinstance(document, dict) else None
+    hint = unknown_name((*prefix, *path), value_at(document, path), names, of_job=True, task=task)
+    place = tuple(hint.place.split(".")[1:]) if hint.place is not None else ()
+    return place if place and find(root, place) is not None else None
+
+
+def _put(document: JsonValue, place: Path, value: JsonValue) -> bool:
+    """Write a value where nothing stands; False: something does."""
+    for part in place[:-1]:
+        if not isinstance(document, dict):
+            return False
+        document = document.setdefault(str(part), {})
+    if not isinstance(document, dict) or str(place[-1]) in document:
+        return False
+    document[str(place[-1])] = copy.deepcopy(value)
+    return True
 
 
 def _take_out(root: Shape, value: JsonValue, path: Path, placeholders: Mapping[str, JsonValue]) -> Path:

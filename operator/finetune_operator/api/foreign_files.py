@@ -1,7 +1,7 @@
 """Whole configurations of other tools: each is told once, with what its names are here, not name by name.
 
-Read are the names alone, at the top of a document or of its `spec`. An object of Kubernetes that runs a program is no
-fault beside a FineTuneJob; in a file without one it is what somebody took for one.
+Only names and values at the top of a document or of its `spec` are read. An object of Kubernetes that runs a program is
+no fault beside a FineTuneJob; in a file without one it is what somebody took for one.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from pydantic import JsonValue
 
 from finetune_contract.arguments import known_arguments
 from finetune_operator.api.foreign_names import AXOLOTL, DEEPSPEED, FACTORY, HF, find_name
-from finetune_operator.api.hints import place_of
+from finetune_operator.api.hints import place_of, taken_value
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.shapes import Fields, spec_shape
 from finetune_operator.api.types import API_VERSION, KIND
 
 DOCUMENT = ("apiVersion", "kind", "metadata", "spec", "status")
+ACCELERATE = "accelerate"
 _LEAST = 3
 """Names of another tool from which on a document is its configuration; fewer are slips, which are told one by one."""
 _MOST = 24
@@ -40,6 +41,10 @@ _MARKS: Mapping[str, frozenset[str]] = {
         "model_name_or_path", "dataset_name", "dataset_text_field", "max_seq_length", "output_dir", "lora_alpha",
         "evaluation_strategy", "use_peft", "per_device_train_batch_size", "num_train_epochs",
     }),
+    ACCELERATE: frozenset({
+        "compute_environment", "distributed_type", "machine_rank", "main_training_function", "downcast_bf16",
+        "num_machines", "rdzv_backend", "same_network", "tpu_use_cluster", "fsdp_config",
+    }),
 }  # fmt: skip
 """Names by which a tool's configuration is told from others'."""
 _WORKLOADS = frozenset({
@@ -58,7 +63,7 @@ def recognise(value: Mapping[str, JsonValue]) -> Problem | None:
         names = [name for name in inner if name not in known]
         tool = _tool(names)
         if tool is not None:
-            return _told(path, tool, names)
+            return _told(path, tool, {name: inner[name] for name in names})
     return None
 
 
@@ -77,10 +82,11 @@ def _tool(names: Sequence[str]) -> str | None:
     return None
 
 
-def _told(path: str, tool: str, names: Sequence[str]) -> Problem:
+def _told(path: str, tool: str, given: Mapping[str, JsonValue]) -> Problem:
     fields: dict[str, list[str]] = {}
+    values: dict[str, str] = {}
     left_out = []
-    for name in names:
+    for name, value in given.items():
         row = find_name(name, path)
         if row is None:
             place = place_of(name, (path,) if path else ())
@@ -90,7 +96,11 @@ def _told(path: str, tool: str, names: Sequence[str]) -> Problem:
             left_out.append(name)
         else:
             fields.setdefault(row.field, []).append(name)
-    pairs = [f"{' and '.join(given)} {'is' if len(given) == 1 else 'are'} {field}" for field, given in fields.items()]
+            values[row.field] = values.get(row.field) or taken_value(row, value)
+    pairs = [
+        f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {field}{values.get(field, '')}"
+        for field, names in fields.items()
+    ]
     begin = "" if path else f"begin with apiVersion: {API_VERSION}, kind: {KIND}, metadata.name and spec.task; "
     written = f"here {', '.join(pairs[:_MOST])}" if pairs else ""
     rest = f"; leave out {', '.join(left_out[:_MOST])}" if left_out else ""

@@ -132,18 +132,30 @@ NAMES: tuple[ForeignName, ...] = (
         "hf:// before a name of the Hub, file:// before a path", under=("dataset",),
     ),
     ForeignName(("dataset_config_name", "dataset_config", "subset"), HF, "spec.dataset.config"),
+    ForeignName(
+        ("revision", "dataset_revision", "data_revision"), HF, None,
+        "write it behind the name in spec.dataset.uri, as hf://org/name@REVISION", under=("dataset",),
+    ),
     ForeignName(("train_split", "dataset_train_split", "split"), EVERYBODY, "spec.dataset.splits.train"),
     ForeignName(
         ("eval_split", "validation_split", "dataset_test_split", "dev_split"), EVERYBODY,
         "spec.dataset.splits.validation",
     ),
     ForeignName(("test_split",), EVERYBODY, "spec.dataset.splits.test"),
+    ForeignName(
+        ("uri", "file", "data", "data_file", "input", "inputs"), EVERYBODY, "spec.predict.dataset.uri",
+        under=("predict",),
+    ),
     ForeignName(("split",), EVERYBODY, "spec.dataset.splits.test", under=("evaluation", "predict")),
     ForeignName(("truncation", "truncate"), HF, None, "leave it out: rows are cut at spec.preparation.maxLength"),
     ForeignName(
-        ("validation_file", "eval_dataset", "eval_file", "test_file", "test_datasets", "validation_data"), EVERYBODY,
+        ("validation_file", "eval_dataset", "eval_file", "validation_data", "dev_file"), EVERYBODY,
         "spec.dataset.splits.validation",
-        "the file's name without its ending, beside the other files of spec.dataset.uri", same=False,
+        "the file's name without its ending, with the folder of all files as spec.dataset.uri", same=False,
+    ),
+    ForeignName(
+        ("test_file", "test_datasets", "test_dataset", "test_data"), EVERYBODY, "spec.dataset.splits.test",
+        "the file's name without its ending, with the folder of all files as spec.dataset.uri", same=False,
     ),
     ForeignName(
         ("val_set_size", "val_size", "validation_split_percentage", "test_size"), EVERYBODY, None,
@@ -238,12 +250,17 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("random_seed", "random_state", "data_seed"), EVERYBODY, "spec.training.seed"),
     ForeignName(("label_smoothing_factor",), HF, "spec.training.labelSmoothing"),
     ForeignName(("early_stopping_patience",), f"{HF}, {AXOLOTL}", "spec.training.earlyStopping.patience"),
+    ForeignName(("metric_for_best_model",), EVERYBODY, "spec.training.earlyStopping.metric"),
     ForeignName(
-        ("metric_for_best_model", "greater_is_better"), EVERYBODY, "spec.training.earlyStopping.metric", same=False
+        ("greater_is_better",), EVERYBODY, None, "leave it out: it is known of each metric whether more is better"
     ),
     ForeignName(
-        ("load_best_model_at_end",), EVERYBODY, "spec.training.earlyStopping",
-        "with it the weights of the best evaluation are kept", {},
+        ("early_stopping_threshold", "early_stopping_min_delta", "min_delta"), EVERYBODY, None,
+        "leave it out: any improvement counts",
+    ),
+    ForeignName(
+        ("load_best_model_at_end", "save_best", "save_best_only", "save_best_model", "keep_best"), EVERYBODY, None,
+        "leave it out: spec.training.earlyStopping with a patience keeps the weights of the best evaluation",
     ),
     ForeignName(("fp16",), EVERYBODY, "spec.training.precision", value="fp16"),
     ForeignName(("bf16", "bfloat16"), EVERYBODY, "spec.training.precision", value="bf16"),
@@ -267,8 +284,14 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("logging_steps", "logging_strategy", "logging_dir", "log_level", "log_interval", "plot_loss", "disable_tqdm",
-         "logging_first_step", "verbose"),
+         "logging_first_step", "verbose", "logging"),
         EVERYBODY, None, _REPORTED,
+    ),
+    ForeignName(
+        ("ddp_timeout", "ddp_backend", "ddp_find_unused_parameters", "local_rank", "clean_pod_policy", "access_mode",
+         "access_modes", "pull_secrets_policy"),
+        f"{HF}, {KUBERNETES}", None, _NO_COUNTERPART,
+        under=("", "spec", "training", "parallelism", "runPolicy", "storage"),
     ),
     ForeignName(
         ("eval_steps", "eval_strategy", "evaluation_strategy", "evals_per_epoch", "eval_interval", "do_eval"),
@@ -279,7 +302,8 @@ NAMES: tuple[ForeignName, ...] = (
         "{} takes the defaults", {}),
     ForeignName(("save_steps", "save_interval", "checkpoint_interval"), EVERYBODY, "spec.checkpoints.every.steps"),
     ForeignName(
-        ("save_strategy", "saves_per_epoch"), EVERYBODY, "spec.checkpoints.every", "which is once an epoch", "auto"
+        ("save_strategy", "saves_per_epoch"), EVERYBODY, None,
+        "leave it out: spec.checkpoints.every sets the interval, as auto, {steps: N} or {minutes: N}",
     ),
     ForeignName(
         ("save_total_limit", "keep_last_n_checkpoints", "max_checkpoints"), EVERYBODY, "spec.checkpoints.keep"
@@ -315,6 +339,13 @@ NAMES: tuple[ForeignName, ...] = (
         "a list", same=False,
     ),
     ForeignName(("metric",), HF, "spec.evaluation.metrics", "a list", under=("evaluation",), same=False),
+    ForeignName(
+        ("threshold", "min", "at_least", "lower_bound", "min_value", "value"), EVERYBODY,
+        "spec.evaluation.gate.minimum", under=("gate",),
+    ),
+    ForeignName(
+        ("max", "at_most", "upper_bound", "max_value"), EVERYBODY, "spec.evaluation.gate.maximum", under=("gate",)
+    ),
     ForeignName(("max_target_length", "max_gen_length", "max_tokens"), HF, "spec.generation.maxNewTokens"),
     ForeignName(("do_sample",), HF, "spec.generation.temperature", "above 0 tokens are drawn", same=False),
     ForeignName(("top_k", "repetition_penalty"), HF, None,
@@ -335,7 +366,27 @@ NAMES: tuple[ForeignName, ...] = (
         ("zero_optimization",), DEEPSPEED, "spec.parallelism.zeroStage",
         "other keys of it go below spec.parallelism.deepspeedConfig.zero_optimization", same=False,
     ),
+    ForeignName(
+        ("deepspeed_config",), HF, "spec.parallelism.strategy",
+        "keys of DeepSpeed's own file go below spec.parallelism.deepspeedConfig", "deepspeed", under=("", "spec"),
+    ),
     ForeignName(("fsdp", "fsdp_config", "fsdp_version", "fsdp2"), EVERYBODY, "spec.parallelism.strategy", value="fsdp"),
+    ForeignName(
+        ("fsdp_sharding_strategy", "sharding_strategy"), f"{HF}, {AXOLOTL}", "spec.parallelism.sharding"
+    ),
+    ForeignName(("fsdp_offload_params",), f"{HF}, {AXOLOTL}", "spec.parallelism.offload.parameters", value="cpu"),
+    ForeignName(
+        ("fsdp_auto_wrap_policy", "fsdp_transformer_layer_cls_to_wrap", "fsdp_backward_prefetch",
+         "fsdp_use_orig_params", "fsdp_state_dict_type", "fsdp_cpu_ram_efficient_loading", "fsdp_sync_module_states",
+         "fsdp_limit_all_gathers"),
+        f"{HF}, {AXOLOTL}", None, "leave it out: layers are wrapped one by one, as the model names them",
+    ),
+    ForeignName(
+        ("compute_environment", "machine_rank", "main_process_ip", "main_process_port", "main_training_function",
+         "downcast_bf16", "use_cpu", "rdzv_backend", "same_network", "tpu_env", "tpu_use_cluster", "tpu_use_sudo",
+         "debug", "dynamo_config"),
+        HF, None, "leave it out: the launcher starts and connects the processes", under=("", "spec"),
+    ),
     ForeignName(("ddp", "data_parallel"), EVERYBODY, "spec.parallelism.strategy", value="ddp"),
     ForeignName(
         ("distributed", "distributed_type", "distributed_strategy", "distribution", "backend"), HF,
@@ -353,6 +404,14 @@ NAMES: tuple[ForeignName, ...] = (
         ("context_parallel_size", "sequence_parallel_degree", "sequence_parallel_size", "cp_size", "sp_size"),
         f"{HF}, {AXOLOTL}", "spec.parallelism.sequence",
     ),
+    ForeignName(
+        ("sequence_parallel",), HF, None,
+        "leave it out: with spec.parallelism.tensor the other layers stay whole; spec.parallelism.sequence cuts rows",
+    ),
+    ForeignName(
+        ("offload_optimizer_device",), HF, "spec.parallelism.offload.optimizer"
+    ),
+    ForeignName(("offload_param_device",), HF, "spec.parallelism.offload.parameters"),
     ForeignName(
         ("offload_optimizer", "cpu_offload", "optimizer_offload"), f"{HF}, {DEEPSPEED}",
         "spec.parallelism.offload.optimizer", value="cpu",
@@ -372,8 +431,12 @@ NAMES: tuple[ForeignName, ...] = (
         f"{HF}, {KUBERNETES}", "spec.resources.nodes", under=("", "spec", "training", "parallelism", "resources"),
     ),
     ForeignName(
-        ("nproc_per_node", "num_processes", "num_proc_per_node", "slots_per_worker", "world_size"),
-        f"{HF}, {KUBERNETES}", "spec.resources.processesPerNode",
+        ("nproc_per_node", "num_proc_per_node", "slots_per_worker"), f"{HF}, {KUBERNETES}",
+        "spec.resources.processesPerNode",
+    ),
+    ForeignName(
+        ("num_processes", "world_size"), HF, "spec.resources.processesPerNode",
+        "the processes of one node, where accelerate counts those of all", same=False,
     ),
     ForeignName(
         ("limits", "requests"), KUBERNETES, None,
@@ -407,11 +470,20 @@ NAMES: tuple[ForeignName, ...] = (
         under=("spec", "template", "training"),
     ),
     ForeignName(
-        ("pytorch_replica_specs", "mpi_replica_specs", "tf_replica_specs", "runtime_ref", "trainer", "initializer",
-         "elastic_policy", "run_policies", "completions", "completion_mode", "replicated_jobs"),
+        ("pytorch_replica_specs", "mpi_replica_specs", "tf_replica_specs", "trainer", "elastic_policy", "completions",
+         "completion_mode", "replicated_jobs"),
         KUBERNETES, "spec.resources.nodes",
-        "the launcher's objects are written from spec.resources and spec.launcher", same=False,
+        "the number of pods; GPUs of each are spec.resources.gpusPerNode, its image is spec.image, its nodeSelector "
+        "and tolerations go below spec.template", same=False,
     ),
+    ForeignName(
+        ("runtime_ref", "run_policies"), KUBERNETES, None, "leave it out: spec.launcher chooses what runs the pods"
+    ),
+    ForeignName(
+        ("initializer",), KUBERNETES, "spec.model.uri", "the address of the data is spec.dataset.uri", same=False
+    ),
+    ForeignName(("storage_uri",), KUBERNETES, "spec.model.uri", under=("model",)),
+    ForeignName(("storage_uri",), KUBERNETES, "spec.dataset.uri", under=("dataset",)),
     ForeignName(
         ("host_network", "host_pid", "host_ipc", "runtime_class_name", "scheduler_name", "restart_policy", "dns_policy",
          "env_from", "termination_grace_period_seconds"),
@@ -429,8 +501,8 @@ NAMES: tuple[ForeignName, ...] = (
         "leave it out: queues are not supported in this version", under=("", "spec", "metadata", "resources"),
     ),
     ForeignName(
-        ("pvc", "claim", "claim_name", "persistent_volume_claim", "volume_claim"), KUBERNETES, "spec.storage.workspace",
-        "pvc:// before the claim's name", same=False,
+        ("pvc", "pvc_name", "claim", "claim_name", "persistent_volume_claim", "volume_claim"), KUBERNETES,
+        "spec.storage.workspace", "pvc:// before the claim's name",
     ),
     ForeignName(("disk", "disk_size", "storage_size"), KUBERNETES, "spec.storage.size"),
     ForeignName(("storage_class",), KUBERNETES, "spec.storage.storageClassName"),
@@ -439,6 +511,8 @@ NAMES: tuple[ForeignName, ...] = (
         ("secret", "secret_name", "secret_ref"), KUBERNETES, "spec.secrets.hubToken.name",
         "for a token of the Hub", same=False,
     ),
+    ForeignName(("max_length", "min_length"), HF, None,
+        "leave it out: spec.generation.maxNewTokens bounds what is written", under=("generation",)),
     ForeignName(("name", "namespace"), KUBERNETES, None, "move it below metadata", under=("", "spec")),
     ForeignName(("labels", "annotations"), KUBERNETES, None, "move it below metadata", under=("",)),
     ForeignName(
@@ -563,6 +637,10 @@ VALUES: tuple[ForeignValue, ...] = (
     ),
     ForeignValue(_METHOD, ("peft", "rslora", "lora-plus", True), HF, {_METHOD: "lora"}),
     ForeignValue(
+        _METHOD, ("lora-4bit", "4bit-lora", "lora-int4", "qlora-4bit", "4bit", "int4", "nf4"), EVERYBODY,
+        {_METHOD: "qlora"},
+    ),
+    ForeignValue(
         _METHOD, ("adalora", "ia3", "prefix-tuning", "prompt-tuning", "p-tuning", "llama-adapter", "oft", "loha"),
         HF, {}, "write lora, dora or qlora",
     ),
@@ -579,7 +657,20 @@ VALUES: tuple[ForeignValue, ...] = (
     ForeignValue("spec.preparation.packing", (True, "true"), EVERYBODY, {"spec.preparation.packing": "always"}),
     ForeignValue("spec.preparation.packing", (False, "false"), EVERYBODY, {"spec.preparation.packing": "never"}),
     ForeignValue("spec.checkpoints.every", ("epoch", "steps"), EVERYBODY, {"spec.checkpoints.every": "auto"},
-                 "which is once an epoch ({steps: 500} is every 500 steps)"),
+                 "an interval that the plan chooses; {steps: 500} is every 500 steps"),
+    ForeignValue("spec.checkpoints.keep", ("all", "unlimited"), EVERYBODY, {"spec.checkpoints.keep": 1000}),
+    ForeignValue("spec.resources.network", ("infiniband", "ib", "roce", "gpudirect"), KUBERNETES,
+                 {"spec.resources.network": "rdma"}),
+    ForeignValue("spec.resources.network", ("ethernet", "eth", "eth0", "default"), KUBERNETES,
+                 {"spec.resources.network": "tcp"}),
+    ForeignValue("spec.parallelism.sharding", ("full-shard", "1", True), HF, {"spec.parallelism.sharding": "full"}),
+    ForeignValue("spec.parallelism.sharding", ("shard-grad-op", "2"), HF, {"spec.parallelism.sharding": "grad-op"}),
+    ForeignValue(
+        "spec.parallelism.sharding", ("hybrid-shard", "4"), HF, {"spec.parallelism.sharding": "hybrid"}
+    ),
+    ForeignValue(
+        "spec.parallelism.sharding", ("no-shard", "3"), HF, {}, "leave it out, and set spec.parallelism.strategy to ddp"
+    ),
     ForeignValue("spec.checkpoints.resume", (True, "true", "always"), EVERYBODY, {"spec.checkpoints.resume": "auto"}),
     ForeignValue("spec.checkpoints.resume", (False, "false", "no"), EVERYBODY, {"spec.checkpoints.resume": "never"}),
     ForeignValue("spec.resources.gpusPerNode", ("all", "max"), HF, {"spec.resources.gpusPerNode": "auto"}),

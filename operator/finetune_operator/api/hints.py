@@ -11,7 +11,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from pydantic import JsonValue
@@ -19,13 +19,13 @@ from pydantic import JsonValue
 from finetune_contract.arguments import FREE
 from finetune_contract.hub import is_hub_name
 from finetune_operator.api.foreign_names import ForeignName, ForeignValue, find_name, find_value, plain
+from finetune_operator.api.meant_values import meant_value
 from finetune_operator.api.problems import PathPart, describe_value, is_secret_name
 from finetune_operator.api.shapes import (
     Boolean,
     Fields,
     Items,
     Map,
-    Number,
     Shape,
     Text,
     accepts,
@@ -48,15 +48,72 @@ _CORES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*v?(?:cores?|cpus?)", re.IGNORECASE
 _HUB_ADDRESS = re.compile(
     r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/?#]+/[^/?#]+|[^/?#]+)(?:[/?#].*)?"
 )
+_MISSPELT_HUB = re.compile(r"(?:hugging-?_?face|hub|hf):/{0,3}([^/:].*)", re.IGNORECASE)
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
+_OWN_WORDS = ("hf", "file", "pkg", "pvc")
+_NAMED_BY = {
+    "hf://": "hf:// before the name of a Hub repository", "file://": "file:// before a path",
+    "pvc://": "pvc:// before the name of a claim",
+}  # fmt: skip
+_REVISION = re.compile(r"([^@?#]+)(?:@([\w./-]*\w)|\?revision=([\w./-]*\w))(?:[#&].*)?")
+_STOPPING_METRIC = "spec.training.earlyStopping.metric"
+_COLUMNS = "spec.dataset.columns."
+_COLUMN_WORDS = (
+    frozenset({
+        "text", "source", "input", "inputs", "sentence", "document", "article", "dialogue", "prompt", "instruction",
+        "question", "query", "tokens", "words", "content",
+    }),
+    frozenset({
+        "label", "labels", "target", "targets", "output", "outputs", "summary", "response", "completion", "answer",
+        "answers", "tags", "nertags", "class", "category", "y", "translation",
+    }),
+)  # fmt: skip
+"""Names for the column that is read, and for the one that is learnt."""
+_COLUMNS_OF_TASK: Mapping[str, tuple[str, str]] = {
+    "text-classification": ("text", "label"),
+    "token-classification": ("tokens", "tags"),
+    "question-answering": ("question", "answers"),
+    "text-generation": ("source", "target"),
+    "summarization": ("source", "target"),
+    "translation": ("source", "target"),
+    "preference-tuning": ("prompt", "chosen"),
+}
+_CLAIM = re.compile(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?")
 _FILE = re.compile(r"(?:\.{0,2}/.*|.*\.(?:csv|tsv|txt|jsonl?|parquet|arrow|gz|zst|bz2|xz|safetensors)|.*\*.*|.*/)")
-_TRUE_WORDS = {"yes": True, "on": True, "y": True, "true": True, "no": False, "off": False, "n": False, "false": False}
 
 
 # --------------------------------------------------------------------------------------------------------- unknown name
 
 
-def unknown_name(path: Sequence[PathPart], value: JsonValue, names: Sequence[str], *, of_job: bool) -> str:
-    """The way out for a field that the object at the path's parent, which has `names`, does not have."""
+@dataclass(frozen=True)
+class NameHint:
+    """What to write for a field that does not exist."""
+
+    text: str
+    place: str | None = None
+    """Dotted path of the field that takes what was written as it is, so that its checks can go on; None: none does."""
+
+
+def unknown_name(
+    path: Sequence[PathPart], value: JsonValue, names: Sequence[str], *, of_job: bool, task: JsonValue = None
+) -> NameHint:
+    """Find the hint for a field that the object at the path's parent, which has `names`, does not have.
+
+    `task` is what the job says of its task: columns have other names with each.
+    """
+    text = _unknown_name(path, value, names, of_job, task)
+    above = ".".join(str(part) for part in path[:-1])
+    if (renamed := re.match(r"did you mean (\w+)\?", text)) is not None:
+        return NameHint(text, f"{above}.{renamed[1]}" if above else renamed[1])
+    moved = re.fullmatch(r"move it below (spec(?:\.\w+)*)(?:, as (\w+))?", text)
+    if moved is not None:
+        return NameHint(text, f"{moved[1]}.{moved[2] or path[-1]}")
+    return NameHint(text)
+
+
+def _unknown_name(
+    path: Sequence[PathPart], value: JsonValue, names: Sequence[str], of_job: bool, task: JsonValue
+) -> str:
     name = str(path[-1])
     own = {plain(known): known for known in names}
     if plain(name) in own:
@@ -64,6 +121,11 @@ def unknown_name(path: Sequence[PathPart], value: JsonValue, names: Sequence[str
     parent = str(path[-2]) if len(path) > 1 else ""
     if of_job:
         row = find_name(name, parent)
+        column = column_of(task, name)
+        if column is not None and parent == "columns" and (row is None or row.field is None):
+            return f"did you mean {column}?"
+        if column is not None and row is not None and row.field is not None and row.field.startswith(_COLUMNS):
+            return _set(f"{_COLUMNS}{column}", value)
         if row is not None and row.under:
             return _by_row(row, path, value)
         places = _places(name, path)
@@ -102,6 +164,15 @@ def _index() -> Mapping[str, tuple[tuple[str, ...], ...]]:
     walk(spec_shape(), ("spec",))
     found["spec"] = (("spec",),)
     return found
+
+
+def column_of(task: JsonValue, name: str) -> str | None:
+    """Name the column of a task that another tool, or another task, calls `name`; None: there is none."""
+    columns = _COLUMNS_OF_TASK.get(task) if isinstance(task, str) else None
+    if columns is None:
+        return None
+    bare = re.sub(r"(?:column|columnname|field)$", "", plain(name))
+    return next((column for words, column in zip(_COLUMN_WORDS, columns, strict=True) if bare in words), None)
 
 
 def argument_name(name: str, value: JsonValue) -> str | None:
@@ -176,12 +247,14 @@ def _by_row(row: ForeignName, path: Sequence[PathPart], value: JsonValue) -> str
     if row.value is not None and (value is False or value is None or value == ""):
         return "leave it out"
     inner = "; ".join(_inner(row.field, value)) if isinstance(value, dict) else ""
+    if inner and (row.value is None or row.value == {}):
+        return f"leave it out, and write what it holds elsewhere: {inner}"
     hint = f"; {inner}" if inner else hint
     *above, leaf = row.field.split(".")
     if row.value is not None:
         return f"set {row.field} to {_shown(row.value, row.field)}{hint}"
     shape = _shape_at(row.field)
-    if row.same and shape is not None and _is_uri(shape) and as_uri(value):
+    if row.same and shape is not None and _is_uri(shape) and _uri_of(shape, value):
         return _set(row.field, value)
     if above == list(path[:-1]) and row.same and find_value(row.field, value) is None:
         return f"did you mean {leaf}?" + (f" ({row.hint})" if row.hint else "")
@@ -193,15 +266,36 @@ def _joined(hint: str) -> str:
 
 
 def _inner(field: str, value: Mapping[str, JsonValue]) -> Iterator[str]:
-    """What the fields of an object that is no field here are called in the place of `field`."""
+    """What the fields of an object that is no field here are called in the place of `field`, with their values."""
     parent = field.split(".")[-2]
-    for name in list(value)[:_MOST_NAMES]:
+    for name, given in list(value.items())[:_MOST_NAMES]:
         row = find_name(name, parent)
         places = _places(name, ()) if row is None else ()
         if row is not None and row.field is not None:
-            yield f"{name} is {row.field}"
+            yield f"{name} is {row.field}{taken_value(row, given)}"
         elif len(places) == 1:
             yield f"{name} is {'.'.join(places[0])}"
+        elif isinstance(given, dict) and len(path_names := list(given)) <= _MOST_NAMES and path_names:
+            yield from _inner(field, given)
+
+
+def taken_value(row: ForeignName, given: JsonValue) -> str:
+    """The value that the field of a row takes for what was given, as `: VALUE`; empty: it has to be found."""
+    if row.field is None or given is None or given is False:
+        return ""
+    if row.value is not None:
+        return f": {_shown(row.value, row.field)}"
+    shape = _shape_at(row.field)
+    instead = find_value(row.field, given)
+    if instead is not None and row.field in instead.instead:
+        return f": {_shown(instead.instead[row.field], row.field)}"
+    if shape is None or not row.same or isinstance(given, dict):
+        return ""
+    if _is_uri(shape):
+        uri = _uri_of(shape, given)
+        return f": {uri}" if uri else ""
+    word = {plain(each): each for each in shape.words}.get(plain(given)) if isinstance(given, str) else None
+    return f": {_shown(word or given, row.field)}" if word or accepts(shape, given) else ""
 
 
 def _set(field: str, value: JsonValue) -> str:
@@ -212,12 +306,24 @@ def _set(field: str, value: JsonValue) -> str:
     shape = _shape_at(field)
     if shape is None:
         return f"set {field}"
+    if field == _STOPPING_METRIC and isinstance(value, str):
+        value = value.removeprefix("eval_")
     if _is_uri(shape):
-        uri = as_uri(value)
+        uri = _uri_of(shape, value)
         return f"set {field} to {uri}" if uri else f"set {field}"
+    if isinstance(value, str) and (word := {plain(each): each for each in shape.words}.get(plain(value))):
+        return f"set {field} to {word}"
     if accepts(shape, value) and not isinstance(value, dict):
         return f"set {field} to {_shown(value, field)}"
     return f"set {field}"
+
+
+def _uri_of(shape: Shape, value: JsonValue) -> str | None:
+    """What was written as a URI that the field takes; None: it is none and no name or path that becomes one."""
+    if isinstance(value, str) and not is_secret_name(value) and accepts(shape, value):
+        return str(json.loads(describe_value(value, limit=200)))
+    uri = as_uri(value)
+    return uri if uri is not None and accepts(shape, uri) else None
 
 
 def _instead(row: ForeignValue) -> str:
@@ -262,12 +368,8 @@ def wrong_value(
         return rule, f"write {_shown(row.instead[row.field], row.field)}{hint}" if same else _instead(row)
     match shape.body:
         case Text() if _is_uri(shape):
-            begins = _listed([f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)])
-            uri = as_uri(value)
-            return (
-                f"must be a URI that begins with {begins}",
-                f"write {uri}" if uri else "write hf:// before the name of a Hub repository, file:// before a path",
-            )
+            begins = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
+            return f"must be a URI that begins with {_listed(begins)}", _uri_hint(value, begins)
         case Text(quantity=True) if isinstance(value, str) and (found := _UNITS.fullmatch(value.strip())):
             number, unit, binary = found.groups()
             return (
@@ -277,24 +379,27 @@ def wrong_value(
             )
         case Text(quantity=True) if isinstance(value, str) and (found := _CORES.fullmatch(value.strip())):
             return rule, f"write {found[1]}"
+        case Text() if isinstance(value, int | float) and path[:3] == ("spec", "dataset", "splits"):
+            return (
+                "must be the name of a split, or of a file without its ending",
+                "leave it out: 5 % of train are set aside where no split is named validation",
+            )
         case Text(quantity=False) if isinstance(value, int | float):
             return "must be text", "put it in quotes"
         case Fields(fields) if isinstance(value, str) and "uri" in fields:
             uri = as_uri(value) or value
             return rule, f"write the URI one level deeper, as uri: {_shown(uri, 'uri')}"
+        case Fields(fields) if isinstance(value, bool) and "enabled" in fields:
+            return rule, f"write {{enabled: {json.dumps(value)}}}"
         case Fields(fields) if value is True and not any(field.required for field in fields.values()):
             return rule, "write {} to take the defaults"
         case Fields(fields) if isinstance(value, str | int | float) and (name := _only_taker(fields, value)):
             return rule, f"write {{{name}: {_shown(value, name)}}}"
-        case Number() if isinstance(value, str) and re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", value, re.I):
-            return rule, "remove the quotes"
-        case Boolean() if isinstance(value, str) and value.lower() in _TRUE_WORDS:
-            return rule, f"write {json.dumps(_TRUE_WORDS[value.lower()])}"
-    if isinstance(value, str) and shape.words:
-        lowered = {plain(word): word for word in shape.words}
-        near = lowered.get(plain(value)) or next(iter(difflib.get_close_matches(value, shape.words, n=1)), None)
-        way_out = f"did you mean {near}?" if near else way_out
-    return rule, way_out
+    field = ".".join(str(part) for part in path)
+    meant = meant_value(shape, field, value, _shown)
+    if meant is not None and isinstance(value, dict) and len(path) > 2 and not isinstance(shape.body, Items):
+        meant = "; ".join([meant, *_inner(field, value)])
+    return rule, meant or way_out
 
 
 def _only_taker(fields: Mapping[str, Shape], value: JsonValue) -> str | None:
@@ -324,6 +429,19 @@ def missing(shape: Shape, path: Sequence[PathPart], schemes: Sequence[str] | Non
     return f"set it: {begin}{meaning[1:]}" if meaning else f"set it to {sentence(shape)}"
 
 
+def _uri_hint(value: JsonValue, begins: Sequence[str]) -> str:
+    """The hint for what is no URI, in a field whose URIs begin with one of `begins`."""
+    uri = as_uri(value)
+    if uri is not None and uri.startswith(tuple(begins)):
+        return f"write {uri}"
+    if isinstance(value, str) and "pvc://" in begins and _CLAIM.fullmatch(value):
+        return f"write pvc://{value}"
+    if isinstance(value, str) and (found := _SCHEME.match(value)) and found[1].lower() not in _OWN_WORDS:
+        return f"nothing is read from {found[1]}:// in this version: copy it to where {_listed(begins)} can name it"
+    named = [_NAMED_BY[begin] for begin in begins if begin in _NAMED_BY]
+    return f"write {', '.join(named)}" if named else f"begin it with {_listed(begins)}"
+
+
 def as_uri(value: JsonValue) -> str | None:
     """What a Hub name, an address of the Hub or a path is as a URI; None where it cannot be told."""
     if not isinstance(value, str) or is_secret_name(value):
@@ -331,11 +449,33 @@ def as_uri(value: JsonValue) -> str | None:
     text = value.strip()
     if address := _HUB_ADDRESS.fullmatch(text):
         text = address[1]
+    elif misspelt := _MISSPELT_HUB.fullmatch(text):
+        text = misspelt[1].rstrip("/")
     elif "://" in text or not text:
         return None
     elif _FILE.fullmatch(text):
         return f"file://{text.removeprefix('./')}"
     return f"hf://{text}" if is_hub_name(text) else None
+
+
+def hub_name_hint(path: str, name: str) -> str:
+    """Write the hint for `hf://NAME` that is no repository: an address, a configuration or a revision is in it."""
+    nearest = as_uri(name.rstrip("/"))
+    if nearest and nearest.startswith("hf://"):
+        return f"write {nearest}"
+    data, owner = path.endswith("dataset.uri"), path.rpartition(".")[0]
+    if found := _REVISION.fullmatch(name):
+        repository, revision = found[1].rstrip("/"), found[2] or found[3]
+        if is_hub_name(repository):
+            return f"write hf://{repository}@{revision}" if data else (
+                f"set {path} to hf://{repository} and {owner}.revision to {revision}"
+            )  # fmt: skip
+    *repository_parts, last = name.strip("/").split("/")
+    if data and len(repository_parts) == 2 and is_hub_name("/".join(repository_parts)) and not _FILE.fullmatch(last):
+        return f"set {path} to hf://{'/'.join(repository_parts)} and {owner}.config to {last}"
+    return (
+        "write hf://name or hf://organisation/name, each of letters, digits, -, _ and ., at most 96, without -- and .."
+    )
 
 
 def _is_uri(shape: Shape) -> bool:

@@ -374,10 +374,20 @@ def _strange_metrics(spec: FineTuneJobSpec) -> tuple[str, ...]:
     return tuple(name for name in spec.evaluation.metrics if name not in metrics_of(spec.task))
 
 
+_OTHER_METRIC_NAMES: Mapping[str, str] = {
+    "acc": "accuracy", "em": "exact_match", "exact": "exact_match", "ppl": "perplexity", "sacrebleu": "bleu",
+    "f": "f1", "fscore": "f1", "f_score": "f1", "sensitivity": "recall", "rouge": "rougeL", "r_l": "rougeL",
+    "rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "pearsonr": "pearson", "spearman": "spearmanr",
+    "r_squared": "r2", "mean_squared_error": "mse", "mean_absolute_error": "mae", "chrf++": "chrf",
+}  # fmt: skip
+"""What people call metrics that have another name with Hugging Face's `evaluate`."""
+
+
 def _near(name: str, known: Sequence[str]) -> str | None:
     """Return the metric that a name means which the task does not have: `eval_accuracy`, `f1_macro` and the like."""
     names = {each.lower(): each for each in known}
     words = name.lower().removeprefix("eval_").replace("-", "_")
+    words = _OTHER_METRIC_NAMES.get(words, words)
     candidates = [words, *re.split(r"[_/@ ]", words), *get_close_matches(words, names, n=1)]
     return next((names[each] for each in candidates if each in names), None)
 
@@ -386,6 +396,27 @@ def _metric_advice(name: str, task: Task, known: Sequence[str]) -> str:
     near = _near(name, known)
     meant = "" if near is None else f"did you mean {near}? "
     return f"{meant}{task} has {', '.join(known)}"
+
+
+def _predictions_advice(spec: FineTuneJobSpec) -> str:
+    """The output with an ending that is a format, at a place that can be written."""
+    output = "" if spec.predict is None or spec.predict.output is None else spec.predict.output
+    scheme, _, rest = output.partition("://")
+    named = re.sub(r"\.(?:csv|tsv|json|txt|arrow|xlsx?)$", "", rest.rstrip("/")) or "predictions"
+    if scheme not in ("file", "pvc"):
+        return f"name it pvc://CLAIM/{named.rpartition('/')[2]}.jsonl, or leave it out: it is in the workspace then"
+    return f"write {scheme}://{named}.jsonl, or the same with .parquet"
+
+
+def _gate_metric_advice(gate: GateSpec, task: Task) -> str:
+    """The metric that a gate means, and what its minimum has to be then."""
+    advice = _metric_advice(gate.metric, task, metrics_of(task))
+    near = _near(gate.metric, metrics_of(task))
+    most = None if near is None else GREATEST.get(near)
+    if most == 1 and gate.minimum is not None and 1 < gate.minimum <= 100:
+        return f"{advice}; {near} is at most 1, so that minimum is {gate.minimum / 100:g}"
+    percent = [name for name in metrics_of(task) if GREATEST.get(name) == 100]
+    return f"{advice}; {' and '.join(percent)} go to 100" if percent and near is None else advice
 
 
 def _metrics_advice(spec: FineTuneJobSpec) -> str:
@@ -497,6 +528,10 @@ def _limit_cel(limit: str, compared: str, bounds: Mapping[str, float]) -> str:
     return _gate_cel(limit, f"({by_bound})")
 
 
+def _columns_read(task: Task) -> str:
+    return ", ".join(column for column, tasks in COLUMN_TASKS.items() if task in tasks)
+
+
 def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:
     """A column is given only to a task that reads it; `block` is `dataset` or `predict.dataset`."""
 
@@ -514,6 +549,9 @@ def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:
         holds=holds,
         text=f"is read by {', '.join(tasks)} only",
         way_out=f"leave it out, or set spec.task to {' or '.join(tasks)}",
+        advice=lambda spec: (
+            f"leave it out, or set spec.task to {' or '.join(tasks)}; {spec.task} reads {_columns_read(spec.task)}"
+        ),
     )
 
 
@@ -1183,7 +1221,7 @@ RULES: tuple[Rule, ...] = (
         lambda spec: (gate := _gate(spec)) is None or gate.metric in metrics_of(spec.task),
         "has to be a metric of spec.task, or loss",
         "name one of them",
-        advice=lambda spec: _metric_advice(_gate_of(spec).metric, spec.task, metrics_of(spec.task)),
+        advice=lambda spec: _gate_metric_advice(_gate_of(spec), spec.task),
     ),
     Rule(
         "early-stopping-metric-is-measured",
@@ -1258,6 +1296,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "has to end in .jsonl or .parquet, which also chooses the format",
         "add one of the two endings",
+        advice=_predictions_advice,
     ),
     Rule(
         "replicas-within-bounds",

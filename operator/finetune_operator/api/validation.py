@@ -35,7 +35,7 @@ from finetune_operator.api.copied import settle
 from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.fields import Path, read_fields, unknown_field, value_at, without_nulls
 from finetune_operator.api.foreign_files import recognise
-from finetune_operator.api.hints import argument_name, as_uri, owned_key
+from finetune_operator.api.hints import argument_name, hub_name_hint, owned_key
 from finetune_operator.api.problems import (
     HIDDEN,
     HUB_TOKEN_PATTERN,
@@ -390,12 +390,7 @@ def _hub_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
         if path.endswith("dataset.uri"):
             name = name.partition("@")[0].removeprefix("datasets/")
         if scheme == "hf" and not is_hub_name(name):
-            nearest = as_uri(name.rstrip("/"))
-            yield Problem(
-                path, describe_value(uri), "is no name of a repository on the Hub",
-                f"write {nearest}" if nearest and nearest.startswith("hf://") else "write hf://name or "
-                "hf://organisation/name, each of letters, digits, -, _ and ., at most 96, without -- and ..",
-            )  # fmt: skip
+            yield Problem(path, describe_value(uri), "is no name of a repository on the Hub", hub_name_hint(path, name))
 
 
 def _settings(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:

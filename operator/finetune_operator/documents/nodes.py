@@ -123,7 +123,14 @@ _LOADER: type = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 
 _WAYS_OUT = (
     ("start any token", "indent with spaces if this is a tab; put text that begins with this character in quotes"),
-    ("mapping values are not allowed", "check the indentation, and put text that contains ': ' in quotes"),
+    (
+        "mapping values are not allowed",
+        "check the indentation, put a space after each colon, and put text that contains ': ' in quotes",
+    ),
+    (
+        "expected ',' or",
+        "put a comma between two fields, or close what is open: one bracket or brace more is opened than closed",
+    ),
     ("could not find expected ':'", "write `name: value`, with a colon and a space"),
     ("expected key", "check that fields of one object start in the same column"),
     ("block mapping", "check that fields of one object start in the same column, and that quotes are closed"),

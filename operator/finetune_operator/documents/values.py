@@ -98,7 +98,9 @@ class ValueReader:
                     field_path,
                     None,
                     f"a field may be set once; it is already set on line {earlier}",
-                    "remove one of the two",
+                    "write the fields of both in one place"
+                    if isinstance(value_node, Fields)
+                    else "remove one of the two",
                     "Duplicate",
                 )
             seen.setdefault(key, key_node.position)

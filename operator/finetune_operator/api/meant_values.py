@@ -1,0 +1,162 @@
+"""Find the value that somebody meant who wrote one of another form: `10%` for 0.1, `8h` for seconds, a text for a list.
+
+A suggestion is always a value that the field takes. Values of other tools by name are in `foreign_names`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from pydantic import JsonValue
+
+from finetune_operator.api.foreign_names import find_value, plain
+from finetune_operator.api.problems import holds_secret
+from finetune_operator.api.shapes import Boolean, Fields, Items, Map, Number, Shape, Text, accepts
+
+_MINUS = re.compile("[\u2010-\u2015\u2212]")
+"""Hyphens and dashes that word processors put in the place of a minus sign."""
+_PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:%|percent|per cent)")
+_MULTIPLE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kKmM])")
+_NUMBER = re.compile(r"[-+]?[0-9.]+(?:e[-+]?[0-9]+)?", re.IGNORECASE)
+_DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", re.IGNORECASE)
+_COUNT_OF = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s+([A-Za-z]+)")
+_SECONDS: Mapping[str, int] = {
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60),
+    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), 3600),
+    **dict.fromkeys(("d", "day", "days"), 86400),
+}
+_LONGEST = 60
+"""Characters of a value that a message shows whole."""
+_TRUE_WORDS = {
+    **dict.fromkeys(("yes", "on", "y", "true", "always", "enabled"), True),
+    **dict.fromkeys(("no", "off", "n", "false", "never", "disabled"), False),
+}
+_KINDS = ("type", "name", "mode", "kind", "method", "scheduler_type")
+"""Fields of an object that hold the word which a field here takes alone."""
+
+_NAMING = ("field", "name", "column", "uri", "path")
+"""Fields of an object that hold what a field here takes as text."""
+
+Shown = Callable[[JsonValue, str], str]
+"""Writes a value for the field of that name, without secrets."""
+
+
+def meant_value(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | None:
+    """Write the hint for a value at the dotted `path` that has a wrong form and a plain meaning; None: it has none."""
+    leaf = path.rpartition(".")[2]
+    if isinstance(value, str) and (len(value) > _LONGEST or holds_secret(value)):
+        return None
+
+    def write(meant: JsonValue) -> str | None:
+        return f"write {shown(meant, leaf)}" if accepts(shape, meant) else None
+
+    match shape.body, value:
+        case Number(), str():
+            return _number(shape, leaf, value, shown)
+        case Number(integer=True, minimum=minimum), int() if minimum is not None and value < minimum:
+            return f"write {minimum:.0f}" + ("" if shape.required else ", or leave it out")
+        case Boolean(), str() if value.lower() in _TRUE_WORDS:
+            return write(_TRUE_WORDS[value.lower()])
+        case Boolean(), _:
+            return "write true or false"
+        case Items(), str() if value.strip():
+            return write([part for part in re.split(r"\s*,\s*", value.strip().strip("[]")) if part]) or write([value])
+        case Items(), dict():
+            lists = [each for each in value.values() if accepts(shape, each)]
+            return write(lists[0] if len(lists) == 1 else list(value.values())) or "write a list"
+        case Fields(fields), str():
+            return _object(fields, value, shown)
+        case Fields() | Text(), [only] if not isinstance(only, list):
+            return "write its one item without the list"
+        case Fields() | Text(), list():
+            return "write one of its items, without the list: there can be one only"
+        case Text(), dict() if names := [value[name] for name in _NAMING if isinstance(value.get(name), str)]:
+            return write(names[0])
+        case Number(integer=True), list() if leaf == "nodes":
+            return f"write their number, {len(value)}; a node is chosen by spec.template.nodeSelector"
+        case Fields() | Map(), str() if re.search(r"\.(json|ya?ml)$", value):
+            return "write the fields of that file here"
+    return _word(shape, path, value, shown)
+
+
+def _number(shape: Shape, leaf: str, value: str, shown: Shown) -> str | None:
+    text = _MINUS.sub("-", value.strip())
+    for meant in _numbers(text, leaf):
+        if accepts(shape, meant):
+            return "remove the quotes" if text == value and _NUMBER.fullmatch(text) else f"write {shown(meant, leaf)}"
+    if plain(text) in ("auto", "all", "default", "none", "max", "unlimited") and not shape.required:
+        return "leave it out, which takes the default"
+    return None
+
+
+def _numbers(text: str, leaf: str) -> Iterator[float | int]:
+    if _NUMBER.fullmatch(text):
+        yield from _whole(text)
+    if found := _PERCENT.fullmatch(text):
+        yield float(found[1]) / 100
+    if leaf.endswith("Seconds") and (found := _DURATION.fullmatch(text)) and found[2].lower() in _SECONDS:
+        yield round(float(found[1]) * _SECONDS[found[2].lower()])
+    elif found := _MULTIPLE.fullmatch(text):
+        yield round(float(found[1]) * (1000 if found[2] in "kK" else 1_000_000))
+
+
+def _whole(text: str) -> Iterator[float | int]:
+    try:
+        number = float(text)
+    except ValueError:
+        return
+    if number.is_integer():
+        yield int(number)
+    if math.isfinite(number):
+        yield number
+
+
+def _object(fields: Mapping[str, Shape], value: str, shown: Shown) -> str | None:
+    """The hint for text in the place of an object: the field of it that the text belongs to."""
+    if (found := _COUNT_OF.fullmatch(value.strip())) is not None:
+        for number in _whole(found[1]):
+            named = next((name for name, inner in fields.items() if plain(name) == plain(found[2])), None)
+            if named is not None and accepts(fields[named], number):
+                return f"write {{{named}: {shown(number, named)}}}"
+    duration = _DURATION.fullmatch(value.strip())
+    if "minutes" in fields and duration is not None and duration[2].lower() in _SECONDS:
+        minutes = max(1, round(float(duration[1]) * _SECONDS[duration[2].lower()] / 60))
+        return f"write {{minutes: {minutes}}}"
+    if set(fields) == {"name", "key"}:
+        return f"write {{name: {shown(value, 'name')}, key: KEY}}, with the key of the Secret that holds it"
+    takers = [name for name, inner in fields.items() if isinstance(inner.body, Items) and accepts(inner, [value])]
+    if len(takers) == 1:
+        return f"write {{{takers[0]}: [{shown(value, takers[0])}]}}"
+    return None
+
+
+def _word(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str | None:
+    """The hint for an object or a misspelt word in the place of a word."""
+    if isinstance(value, dict):
+        if set(value) >= {"repository", "tag"} and isinstance(shape.body, Text):
+            image = f"{value['repository']}:{value['tag']}".lower()
+            return f"write {shown(image, path.rpartition('.')[2])}" if accepts(shape, image) else None
+        on = [name for name, inner in value.items() if inner is True]
+        names = [*(on if len(on) == 1 else ()), *(value[kind] for kind in _KINDS if isinstance(value.get(kind), str))]
+        for name in names:
+            word = _nearest(shape, path, str(name))
+            if word is not None:
+                return f"write {shown(word, path.rpartition('.')[2])}"
+    if isinstance(value, str) and shape.words:
+        near = _nearest(shape, path, value)
+        return None if near is None else f"did you mean {near}?"
+    return None
+
+
+def _nearest(shape: Shape, path: str, value: str) -> str | None:
+    row = find_value(path, value)
+    if row is not None and isinstance(word := row.instead.get(path), str):
+        return word
+    lowered = {plain(word): word for word in shape.words}
+    begun = [word for word in shape.words if word != "none" and plain(value).endswith(plain(word)) and len(word) > 2]
+    near = difflib.get_close_matches(value.lower(), shape.words, n=1)
+    return lowered.get(plain(value)) or next(iter(near or begun), None)
