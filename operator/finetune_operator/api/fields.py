@@ -14,7 +14,9 @@ from typing import Generic, TypeAlias, TypeVar
 
 from pydantic import BaseModel, JsonValue, ValidationError
 
+from finetune_operator.api.foreign_names import find_value
 from finetune_operator.api.hints import missing, unknown_name, wrong_value
+from finetune_operator.api.meant_values import plain_meaning
 from finetune_operator.api.problems import MOST_PROBLEMS, PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.shapes import Fields, Items, Map, Shape, Text, find
 
@@ -73,11 +75,10 @@ def read_fields(
                     faults[path] = _field_problem(shape, path, kind, value, prefix, schemes)
                 if not path or not isinstance(remainder, dict) or len(faults) >= MOST_PROBLEMS:
                     return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone))
-                place = _place_for(shape, path, kind, value, prefix)
-                misspelt = value_at(value, path)
-                gone.add(_take_out(shape, remainder, path, placeholders or {}))
-                if place is not None and _put(remainder, place, misspelt):
-                    gone.discard(path)
+                place, meant = _meant(shape, path, kind, value, prefix)
+                taken_out = _take_out(shape, remainder, path, placeholders or {})
+                if place is None or not _put(remainder, place, meant):
+                    gone.add(taken_out)
     return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone))
 
 
@@ -156,19 +157,28 @@ def value_at(value: JsonValue, path: Path) -> JsonValue:
     return value
 
 
-def _place_for(root: Shape, path: Path, kind: str, document: JsonValue, prefix: Path) -> Path | None:
-    """Where in the document a field belongs that stands under a wrong name or in a wrong place, if its hint says so.
+def _meant(root: Shape, path: Path, kind: str, document: JsonValue, prefix: Path) -> tuple[Path | None, JsonValue]:
+    """Where in the document a field belongs that is under a wrong name or in a wrong place, and what its value means.
 
-    Its value is read there, so that one look at a job finds what its right name would bring to light.
+    It is read there, so that one look at a job finds what following the hint would bring to light. (None, None) where
+    the hint leaves a choice.
     """
-    if kind != "extra_forbidden" or prefix != ("spec",) or any(isinstance(part, int) for part in path):
-        return None
+    value = value_at(document, path)
+    if prefix != ("spec",) or any(isinstance(part, int) for part in path):
+        return None, None
+    if kind != "extra_forbidden":
+        shape, field = find(root, path), format_path((*prefix, *path))
+        row = find_value(field, value)
+        if row is not None:
+            return (path, row.instead[field]) if list(row.instead) == [field] else (None, None)
+        meant = None if shape is None or shape.required else plain_meaning(shape, value)
+        return (None, None) if meant is None else (path, meant)
     above = find(root, path[:-1])
     names = tuple(above.body.fields) if above and isinstance(above.body, Fields) else ()
     task = document.get("task") if isinstance(document, dict) else None
-    hint = unknown_name((*prefix, *path), value_at(document, path), names, of_job=True, task=task)
+    hint = unknown_name((*prefix, *path), value, names, of_job=True, task=task)
     place = tuple(hint.place.split(".")[1:]) if hint.place is not None else ()
-    return place if place and find(root, place) is not None else None
+    return (place, value) if place and find(root, place) is not None else (None, None)
 
 
 def _put(document: JsonValue, place: Path, value: JsonValue) -> bool:

@@ -56,6 +56,8 @@ _WORKLOADS = frozenset({
 def recognise(value: Mapping[str, JsonValue]) -> Problem | None:
     """The one problem of a document that is another tool's configuration, or whose spec is; None for any other."""
     spec = value.get("spec")
+    if (workspace := _workspace(value)) is not None:
+        return workspace
     for path, inner, known in (
         ("", value, DOCUMENT),
         ("spec", spec if isinstance(spec, dict) else {}, tuple(_spec_fields())),
@@ -63,7 +65,7 @@ def recognise(value: Mapping[str, JsonValue]) -> Problem | None:
         names = [name for name in inner if name not in known]
         tool = _tool(names)
         if tool is not None:
-            return _told(path, tool, {name: inner[name] for name in names})
+            return _told(path, tool, {name: inner[name] for name in names}, inner)
     return None
 
 
@@ -82,7 +84,7 @@ def _tool(names: Sequence[str]) -> str | None:
     return None
 
 
-def _told(path: str, tool: str, given: Mapping[str, JsonValue]) -> Problem:
+def _told(path: str, tool: str, given: Mapping[str, JsonValue], spec: Mapping[str, JsonValue]) -> Problem:
     fields: dict[str, list[str]] = {}
     values: dict[str, str] = {}
     left_out = []
@@ -96,17 +98,43 @@ def _told(path: str, tool: str, given: Mapping[str, JsonValue]) -> Problem:
             left_out.append(name)
         else:
             fields.setdefault(row.field, []).append(name)
-            values[row.field] = values.get(row.field) or taken_value(row, value)
+            values[row.field] = values.get(row.field) or taken_value(row, _address(value))
     pairs = [
         f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {field}{values.get(field, '')}"
         for field, names in fields.items()
     ]
     begin = "" if path else f"begin with apiVersion: {API_VERSION}, kind: {KIND}, metadata.name and spec.task; "
+    if path and "spec.task" not in fields and "task" not in spec:
+        begin = "begin with spec.task, e.g. text-generation; "
     written = f"here {', '.join(pairs[:_MOST])}" if pairs else ""
-    rest = f"; leave out {', '.join(left_out[:_MOST])}" if left_out else ""
+    rest = f"; leave out {', '.join(left_out[:_MOST])}, and what else is not named here" if left_out else ""
     return Problem(
         path, None, f"this is a configuration of {tool}, which has other names than a {KIND}",
         f"{begin}{written}{rest}; docs/names.md lists all names", reason="Unknown",
+    )  # fmt: skip
+
+
+def _address(value: JsonValue) -> JsonValue:
+    """The one address of a list of data sets, as axolotl has it; anything else as it is."""
+    match value:
+        case [{"path": str(path)}]:
+            return path
+    return value
+
+
+def _workspace(value: Mapping[str, JsonValue]) -> Problem | None:
+    """What to say of a Workspace of KAITO, whose parts stand beside metadata; None for any other document."""
+    if not {"tuning", "resource"} <= set(value) and not {"inference", "resource"} <= set(value):
+        return None
+    return Problem(
+        "", None, f"this is a Workspace of KAITO, which has other names than a {KIND}",
+        f"begin with apiVersion: {API_VERSION}, kind: {KIND}, metadata.name and spec.task, e.g. text-generation; then "
+        "tuning.preset.name is spec.model.uri, with hf://organisation/ before it; tuning.method is "
+        "spec.model.adapter.method; tuning.input is spec.dataset.uri, as hf://organisation/name or pvc://claim/path; "
+        "`spec.training: {}` trains; resource.count is spec.resources.nodes, and each node has "
+        "spec.resources.gpusPerNode GPUs; resource.labelSelector is spec.template.nodeSelector; leave out "
+        "resource.instanceType and tuning.output: the model is written to spec.storage.workspace",
+        reason="Unknown",
     )  # fmt: skip
 
 
@@ -118,7 +146,8 @@ def workload(value: JsonValue) -> Problem | None:
     return Problem(
         "kind", f'"{kind}"', f"runs containers, and there is no {KIND} in what was read",
         f"write a {KIND} (apiVersion: {API_VERSION}), which names task, model and dataset, and has its containers "
-        "written: a limit of nvidia.com/gpu is spec.resources.gpusPerNode, replicas are spec.resources.nodes, an image "
-        "is spec.image, and a program of yours is spec.training.script; docs/names.md lists all names",
+        "written: spec has `task: text-classification`, `model: {uri: hf://...}`, `dataset: {uri: hf://...}` and "
+        "`training: {epochs: 3}`, say; a limit of nvidia.com/gpu is spec.resources.gpusPerNode, replicas are "
+        "spec.resources.nodes, and a program of yours is spec.training.script; docs/names.md lists all names",
         reason="Unknown",
     )  # fmt: skip

@@ -65,6 +65,8 @@ def meant_value(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str 
             return "write true or false"
         case Items(), str() if value.strip():
             return write([part for part in re.split(r"\s*,\s*", value.strip().strip("[]")) if part]) or write([value])
+        case Items(item), dict() if not isinstance(item.body, Text):
+            return "make it a list: put a dash before its first field, and indent the others below that"
         case Items(), dict():
             lists = [each for each in value.values() if accepts(shape, each)]
             return write(lists[0] if len(lists) == 1 else list(value.values())) or "write a list"
@@ -81,6 +83,19 @@ def meant_value(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str 
         case Fields() | Map(), str() if re.search(r"\.(json|ya?ml)$", value):
             return "write the fields of that file here"
     return _word(shape, path, value, shown)
+
+
+def plain_meaning(shape: Shape, value: JsonValue) -> JsonValue:
+    """Read text that can only mean one number or truth value here: "3", "10%", "yes"; None: it is no such text."""
+    if not isinstance(value, str) or len(value) > _LONGEST:
+        return None
+    match shape.body:
+        case Boolean():
+            return _TRUE_WORDS.get(value.lower())
+        case Number():
+            text = _MINUS.sub("-", value.strip())
+            return next((number for number in _numbers(text, "") if accepts(shape, number)), None)
+    return None
 
 
 def _number(shape: Shape, leaf: str, value: str, shown: Shown) -> str | None:
@@ -127,7 +142,7 @@ def _object(fields: Mapping[str, Shape], value: str, shown: Shown) -> str | None
         minutes = max(1, round(float(duration[1]) * _SECONDS[duration[2].lower()] / 60))
         return f"write {{minutes: {minutes}}}"
     if set(fields) == {"name", "key"}:
-        return f"write {{name: {shown(value, 'name')}, key: KEY}}, with the key of the Secret that holds it"
+        return "write {name: SECRET, key: KEY}: the name of a Secret, and the key in it that holds the value"
     takers = [name for name, inner in fields.items() if isinstance(inner.body, Items) and accepts(inner, [value])]
     if len(takers) == 1:
         return f"write {{{takers[0]}: [{shown(value, takers[0])}]}}"

@@ -593,7 +593,7 @@ def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | N
         f"(self.{path}.matches('{_CLAIM_PATTERN}') && !self.{path}.matches('{_LEADS_OUT}'))",
         holds=lambda spec: _names_a_claim(read(spec)),
         text="has to be pvc://claim or pvc://claim/path: a claim of the job's namespace, and a path without ..",
-        way_out="write the claim's name after pvc://",
+        way_out="write the claim's name after pvc://: small letters, digits and -",
     )
 
 

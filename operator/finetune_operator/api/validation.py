@@ -272,7 +272,8 @@ def _tokens(value: JsonValue, path: Path) -> Iterator[Problem]:
         case str() if _HUB_TOKEN.search(value):
             yield Problem(
                 format_path(path), HIDDEN, "looks like a Hub token, and a job must not hold one",
-                "revoke it, put a new one into a Secret, and name that in spec.secrets.hubToken", reason="Forbidden",
+                "revoke it, put a new one into a Secret, and set spec.secrets.hubToken to {name: SECRET, key: KEY}",
+                reason="Forbidden",
             )  # fmt: skip
         case dict():
             for key, inner in value.items():
