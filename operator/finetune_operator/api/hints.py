@@ -398,7 +398,7 @@ def wrong_value(
     field = ".".join(str(part) for part in path)
     meant = meant_value(shape, field, value, _shown)
     if meant is not None and isinstance(value, dict) and len(path) > 2 and not isinstance(shape.body, Items):
-        meant = "; ".join([meant, *_inner(field, value)])
+        meant = "; ".join([meant, *(part for part in _inner(field, value) if f" is {field}" not in part)])
     return rule, meant or way_out
 
 

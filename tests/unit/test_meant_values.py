@@ -1,0 +1,137 @@
+"""What beginners mean by a value of the wrong form, each with the hint that they get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from finetune_operator.api.settings import LOCAL_SETTINGS
+from finetune_operator.api.validation import validate_job
+
+CASES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a share in per cent": ({"training": {"warmupSteps": "10%"}}, "training.warmupSteps", "write 0.1"),
+    "thousands": ({"training": {"maxSteps": "2k"}}, "training.maxSteps", "write 2000"),
+    "a minus sign of a word processor": (
+        {"training": {"learningRate": "2e\u22125"}}, "training.learningRate", "write 2e-05",
+    ),
+    "quotes": ({"training": {"epochs": "3"}}, "training.epochs", "remove the quotes"),
+    "auto, where leaving out is the default": (
+        {"training": {"epochs": "auto"}}, "training.epochs", "leave it out, which takes the default",
+    ),
+    "hours for seconds": (
+        {"spot": {"enabled": True, "maxRunSeconds": "8h"}}, "spot.maxRunSeconds", "write 28800",
+    ),
+    "an interval": ({"checkpoints": {"every": "30m"}}, "checkpoints.every", "write {minutes: 30}"),
+    "less than there can be": ({"checkpoints": {"keep": 0}}, "checkpoints.keep", "write 1, or leave it out"),
+    "all": ({"checkpoints": {"keep": "all"}}, "checkpoints.keep", "write 1000"),
+    "a block switched on": ({"spot": True}, "spot", "write {enabled: true}"),
+    "a truth value in other words": (
+        {"checkpoints": {"onPreemption": "always"}}, "checkpoints.onPreemption", "write true",
+    ),
+    "names in one text": (
+        {"evaluation": {"metrics": "accuracy, f1"}}, "evaluation.metrics", 'write ["accuracy", "f1"]',
+    ),
+    "names by role": (
+        {"predict": {"columns": {"id": "id", "text": "tweet"}}}, "predict.columns", 'write ["id", "tweet"]',
+    ),
+    "a metric for the block": ({"evaluation": "accuracy"}, "evaluation", "write {metrics: [accuracy]}"),
+    "a count for the block": ({"training": "3 epochs"}, "training", "write {epochs: 3}"),
+    "a word as a switch": ({"training": {"precision": {"bf16": True}}}, "training.precision", "write bf16"),
+    "a word with its settings": (
+        {"training": {"scheduler": {"type": "cosine", "warmup": 0.03}}}, "training.scheduler",
+        "write cosine; warmup is spec.training.warmupSteps: 0.03",
+    ),
+    "a network by its wires": ({"resources": {"network": "infiniband"}}, "resources.network", "write rdma"),
+    "names of hosts": (
+        {"resources": {"nodes": ["a", "b"]}}, "resources.nodes",
+        "write their number, 2; a node is chosen by spec.template.nodeSelector",
+    ),
+    "an image in parts": (
+        {"image": {"repository": "Registry.example.com/trainer", "tag": 1.2}}, "image",
+        "write registry.example.com/trainer:1.2",
+    ),
+    "several of what there is one": (
+        {"dataset": [{"uri": "hf://a/b"}, {"uri": "hf://c/d"}]}, "dataset",
+        "write one of its items, without the list: there can be one only",
+    ),
+    "a share for a split": (
+        {"dataset": {"uri": "hf://a/b", "splits": {"validation": 0.1}}}, "dataset.splits.validation",
+        "leave it out: 5 % of train are set aside where no split is named validation",
+    ),
+    "a claim without its scheme": (
+        {"storage": {"workspace": "results"}}, "storage.workspace", "write pvc://results",
+    ),
+    "a misspelt scheme": ({"dataset": {"uri": "hf:/org/data"}}, "dataset.uri", "write hf://org/data"),
+    "a store that is not read": (
+        {"dataset": {"uri": "gcs://bucket/data"}}, "dataset.uri",
+        "nothing is read from gcs:// in this version: copy it to where hf://, file://, pkg:// or pvc:// can name it",
+    ),
+    "a configuration in the name": (
+        {"dataset": {"uri": "hf://nyu-mll/glue/mnli"}}, "dataset.uri",
+        "set spec.dataset.uri to hf://nyu-mll/glue and spec.dataset.config to mnli",
+    ),
+    "a revision in the name": (
+        {"model": {"uri": "hf://org/model@93efa2f"}}, "model.uri",
+        "set spec.model.uri to hf://org/model and spec.model.revision to 93efa2f",
+    ),
+    "a file of predictions that is no format": (
+        {"predict": {"output": "file://out/predictions.csv"}}, "predict.output",
+        "write file://out/predictions.jsonl, or the same with .parquet",
+    ),
+    "a short name of a metric": (
+        {"evaluation": {"gate": {"metric": "acc", "minimum": 85}}}, "evaluation.gate.metric",
+        "did you mean accuracy? text-classification has accuracy, f1, precision, recall, pearson, spearmanr, r2, mse, "
+        "mae, loss; accuracy is at most 1, so that minimum is 0.85",
+    ),
+    "a column by the name of another task": (
+        {"dataset": {"uri": "hf://a/b", "columns": {"input": "message", "label": "kind"}}}, "dataset.columns.input",
+        "did you mean text?",
+    ),
+    "parts of a foreign block": (
+        {"parallelism": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}},
+        "parallelism.zero_optimization",
+        "leave it out, and write what it holds elsewhere: stage is spec.parallelism.zeroStage: 2; offload_optimizer is "
+        "spec.parallelism.offload.optimizer: cpu",
+    ),
+}  # fmt: skip
+
+
+def problems_of(spec: dict[str, Any]) -> dict[str, str]:
+    whole = {
+        "task": "text-classification",
+        "model": {"uri": "hf://a/b"},
+        "dataset": {"uri": "hf://c/d"},
+        "training": {},
+        **spec,
+    }
+    document = {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {"name": "a"},
+        "spec": whole,
+    }
+    return {problem.path: problem.way_out for problem in validate_job(document, LOCAL_SETTINGS)[1]}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_hint_says_what_the_value_means(name: str) -> None:
+    spec, path, hint = CASES[name]
+    assert problems_of(spec).get(f"spec.{path}") == hint
+
+
+def test_problems_behind_a_misspelt_field_are_told_at_once() -> None:
+    found = problems_of({"generation": {"top_p": 0.9}, "task": "text-generation"})
+    assert found["spec.generation.top_p"] == "did you mean topP?"
+    assert "spec.generation.topP" in found, "it has no effect without a temperature"
+
+
+def test_problems_behind_a_quoted_number_are_told_at_once() -> None:
+    found = problems_of({"resources": {"gpusPerNode": "none", "accelerator": {"memory": "80Gi"}}})
+    assert found["spec.resources.gpusPerNode"] == "write 0"
+    assert "spec.resources.accelerator" in found, "there is no accelerator without GPUs"
+
+
+def test_value_that_looks_like_a_credential_is_not_repeated() -> None:
+    token = "hf_" + "a" * 34
+    assert not any(token in hint for hint in problems_of({"evaluation": {"metrics": token}}).values())
