@@ -389,6 +389,10 @@ def wrong_value(
         case Fields(fields) if isinstance(value, str) and "uri" in fields:
             uri = as_uri(value) or value
             return rule, f"write the URI one level deeper, as uri: {_shown(uri, 'uri')}"
+        case Items() if (
+            isinstance(value, dict) and value and set(value) <= set(_column_names()) and path[-1] == "columns"
+        ):
+            return rule, "move it below spec.predict.dataset, as columns"
         case Fields(fields) if isinstance(value, bool) and "enabled" in fields:
             return rule, f"write {{enabled: {json.dumps(value)}}}"
         case Fields(fields) if value is True and not any(field.required for field in fields.values()):
@@ -400,6 +404,14 @@ def wrong_value(
     if meant is not None and isinstance(value, dict) and len(path) > 2 and not isinstance(shape.body, Items):
         meant = "; ".join([meant, *(part for part in _inner(field, value) if f" is {field}" not in part)])
     return rule, meant or way_out
+
+
+@cache
+def _column_names() -> tuple[str, ...]:
+    shape = find(spec_shape(), ("dataset", "columns"))
+    assert shape is not None
+    assert isinstance(shape.body, Fields)
+    return tuple(shape.body.fields)
 
 
 def _only_taker(fields: Mapping[str, Shape], value: JsonValue) -> str | None:

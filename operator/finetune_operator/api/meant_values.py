@@ -19,6 +19,7 @@ from finetune_operator.api.shapes import Boolean, Fields, Items, Map, Number, Sh
 _MINUS = re.compile("[\u2010-\u2015\u2212]")
 """Hyphens and dashes that word processors put in the place of a minus sign."""
 _PERCENT = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*(?:%|percent|per cent)")
+_BOUND = re.compile(r"[<>]=?\s*(.+)")
 _MULTIPLE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kKmM])")
 _NUMBER = re.compile(r"[-+]?[0-9.]+(?:e[-+]?[0-9]+)?", re.IGNORECASE)
 _DURATION = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]+)", re.IGNORECASE)
@@ -64,7 +65,7 @@ def meant_value(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str 
         case Boolean(), _:
             return "write true or false"
         case Items(), str() if value.strip():
-            return write([part for part in re.split(r"\s*,\s*", value.strip().strip("[]")) if part]) or write([value])
+            return write(_listed(value)) or write([value])
         case Items(item), dict() if not isinstance(item.body, Text):
             return "make it a list: put a dash before its first field, and indent the others below that"
         case Items(), dict():
@@ -85,13 +86,21 @@ def meant_value(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str 
     return _word(shape, path, value, shown)
 
 
+def _listed(value: str) -> list[JsonValue]:
+    """The items of a list that was written as text, with commas."""
+    return [part for part in re.split(r"\s*,\s*", value.strip().strip("[]")) if part]
+
+
 def plain_meaning(shape: Shape, value: JsonValue) -> JsonValue:
-    """Read text that can only mean one number or truth value here: "3", "10%", "yes"; None: it is no such text."""
+    """Read text that can only mean one value here: "3", "10%", "yes", "a, b"; None: it is no such text."""
     if not isinstance(value, str) or len(value) > _LONGEST:
         return None
     match shape.body:
         case Boolean():
             return _TRUE_WORDS.get(value.lower())
+        case Items(Shape(body=Text())):
+            listed = _listed(value)
+            return listed if accepts(shape, listed) else None
         case Number():
             text = _MINUS.sub("-", value.strip())
             return next((number for number in _numbers(text, "") if accepts(shape, number)), None)
@@ -111,6 +120,8 @@ def _number(shape: Shape, leaf: str, value: str, shown: Shown) -> str | None:
 def _numbers(text: str, leaf: str) -> Iterator[float | int]:
     if _NUMBER.fullmatch(text):
         yield from _whole(text)
+    if found := _BOUND.fullmatch(text):
+        yield from _numbers(found[1], leaf)
     if found := _PERCENT.fullmatch(text):
         yield float(found[1]) / 100
     if leaf.endswith("Seconds") and (found := _DURATION.fullmatch(text)) and found[2].lower() in _SECONDS:

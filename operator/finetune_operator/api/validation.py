@@ -319,7 +319,8 @@ def _across_fields(
         *override_problems(settled.parallelism.deepspeed_config),
         *template_problems(spec),
     )
-    faulty = {format_path(("spec", *fault)) for fault in faults}
+    # Where a fault left no doubt of what was meant, that was put in its place, and can have problems of its own.
+    faulty = {format_path(("spec", *fault)) for fault in faults if fault in gone}
     for problem in others:
         ends = [at for at, letter in enumerate(problem.path) if letter in ".["]
         if not any(problem.path[:end] in faulty for end in (*ends, len(problem.path))):

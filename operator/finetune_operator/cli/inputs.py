@@ -101,7 +101,14 @@ def read_inputs(names: Sequence[str], settings: Settings = LOCAL_SETTINGS) -> In
         problems.append(
             (
                 "<stdin>" if names[0] == STDIN else names[0],
-                Problem("", None, f"there is no {KIND} in what was read", "name a file that holds one"),
+                Problem(
+                    "",
+                    None,
+                    f"there is no {KIND} in what was read",
+                    "name a file that holds one: apiVersion: finetune.dev/v1alpha1, kind: FineTuneJob, metadata: "
+                    "{name: my-job}, and spec with task, model: {uri: hf://...}, dataset: {uri: hf://...} and "
+                    "training: {}",
+                ),
             )
         )
     return Inputs(tuple(entries), tuple(problems), tuple(notes))
