@@ -38,6 +38,8 @@ class Read(Generic[Model]):
     faults: tuple[Path, ...] = ()
     """Paths of the faulty fields, from the object."""
     gone: frozenset[Path] = frozenset()
+    placed: frozenset[Path] = frozenset()
+    """Paths of faulty fields in whose place what they mean was read."""
     """Paths of what was taken out for them."""
 
 
@@ -57,11 +59,12 @@ def read_fields(
     remainder = copy.deepcopy(value)
     faults: dict[Path, Problem] = {}
     gone: set[Path] = set()
+    placed: set[Path] = set()
     for _ in range(_DEEPEST):
         try:
             # JSON text, because pydantic's strict mode takes lists for tuples there only.
             read = model.model_validate_json(json.dumps(remainder))
-            return Read(read, tuple(faults.values()), tuple(faults), frozenset(gone))
+            return Read(read, tuple(faults.values()), tuple(faults), frozenset(gone), frozenset(placed))
         except ValidationError as error:
             entries = [
                 (_document_path(shape, entry["loc"]), entry["type"]) for entry in error.errors(include_url=False)
@@ -74,12 +77,14 @@ def read_fields(
                 if not any(path[:length] in faults for length in range(len(path) + 1)):
                     faults[path] = _field_problem(shape, path, kind, value, prefix, schemes)
                 if not path or not isinstance(remainder, dict) or len(faults) >= MOST_PROBLEMS:
-                    return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone))
+                    return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone), frozenset(placed))
                 place, meant = _meant(shape, path, kind, value, prefix)
                 taken_out = _take_out(shape, remainder, path, placeholders or {})
                 if place is None or not _put(remainder, place, meant):
                     gone.add(taken_out)
-    return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone))
+                elif place == path:
+                    placed.add(path)
+    return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone), frozenset(placed))
 
 
 def without_nulls(value: JsonValue, shape: Shape) -> JsonValue:
@@ -169,9 +174,11 @@ def _meant(root: Shape, path: Path, kind: str, document: JsonValue, prefix: Path
     if kind != "extra_forbidden":
         shape, field = find(root, path), format_path((*prefix, *path))
         row = find_value(field, value)
+        if shape is None or shape.required or shape.body is None:
+            return None, None
         if row is not None:
             return (path, row.instead[field]) if list(row.instead) == [field] else (None, None)
-        meant = None if shape is None or shape.required else plain_meaning(shape, value)
+        meant = plain_meaning(shape, value)
         return (None, None) if meant is None else (path, meant)
     above = find(root, path[:-1])
     names = tuple(above.body.fields) if above and isinstance(above.body, Fields) else ()

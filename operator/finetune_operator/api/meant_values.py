@@ -153,7 +153,7 @@ def _object(fields: Mapping[str, Shape], value: str, shown: Shown) -> str | None
         minutes = max(1, round(float(duration[1]) * _SECONDS[duration[2].lower()] / 60))
         return f"write {{minutes: {minutes}}}"
     if set(fields) == {"name", "key"}:
-        return "write {name: SECRET, key: KEY}: the name of a Secret, and the key in it that holds the value"
+        return "write {name: my-secret, key: token}, with the names of your Secret and of its key"
     takers = [name for name, inner in fields.items() if isinstance(inner.body, Items) and accepts(inner, [value])]
     if len(takers) == 1:
         return f"write {{{takers[0]}: [{shown(value, takers[0])}]}}"

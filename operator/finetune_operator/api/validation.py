@@ -14,7 +14,8 @@ from __future__ import annotations
 import fnmatch
 import ipaddress
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from itertools import chain, islice
 from typing import get_args
 
@@ -118,7 +119,12 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
             )
         else:
             problems.append(
-                Problem("spec", describe_value(spec_value), "must be an object", "write its fields below it")
+                Problem(
+                    "spec",
+                    describe_value(spec_value),
+                    "must be an object",
+                    "write its fields below it" + (", without the dashes" if isinstance(spec_value, list) else ""),
+                )
             )
         return None, problems
     written = without_nulls(spec_value, spec_shape())
@@ -126,8 +132,8 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
     spec = read.value
     problems.extend(read.problems)
     if spec is not None:
-        problems.extend(_across_fields(spec, written, read.faults, read.gone, settings))
-    problems = _one_per_field(problems)[:MOST_PROBLEMS]
+        problems.extend(_across_fields(spec, written, read.faults, read.gone, read.placed, settings))
+    problems = _one_per_field(_with_what_follows(problems, read.placed))[:MOST_PROBLEMS]
     if problems or spec is None:
         return None, problems
     metadata = value["metadata"]
@@ -289,7 +295,12 @@ def _tokens(value: JsonValue, path: Path) -> Iterator[Problem]:
 
 
 def _across_fields(
-    spec: FineTuneJobSpec, written: JsonValue, faults: tuple[Path, ...], gone: frozenset[Path], settings: Settings
+    spec: FineTuneJobSpec,
+    written: JsonValue,
+    faults: tuple[Path, ...],
+    gone: frozenset[Path],
+    placed: frozenset[Path],
+    settings: Settings,
 ) -> Iterator[Problem]:
     """Rules, missing support, settings and foreign vocabularies; silent about fields that are faulty by themselves."""
     defaults = spec.model_dump(mode="json", by_alias=True)
@@ -319,8 +330,7 @@ def _across_fields(
         *override_problems(settled.parallelism.deepspeed_config),
         *template_problems(spec),
     )
-    # Where a fault left no doubt of what was meant, that was put in its place, and can have problems of its own.
-    faulty = {format_path(("spec", *fault)) for fault in faults if fault in gone}
+    faulty = {format_path(("spec", *fault)) for fault in faults if fault not in placed}
     for problem in others:
         ends = [at for at, letter in enumerate(problem.path) if letter in ".["]
         if not any(problem.path[:end] in faulty for end in (*ends, len(problem.path))):
@@ -457,6 +467,23 @@ def _git_host(url: str, settings: Settings) -> Iterator[Problem]:
         hosts = ", ".join(settings.git_hosts)
         way_out = f"use a repository on {hosts}" if hosts else "ask the administrator to allow a host"
         yield Problem(path, describe_value(url), rule, way_out, reason="Forbidden")
+
+
+def _with_what_follows(problems: Sequence[Problem], placed: Set[Path]) -> list[Problem]:
+    """Join to the problem of a value that has a plain meaning what is wrong with that meaning."""
+    paths = {format_path(("spec", *path)) for path in placed}
+    joined: dict[str, Problem] = {}
+    others: list[Problem] = []
+    for problem in problems:
+        first = joined.get(problem.path)
+        if problem.path not in paths:
+            others.append(problem)
+        elif first is None:
+            joined[problem.path] = problem
+        else:
+            follows = f"{first.way_out}; it then {problem.rule}: {problem.way_out}"
+            joined[problem.path] = replace(first, way_out=follows)
+    return [*joined.values(), *others]
 
 
 def _one_per_field(problems: list[Problem]) -> list[Problem]:
