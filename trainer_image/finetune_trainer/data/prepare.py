@@ -158,8 +158,9 @@ def _made(order: _Order, paths: JobPaths, progress: ProgressSink, leader: Leader
     with temporary_folder(paths.root, _TEMPORARY) as temporary:
         scratch = temporary / _SCRATCH
         scratch.mkdir()
-        rows, targets, set_aside = _checked_rows(order, scratch)
-        facts = _write(temporary, order, rows, targets.labels, set_aside, progress, leader)
+        rows, targets, notes, set_aside = _checked_rows(order, scratch)
+        notes = (*notes, *targets.notes)
+        facts = _write(temporary, order, rows, targets.labels, notes, set_aside, progress, leader)
         discard(scratch, paths.root, _TEMPORARY)  # whom pod 0 has given up may still write into it
         _move(temporary, paths.prepared)
     return facts
@@ -216,6 +217,7 @@ def _order(job: TrainerJob) -> _Order:
         "model_type": config.model_type,
         "packing": job.preparation.packing,
         "seed": job.seed,
+        **({"label_names": job.dataset.labels} if job.dataset is not None and job.dataset.labels else {}),
     }
     fingerprint = _digest({**basis, "splits": {role: _part_digest(part) for role, part in trained.items()}})
     extra = {role: [_part_digest(part), list(part.copies)] for role, part in parts.items()}
@@ -303,8 +305,8 @@ def _digest(value: object) -> str:
 # ------------------------------------------------------------------------------------------------ reading, checking
 
 
-def _checked_rows(order: _Order, scratch: Path) -> tuple[dict[Role, Rows], Targets, bool]:
-    """All rows with their targets, and whether validation was taken from train."""
+def _checked_rows(order: _Order, scratch: Path) -> tuple[dict[Role, Rows], Targets, list[str], bool]:
+    """All rows with their targets, notes on how they were read, and whether validation was taken from train."""
     raw: dict[Role, RawSplit] = {}
     for role, part in order.parts.items():
         raw[role] = part.source.read(part.needs, scratch)
@@ -313,12 +315,13 @@ def _checked_rows(order: _Order, scratch: Path) -> tuple[dict[Role, Rows], Targe
     targets = order.task.targets(
         {role: split for role, split in raw.items() if role != "predict"}, columns, order.known_labels
     )
+    notes = list(dict.fromkeys(note for split in raw.values() for note in split.notes))
     rows = {role: Rows(split.rows, np.arange(len(split.rows)), targets.of.get(role)) for role, split in raw.items()}
     if order.job.training is None or "validation" in rows:
-        return rows, targets, False
+        return rows, targets, notes, False
     train, validation = _set_aside(raw["train"], order.job.seed)
     rows["train"], rows["validation"] = (_only(rows["train"], index) for index in (train, validation))
-    return rows, targets, True
+    return rows, targets, notes, True
 
 
 def _set_aside(train: RawSplit, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -349,6 +352,7 @@ def _write(
     order: _Order,
     rows: Mapping[Role, Rows],
     labels: Labels,
+    notes: Sequence[str],
     set_aside: bool,
     progress: ProgressSink,
     leader: Leader | None,
@@ -389,6 +393,7 @@ def _write(
         label_counts=_counts(order.task, rows, labels),
         validation_from_train=set_aside,
         max_length=order.coding.max_length,
+        notes=tuple(notes),
     )
     (folder / FACTS_FILE).write_text(facts.to_json(), encoding="utf-8")
     pad = order.coding.tokenizer.pad_token_id

@@ -55,6 +55,10 @@ class RawSplit:
     origin: str
     """Where it came from, for errors."""
     rows: datasets.Dataset
+    notes: tuple[str, ...] = ()
+    """Sentences for people on how its files were read."""
+    partial: bool = False
+    """Whether it has more rows than were read."""
 
 
 class SplitSource(Protocol):
