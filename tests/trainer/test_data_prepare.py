@@ -269,6 +269,17 @@ def test_names_of_labels_are_kept_and_part_of_what_is_prepared(data, paths):
     assert facts.for_planning(8).notes == ()
 
 
+def test_without_a_test_split_validation_is_what_predict_reads(data, paths, tmp_path):
+    (data / "test.jsonl").unlink()
+    predict = {"device": "cpu", "batch_tokens": 100, "columns": ["text"]}
+    prepare(a_job(data, predict=predict), paths, NoProgress())
+    assert PreparedData.open(paths).raw("validation")["text"][:] == [row["text"] for row in TEST]
+    (data / "validation.jsonl").unlink()
+    facts = prepare(a_job(data, predict=predict), JobPaths(tmp_path / "other"), NoProgress())
+    assert facts.validation_from_train
+    assert facts.splits["validation"].rows == 1
+
+
 def test_pairs_of_texts_keep_which_token_belongs_to_which_text(data, paths):
     rows = [{"a": "one cat", "b": "two dogs run", "label": i % 2} for i in range(4)]
     write_lines(data / "train.jsonl", rows)
@@ -643,13 +654,6 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], FailureClass, str, list[str]]] = {
         FailureClass.MODEL,
         "NoHead",
         ["text-classification"],
-    ),
-    "nothing to predict": (
-        lambda data: (data / "test.jsonl").unlink(),
-        {"predict": {"device": "cpu", "batch_tokens": 100}},
-        FailureClass.DATA,
-        "SplitNotFound",
-        ["predict.dataset"],
     ),
 }
 

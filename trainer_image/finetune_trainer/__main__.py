@@ -65,6 +65,8 @@ def run(argv: Sequence[str]) -> int:
     except StageError as error:
         return _fail(error, arguments, ProcessWorld(), "unknown", time.monotonic())
     settle_console(world.rank)
+    if arguments.stage == "check":
+        return _print_check(arguments, world)
     if arguments.stage in ("facts", "report"):
         quiet_libraries()
         return (_print_facts if arguments.stage == "facts" else _write_html)(arguments, world)
@@ -75,9 +77,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="finetune-trainer", description="Runs one stage of a fine-tuning job.")
     parser.add_argument(
         "stage",
-        choices=[*(str(stage) for stage in STAGES), "facts", "report"],
-        help="facts: prints what a plan needs to know; report: writes report.html",
+        choices=[*(str(stage) for stage in STAGES), "facts", "report", "check"],
+        help="facts: prints what a plan needs to know; report: writes report.html; check: reads the first rows of the "
+        "data, and prints what is in them and wrong with them",
     )
+    parser.add_argument("--trains", action="store_true", help="for check: the built-in loop trains")
+    parser.add_argument("--script", action="store_true", help="for check: a program trains, and reads the data itself")
     parser.add_argument("--job", type=Path, required=True, help="the job.json to obey")
     parser.add_argument("--workspace", type=Path, required=True, help="folder that holds the job's folder")
     parser.add_argument("--command", help="for the report: what runs the job again")
@@ -185,6 +190,18 @@ def _print_facts(arguments: argparse.Namespace, world: ProcessWorld) -> int:
     except BaseException as error:
         return _fail(error, arguments, world, arguments.job.stem, started)
     sys.stdout.write(facts.to_json())
+    return EXIT_OK
+
+
+def _print_check(arguments: argparse.Namespace, world: ProcessWorld) -> int:
+    started = time.monotonic()
+    try:
+        from finetune_trainer.data.check import check
+
+        checked = check(read_job(arguments.job), trains=arguments.trains, script=arguments.script)
+    except BaseException as error:
+        return _fail(error, arguments, world, arguments.job.stem, started)
+    sys.stdout.write(checked.to_json())
     return EXIT_OK
 
 

@@ -721,7 +721,9 @@ class PredictSpec(SpecModel):
     """Batch inference."""
 
     dataset: DatasetSpec | None = Field(
-        default=None, description="Rows to predict. Left out: the test split of dataset."
+        default=None,
+        description="Rows to predict. Left out: the test split of dataset, or its validation split where there is "
+        "no test split.",
     )
     output: Uri | None = Field(
         default=None,

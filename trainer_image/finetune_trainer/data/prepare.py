@@ -62,7 +62,7 @@ _TARGETS = ("label", "tags", "answers", "target", "chosen", "rejected")
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """One split to prepare, with the columns to read from it."""
 
     source: SplitSource
@@ -79,7 +79,7 @@ class _Order:
 
     job: TrainerJob
     task: TaskModule
-    parts: Mapping[Role, _Part]
+    parts: Mapping[Role, Part]
     known_labels: Labels | None
     coding: Coding
     fingerprint: str
@@ -158,9 +158,8 @@ def _made(order: _Order, paths: JobPaths, progress: ProgressSink, leader: Leader
     with temporary_folder(paths.root, _TEMPORARY) as temporary:
         scratch = temporary / _SCRATCH
         scratch.mkdir()
-        rows, targets, notes, set_aside = _checked_rows(order, scratch)
-        notes = (*notes, *targets.notes)
-        facts = _write(temporary, order, rows, targets.labels, notes, set_aside, progress, leader)
+        rows, targets, notes, from_train = _checked_rows(order, scratch)
+        facts = _write(temporary, order, rows, targets.labels, [*notes, *targets.notes], from_train, progress, leader)
         discard(scratch, paths.root, _TEMPORARY)  # whom pod 0 has given up may still write into it
         _move(temporary, paths.prepared)
     return facts
@@ -202,7 +201,7 @@ def _order(job: TrainerJob) -> _Order:
     known = None if job.training else _labels_of_model(job, task, config)
     if job.preparation.packing:
         task.refuse_packing(job, config)
-    parts = _parts(job, task)
+    parts = parts_of(job, task, trains=job.training is not None)
     max_length = truncation_length(job, config)
     stride = window_stride(job, max_length)
     tokenizer = load_tokenizer(job)
@@ -237,31 +236,29 @@ def _labels_of_model(job: TrainerJob, task: TaskModule, config: PretrainedConfig
     return labels
 
 
-def _parts(job: TrainerJob, task: TaskModule) -> dict[Role, _Part]:
-    parts: dict[Role, _Part] = {}
-    trains = job.training is not None
-    predicted: Role = "predict" if job.predict and job.predict.dataset else "test"
+def parts_of(job: TrainerJob, task: TaskModule, *, trains: bool) -> dict[Role, Part]:
+    """The splits that a job uses. Without a data set of its own and a test split, validation is predicted.
+
+    StageErrors of the data sources, of the task's columns, and CONFIG `MissingSetting` when no data set is named.
+    """
+    parts: dict[Role, Part] = {}
     copies = job.predict.columns if job.predict else ()
     copy_needs = tuple(ColumnNeed("predict.columns", name) for name in copies)
     if job.dataset is not None:
-        for role, source in splits_by_role(job.dataset, trains=trains).items():
+        sources = splits_by_role(job.dataset, trains=trains)
+        # Validation may have to be taken from train.
+        predicted: Role = next((role for role in ("test", "validation") if role in sources), "train")
+        for role, source in sources.items():
             labelled = role in ("train", "validation")
             needs = task.columns(job.dataset.columns, "dataset", labelled=labelled)
-            copied = job.predict is not None and role == predicted
+            copied = job.predict is not None and job.predict.dataset is None and role == predicted
             extra, names = (copy_needs, copies) if copied else ((), ())
-            parts[role] = _Part(source, job.dataset.columns, "dataset", needs + extra, names)
+            parts[role] = Part(source, job.dataset.columns, "dataset", needs + extra, names)
     if job.predict is not None and job.predict.dataset is not None:
         columns = _inherited(job.predict.dataset.columns, job.dataset.columns if job.dataset else Columns())
         columns = columns.model_copy(update=dict.fromkeys(_TARGETS))
         needs = task.columns(columns, "predict.dataset", labelled=False) + copy_needs
-        parts["predict"] = _Part(predict_split(job.predict.dataset), columns, "predict.dataset", needs, copies)
-    if job.predict is not None and predicted not in parts:
-        raise StageError(
-            FailureClass.DATA,
-            "SplitNotFound",
-            "predict.dataset is not set, and the data set has no test split to predict.",
-            "Set predict.dataset, or dataset.splits.test.",
-        )
+        parts["predict"] = Part(predict_split(job.predict.dataset), columns, "predict.dataset", needs, copies)
     if not parts:
         raise StageError(
             FailureClass.CONFIG,
@@ -277,7 +274,7 @@ def _inherited(own: Columns, base: Columns) -> Columns:
     return base.model_copy(update={name: value for name, value in own if value is not None})
 
 
-def _part_digest(part: _Part) -> list[object]:
+def _part_digest(part: Part) -> list[object]:
     return [part.source.digest(), part.columns.model_dump(exclude_none=True)]
 
 
@@ -319,13 +316,15 @@ def _checked_rows(order: _Order, scratch: Path) -> tuple[dict[Role, Rows], Targe
     rows = {role: Rows(split.rows, np.arange(len(split.rows)), targets.of.get(role)) for role, split in raw.items()}
     if order.job.training is None or "validation" in rows:
         return rows, targets, notes, False
-    train, validation = _set_aside(raw["train"], order.job.seed)
+    train, validation = set_aside(raw["train"], order.job.seed)
     rows["train"], rows["validation"] = (_only(rows["train"], index) for index in (train, validation))
     return rows, targets, notes, True
 
 
-def _set_aside(train: RawSplit, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Train without, and validation of, a seeded share of its rows, both in the order of the file."""
+def set_aside(train: RawSplit, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Train without, and validation of, a seeded share of its rows, both in the order of the file. StageError DATA
+    `EmptySplit` for a single row.
+    """
     count = len(train.rows)
     if count < 2:
         raise StageError(
@@ -353,7 +352,7 @@ def _write(
     rows: Mapping[Role, Rows],
     labels: Labels,
     notes: Sequence[str],
-    set_aside: bool,
+    from_train: bool,
     progress: ProgressSink,
     leader: Leader | None,
 ) -> DataFacts:
@@ -391,7 +390,7 @@ def _write(
         labels=labels.names,
         label_form=labels.form,
         label_counts=_counts(order.task, rows, labels),
-        validation_from_train=set_aside,
+        validation_from_train=from_train,
         max_length=order.coding.max_length,
         notes=tuple(notes),
     )
@@ -435,7 +434,7 @@ def _keep(path: Path, rows: Rows, columns: Sequence[str]) -> None:
     )
 
 
-def _kept(task: TaskModule, part: _Part, rows: Rows) -> dict[str, str]:
+def _kept(task: TaskModule, part: Part, rows: Rows) -> dict[str, str]:
     """Role of each column that results are made of, as far as the split has it -> its name."""
     named = {**task.inputs(part.columns), **task.judged(part.columns)}
     return {role: name for role, name in named.items() if name in rows.raw.column_names}

@@ -396,7 +396,12 @@ class HubSplit:
         used = self.rows.select_columns(wanted)
         partial = most is not None and len(used) > most
         return RawSplit(
-            self.name, self.repository, used.select(range(most)) if partial else used, (), partial, tuple(has)
+            self.name,
+            self.repository,
+            used if most is None else used.select(range(min(most, len(used)))),
+            (),
+            partial,
+            tuple(has),
         )
 
 
