@@ -31,6 +31,7 @@ from finetune_trainer.outcome import report_path, write_report
 from finetune_trainer.progress import progress_for
 from finetune_trainer.stacks import as_rank, with_stacks
 from finetune_trainer.stages import STAGES, StageInput, StageResult, leave_out_unused
+from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.training.interruption import Interruption
 
 log = logging.getLogger("finetune_trainer")
@@ -111,7 +112,8 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
             progress.close()
             return _report_again(done, world)
         paths.root.mkdir(parents=True, exist_ok=True)
-        result = STAGES[stage](StageInput(job, paths, progress, world, arguments.deepspeed, interruption))
+        with storage_errors_named(paths.root, f"stage {stage}", shared=True):
+            result = STAGES[stage](StageInput(job, paths, progress, world, arguments.deepspeed, interruption))
         interruption.defer()
         progress.close()
         report = _success(result, job, stage, world, started)

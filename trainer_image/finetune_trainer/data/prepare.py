@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -42,12 +43,15 @@ from finetune_trainer.files import discard, discard_leftovers, locked, temporary
 from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import ProgressSink
+from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.tasks.base import Coding, Labels, Targets, TaskModule, task_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from finetune_trainer.data.pods import Leader
+
+log = logging.getLogger(__name__)
 
 _FORMAT = 3
 """Counts up when the layout of the folder or the way of tokenising changes; part of the fingerprint."""
@@ -100,6 +104,8 @@ def prepare(
     when the job names a metric that its data do not have: with another one it is the same job.
     """
     facts = _prepared(job, paths, progress, leader, shared)
+    for note in facts.notes:
+        log.warning("%s", note)
     refuse_unknown_metrics(job, task_of(job).metrics[facts.label_form])
     return facts
 
@@ -156,10 +162,12 @@ def _taken(entry: Entry, order: _Order, paths: JobPaths, progress: ProgressSink)
 def _made(order: _Order, paths: JobPaths, progress: ProgressSink, leader: Leader | None) -> DataFacts:
     """Reads, checks, tokenises and writes."""
     with temporary_folder(paths.root, _TEMPORARY) as temporary:
-        scratch = temporary / _SCRATCH
-        scratch.mkdir()
-        rows, targets, notes, from_train = _checked_rows(order, scratch)
-        facts = _write(temporary, order, rows, targets.labels, [*notes, *targets.notes], from_train, progress, leader)
+        with storage_errors_named(temporary, "preparing the data"):
+            scratch = temporary / _SCRATCH
+            scratch.mkdir()
+            rows, targets, notes, from_train = _checked_rows(order, scratch)
+            notes += targets.notes
+            facts = _write(temporary, order, rows, targets.labels, notes, from_train, progress, leader)
         discard(scratch, paths.root, _TEMPORARY)  # whom pod 0 has given up may still write into it
         _move(temporary, paths.prepared)
     return facts
@@ -392,7 +400,7 @@ def _write(
         label_counts=_counts(order.task, rows, labels),
         validation_from_train=from_train,
         max_length=order.coding.max_length,
-        notes=tuple(notes),
+        notes=(*notes, *_cut_notes(made, order.coding.max_length)),
     )
     (folder / FACTS_FILE).write_text(facts.to_json(), encoding="utf-8")
     pad = order.coding.tokenizer.pad_token_id
@@ -401,6 +409,13 @@ def _write(
     given = PreparedInputs(key=order.key, pad_token_id=pad, task=order.job.task, inputs=inputs, shards=files)
     (folder / INPUTS_FILE).write_text(given.to_json(), encoding="utf-8")
     return facts
+
+
+def _cut_notes(made: Mapping[str, ShardFacts], max_length: int) -> Iterator[str]:
+    for role, found in made.items():
+        if found.truncated:
+            share = f"{found.truncated:,} of {found.rows:,} rows of {role} ({100 * found.truncated / found.rows:.1f} %)"
+            yield f"{share} are longer than {max_length} tokens and lose text; preparation.maxLength sets the length."
 
 
 def _written(
