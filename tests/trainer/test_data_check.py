@@ -139,6 +139,15 @@ def test_the_command_checks_several_jobs_and_names_their_lines(tmp_path: Path) -
     assert "has the columns comment, stars" in problem["rule"]
 
 
+def test_a_claim_is_not_looked_for_on_this_machine(tmp_path: Path) -> None:
+    job = JOB.format(name="claim", file="x", column="text").replace("file://x", "pvc://rows/reviews")
+    (tmp_path / "job.yaml").write_text(job, encoding="utf-8")
+    ran = CliRunner().invoke(app, ["validate", str(tmp_path / "job.yaml"), "--cluster", "--data", "-o", "json"])
+    (problem,) = json.loads(ran.stdout)["problems"]
+    assert (ran.exit_code, problem["line"], problem["path"]) == (1, 8, "spec.dataset.uri")
+    assert "check a copy of the data behind file://" in problem["wayOut"]
+
+
 def test_the_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", rows([0, 1, 1]))
     job = tmp_path / "job.json"

@@ -51,9 +51,26 @@ def check_entry(entry: JobEntry) -> EntryCheck:
     """Have the trainer read the first rows. Raises UsageError where it is not installed or gives no answer."""
     if not trainer_is_installed():
         raise UsageError("--data: the package finetune-trainer is not installed here, and it reads the data")
+    unseen = _unseen(entry)
+    if unseen:
+        return EntryCheck(CheckedData(), unseen)
     with err().status(f"Reading the data of {entry.job.name} ..."):
         data = _ask_trainer(entry.job)
     return EntryCheck(data, tuple((entry.source, _problem(entry, each)) for each in data.problems))
+
+
+def _unseen(entry: JobEntry) -> tuple[tuple[str, Problem], ...]:
+    """The data sets that only a cluster has."""
+    spec = entry.job.spec
+    predicted = spec.predict.dataset if spec.predict else None
+    given = {"spec.dataset.uri": spec.dataset, "spec.predict.dataset.uri": predicted}
+    rule = "is a claim of the cluster, and --data reads what this machine sees"
+    problems = (
+        Problem(path, f'"{rows.uri}"', rule, "leave --data out, or check a copy of the data behind file://")
+        for path, rows in given.items()
+        if rows is not None and rows.uri.startswith("pvc://")
+    )
+    return tuple((entry.source, located(entry.document, problem)) for problem in problems)
 
 
 def _ask_trainer(job: FineTuneJob) -> CheckedData:
