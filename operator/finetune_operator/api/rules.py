@@ -767,7 +767,7 @@ RULES: tuple[Rule, ...] = (
         "predict.dataset",
         "!has(self.predict) || has(self.dataset) || has(self.predict.dataset)",
         lambda spec: spec.predict is None or spec.dataset is not None or spec.predict.dataset is not None,
-        "is required when there is no spec.dataset whose test split could be predicted",
+        "is required when there is no spec.dataset whose test or validation split could be predicted",
         "set spec.predict.dataset.uri or spec.dataset.uri",
     ),
     Rule(

@@ -108,7 +108,7 @@ class DataFacts(Message):
     """True when no validation split was there and a seeded 5 % of train was set aside."""
     max_length: int = Field(gt=0)
     """The truncation length in effect, in tokens."""
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = Field(default=(), exclude_if=lambda notes: not notes)
     """Sentences for people: what in the data is unusual, and how prepare reads it."""
 
     def for_planning(self, buckets: int) -> DataFacts:
