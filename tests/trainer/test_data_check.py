@@ -91,6 +91,14 @@ def test_rows_that_were_not_read_are_given_the_benefit_of_the_doubt(tmp_path: Pa
     assert whole.splits[1].labels == {"0": 1, "1": 1}
 
 
+def test_labels_of_a_model_that_is_not_trained_are_left_to_it(tmp_path: Path) -> None:
+    write_lines(tmp_path / "test.jsonl", rows([1, 1]))
+    job = a_job(tmp_path, {"text": "text", "label": "label"})
+    assert reasons(check(job)) == []
+    write_lines(tmp_path / "train.jsonl", rows([1, 1]))
+    assert reasons(check(job, trains=True)) == ["OneLabel"]
+
+
 def test_a_metric_of_other_labels_is_a_problem(tmp_path: Path) -> None:
     write_lines(tmp_path / "train.jsonl", rows([0.5, 1.5, 2.5]))
     evaluation = {"device": "cpu", "batch_tokens": 1, "gate": {"metric": "accuracy", "minimum": 0.5}}

@@ -96,14 +96,17 @@ class _Findings:
         return None
 
     @contextmanager
-    def collected(self, *, partial: bool = False) -> Iterator[None]:
+    def collected(self, *, partial: bool = False, known: bool = True) -> Iterator[None]:
         """A refusal within becomes a problem; of rows that were read in part only a note, where others could mend
-        it.
+        it, and nothing where the labels are not known but to a model that is not loaded.
         """
         try:
             yield
         except StageError as error:
-            if partial and error.reason in _NEED_ALL_ROWS:
+            doubtful = error.reason in _NEED_ALL_ROWS
+            if doubtful and not known:
+                return
+            if doubtful and partial:
                 self.notes.append(f"Of the rows that were read: {error.message} {error.hint}")
             elif all(problem.message != error.message for problem in self.problems):
                 self.problems.append(classify(error))
@@ -199,7 +202,7 @@ def _check_labels(
     if not judged:
         return counts
     columns = job.dataset.columns if job.dataset else Columns()
-    with found.collected(partial=any(split.partial for split in judged.values())):
+    with found.collected(partial=any(split.partial for split in judged.values()), known=trains):
         targets = task.targets(cast(Mapping[str, RawSplit], judged), columns, None)
         found.notes.extend(targets.notes)
         for role in judged:
