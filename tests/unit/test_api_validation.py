@@ -208,7 +208,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     ],
     "no-dataset": [
         ("spec.dataset", "Required", "is required when something trains"),
-        ("spec.predict.dataset", "Required", "is required when there is no spec.dataset whose test spl"),
+        ("spec.predict.dataset", "Required", "is required when there is no spec.dataset whose test or "),
     ],
     "no-name": [
         ("metadata.name", "Required", "is required"),
