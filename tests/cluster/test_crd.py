@@ -56,6 +56,7 @@ REFUSED = {
     "checkpoint-interval-twice": ["spec.checkpoints.every"],
     "checkpoint-interval-misspelt": ["spec.checkpoints.every"],
     "pair-for-tokens": ["spec.dataset.columns.textPair"],
+    "labels-of-tags": ["spec.dataset.labels"],
     "bad-uri": ["spec.model.uri", "spec.dataset.uri"],
     "name-number": ["metadata.name"],
     "name-form": ["metadata"],

@@ -9,7 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -535,3 +535,17 @@ def compared(record_property: Callable[[str, object], None]) -> Callable[[Bench,
         return losses, weights
 
     return compare
+
+
+@pytest.fixture
+def small_volume(tmp_path: Path) -> Iterator[Path]:
+    """A volume of 4 MiB."""
+    folder = tmp_path / "volume"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a small volume needs root")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)  # a file may be open in a frame that failed

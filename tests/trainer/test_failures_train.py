@@ -11,7 +11,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -141,20 +140,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_with_its_step(finished):
     assert "The loss is nan at step" in report.failure.message
 
 
-@pytest.fixture
-def small_volume(tmp_path: Path) -> Iterator[Path]:
-    """A volume of 4 MiB."""
-    folder = tmp_path / "volume"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip("mounting a small volume needs root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 @pytest.mark.parametrize(("strategy", "settings"), [("single", {}), ("deepspeed", {"zero_stage": 2})])
 def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before_it(
     strategy: str, settings: dict[str, int], finished, small_volume: Path
@@ -167,6 +152,9 @@ def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before_it(
     config = run.deepspeed_config() if strategy == "deepspeed" else None
     report = refused(run, contents(run.paths.root), FailureClass.STORAGE_FULL, "NoSpaceLeft", deepspeed=config)
     assert "checkpoints.keep" in report.failure.hint
+    where, _, why = report.failure.message.partition(" is full: ")
+    assert re.search(r"checkpoints/step-\d+\.partial$", where)
+    assert re.match(r"the checkpoint of step \d+ needs more than the .* of 4\.0 MiB that were left", why)
     latest = run.paths.checkpoints / (run.paths.checkpoints / "latest").read_text().strip()
     assert verify(latest).manifest.step > 0
     assert not list(run.paths.checkpoints.glob("*.partial"))

@@ -50,6 +50,7 @@ FACTS = DataFacts.model_validate(
         "label_counts": {"bad": 290, HOSTILE: 310},
         "max_length": 128,
         "validation_from_train": True,
+        "notes": [f"12 of 600 rows of train lose text: {HOSTILE}"],
     }
 )
 METRICS = {
@@ -155,6 +156,7 @@ def test_the_report_holds_every_part_that_the_stages_left(paths):
         "no data measured",
         "one rank is enough",
         "finetune run 'a b.yaml'",
+        "12 of 600 rows of train lose text",
     ]
     expected += ["deepspeed, ZeRO stage 2, optimizer offloaded to cpu", "32 = micro-batch 8 x 2 accumulation x 2 ranks"]
     expected += [
@@ -259,7 +261,7 @@ def test_the_report_loads_nothing_and_runs_nothing(paths):
 
 def test_hostile_text_arrives_as_text(paths):
     page = the_report(paths, {"reasons": [HOSTILE]})
-    assert page.text.count(HOSTILE) == 4  # a sample's text, its prediction, the labels, the reason
+    assert page.text.count(HOSTILE) == 5  # a sample's text, its prediction, the labels, a note on the data, the reason
 
 
 def test_the_report_follows_light_and_dark(paths):

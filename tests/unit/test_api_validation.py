@@ -142,6 +142,9 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     "image-pull-secrets-twice": [
         ("spec.template.imagePullSecrets[1].name", "Duplicate", "is given twice"),
     ],
+    "labels-of-tags": [
+        ("spec.dataset.labels", "Invalid", "is read by text-classification only"),
+    ],
     "launcher-of-others": [
         ("spec.launcher", "NotSupported", "must be one of auto, pytorchjob, mpijob, job"),
     ],
@@ -205,7 +208,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     ],
     "no-dataset": [
         ("spec.dataset", "Required", "is required when something trains"),
-        ("spec.predict.dataset", "Required", "is required when there is no spec.dataset whose test spl"),
+        ("spec.predict.dataset", "Required", "is required when there is no spec.dataset whose test or "),
     ],
     "no-name": [
         ("metadata.name", "Required", "is required"),

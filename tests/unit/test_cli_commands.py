@@ -392,9 +392,29 @@ def test_a_workspace_that_cannot_be_written_to_is_refused(workspace: str, tmp_pa
 
 
 def test_a_model_that_cannot_be_measured_is_noted_without_the_trainers_log_format(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(JOB.replace("hf://some-org/some-model", "file://nowhere"))
+    for name in ("model", "rows"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "model" / "config.json").write_text("{")
+    (tmp_path / "job.yaml").write_text(JOB.replace("hf://some-org/some-model", "file://model"))
     note = finetune("plan", "job.yaml", folder=tmp_path).stderr
     assert note.startswith("Note: the model could not be measured, so its size is assumed. model.uri is ")
+
+
+def test_a_plan_refuses_a_model_and_data_that_are_not_there(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.csv").touch()
+    job = JOB.replace("hf://some-org/some-model", "file://nowhere")
+    other = JOB.replace("first", "other").replace("file://rows", "file://rows/*.json")
+    good = CLUSTER_JOB.replace("first", "good").replace("hf://some-org/rows", "file://rows/*.csv")
+    (tmp_path / "job.yaml").write_text(f"{job.replace('file://rows', 'file:///no/rows')}---\n{other}---\n{good}")
+    ran = finetune("plan", "job.yaml", folder=tmp_path)
+    assert (ran.returncode, ran.stdout) == (1, "")
+    assert [line.partition(" that is there; ")[0] for line in ran.stderr.splitlines()] == [
+        f"job.yaml:6: spec.model.uri: {tmp_path}/nowhere/config.json does not exist. Name a folder with a model",
+        "job.yaml:7: spec.dataset.uri: /no/rows does not exist. Name a folder, a file or a glob",
+        f"job.yaml:16: spec.dataset.uri: {tmp_path}/rows/*.json does not exist. Name a folder, a file or a glob",
+    ]
+    assert finetune("plan", "job.yaml", "--no-measure", folder=tmp_path).returncode == 0
 
 
 def test_a_plan_without_measuring_says_what_it_takes_this_machine_for(tmp_path: Path) -> None:

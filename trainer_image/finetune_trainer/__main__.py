@@ -31,6 +31,7 @@ from finetune_trainer.outcome import report_path, write_report
 from finetune_trainer.progress import progress_for
 from finetune_trainer.stacks import as_rank, with_stacks
 from finetune_trainer.stages import STAGES, StageInput, StageResult, leave_out_unused
+from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.training.interruption import Interruption
 
 log = logging.getLogger("finetune_trainer")
@@ -65,6 +66,8 @@ def run(argv: Sequence[str]) -> int:
     except StageError as error:
         return _fail(error, arguments, ProcessWorld(), "unknown", time.monotonic())
     settle_console(world.rank)
+    if arguments.stage == "check":
+        return _print_check(arguments, world)
     if arguments.stage in ("facts", "report"):
         quiet_libraries()
         return (_print_facts if arguments.stage == "facts" else _write_html)(arguments, world)
@@ -75,9 +78,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="finetune-trainer", description="Runs one stage of a fine-tuning job.")
     parser.add_argument(
         "stage",
-        choices=[*(str(stage) for stage in STAGES), "facts", "report"],
-        help="facts: prints what a plan needs to know; report: writes report.html",
+        choices=[*(str(stage) for stage in STAGES), "facts", "report", "check"],
+        help="facts: prints what a plan needs to know; report: writes report.html; check: reads the first rows of the "
+        "data, and prints what is in them and wrong with them",
     )
+    parser.add_argument("--trains", action="store_true", help="for check: the built-in loop trains")
+    parser.add_argument("--script", action="store_true", help="for check: a program trains, and reads the data itself")
     parser.add_argument("--job", type=Path, required=True, help="the job.json to obey")
     parser.add_argument("--workspace", type=Path, required=True, help="folder that holds the job's folder")
     parser.add_argument("--command", help="for the report: what runs the job again")
@@ -106,7 +112,8 @@ def _run_stage(arguments: argparse.Namespace, world: ProcessWorld) -> int:
             progress.close()
             return _report_again(done, world)
         paths.root.mkdir(parents=True, exist_ok=True)
-        result = STAGES[stage](StageInput(job, paths, progress, world, arguments.deepspeed, interruption))
+        with storage_errors_named(paths.root, f"stage {stage}", shared=True):
+            result = STAGES[stage](StageInput(job, paths, progress, world, arguments.deepspeed, interruption))
         interruption.defer()
         progress.close()
         report = _success(result, job, stage, world, started)
@@ -185,6 +192,18 @@ def _print_facts(arguments: argparse.Namespace, world: ProcessWorld) -> int:
     except BaseException as error:
         return _fail(error, arguments, world, arguments.job.stem, started)
     sys.stdout.write(facts.to_json())
+    return EXIT_OK
+
+
+def _print_check(arguments: argparse.Namespace, world: ProcessWorld) -> int:
+    started = time.monotonic()
+    try:
+        from finetune_trainer.data.check import check
+
+        checked = check(read_job(arguments.job), trains=arguments.trains, script=arguments.script)
+    except BaseException as error:
+        return _fail(error, arguments, world, arguments.job.stem, started)
+    sys.stdout.write(checked.to_json())
     return EXIT_OK
 
 

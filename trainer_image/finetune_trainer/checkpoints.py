@@ -20,8 +20,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +50,6 @@ SIGNATURE = "manifest.hmac-sha256"
 """Signature of the manifest's bytes in hexadecimal digits; absent where nothing is signed."""
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d+)")
-_FULL_BELOW_BYTES = 1 << 20
-"""torch says only that a write failed; with less free space than this on the volume we take that as the reason."""
 _LARGEST_MANIFEST_BYTES = 64 << 20
 """A file takes some 200 bytes of a manifest, and a rank writes a handful of files: enough for 10,000 ranks."""
 
@@ -284,22 +281,3 @@ def _small_file(folder: Path, name: str) -> bytes:
 def _damaged(folder: Path, path: Path, what: str) -> StageError:
     message = f"Checkpoint {folder.name} is damaged: {path} {what}."
     return StageError(FailureClass.CHECKPOINT, "DamagedCheckpoint", message, "Use an older checkpoint.")
-
-
-@contextmanager
-def storage_errors_named(folder: Path) -> Iterator[None]:
-    """Turns the write errors of torch, which do not say why, into StageError STORAGE_FULL when the volume is full."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, OSError) or not re.search("write|inline_container|iostream", str(error)):
-            raise
-        free = shutil.disk_usage(folder).free
-        if free >= _FULL_BELOW_BYTES:
-            raise
-        raise StageError(
-            FailureClass.STORAGE_FULL,
-            "NoSpaceLeft",
-            f"{folder} has {free} bytes left, too few to write what the job needs to: {str(error).splitlines()[0]}",
-            "Free space or give the workspace more; checkpoints.keep bounds what checkpoints take.",
-        ) from error

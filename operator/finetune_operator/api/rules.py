@@ -555,6 +555,26 @@ def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:
     )
 
 
+def _labels_rule(block: str) -> Rule:
+    """Names of labels are given only to a task that has such labels; `block` is `dataset` or `predict.dataset`."""
+
+    def holds(spec: FineTuneJobSpec) -> bool:
+        predicted = spec.predict.dataset if spec.predict else None
+        dataset = spec.dataset if block == "dataset" else predicted
+        return dataset is None or not dataset.labels or spec.task == "text-classification"
+
+    present = "has(self.predict) && has(self.predict.dataset)" if block != "dataset" else "has(self.dataset)"
+    named = f"{present} && has(self.{block}.labels) && size(self.{block}.labels) > 0"
+    return Rule(
+        name=f"{block}-labels-are-read",
+        path=f"{block}.labels",
+        cel=f"!({named}) || self.task == 'text-classification'",
+        holds=holds,
+        text="is read by text-classification only",
+        way_out="leave it out, or set spec.task to text-classification",
+    )
+
+
 def _hub_only_rule(path: str, given: str, uri: str, holds: Holds) -> Rule:
     return Rule(
         name=f"{path}-needs-hub",
@@ -747,7 +767,7 @@ RULES: tuple[Rule, ...] = (
         "predict.dataset",
         "!has(self.predict) || has(self.dataset) || has(self.predict.dataset)",
         lambda spec: spec.predict is None or spec.dataset is not None or spec.predict.dataset is not None,
-        "is required when there is no spec.dataset whose test split could be predicted",
+        "is required when there is no spec.dataset whose test or validation split could be predicted",
         "set spec.predict.dataset.uri or spec.dataset.uri",
     ),
     Rule(
@@ -1587,6 +1607,7 @@ RULES: tuple[Rule, ...] = (
         reads=("parallelism.deepspeedConfig", "parallelism.offload"),
     ),
     *(_reserved_rule(block) for block in ("labels", "annotations")),
+    *(_labels_rule(block) for block in ("dataset", "predict.dataset")),
     *(
         _column_rule(column, tasks, block)
         for block in ("dataset", "predict.dataset")

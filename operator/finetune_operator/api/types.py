@@ -219,7 +219,9 @@ class ColumnsSpec(SpecModel):
         default=None, description="Second text of a pair. Left out: there is no pair. Used by text-classification."
     )
     label: Text | None = Field(
-        default=None, description="Class as a number from 0 or as a word. Left out: label. Used by text-classification."
+        default=None,
+        description="Class as a word or a whole number, a list of classes, or a fraction. Left out: label. Used by "
+        "text-classification.",
     )
     tokens: Text | None = Field(
         default=None, description="List of words. Left out: tokens. Used by token-classification."
@@ -275,6 +277,12 @@ class DatasetSpec(SpecModel):
     )
     columns: ColumnsSpec = Field(
         default=ColumnsSpec(), description="Names of the columns; left out: the task's own names."
+    )
+    labels: Annotated[dict[str, Text], Field(max_length=1024)] = Field(
+        default={},
+        description='Value in the label column -> name of the label, as in {"-1": negative, "1": positive}; several '
+        "values may share a name. Each value of the data must be in it. Left out: the values are the names, or class "
+        "ids where they count from 0 without gaps. Used by text-classification; not used in predict.dataset.",
     )
 
 
@@ -713,7 +721,9 @@ class PredictSpec(SpecModel):
     """Batch inference."""
 
     dataset: DatasetSpec | None = Field(
-        default=None, description="Rows to predict. Left out: the test split of dataset."
+        default=None,
+        description="Rows to predict. Left out: the test split of dataset, or its validation split where there is "
+        "no test split.",
     )
     output: Uri | None = Field(
         default=None,

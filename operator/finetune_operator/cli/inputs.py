@@ -30,6 +30,7 @@ STDIN = "-"
 SUFFIXES = (".yaml", ".yml", ".json")
 """Files of a folder that are read, as kubectl does; others are left alone."""
 
+_GLOB_CHARACTERS = frozenset("*?[")
 _LAST_PART = re.compile(r"""(?:\.?[A-Za-z_][A-Za-z0-9_-]*|\[[0-9]+\]|\["(?:[^"\\]|\\.)*"\])$""")
 
 
@@ -186,6 +187,26 @@ def absolute_uri(uri: str, folder: Path) -> str:
     if rest == uri:
         return uri
     return f"file://{(folder / rest).resolve()}"
+
+
+def absent_inputs(entry: JobEntry) -> tuple[Problem, ...]:
+    """The model and the data sets behind `file://` that are not where the job looks for them."""
+    spec = entry.job.spec
+    predicted = spec.predict.dataset if spec.predict else None
+    looked_for = {
+        "spec.model.uri": (spec.model.uri, "/config.json", "a folder with a model"),
+        "spec.dataset.uri": (spec.dataset.uri if spec.dataset else "", "", "a folder, a file or a glob"),
+        "spec.predict.dataset.uri": (predicted.uri if predicted else "", "", "a folder, a file or a glob"),
+    }
+    problems = []
+    for path, (uri, inside, what) in looked_for.items():
+        place = uri.removeprefix("file://") + inside
+        glob = not inside and bool(_GLOB_CHARACTERS & set(place))
+        if not uri.startswith("file://") or Path(place).exists() or (glob and any(Path("/").glob(place.lstrip("/")))):
+            continue
+        way_out = f"name {what} that is there; file://path without a third slash is relative to the job file's folder"
+        problems.append(located(entry.document, Problem(path, None, f"{place} does not exist", way_out)))
+    return tuple(problems)
 
 
 def read_settings(file: Path) -> Settings:

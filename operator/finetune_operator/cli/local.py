@@ -323,6 +323,8 @@ class _Run:
         """Plan again now that the rows are counted; what the trainer gets changes only here, between two
         stages."""
         data = read_data_facts(self._paths)
+        for text in data.notes if data else ():
+            display.log(f"prepare: {text}")
         facts = Facts(model=self._facts.model, data=data, hardware=self._facts.hardware, local=True)
         again = plan(self._request.job, facts, self._request.settings)
         changed = plan_changes(self._result.plan, again)

@@ -97,7 +97,7 @@ def _free_part(hardware: HardwareFacts) -> HardwareFacts:
 
 
 def _ask_trainer(job: FineTuneJob) -> TrainerFacts | None:
-    question = TrainerJob(name=job.name, task=job.spec.task, model=_source(job))
+    question = TrainerJob(name=job.name, task=job.spec.task, model=source_of_model(job))
     with tempfile.TemporaryDirectory(prefix="finetune-facts-") as folder:
         paths = JobPaths.of(Path(folder), job.name)
         write_atomically(paths.job, question.to_json())
@@ -129,7 +129,7 @@ def _reason(report: Path, log: str) -> str:
     return failure.message if failure else _LOG_PREFIX.sub("", (log.strip().splitlines() or [""])[-1])
 
 
-def _source(job: FineTuneJob) -> ModelSource:
+def source_of_model(job: FineTuneJob) -> ModelSource:
     model = job.spec.model
     return ModelSource(uri=model.uri, revision=model.revision, trust_remote_code=model.trust_remote_code)
 
@@ -144,7 +144,7 @@ def _read(file: Path) -> TrainerFacts | None:
 def _cache_file(job: FineTuneJob) -> Path:
     """One file per model, state of its files, machine, version of what measures, and what there is to measure."""
     key = {
-        "model": _source(job).model_dump(),
+        "model": source_of_model(job).model_dump(),
         "task": job.spec.task,
         "files": _state_of_files(job.spec.model.uri),
         "machine": [platform.node(), psutil.boot_time() // 60, usable_cores(), os.environ.get("CUDA_VISIBLE_DEVICES")],

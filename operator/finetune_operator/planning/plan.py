@@ -438,6 +438,7 @@ def data_source(task: Task, dataset: DatasetSpec, with_answers: bool = True) -> 
         config=dataset.config,
         splits=Splits(train=splits.train, validation=splits.validation, test=splits.test),
         columns=Columns(**columns),
+        labels=dict(sorted(dataset.labels.items())),
     )
 
 

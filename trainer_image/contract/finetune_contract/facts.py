@@ -108,11 +108,13 @@ class DataFacts(Message):
     """True when no validation split was there and a seeded 5 % of train was set aside."""
     max_length: int = Field(gt=0)
     """The truncation length in effect, in tokens."""
+    notes: tuple[str, ...] = Field(default=(), exclude_if=lambda notes: not notes)
+    """Sentences for people: what in the data is unusual, and how prepare reads it."""
 
     def for_planning(self, buckets: int) -> DataFacts:
-        """What a plan rests on: without labels, and with at most `buckets` buckets in each histogram."""
+        """What a plan rests on: without labels and notes, and with at most `buckets` buckets in each histogram."""
         splits = {role: split.coarsened(buckets) for role, split in self.splits.items()}
-        return self.model_copy(update={"labels": (), "label_counts": {}, "splits": splits})
+        return self.model_copy(update={"labels": (), "label_counts": {}, "notes": (), "splits": splits})
 
 
 class DeviceFacts(Message):

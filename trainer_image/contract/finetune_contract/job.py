@@ -78,6 +78,10 @@ class DataSource(Order):
     config: str | None = None
     splits: Splits = Splits()
     columns: Columns = Columns()
+    labels: dict[str, str] = Field(default_factory=dict, exclude_if=lambda labels: not labels)
+    """Value of the label column as text -> name of the label; empty: the values are the names. Left out where it is
+    empty: images that do not know the field read such jobs.
+    """
 
 
 def preparing_pods(engine: Literal["auto", "local", "job", "spark"], workers: int) -> int:

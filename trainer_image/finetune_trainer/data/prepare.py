@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -42,12 +43,15 @@ from finetune_trainer.files import discard, discard_leftovers, locked, temporary
 from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import ProgressSink
+from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.tasks.base import Coding, Labels, Targets, TaskModule, task_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
     from finetune_trainer.data.pods import Leader
+
+log = logging.getLogger(__name__)
 
 _FORMAT = 3
 """Counts up when the layout of the folder or the way of tokenising changes; part of the fingerprint."""
@@ -62,7 +66,7 @@ _TARGETS = ("label", "tags", "answers", "target", "chosen", "rejected")
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """One split to prepare, with the columns to read from it."""
 
     source: SplitSource
@@ -79,7 +83,7 @@ class _Order:
 
     job: TrainerJob
     task: TaskModule
-    parts: Mapping[Role, _Part]
+    parts: Mapping[Role, Part]
     known_labels: Labels | None
     coding: Coding
     fingerprint: str
@@ -100,6 +104,8 @@ def prepare(
     when the job names a metric that its data do not have: with another one it is the same job.
     """
     facts = _prepared(job, paths, progress, leader, shared)
+    for note in facts.notes:
+        log.warning("%s", note)
     refuse_unknown_metrics(job, task_of(job).metrics[facts.label_form])
     return facts
 
@@ -156,10 +162,12 @@ def _taken(entry: Entry, order: _Order, paths: JobPaths, progress: ProgressSink)
 def _made(order: _Order, paths: JobPaths, progress: ProgressSink, leader: Leader | None) -> DataFacts:
     """Reads, checks, tokenises and writes."""
     with temporary_folder(paths.root, _TEMPORARY) as temporary:
-        scratch = temporary / _SCRATCH
-        scratch.mkdir()
-        rows, targets, set_aside = _checked_rows(order, scratch)
-        facts = _write(temporary, order, rows, targets.labels, set_aside, progress, leader)
+        with storage_errors_named(temporary, "preparing the data"):
+            scratch = temporary / _SCRATCH
+            scratch.mkdir()
+            rows, targets, notes, from_train = _checked_rows(order, scratch)
+            notes += targets.notes
+            facts = _write(temporary, order, rows, targets.labels, notes, from_train, progress, leader)
         discard(scratch, paths.root, _TEMPORARY)  # whom pod 0 has given up may still write into it
         _move(temporary, paths.prepared)
     return facts
@@ -201,7 +209,7 @@ def _order(job: TrainerJob) -> _Order:
     known = None if job.training else _labels_of_model(job, task, config)
     if job.preparation.packing:
         task.refuse_packing(job, config)
-    parts = _parts(job, task)
+    parts = parts_of(job, task, trains=job.training is not None)
     max_length = truncation_length(job, config)
     stride = window_stride(job, max_length)
     tokenizer = load_tokenizer(job)
@@ -216,6 +224,7 @@ def _order(job: TrainerJob) -> _Order:
         "model_type": config.model_type,
         "packing": job.preparation.packing,
         "seed": job.seed,
+        **({"label_names": job.dataset.labels} if job.dataset is not None and job.dataset.labels else {}),
     }
     fingerprint = _digest({**basis, "splits": {role: _part_digest(part) for role, part in trained.items()}})
     extra = {role: [_part_digest(part), list(part.copies)] for role, part in parts.items()}
@@ -235,31 +244,29 @@ def _labels_of_model(job: TrainerJob, task: TaskModule, config: PretrainedConfig
     return labels
 
 
-def _parts(job: TrainerJob, task: TaskModule) -> dict[Role, _Part]:
-    parts: dict[Role, _Part] = {}
-    trains = job.training is not None
-    predicted: Role = "predict" if job.predict and job.predict.dataset else "test"
+def parts_of(job: TrainerJob, task: TaskModule, *, trains: bool) -> dict[Role, Part]:
+    """The splits that a job uses. Without a data set of its own and a test split, validation is predicted.
+
+    StageErrors of the data sources, of the task's columns, and CONFIG `MissingSetting` when no data set is named.
+    """
+    parts: dict[Role, Part] = {}
     copies = job.predict.columns if job.predict else ()
     copy_needs = tuple(ColumnNeed("predict.columns", name) for name in copies)
     if job.dataset is not None:
-        for role, source in splits_by_role(job.dataset, trains=trains).items():
+        sources = splits_by_role(job.dataset, trains=trains)
+        # Validation may have to be taken from train.
+        predicted: Role = next((role for role in ("test", "validation") if role in sources), "train")
+        for role, source in sources.items():
             labelled = role in ("train", "validation")
             needs = task.columns(job.dataset.columns, "dataset", labelled=labelled)
-            copied = job.predict is not None and role == predicted
+            copied = job.predict is not None and job.predict.dataset is None and role == predicted
             extra, names = (copy_needs, copies) if copied else ((), ())
-            parts[role] = _Part(source, job.dataset.columns, "dataset", needs + extra, names)
+            parts[role] = Part(source, job.dataset.columns, "dataset", needs + extra, names)
     if job.predict is not None and job.predict.dataset is not None:
         columns = _inherited(job.predict.dataset.columns, job.dataset.columns if job.dataset else Columns())
         columns = columns.model_copy(update=dict.fromkeys(_TARGETS))
         needs = task.columns(columns, "predict.dataset", labelled=False) + copy_needs
-        parts["predict"] = _Part(predict_split(job.predict.dataset), columns, "predict.dataset", needs, copies)
-    if job.predict is not None and predicted not in parts:
-        raise StageError(
-            FailureClass.DATA,
-            "SplitNotFound",
-            "predict.dataset is not set, and the data set has no test split to predict.",
-            "Set predict.dataset, or dataset.splits.test.",
-        )
+        parts["predict"] = Part(predict_split(job.predict.dataset), columns, "predict.dataset", needs, copies)
     if not parts:
         raise StageError(
             FailureClass.CONFIG,
@@ -275,7 +282,7 @@ def _inherited(own: Columns, base: Columns) -> Columns:
     return base.model_copy(update={name: value for name, value in own if value is not None})
 
 
-def _part_digest(part: _Part) -> list[object]:
+def _part_digest(part: Part) -> list[object]:
     return [part.source.digest(), part.columns.model_dump(exclude_none=True)]
 
 
@@ -303,8 +310,8 @@ def _digest(value: object) -> str:
 # ------------------------------------------------------------------------------------------------ reading, checking
 
 
-def _checked_rows(order: _Order, scratch: Path) -> tuple[dict[Role, Rows], Targets, bool]:
-    """All rows with their targets, and whether validation was taken from train."""
+def _checked_rows(order: _Order, scratch: Path) -> tuple[dict[Role, Rows], Targets, list[str], bool]:
+    """All rows with their targets, notes on how they were read, and whether validation was taken from train."""
     raw: dict[Role, RawSplit] = {}
     for role, part in order.parts.items():
         raw[role] = part.source.read(part.needs, scratch)
@@ -313,16 +320,19 @@ def _checked_rows(order: _Order, scratch: Path) -> tuple[dict[Role, Rows], Targe
     targets = order.task.targets(
         {role: split for role, split in raw.items() if role != "predict"}, columns, order.known_labels
     )
+    notes = list(dict.fromkeys(note for split in raw.values() for note in split.notes))
     rows = {role: Rows(split.rows, np.arange(len(split.rows)), targets.of.get(role)) for role, split in raw.items()}
     if order.job.training is None or "validation" in rows:
-        return rows, targets, False
-    train, validation = _set_aside(raw["train"], order.job.seed)
+        return rows, targets, notes, False
+    train, validation = set_aside(raw["train"], order.job.seed)
     rows["train"], rows["validation"] = (_only(rows["train"], index) for index in (train, validation))
-    return rows, targets, True
+    return rows, targets, notes, True
 
 
-def _set_aside(train: RawSplit, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Train without, and validation of, a seeded share of its rows, both in the order of the file."""
+def set_aside(train: RawSplit, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Train without, and validation of, a seeded share of its rows, both in the order of the file. StageError DATA
+    `EmptySplit` for a single row.
+    """
     count = len(train.rows)
     if count < 2:
         raise StageError(
@@ -349,7 +359,8 @@ def _write(
     order: _Order,
     rows: Mapping[Role, Rows],
     labels: Labels,
-    set_aside: bool,
+    notes: Sequence[str],
+    from_train: bool,
     progress: ProgressSink,
     leader: Leader | None,
 ) -> DataFacts:
@@ -387,8 +398,9 @@ def _write(
         labels=labels.names,
         label_form=labels.form,
         label_counts=_counts(order.task, rows, labels),
-        validation_from_train=set_aside,
+        validation_from_train=from_train,
         max_length=order.coding.max_length,
+        notes=(*notes, *_cut_notes(made, order.coding.max_length)),
     )
     (folder / FACTS_FILE).write_text(facts.to_json(), encoding="utf-8")
     pad = order.coding.tokenizer.pad_token_id
@@ -397,6 +409,13 @@ def _write(
     given = PreparedInputs(key=order.key, pad_token_id=pad, task=order.job.task, inputs=inputs, shards=files)
     (folder / INPUTS_FILE).write_text(given.to_json(), encoding="utf-8")
     return facts
+
+
+def _cut_notes(made: Mapping[str, ShardFacts], max_length: int) -> Iterator[str]:
+    for role, found in made.items():
+        if found.truncated:
+            share = f"{found.truncated:,} of {found.rows:,} rows of {role} ({100 * found.truncated / found.rows:.1f} %)"
+            yield f"{share} are longer than {max_length} tokens and lose text; preparation.maxLength sets the length."
 
 
 def _written(
@@ -430,7 +449,7 @@ def _keep(path: Path, rows: Rows, columns: Sequence[str]) -> None:
     )
 
 
-def _kept(task: TaskModule, part: _Part, rows: Rows) -> dict[str, str]:
+def _kept(task: TaskModule, part: Part, rows: Rows) -> dict[str, str]:
     """Role of each column that results are made of, as far as the split has it -> its name."""
     named = {**task.inputs(part.columns), **task.judged(part.columns)}
     return {role: name for role, name in named.items() if name in rows.raw.column_names}

@@ -2,7 +2,8 @@
 
 Text arrives byte for byte: nothing is guessed from it (no dates, numbers or nulls out of CSV words like `NA`), which
 is why JSON lines and CSV are parsed here and not by Arrow's readers. A line that cannot be read is an error with its
-number; no row is skipped. Only the columns that the job uses are converted, a chunk of rows at a time.
+number; no row is skipped. Text in another encoding than UTF-8 is refused with the command that converts it, for an
+encoding can only be guessed. Only the columns that the job uses are converted, a chunk of rows at a time.
 
 A line has a largest length, and so has a record of CSV: a few KB of a compressed file can be many GB without a newline,
 which would otherwise all be one line in memory.
@@ -14,9 +15,12 @@ import csv
 import io
 import json
 import lzma
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
+from operator import eq
 from typing import IO, NoReturn, Protocol, TypeAlias, cast
 
 import pyarrow as pa
@@ -191,8 +195,8 @@ def _json_lines(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
             continue
         try:
             row = _DECODER.decode(line.decode("utf-8").strip())
-        except UnicodeDecodeError as error:
-            raise corrupt(file, number, f"not UTF-8 at byte {error.start + 1} of the line.") from None
+        except UnicodeDecodeError:
+            raise _not_utf8(file) from None
         except (ValueError, RecursionError) as error:
             why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
             raise corrupt(file, number, f"not a JSON object: {why}: {_excerpt(line)}") from None
@@ -206,8 +210,8 @@ def _text_lines(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
     for number, line in _lines(file, stream):
         try:
             yield number, {TEXT: line.decode("utf-8").removesuffix("\n").removesuffix("\r")}, len(line)
-        except UnicodeDecodeError as error:
-            raise corrupt(file, number, f"not UTF-8 at byte {error.start + 1} of the line.") from None
+        except UnicodeDecodeError:
+            raise _not_utf8(file) from None
 
 
 def _json_array(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
@@ -236,15 +240,20 @@ def _json_array(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
         yield number, row, len(content) // len(rows)
 
 
-def _separated(delimiter: str) -> Callable[[RawFile, IO[bytes]], Iterator[_Row]]:
+def _separated(usual: str, wanted: Sequence[str], notes: list[str]) -> Callable[[RawFile, IO[bytes]], Iterator[_Row]]:
     def rows(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
         # The default limit of 128 KiB for one field is below real documents, and a setting of the whole module.
         # `_Records` has a limit of its own.
         csv.field_size_limit(sys.maxsize)
+        delimiter = _delimiter(file, usual, wanted)
+        if delimiter != usual:
+            notes.append(f"{file.name}: {_DELIMITERS[delimiter]} separate the columns, and it is read so.")
         records = _Records(file, io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""))
         reader = csv.reader(records, delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
+            if wanted and not set(header) & set(wanted) and _is_row(file, header, delimiter):
+                raise _no_header(file, header, delimiter, wanted)
             if len(set(header)) < len(header):
                 raise corrupt(file, 1, f"the header names a column twice: {', '.join(header)}.")
             records.begin()
@@ -260,6 +269,63 @@ def _separated(delimiter: str) -> Callable[[RawFile, IO[bytes]], Iterator[_Row]]
             raise corrupt(file, max(reader.line_num, 1), f"not CSV: {error}.") from None
 
     return rows
+
+
+_DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}
+
+
+def _delimiter(file: RawFile, usual: str, wanted: Sequence[str]) -> str:
+    """What separates the columns: `usual`, unless only another character gives the first line columns that the job
+    names, or several columns at all.
+    """
+    with _decompressed(file) as ahead:
+        _, line = next(_lines(file, ahead), (1, b""))
+    headers = {each: set(_fields(line.decode("utf-8", "replace"), each)) for each in _DELIMITERS}
+    if headers[usual] & set(wanted):
+        return usual
+    best = max(_DELIMITERS, key=lambda each: (len(headers[each] & set(wanted)), len(headers[each]), each == usual))
+    return best if headers[best] & set(wanted) or len(headers[usual]) == 1 else usual
+
+
+def _fields(line: str, delimiter: str) -> list[str]:
+    try:
+        return next(csv.reader([line.rstrip("\r\n")], delimiter=delimiter, strict=True), [])
+    except csv.Error:
+        return []
+
+
+def _is_row(file: RawFile, header: Sequence[str], delimiter: str) -> bool:
+    """Whether the first line is no header: it has a number or a long text, or a value that later rows have as well."""
+    if any(_is_number(name) or len(name.split()) > _NAME_WORDS for name in header):
+        return True
+    with _decompressed(file) as ahead:
+        following = [line.decode("utf-8", "replace") for _, line in islice(_lines(file, ahead), 1, 1 + _ROWS_AHEAD)]
+    rows = [_fields(line, delimiter) for line in following]
+    return any(len(row) == len(header) and any(map(eq, row, header)) for row in rows)
+
+
+_NAME_WORDS = 5
+"""Words of a column's name at most, where a file may be without a header."""
+_ROWS_AHEAD = 100
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _no_header(file: RawFile, header: Sequence[str], delimiter: str, wanted: Sequence[str]) -> StageError:
+    names = delimiter.join(wanted)
+    return StageError(
+        FailureClass.DATA,
+        "NoHeader",
+        f"{file.name}, line 1: {_excerpt(delimiter.join(header).encode())} looks like a row, and the first line has to "
+        f"name the columns.",
+        f"Put a line before it that names its {len(header)} columns, such as {names!r}.",
+    )
 
 
 class _Records:
@@ -292,13 +358,70 @@ class _Records:
 
 def _not_utf8(file: RawFile) -> StageError:
     """Finds the line by decoding line after line; the parsers read ahead and do not know it."""
+    utf8 = False
     with _decompressed(file) as stream:
         for number, line in _lines(file, stream):
             try:
-                line.decode("utf-8")
+                utf8 |= not line.decode("utf-8").isascii()
             except UnicodeDecodeError as error:
-                return corrupt(file, number, f"not UTF-8 at byte {error.start + 1} of the line.")
+                return _encoding_error(file, number, line, error.start, utf8 or not line[: error.start].isascii())
     return unreadable(file, "it is not UTF-8.")
+
+
+def _encoding_error(file: RawFile, number: int, line: bytes, at: int, utf8: bool) -> StageError:
+    """`utf8`: whether letters of UTF-8 come before, so that the file is damaged and not of another encoding."""
+    why = f"not UTF-8 at byte {at + 1} of the line"
+    if utf8:
+        return corrupt(file, number, f"{why}, though other letters before it are.")
+    shown = line[max(0, at - 20) : at + 20].decode("cp1252", "replace").strip()
+    return StageError(
+        FailureClass.DATA,
+        "CorruptLine",
+        f"{file.name}, line {number}: {why}. Read as Windows-1252 (Latin-1), it is {shown!r}.",
+        f"If that is right, convert the file: {_conversion(file, 'WINDOWS-1252')}. If not, name its encoding there.",
+    )
+
+
+def _conversion(file: RawFile, encoding: str) -> str:
+    """The command that writes the file in UTF-8 and keeps what it was under a name that is not read."""
+    name = file.name.removesuffix(_compression(file.name))
+    path, old = shlex.quote(name), shlex.quote(f"{name}.old")
+    return f"mv {path} {old} && iconv -f {encoding} -t UTF-8 {old} > {path}"
+
+
+def _refuse_other_content(file: RawFile) -> None:
+    """StageError DATA for a file of text that begins as files of other kinds or in other encodings do."""
+    with _decompressed(file) as stream:
+        start = stream.read(_START_BYTES)
+    for mark, (what, hint) in _OTHER_CONTENT.items():
+        if start.startswith(mark):
+            raise StageError(FailureClass.DATA, "OtherFormat", f"{file.name} is {what}, not text.", hint)
+    encoding = next((name for mark, name in _ENCODING_MARKS.items() if start.startswith(mark)), None)
+    if encoding is None and start.count(0) * 4 > len(start):
+        encoding = "UTF-16LE" if start[1::2].count(0) > start[::2].count(0) else "UTF-16BE"
+    if encoding is not None:
+        raise StageError(
+            FailureClass.DATA,
+            "OtherEncoding",
+            f"{file.name} is written in {encoding}; files of text have to be UTF-8.",
+            f"Convert it: {_conversion(file, encoding)}. Excel writes UTF-8 as 'CSV UTF-8'.",
+        )
+
+
+_START_BYTES = 1024
+_ENCODING_MARKS = {b"\xff\xfe\x00\x00": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+_EXCEL = "Save its sheet as 'CSV UTF-8', and name that file."
+_OTHER_CONTENT = {
+    b"PK\x03\x04": ("an Excel workbook or another zip archive", _EXCEL),
+    b"\xd0\xcf\x11\xe0": ("an old Excel workbook", _EXCEL),
+    b"PAR1": ("Parquet", "Give its name the ending .parquet."),
+    b"ARROW1": ("an Arrow file", "Give its name the ending .arrow."),
+    b"\x1f\x8b": ("compressed", "Add .gz to its name."),
+    b"(\xb5/\xfd": ("compressed", "Add .zst to its name."),
+    b"BZh": ("compressed", "Add .bz2 to its name."),
+    b"\xfd7zXZ": ("compressed", "Add .xz to its name."),
+}
+"""How other files begin -> what they are, and what to do."""
 
 
 def _excerpt(line: bytes) -> str:
@@ -346,8 +469,11 @@ def format_of(name: str) -> str | None:
     return suffix.removesuffix(_compression(name)).removeprefix(".") if suffix else None
 
 
-def read(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -> Iterator[pa.Table]:
-    """The rows in chunks of the wanted columns; adds the names of all columns of the file to `seen`, in its order.
+def read(
+    file: RawFile, wanted: Sequence[str], seen: dict[str, None], notes: list[str] | None = None
+) -> Iterator[pa.Table]:
+    """The rows in chunks of the wanted columns; adds the names of all columns of the file to `seen`, in its order, and
+    to `notes` what a person should know of how it is read.
 
     A wanted column that the file has not may be there, and holds nothing then. The types of a column may differ from
     chunk to chunk where the format has none. StageError DATA: `CorruptLine`, `CorruptFile`, `MixedTypes`.
@@ -360,7 +486,9 @@ def read(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -> Iterato
     else:
         with _decompressed(file) as stream:
             try:
-                yield from _as_tables(file, _rows(file, stream, kind), wanted, seen)
+                _refuse_other_content(file)
+                made = _rows(file, stream, kind, wanted, [] if notes is None else notes)
+                yield from _as_tables(file, made, wanted, seen)
             except (EOFError, lzma.LZMAError) as error:
                 raise unreadable(file, error) from error
             except OSError as error:
@@ -370,7 +498,9 @@ def read(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -> Iterato
                 raise unreadable(file, error) from error
 
 
-def _rows(file: RawFile, stream: IO[bytes], kind: str | None) -> Iterator[_Row]:
+def _rows(
+    file: RawFile, stream: IO[bytes], kind: str | None, wanted: Sequence[str], notes: list[str]
+) -> Iterator[_Row]:
     if kind == "json":
         with _decompressed(file) as ahead:
             return _json_array(file, stream) if _opens_array(ahead) else _json_lines(file, stream)
@@ -378,7 +508,7 @@ def _rows(file: RawFile, stream: IO[bytes], kind: str | None) -> Iterator[_Row]:
         return _json_lines(file, stream)
     if kind == "txt":
         return _text_lines(file, stream)
-    return _separated("\t" if kind == "tsv" else ",")(file, stream)
+    return _separated("\t" if kind == "tsv" else ",", wanted, notes)(file, stream)
 
 
 def _read_parquet(file: RawFile, wanted: Sequence[str], seen: dict[str, None]) -> Iterator[pa.Table]:

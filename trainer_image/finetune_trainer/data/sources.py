@@ -55,6 +55,12 @@ class RawSplit:
     origin: str
     """Where it came from, for errors."""
     rows: datasets.Dataset
+    notes: tuple[str, ...] = ()
+    """Sentences for people on how its files were read."""
+    partial: bool = False
+    """Whether it has more rows than were read."""
+    has: tuple[str, ...] = ()
+    """All its columns."""
 
 
 class SplitSource(Protocol):
@@ -67,8 +73,9 @@ class SplitSource(Protocol):
     def digest(self) -> str:
         """Names the content: equal digest, equal rows."""
 
-    def read(self, needs: Sequence[ColumnNeed], scratch: Path) -> RawSplit:
-        """Its rows, on disk: what is read anew goes into the folder `scratch`, which has to stay while rows are used.
+    def read(self, needs: Sequence[ColumnNeed], scratch: Path, most: int | None = None) -> RawSplit:
+        """Its rows, or the first `most` of them, on disk: what is read anew goes into the folder `scratch`, which has
+        to stay while rows are used.
 
         StageError DATA `MissingColumn`, `EmptySplit` and those of the readers.
         """
@@ -231,19 +238,27 @@ class FileSplit:
                 whole.update(f"{format_of(file.name)} {content}\n".encode())
         return whole.hexdigest()
 
-    def read(self, needs: Sequence[ColumnNeed], scratch: Path) -> RawSplit:
-        """All rows of all files; a file without rows beside others with rows is fine."""
+    def read(self, needs: Sequence[ColumnNeed], scratch: Path, most: int | None = None) -> RawSplit:
+        """The rows of all files; a file without rows beside others with rows is fine."""
         wanted = list(dict.fromkeys(need.name for need in needs))
         has: dict[str, None] = {}
         schemas: list[pa.Schema] = []
+        notes: list[str] = []
+        partial = False
         with Spool(scratch) as spool:
             for file in self.files:
+                if partial:
+                    break
                 seen: dict[str, None] = {}
                 of_file: list[pa.Schema] = []
-                for table in read(file, wanted, seen):
+                for table in read(file, wanted, seen, notes):
+                    if most is not None and spool.rows + table.num_rows > most:
+                        table, partial = table.slice(0, most - spool.rows), True
                     schema = spool.write(table)
                     if table.num_rows and schema not in of_file:
                         of_file.append(schema)
+                    if partial:
+                        break
                 if not seen:
                     continue
                 _check_columns(self.name, file.name, list(seen), needs)
@@ -255,7 +270,8 @@ class FileSplit:
                 raise _empty(self.name, self.origin)
             with _one_type(f"The files of split {self.name} ({self.origin}) give a column different types"):
                 rows = spool.close(pa.unify_schemas(schemas, promote_options="permissive"))
-        return RawSplit(self.name, self.origin, rows.select_columns([name for name in wanted if name in has]))
+        used = rows.select_columns([name for name in wanted if name in has])
+        return RawSplit(self.name, self.origin, used, tuple(notes), partial, tuple(has))
 
 
 @contextmanager
@@ -370,14 +386,23 @@ class HubSplit:
         """The fingerprint by which `datasets` names the content of a loaded split."""
         return str(self.rows._fingerprint)
 
-    def read(self, needs: Sequence[ColumnNeed], scratch: Path) -> RawSplit:
+    def read(self, needs: Sequence[ColumnNeed], scratch: Path, most: int | None = None) -> RawSplit:
         """The used columns, mapped from the Hub's cache; types and class names stay as the Hub has them."""
         has = self.rows.column_names
         if not len(self.rows):
             raise _empty(self.name, self.repository)
         _check_columns(self.name, self.repository, has, needs)
         wanted = [name for name in dict.fromkeys(need.name for need in needs) if name in has]
-        return RawSplit(self.name, self.repository, self.rows.select_columns(wanted))
+        used = self.rows.select_columns(wanted)
+        partial = most is not None and len(used) > most
+        return RawSplit(
+            self.name,
+            self.repository,
+            used if most is None else used.select(range(min(most, len(used)))),
+            (),
+            partial,
+            tuple(has),
+        )
 
 
 @dataclass(frozen=True)

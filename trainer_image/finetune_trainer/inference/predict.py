@@ -40,12 +40,13 @@ def predict(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[st
     earlier result stays when it fails.
     """
     prepared = PreparedData.open(paths)
-    role = "predict" if job.predict and job.predict.dataset else "test"
-    if role not in prepared.facts.splits:
+    wanted = ("predict",) if job.predict and job.predict.dataset else ("test", "validation")
+    role = next((role for role in wanted if role in prepared.facts.splits), None)
+    if role is None:
         raise StageError(
             FailureClass.DATA,
             "SplitNotFound",
-            f"There is no prepared split {role} to predict; prepared are {', '.join(prepared.facts.splits)}.",
+            f"There is no prepared split {wanted[0]} to predict; prepared are {', '.join(prepared.facts.splits)}.",
             "Set predict.dataset, or dataset.splits.test, and run the stage prepare again.",
         )
     copies = _output_names(job.predict.columns if job.predict else (), {"row", *task_of(job).answer_columns})

@@ -54,6 +54,8 @@ class Targets:
     labels: Labels = Labels()
     of: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Role -> one target for each row, as `encode` takes it; a role without targets is missing."""
+    notes: tuple[str, ...] = ()
+    """Sentences for people on how targets are read."""
 
 
 @dataclass(frozen=True)
@@ -244,15 +246,17 @@ def compared(task: TaskModule) -> tuple[str, ...]:
 
 def task_of(job: TrainerJob) -> TaskModule:
     """The module of the job's task, with what the job says of it."""
-    return task_module(job.task, job.preference)
+    return task_module(job.task, job.preference, label_names=job.dataset.labels if job.dataset else {})
 
 
-def task_module(task: Task, preference: Preference | None = None) -> TaskModule:
+def task_module(
+    task: Task, preference: Preference | None = None, label_names: Mapping[str, str] | None = None
+) -> TaskModule:
     """The module of `task`; without settings for what they do not change."""
     if task == "text-classification":
         from finetune_trainer.tasks.text_classification import TextClassification
 
-        return TextClassification()
+        return TextClassification(label_names or {})
     if task == "token-classification":
         from finetune_trainer.tasks.token_classification import TokenClassification
 

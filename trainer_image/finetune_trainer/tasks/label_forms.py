@@ -6,6 +6,7 @@ data decide the form: a column of lists has several classes a row, one of fracti
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from finetune_contract.choices import LabelForm
+from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import RawSplit
+from finetune_trainer.failures import StageError, first_of
 from finetune_trainer.tasks.base import Feature
 from finetune_trainer.tasks.figures import class_scores, cross_entropy, softmax
 from finetune_trainer.tasks.rows import class_names, is_list, is_text, row_error, shown_names
@@ -30,8 +33,10 @@ if TYPE_CHECKING:
 Logits: TypeAlias = NDArray[np.float32]
 """Shape (rows, labels)."""
 PATH = "dataset.columns.label"
-_WHOLE_NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+_WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,8}")
 _FRACTION = re.compile(r"[+-]?[0-9]*\.[0-9]+(?:[eE][+-]?[0-9]+)?")
+_MANY_LABELS = 50
+"""Classes up to which nobody is asked whether the column holds classes at all."""
 _FEW = 0.1
 """Share of fractions below which whole numbers are taken for classes, and the fractions for mistakes."""
 SECRET = -1
@@ -115,6 +120,8 @@ class OneClass:
             raise row_error("NullLabel", split, row, PATH, column, values[row].as_py(), "a row needs its label")
         if pa.types.is_boolean(values.type):
             return ["true" if value else "false" for value in values.to_pylist()]
+        if pa.types.is_floating(values.type):  # classes only by `dataset.labels`
+            return [int(value) if value.is_integer() else value for value in values.to_pylist()]
         if not (is_text(values.type) or pa.types.is_integer(values.type)):
             rule = "a label is a whole number, a word, a fraction, or a list of words"
             raise row_error("LabelType", split, 0, PATH, column, values[0].as_py(), rule)
@@ -123,7 +130,16 @@ class OneClass:
 
     def names(self, split: RawSplit, column: str, values: list[Any]) -> tuple[str, ...]:
         """Those of a Hub data set's classes, else the ids or words that there are."""
-        return class_names(split.rows.features[column]) or _names(split, column, values, values)
+        names = class_names(split.rows.features[column]) or _names(split, column, values, values)
+        if len(names) > max(_MANY_LABELS, len(values) // 2):
+            raise StageError(
+                FailureClass.DATA,
+                "TooManyLabels",
+                f"Split {split.name} ({split.origin}): column {column!r} has {len(names)} labels in {len(values)} "
+                "rows, and a class is learnt from many rows.",
+                f"Check {PATH}; to learn a number, write it as a fraction (7.0).",
+            )
+        return names
 
     def targets(self, split: RawSplit, column: str, values: list[Any], names: Sequence[str]) -> NDArray[Any]:
         """Ids."""
@@ -348,11 +364,13 @@ class ANumber:
 FORMS: Mapping[LabelForm, Form] = {form.name: form for form in (OneClass(), SeveralClasses(), ANumber())}
 
 
-def form_of(split: RawSplit, column: str) -> Form:
-    """The form of a column, by what it holds."""
+def form_of(split: RawSplit, column: str, given: Mapping[str, str]) -> Form:
+    """The form of a column, by what it holds; one whose values have names (`given`) holds classes."""
     values = arrow_table(split.rows)[column]
     if is_list(values.type):
         return FORMS["multi_label_classification"]
+    if given:
+        return FORMS["single_label_classification"]
     if pa.types.is_floating(values.type) or pa.types.is_decimal(values.type):
         return FORMS["regression"]
     if is_text(values.type):
@@ -368,23 +386,92 @@ def form_of(split: RawSplit, column: str) -> Form:
 def _names(split: RawSplit, column: str, every: Sequence[Any], values: Sequence[Any]) -> tuple[str, ...]:
     """The names by all labels of the split; `values`: those of each row, for an error."""
     distinct = set(every)
-    if not isinstance(every[0], int):
-        numbers = [int(word) for word in distinct] if all(_WHOLE_NUMBER.fullmatch(word) for word in distinct) else []
-        if sorted(numbers) == list(range(len(distinct))):
-            return tuple(str(i) for i in range(len(distinct)))
+    numbers = {label: int(label) for label in distinct if isinstance(label, int) or _WHOLE_NUMBER.fullmatch(label)}
+    if len(numbers) < len(distinct):
         return tuple(sorted(distinct))
-    count = next(i for i in range(len(distinct) + 1) if i not in distinct)
-    if count < len(distinct):
-        odd = [any(not 0 <= one < count for one in (value if isinstance(value, list) else [value])) for value in values]
+    found = set(numbers.values())
+    count = next(i for i in range(len(found) + 1) if i not in found)
+    if 1 < count < len(found) and found != _SIGNS:
+        odd = [
+            any(not 0 <= numbers[one] < count for one in (value if isinstance(value, list) else [value]))
+            for value in values
+        ]
         row = odd.index(True)
         rule = f"class ids count from 0 without gaps, and no row has {count}"
-        raise row_error("LabelOutOfRange", split, row, PATH, column, values[row], rule)
-    return tuple(str(i) for i in range(count))
+        raise row_error("LabelOutOfRange", split, row, PATH, column, values[row], rule, _ways_out(sorted(found)))
+    return tuple(str(number) for number in sorted(found))
+
+
+_SIGNS = {-1, 0, 1}
+"""Opinions: against, neutral, for."""
+
+
+def _ways_out(labels: Sequence[object]) -> str:
+    example = ", ".join(f'"{label}": NAME' for label in labels[:3]) + (", ..." if len(labels) > 3 else "")
+    return f"Correct the row, or name all values in dataset.labels: {{{example}}}."
+
+
+def numbers_note(split: RawSplit, column: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Tell that whole numbers which are no class ids are taken as names."""
+    ids = names[0] == "0" and names[-1] == str(len(names) - 1)
+    if ids or not all(_WHOLE_NUMBER.fullmatch(name) for name in names):
+        return ()
+    example = ", ".join(f'"{name}": NAME' for name in names[:2]) + (", ..." if len(names) > 2 else "")
+    return (
+        f"Split {split.name} ({split.origin}): the labels {first_of(names, 8)} in column {column!r} are taken as names "
+        f"of classes. dataset.labels gives them others: {{{example}}}.",
+    )
+
+
+# ------------------------------------------------------------------------------------- names that the job gives labels
+
+
+def mapped_names(given: Mapping[str, str]) -> tuple[str, ...]:
+    """The names in `dataset.labels`, in the order of their ids: that of the values, whole numbers by size."""
+    whole = all(_WHOLE_NUMBER.fullmatch(value) for value in given)
+    return tuple(dict.fromkeys(given[value] for value in sorted(given, key=int if whole else str)))
+
+
+def mapped(split: RawSplit, column: str, values: Sequence[Any], given: Mapping[str, str]) -> list[Any]:
+    """Labels by their names in `dataset.labels`; StageError DATA `UnknownLabel` for the first row whose value is not
+    in it.
+    """
+    feature = split.rows.features[column]
+    classes = class_names(getattr(feature, "feature", feature))
+
+    def name(row: int, value: Any) -> str:
+        text = str(value)
+        if classes is not None and text not in given and isinstance(value, int) and 0 <= value < len(classes):
+            text = classes[value]
+        if text not in given:
+            rule = f"dataset.labels names {first_of(sorted(given), 8)}"
+            hint = f"Add {json.dumps(text, ensure_ascii=False)} to dataset.labels, or correct the row."
+            raise row_error("UnknownLabel", split, row, PATH, column, value, rule, hint)
+        return given[text]
+
+    return [
+        list(dict.fromkeys(name(row, one) for one in value)) if isinstance(value, list) else name(row, value)
+        for row, value in enumerate(values)
+    ]
+
+
+def unused_note(split: RawSplit, column: str, found: Sequence[Any], given: Mapping[str, str]) -> tuple[str, ...]:
+    """Tell of names in `dataset.labels` that no row has; `found` as `mapped` gives it."""
+    there = {one for value in found for one in (value if isinstance(value, list) else [value])}
+    unused = [name for name in mapped_names(given) if name not in there]
+    if not unused:
+        return ()
+    return (
+        f"Split {split.name} ({split.origin}): dataset.labels has {first_of(unused, 8)}, and no row has such a "
+        f"label in column {column!r}: the model cannot learn it.",
+    )
 
 
 def _positions(every: Sequence[Any], names: Sequence[str]) -> dict[Any, int]:
     """Label as it is given -> its id."""
     if every and isinstance(every[0], int):
+        if all(_WHOLE_NUMBER.fullmatch(name) for name in names):
+            return {int(name): i for i, name in enumerate(names)}
         return {i: i for i in range(len(names))}
     position: dict[Any, int] = {name: i for i, name in enumerate(names)}
     if every and not any(label in position for label in every) and set(every) <= {str(i) for i in range(len(names))}:

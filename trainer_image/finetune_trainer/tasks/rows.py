@@ -104,12 +104,14 @@ def wanted_texts(split: RawSplit, column: str, role: str = "target") -> NDArray[
     return np.array(texts.to_pylist(), object)
 
 
-def row_error(reason: str, split: RawSplit, row: int, path: str, column: str, value: object, rule: str) -> StageError:
+def row_error(
+    reason: str, split: RawSplit, row: int, path: str, column: str, value: object, rule: str, hint: str = ""
+) -> StageError:
     """StageError DATA for one value; `row` counts from 0 here and from 1 in the message."""
     shown = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
     return StageError(
         FailureClass.DATA,
         reason,
         f"Split {split.name} ({split.origin}), row {row + 1}: column {column!r} is {shown}; {rule}.",
-        f"Correct the row, or check {path}.",
+        hint or f"Correct the row, or check {path}.",
     )

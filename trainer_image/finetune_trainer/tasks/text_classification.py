@@ -1,8 +1,8 @@
 """Text classification over one text or a pair of texts: one class a row, several, or a number (`label_forms.py`).
 
-Classes are ids 0 to n-1 without gaps, or words; words get ids in the sorted order of the train split's labels. Anything
-else (missing labels, one of a split that train does not have) is refused with the row, for a wrong label costs accuracy
-silently.
+Classes are ids 0 to n-1 without gaps, or names; names get ids in the sorted order of the train split's labels. Whole
+numbers that are no such ids (1 to 5, -1 and 1) are names. Anything else (missing labels, one of a split that train does
+not have, 7 among 0 and 1) is refused with the row, for a wrong label costs accuracy silently.
 """
 
 from __future__ import annotations
@@ -25,7 +25,18 @@ from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
 from finetune_trainer.tasks.encoding import encodings, never_empty
 from finetune_trainer.tasks.figures import telling_rows
-from finetune_trainer.tasks.label_forms import FORMS, PATH, SECRET, Form, Logits, form_of
+from finetune_trainer.tasks.label_forms import (
+    FORMS,
+    PATH,
+    SECRET,
+    Form,
+    Logits,
+    form_of,
+    mapped,
+    mapped_names,
+    numbers_note,
+    unused_note,
+)
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.rows import is_text, not_set, refuse_not_text, refuse_other_columns, row_error
 
@@ -49,6 +60,10 @@ class TextClassification(heads.WithHead):
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = {name: form.metrics for name, form in FORMS.items()}
     smooths_labels: frozenset[LabelForm | None] = frozenset({"single_label_classification"})
     answer_columns: frozenset[str] = frozenset(column for form in FORMS.values() for column in form.columns)
+
+    def __init__(self, label_names: Mapping[str, str] | None = None) -> None:
+        """`label_names`: the job's `dataset.labels`."""
+        self._label_names = label_names or {}
 
     # --------------------------------------------------------------------------------------------------------- data
 
@@ -104,30 +119,39 @@ class TextClassification(heads.WithHead):
     # ------------------------------------------------------------------------------------------------------- labels
 
     def targets(self, raw: Mapping[str, RawSplit], columns: Columns, known: Labels | None) -> Targets:
-        """Names from the model (`known`), from a Hub data set's class names, or from the first split with labels; so
-        their form.
+        """Names from the model (`known`), from `dataset.labels`, from a Hub data set's class names, or from the first
+        split with labels; so their form.
         """
-        column = columns.label
+        column, given = columns.label, self._label_names
         labelled = {role: split for role, split in raw.items() if column in split.rows.column_names}
         if column is None or not labelled:
             return Targets(known or Labels())
         first = labelled.get("train") or next(iter(labelled.values()))
-        form = FORMS[known.form] if known is not None and known.form is not None else form_of(first, column)
+        form = FORMS[known.form] if known is not None and known.form is not None else form_of(first, column, given)
         for split in labelled.values():
-            _refuse_other_form(split, column, form)
+            _refuse_other_form(split, column, form, given)
         values = {role: form.values(split, column) for role, split in labelled.items()}
         for role in [role for role in values if role in ("test", "predict") and _is_secret(values[role])]:
-            del values[role]
+            if str(SECRET) not in given and SECRET not in values.get("train", ()):
+                del values[role]
         if not values:
             return Targets(known or Labels())
         role = "train" if "train" in values else next(iter(values))
-        names = known.names if known is not None else form.names(labelled[role], column, values[role])
+        split = labelled[role]
+        if given and form.name != "regression":
+            values = {each: mapped(labelled[each], column, found, given) for each, found in values.items()}
+            names, notes = mapped_names(given), unused_note(split, column, values[role], given)
+        else:
+            names = form.names(split, column, values[role]) if known is None else known.names
+            notes = numbers_note(split, column, names) if known is None and names else ()
+        if known is not None:
+            names = known.names
         if form.name == "single_label_classification" and len(names) < 2:
-            raise _one_label(labelled[role], names)
+            raise _one_label(split, names)
         if form.name == "multi_label_classification" and not names:
-            raise row_error("NoLabels", labelled[role], 0, PATH, column, values[role][0], "no row has a label")
-        found = {role: form.targets(labelled[role], column, each, names) for role, each in values.items()}
-        return Targets(Labels(names, form.name), found)
+            raise row_error("NoLabels", split, 0, PATH, column, values[role][0], "no row has a label")
+        found = {each: form.targets(labelled[each], column, labels, names) for each, labels in values.items()}
+        return Targets(Labels(names, form.name), found, notes)
 
     def count_labels(self, targets: NDArray[Any], labels: Labels) -> dict[str, int]:
         """Rows of each label."""
@@ -264,10 +288,10 @@ def _is_secret(values: Sequence[Any]) -> bool:
     return all(value == SECRET for value in values)
 
 
-def _refuse_other_form(split: RawSplit, column: str, form: Form) -> None:
+def _refuse_other_form(split: RawSplit, column: str, form: Form, given: Mapping[str, str]) -> None:
     """StageError DATA for a split whose labels are of another form than those that decide it."""
     kind = arrow_table(split.rows)[column].type
-    found = form_of(split, column)
+    found = form_of(split, column, given)
     # Whole numbers may stand for fractions, and words of one split may happen to look like them.
     lists = "multi_label_classification"
     if (found.name == lists) != (form.name == lists) or (

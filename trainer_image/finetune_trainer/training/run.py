@@ -25,7 +25,7 @@ from finetune_contract.job import TrainerJob, Training
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.adapters import Adapted, adapt, write_adapter_and_merge
 from finetune_trainer.allocator import give_back_freed_memory
-from finetune_trainer.checkpoints import CheckpointStore, identity, storage_errors_named
+from finetune_trainer.checkpoints import CheckpointStore, identity
 from finetune_trainer.console import quiet_transformers
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.distributed import ProcessWorld, gathered
@@ -37,6 +37,7 @@ from finetune_trainer.models import load_tokenizer, pinned, position_limit, weig
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, training_environment, write_environment, write_model_card
 from finetune_trainer.signing import signer_of
+from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.strategies.base import Strategy, tied_names
 from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
@@ -189,7 +190,8 @@ def train(
     # Gathered from shards, what the model has once would be there under each of its names.
     tied = tied_names(loop.placed.model)
     state = {name: weight for name, weight in state.items() if name not in tied}
-    with _published(paths) as (model_folder, adapter_folder):
+    size = sum(weight.numel() * weight.element_size() for weight in state.values()) if adapted is None else 0
+    with _published(paths, size) as (model_folder, adapter_folder):
         if adapted is None:
             loop.placed.model.save_pretrained(str(model_folder), state_dict=state)
         else:
@@ -422,14 +424,16 @@ def _warn_of_other_epoch(order: EpochOrder, training: Training) -> None:
 
 
 @contextmanager
-def _published(paths: JobPaths) -> Iterator[tuple[Path, Path]]:
-    """Folders beside those of the model and the adapter, to write them to; in the end they take the place of these."""
+def _published(paths: JobPaths, size: int) -> Iterator[tuple[Path, Path]]:
+    """Folders beside those of the model and the adapter, to write them to; in the end they take the place of these.
+    `size`: bytes of the weights, 0 where they are not known.
+    """
     folders = (paths.model, paths.adapter)
     partial = {folder: folder.with_name(f"{folder.name}.partial") for folder in folders}
     for each in partial.values():
         shutil.rmtree(each, ignore_errors=True)
     try:
-        with storage_errors_named(paths.root):
+        with storage_errors_named(partial[paths.model], "the trained model", size):
             yield partial[paths.model], partial[paths.adapter]
     except BaseException:
         for each in partial.values():

@@ -14,9 +14,10 @@ import torch
 
 from finetune_contract.job import CheckpointSchedule
 from finetune_contract.layout import FailureClass
-from finetune_trainer.checkpoints import Checkpoint, CheckpointStore, refuse_other_job, storage_errors_named
+from finetune_trainer.checkpoints import Checkpoint, CheckpointStore, refuse_other_job
 from finetune_trainer.distributed import ProcessWorld, barrier
 from finetune_trainer.failures import StageError
+from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.strategies.base import Strategy
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class RunSaver:
         step = loop.state.global_step
         started = time.monotonic()
         try:
-            with storage_errors_named(self._store.partial(step).parent):
+            with storage_errors_named(self._store.partial(step), f"the checkpoint of step {step}"):
                 self._write(loop, step)
         except BaseException:
             if self._world.is_main:

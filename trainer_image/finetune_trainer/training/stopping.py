@@ -13,10 +13,10 @@ import torch
 from finetune_contract.job import EarlyStopping
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import LOWER_IS_BETTER
-from finetune_trainer.checkpoints import storage_errors_named
 from finetune_trainer.distributed import ProcessWorld, barrier
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import sha256_of
+from finetune_trainer.storage import storage_errors_named
 
 if TYPE_CHECKING:
     from finetune_trainer.training.loop import TrainingLoop
@@ -95,7 +95,7 @@ class EarlyStopper:
         path = self._path(self._best_step)
         partial = path.with_suffix(".partial")
         try:
-            with storage_errors_named(self._folder):
+            with storage_errors_named(partial, "keeping the best weights", _bytes_of(state)):
                 torch.save(state, partial)
                 self._best_sha256 = sha256_of(partial)
                 os.replace(partial, path)
@@ -148,3 +148,7 @@ class EarlyStopper:
         self._best, self._best_step = state["best"], state["best_step"]
         self._best_sha256 = state.get("best_sha256")  # earlier releases kept none
         self._without_improvement = state["without_improvement"]
+
+
+def _bytes_of(state: dict[str, Any]) -> int:
+    return sum(each.numel() * each.element_size() for each in state.values() if isinstance(each, torch.Tensor))

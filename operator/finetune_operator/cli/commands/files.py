@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import Settings
 from finetune_operator.cli.commands.options import (
     ClusterSettings,
@@ -29,13 +31,17 @@ from finetune_operator.cli.commands.steps import (
     hardware_of,
     local_facts,
     planned,
+    refuse_absent,
     refuse_plan,
     settings_of,
     tell_notes,
 )
-from finetune_operator.cli.console import DocumentOutput, Output, UsageError, emit, out, problem_data, report
+from finetune_operator.cli.console import DocumentOutput, Output, UsageError, emit, note, out, problem_data, report
 from finetune_operator.cli.inputs import Inputs, JobEntry, read_inputs
 from finetune_operator.planning.types import JobPlan, PlanRefused
+
+if TYPE_CHECKING:
+    from finetune_operator.cli.checking import EntryCheck
 
 DEFAULT_NAMESPACE = "default"
 
@@ -55,38 +61,71 @@ def validate(
     files: Files = None,
     filename: Filenames = None,
     cluster: ForCluster = False,
+    data: Annotated[
+        bool,
+        typer.Option("--data", help="Read the first rows of the data, and check columns, labels and lengths of texts."),
+    ] = False,
     settings: LocalSettings = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Check job files; needs no network, no model and no data.
+    """Check job files; needs no network, no model and, without --data, no data.
 
     All problems are reported at once, each with its line, field, value, rule and way out. With --cluster, what
-    only a run on this machine can have (file:// and pkg://) is a problem too.
+    only a run on this machine can have (file:// and pkg://) is a problem too. With --data the first 10,000 rows
+    of each split are read as prepare would read them, in some seconds.
 
     \b
     Examples:
       finetune validate job.yaml
+      finetune validate job.yaml --data
       finetune validate -f jobs/ -f extra.json
       finetune validate job.yaml --cluster
       finetune validate job.yaml -o json
       cat job.yaml | finetune validate -
     """
     inputs = read_inputs([*(files or []), *(filename or [])], settings_of(settings, cluster=cluster))
+    checked: dict[str, EntryCheck] = {}
+    if data:
+        from finetune_operator.cli.checking import check_entry
+
+        checked = {entry.job.name: check_entry(entry) for entry in inputs.entries}
+    problems = [*inputs.problems, *(found for each in checked.values() for found in each.problems)]
     if output is Output.TEXT:
         tell_notes(inputs)
         report(inputs.problems)
         for entry in inputs.entries:
-            out().print(f"{entry.source}:{entry.document.line}: {entry.job.name} is valid", soft_wrap=True)
+            _tell_checked(entry, checked.get(entry.job.name))
     else:
-        emit([_validation(inputs)], output)
-    raise typer.Exit(1 if inputs.problems else 0)
+        emit([_validation(inputs, problems, checked)], output)
+    raise typer.Exit(1 if problems else 0)
 
 
-def _validation(inputs: Inputs) -> dict[str, Any]:
+def _tell_checked(entry: JobEntry, checked: EntryCheck | None) -> None:
+    if checked is not None:
+        from finetune_operator.cli.checking import print_check
+
+        for text in checked.data.notes:
+            note(f"{entry.source}:{entry.document.line}: {entry.job.name}: {text}")
+        report(checked.problems)
+        print_check(out(), entry, checked.data)
+    if checked is None or not checked.problems:
+        out().print(f"{entry.source}:{entry.document.line}: {entry.job.name} is valid", soft_wrap=True)
+
+
+def _validation(
+    inputs: Inputs, problems: Sequence[tuple[str, Problem]], checked: Mapping[str, EntryCheck]
+) -> dict[str, Any]:
+    jobs: list[dict[str, Any]] = []
+    for entry in inputs.entries:
+        job: dict[str, Any] = {"file": entry.source, "line": entry.document.line, "name": entry.job.name}
+        if entry.job.name in checked:
+            found = checked[entry.job.name].data
+            job["data"] = found.model_dump(mode="json", by_alias=True, exclude={"problems": {"__all__": {"time"}}})
+        jobs.append(job)
     return {
-        "valid": not inputs.problems,
-        "jobs": [{"file": e.source, "line": e.document.line, "name": e.job.name} for e in inputs.entries],
-        "problems": [problem_data(source, problem) for source, problem in inputs.problems],
+        "valid": not problems,
+        "jobs": jobs,
+        "problems": [problem_data(source, problem) for source, problem in problems],
         "notes": list(inputs.notes),
     }
 
@@ -127,7 +166,10 @@ def plan(
     """
     limits, node = settings_of(settings, cluster=cluster), hardware_of(hardware)
     plans = []
-    for entry in checked_jobs([*(files or []), *(filename or [])], limits, output):
+    entries = checked_jobs([*(files or []), *(filename or [])], limits, output)
+    if not cluster and measure is not False:
+        refuse_absent(entries, output)
+    for entry in entries:
         if cluster:
             facts = cluster_facts(entry, node, workspace, measure is True)
         else:

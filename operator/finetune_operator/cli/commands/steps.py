@@ -13,7 +13,7 @@ from finetune_contract.layout import JobPaths
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 from finetune_operator.cli.console import DocumentOutput, Output, UsageError, emit, note, problem_data, report
-from finetune_operator.cli.inputs import Inputs, JobEntry, located, read_inputs, read_settings
+from finetune_operator.cli.inputs import Inputs, JobEntry, absent_inputs, located, read_inputs, read_settings
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
 
 
@@ -60,6 +60,13 @@ def refuse(problems: Sequence[tuple[str, Problem]], output: Output | DocumentOut
     if isinstance(output, Output) and output is not Output.TEXT:
         emit([{"problems": [problem_data(source, problem) for source, problem in problems]}], output)
     raise typer.Exit(1)
+
+
+def refuse_absent(entries: Sequence[JobEntry], output: Output | DocumentOutput) -> None:
+    """End with 1 when a model or data that a job names on this machine are not there."""
+    problems = [(entry.source, problem) for entry in entries for problem in absent_inputs(entry)]
+    if problems:
+        refuse(problems, output)
 
 
 def refuse_plan(entry: JobEntry, refused: PlanRefused, output: Output | DocumentOutput) -> NoReturn:

@@ -1,0 +1,180 @@
+"""`finetune validate --data`: what the trainer finds in the first rows of a job's data.
+
+The trainer reads them, in a process of its own, by the readers and the rules of its stage prepare; this module asks and
+shows the answer. Nothing is planned, and no model is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+
+from finetune_contract.checked import CheckedData, CheckedSplit, TextLengths
+from finetune_contract.choices import Task
+from finetune_contract.job import Evaluation, Gate, Prediction, Preparation, TrainerJob
+from finetune_contract.layout import JobPaths
+from finetune_contract.report import FailureReport
+from finetune_operator.api.problems import Problem
+from finetune_operator.api.types import EvaluationSpec, FineTuneJob, PredictSpec
+from finetune_operator.cli.console import UsageError, err, print_trimmed
+from finetune_operator.cli.environment import trainer_environment, usable_cores
+from finetune_operator.cli.files import write_atomically
+from finetune_operator.cli.inputs import JobEntry, located
+from finetune_operator.cli.measure import TRAINER, source_of_model, trainer_is_installed
+from finetune_operator.planning.plan import data_source
+
+_SHOWN_LABELS = 6
+_FIELD = re.compile(r"(?:dataset|predict|model|preparation|evaluation|training)(?:\.[A-Za-z]+)+(?= is )")
+"""How messages about a field begin."""
+
+
+@dataclass(frozen=True)
+class EntryCheck:
+    """What was found for one job of the files."""
+
+    data: CheckedData
+    problems: tuple[tuple[str, Problem], ...]
+    """Source and problem."""
+
+
+def check_entry(entry: JobEntry) -> EntryCheck:
+    """Have the trainer read the first rows. Raises UsageError where it is not installed or gives no answer."""
+    if not trainer_is_installed():
+        raise UsageError("--data: the package finetune-trainer is not installed here, and it reads the data")
+    unseen = _unseen(entry)
+    if unseen:
+        return EntryCheck(CheckedData(), unseen)
+    with err().status(f"Reading the data of {entry.job.name} ..."):
+        data = _ask_trainer(entry.job)
+    return EntryCheck(data, tuple((entry.source, _problem(entry, each)) for each in data.problems))
+
+
+def _unseen(entry: JobEntry) -> tuple[tuple[str, Problem], ...]:
+    """The data sets that only a cluster has."""
+    spec = entry.job.spec
+    predicted = spec.predict.dataset if spec.predict else None
+    given = {"spec.dataset.uri": spec.dataset, "spec.predict.dataset.uri": predicted}
+    rule = "is a claim of the cluster, and --data reads what this machine sees"
+    problems = (
+        Problem(path, f'"{rows.uri}"', rule, "leave --data out, or check a copy of the data behind file://")
+        for path, rows in given.items()
+        if rows is not None and rows.uri.startswith("pvc://")
+    )
+    return tuple((entry.source, located(entry.document, problem)) for problem in problems)
+
+
+def _ask_trainer(job: FineTuneJob) -> CheckedData:
+    training = job.spec.training
+    how = [] if training is None else ["--script" if training.script is not None else "--trains"]
+    with tempfile.TemporaryDirectory(prefix="finetune-check-") as folder:
+        paths = JobPaths.of(Path(folder), job.name)
+        write_atomically(paths.job, data_question(job).to_json())
+        report = Path(folder) / "report.json"
+        threads = usable_cores()
+        environment = trainer_environment(os.environ, device="cpu", threads=threads, report=report, progress=None)
+        command = [sys.executable, "-m", TRAINER, "check", "--job", str(paths.job), "--workspace", folder, *how]
+        asked = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    try:
+        return CheckedData.model_validate_json(asked.stdout[max(asked.stdout.find("{"), 0) :])
+    except ValidationError:
+        said = (asked.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise UsageError(f"--data: the trainer could not check the data of {job.name}: {said}") from None
+
+
+def data_question(job: FineTuneJob) -> TrainerJob:
+    """The part of `job.json` that concerns data, before anything is planned."""
+    spec = job.spec
+    return TrainerJob(
+        name=job.name,
+        task=spec.task,
+        model=source_of_model(job),
+        dataset=None if spec.dataset is None else data_source(spec.task, spec.dataset),
+        preparation=Preparation(max_length=spec.preparation.max_length, stride=spec.preparation.stride),
+        evaluation=None if spec.evaluation is None else _evaluation(spec.evaluation),
+        predict=None if spec.predict is None else _prediction(spec.task, spec.predict),
+    )
+
+
+def _evaluation(asked: EvaluationSpec) -> Evaluation:
+    gate = asked.gate
+    return Evaluation(
+        metrics=None if asked.metrics == "auto" else asked.metrics,
+        gate=None if gate is None else Gate(metric=gate.metric, minimum=gate.minimum, maximum=gate.maximum),
+        device="cpu",
+        batch_tokens=1,
+    )
+
+
+def _prediction(task: Task, asked: PredictSpec) -> Prediction:
+    rows = None if asked.dataset is None else data_source(task, asked.dataset, with_answers=False)
+    return Prediction(dataset=rows, columns=asked.columns, device="cpu", batch_tokens=1)
+
+
+def _problem(entry: JobEntry, failure: FailureReport) -> Problem:
+    """The failure at the field that it is about, else at the data set."""
+    field = _FIELD.match(failure.message)
+    rule = failure.message if field is None else failure.message[field.end() :].strip()
+    path = "spec.dataset.uri" if entry.job.spec.dataset is not None else "spec.predict.dataset.uri"
+    if field is not None:
+        path = f"spec.{field.group()}"
+    return located(entry.document, Problem(path, None, rule, failure.hint))
+
+
+# ----------------------------------------------------------------------------------------------------------- for people
+
+
+def print_check(console: Console, entry: JobEntry, data: CheckedData) -> None:
+    """A table with a row for each split."""
+    if not data.splits:
+        return
+    length = data.max_length
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    labels = any(split.labels for split in data.splits)
+    longer = any(split.longer is not None for split in data.splits)
+    for title in ("split", "rows read", *(["labels"] if labels else []), "words (mean, longest)"):
+        table.add_column(title, overflow="fold")
+    if longer:
+        table.add_column("tokens (mean, longest)")
+        table.add_column(f"longer than {length} tokens", overflow="fold")
+    for split in data.splits:
+        cells = [split.role, f"{'all' if split.whole else 'first'} {split.rows:,}"]
+        cells += [_labels(split)] if labels else []
+        cells.append("; ".join(_lengths(each, name, split) for name, each in split.words.items()))
+        if longer:
+            cells += ["" if split.tokens is None else _lengths(split.tokens), _longer(split)]
+        table.add_row(*cells)
+    console.print(f"Data of {entry.job.name}", style="bold cyan")
+    print_trimmed(console, Padding(table, (0, 0, 0, 2)))
+    for columns in dict.fromkeys(split.columns for split in data.splits):
+        roles = ", ".join(split.role for split in data.splits if split.columns == columns)
+        console.print(f"  columns of {roles}: {', '.join(columns)}", soft_wrap=True)
+    if length is not None and any(split.longer for split in data.splits):
+        console.print(f"  Rows of more than {length} tokens {data.long_rows}; preparation.maxLength sets the length.")
+
+
+def _labels(split: CheckedSplit) -> str:
+    shown = [f"{name} {count:,}" for name, count in list(split.labels.items())[:_SHOWN_LABELS]]
+    more = len(split.labels) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _lengths(lengths: TextLengths, name: str = "", split: CheckedSplit | None = None) -> str:
+    called = f"{name} " if split is not None and len(split.words) > 1 else ""
+    return f"{called}{lengths.mean:,.0f}, {lengths.longest:,}"
+
+
+def _longer(split: CheckedSplit) -> str:
+    if split.longer is None:
+        return ""
+    share = 100 * split.longer / max(split.rows, 1)
+    return f"{'about ' if split.estimated else ''}{split.longer:,} ({share:.1f} %)" if split.longer else "none"

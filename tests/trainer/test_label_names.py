@@ -1,0 +1,118 @@
+"""Which names labels get: whole numbers that are no class ids, and names that the job gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import datasets
+import pytest
+
+from finetune_contract.job import Columns
+from finetune_trainer.data.sources import RawSplit
+from finetune_trainer.failures import StageError
+from finetune_trainer.tasks.base import Labels, Targets, task_module
+
+COLUMNS = Columns(text="text", label="label")
+OPINIONS = {"-1": "negative", "1": "positive"}
+
+
+def split(labels: Sequence[Any], name: str = "train", classes: Sequence[str] | None = None) -> RawSplit:
+    rows = datasets.Dataset.from_dict({"text": ["a text"] * len(labels), "label": list(labels)})
+    if classes is not None:
+        rows = rows.cast_column("label", datasets.ClassLabel(names=list(classes)))
+    return RawSplit(name, f"{name}.jsonl", rows)
+
+
+def targets_of(
+    train: Sequence[Any] | RawSplit,
+    given: Mapping[str, str] | None = None,
+    known: Labels | None = None,
+    **others: Sequence[Any],
+) -> Targets:
+    raw = {"train": train if isinstance(train, RawSplit) else split(train)}
+    raw |= {role: split(labels, role) for role, labels in others.items()}
+    return task_module("text-classification", label_names=given).targets(raw, COLUMNS, known)
+
+
+@dataclass(frozen=True)
+class Case:
+    labels: Sequence[Any]
+    names: tuple[str, ...]
+    ids: Sequence[Any]
+    given: Mapping[str, str] = field(default_factory=dict)
+    note: str = ""
+
+
+CASES = {
+    "class ids from 0": Case([1, 0, 2], ("0", "1", "2"), [1, 0, 2]),
+    "stars from 1 to 5": Case([5, 1, 2, 3, 4], ("1", "2", "3", "4", "5"), [4, 0, 1, 2, 3], note="are taken as names"),
+    "stars in CSV": Case(["5", "1", "2", "3", "4"], ("1", "2", "3", "4", "5"), [4, 0, 1, 2, 3], note="taken as names"),
+    "numbers in CSV are sorted by size": Case(["10", "9"], ("9", "10"), [1, 0], note="the labels 9, 10"),
+    "-1 and 1": Case([1, -1, 1], ("-1", "1"), [1, 0, 1], note='{"-1": NAME, "1": NAME}'),
+    "against, neutral and for": Case([-1, 0, 1], ("-1", "0", "1"), [0, 1, 2], note="taken as names"),
+    "0 and 4, as Sentiment140 has": Case([4, 0], ("0", "4"), [1, 0], note="taken as names"),
+    "words": Case(["pos", "neg"], ("neg", "pos"), [1, 0]),
+    "named numbers": Case([1, -1], ("negative", "positive"), [1, 0], OPINIONS),
+    "named numbers in CSV": Case(["1", "-1"], ("negative", "positive"), [1, 0], OPINIONS),
+    "named fractions": Case([1.0, -1.0], ("negative", "positive"), [1, 0], OPINIONS),
+    "named words": Case(["n", "p"], ("bad", "good"), [0, 1], {"n": "bad", "p": "good"}),
+    "named truth": Case([True, False], ("no", "yes"), [1, 0], {"true": "yes", "false": "no"}),
+    "values that share a name": Case(
+        [1, 2, 3, 4, 5], ("bad", "good"), [0, 0, 0, 1, 1],
+        {"1": "bad", "2": "bad", "3": "bad", "4": "good", "5": "good"},
+    ),
+    "named numbers in the order of their size": Case(
+        [10, 9], ("nine", "ten"), [1, 0], {"10": "ten", "9": "nine"}
+    ),
+    "a name that no row has": Case(
+        [1, -1], ("negative", "neutral", "positive"), [2, 0], {**OPINIONS, "0": "neutral"},
+        note="dataset.labels has neutral, and no row has such a label",
+    ),
+    "named numbers in lists": Case(
+        [[7], [7, 9], []], ("seven", "nine"), [[1, 0], [1, 1], [0, 0]], {"7": "seven", "9": "nine"}
+    ),
+    "lists of numbers from 1": Case([[1], [1, 2], []], ("1", "2"), [[1, 0], [1, 1], [0, 0]], note="taken as names"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_labels_get_their_names_and_ids(case: str) -> None:
+    want = CASES[case]
+    made = targets_of(want.labels, want.given)
+    assert made.labels.names == want.names
+    assert made.of["train"].tolist() == want.ids
+    assert bool(made.notes) == bool(want.note)
+    assert all(want.note in note for note in made.notes)
+
+
+def test_classes_of_the_hub_are_named_by_their_names_or_ids() -> None:
+    rows = split([1, 0, 1], classes=["neg", "pos"])
+    for given in ({"neg": "bad", "pos": "good"}, {"0": "bad", "1": "good"}):
+        made = targets_of(rows, given)
+        assert (made.labels.names, made.of["train"].tolist()) == (("bad", "good"), [1, 0, 1])
+
+
+def test_a_model_that_is_not_trained_keeps_its_order_of_labels() -> None:
+    known = Labels(("positive", "negative"), "single_label_classification")
+    made = targets_of([1, -1], OPINIONS, known)
+    assert (made.labels.names, made.of["train"].tolist()) == (known.names, [0, 1])
+
+
+def test_a_model_trained_on_numbers_takes_the_same_numbers() -> None:
+    known = Labels(("1", "2", "3"), "single_label_classification")
+    assert targets_of([3, 1], known=known).of["train"].tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("given", [None, OPINIONS])
+def test_a_number_that_train_lacks_is_refused_with_its_row(given: Mapping[str, str] | None) -> None:
+    with pytest.raises(StageError) as caught:
+        targets_of([-1, 1], given, test=[1, 3])
+    assert "Split test (test.jsonl), row 2: column 'label' is 3" in caught.value.message
+
+
+def test_a_test_split_of_minus_ones_is_unlabelled_unless_it_is_a_label() -> None:
+    assert "test" not in targets_of([0, 1], test=[-1, -1]).of
+    assert targets_of([1, -1], test=[-1, -1]).of["test"].tolist() == [0, 0]
+    assert targets_of([1, -1], OPINIONS, test=[-1, -1]).of["test"].tolist() == [0, 0]

@@ -1,0 +1,272 @@
+"""Checks the first rows of a job's data as `prepare` would, in seconds: columns, labels, texts and their lengths.
+
+It reads and judges by the readers and tasks that `prepare` uses, so that both say the same. It imports neither torch
+nor transformers, which take longer than the whole check: of the model it knows what `config.json` and `tokenizer.json`
+say.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import pyarrow as pa
+
+from finetune_contract.checked import CheckedData, CheckedSplit, TextLengths
+from finetune_contract.job import Columns, TrainerJob
+from finetune_contract.report import FailureReport
+from finetune_trainer.data.prepare import Part, parts_of, set_aside
+from finetune_trainer.data.prepared import arrow_table
+from finetune_trainer.data.sources import RawSplit, Role, source_of
+from finetune_trainer.failures import StageError, classify
+from finetune_trainer.metric_names import refuse_unknown_metrics
+from finetune_trainer.models import resolve_model, truncation_length
+from finetune_trainer.tasks.base import TaskModule, task_of
+from finetune_trainer.tasks.rows import is_list, is_text
+from finetune_trainer.uris import Uri
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PretrainedConfig
+
+T = TypeVar("T")
+MOST_ROWS = 10_000
+"""Rows of a split that are read: a second of work."""
+_NEED_ALL_ROWS = frozenset({"OneLabel", "LabelOutOfRange", "NoLabels", "LabelType"})
+"""Reasons that rows which were not read could take away."""
+_TOKENIZED_ROWS = 2_000
+"""Rows that are tokenised, evenly out of those read: half a second of work."""
+
+
+def check(job: TrainerJob, *, trains: bool = False, script: bool = False, most: int = MOST_ROWS) -> CheckedData:
+    """What is there and what is wrong with it, all problems at once. `trains` and `script` say how the job trains,
+    which a `job` without a plan does not: by the built-in loop, or by a program that reads the data itself.
+    """
+    found = _Findings()
+    model = found.of(lambda: _Model.of(job))
+    if script and job.evaluation is None and job.predict is None:
+        _check_place(job, found)
+        splits: list[CheckedSplit] = []
+    else:
+        with tempfile.TemporaryDirectory(prefix="finetune-check-") as scratch:
+            splits = _check_rows(job, model, found, Path(scratch), trains=trains, most=most)
+    return CheckedData(
+        splits=tuple(splits),
+        max_length=None if model is None else model.max_length,
+        long_rows="are read in windows that overlap" if _in_windows(job) else "are cut",
+        notes=tuple(dict.fromkeys(found.notes)),
+        problems=tuple(found.problems),
+    )
+
+
+def _in_windows(job: TrainerJob) -> bool:
+    texts = job.dataset is not None and job.dataset.columns.text is not None
+    return job.task in _WINDOWS or (job.task == "text-generation" and texts)
+
+
+_WINDOWS = ("token-classification", "question-answering", "masked-lm")
+
+
+def _check_place(job: TrainerJob, found: _Findings) -> None:
+    """That the data are there, for a program that knows what is in them."""
+    source = job.dataset
+    if source is not None:
+        found.of(lambda: source_of(source, "dataset").names())
+    found.notes.append("training.script reads the data by itself: columns and labels are not checked.")
+
+
+class _Findings:
+    """Problems and notes, collected."""
+
+    def __init__(self) -> None:
+        self.problems: list[FailureReport] = []
+        self.notes: list[str] = []
+
+    def of(self, step: Callable[[], T]) -> T | None:
+        """What the step returns; None where it is refused."""
+        with self.collected():
+            return step()
+        return None
+
+    @contextmanager
+    def collected(self, *, partial: bool = False, known: bool = True) -> Iterator[None]:
+        """A refusal within becomes a problem; of rows that were read in part only a note, where others could mend
+        it, and nothing where the labels are not known but to a model that is not loaded.
+        """
+        try:
+            yield
+        except StageError as error:
+            doubtful = error.reason in _NEED_ALL_ROWS
+            if doubtful and not known:
+                return
+            if doubtful and partial:
+                self.notes.append(f"Of the rows that were read: {error.message} {error.hint}")
+            elif all(problem.message != error.message for problem in self.problems):
+                self.problems.append(classify(error))
+
+
+# ---------------------------------------------------------------------------------------------------------------- model
+
+
+@dataclass(frozen=True)
+class _Model:
+    """What the files of a model say without its libraries."""
+
+    max_length: int | None
+    tokenizer: Tokenizer | None
+
+    @classmethod
+    def of(cls, job: TrainerJob) -> _Model:
+        """StageError as `resolve_model` and `truncation_length`."""
+        config, tokenizer = _model_files(job)
+        if config is None:
+            return cls(job.preparation.max_length, None)
+        settings = SimpleNamespace(**{"model_type": None, **json.loads(config.read_text(encoding="utf-8"))})
+        length = truncation_length(job, cast("PretrainedConfig", settings))
+        return cls(length, None if tokenizer is None else _tokenizer(tokenizer))
+
+
+def _model_files(job: TrainerJob) -> tuple[Path | None, Path | None]:
+    """`config.json` and `tokenizer.json`, where they are on this machine."""
+    scheme = Uri.parse(job.model.uri, "model.uri").scheme
+    if scheme not in ("file", "pkg", "hf"):
+        return None, None
+    name, _ = resolve_model(job.model.uri, job.model.revision)
+    if scheme != "hf":
+        whole = Path(name) / "tokenizer.json"
+        return Path(name) / "config.json", whole if whole.is_file() else None
+    from huggingface_hub import try_to_load_from_cache
+
+    kept = [try_to_load_from_cache(name, file, revision=job.model.revision) for file in _MODEL_FILES]
+    config, tokenizer = (Path(each) if isinstance(each, str) else None for each in kept)
+    return config, tokenizer
+
+
+_MODEL_FILES = ("config.json", "tokenizer.json")
+
+
+def _tokenizer(file: Path) -> Tokenizer | None:
+    from tokenizers import Tokenizer
+
+    try:
+        made = Tokenizer.from_file(str(file))
+    except Exception:  # the library raises nothing narrower; prepare tells of files that it cannot read
+        return None
+    made.no_truncation()
+    made.no_padding()
+    return made
+
+
+# ----------------------------------------------------------------------------------------------------------------- rows
+
+
+def _check_rows(
+    job: TrainerJob, model: _Model | None, found: _Findings, scratch: Path, *, trains: bool, most: int
+) -> list[CheckedSplit]:
+    task = task_of(job)
+    parts = found.of(lambda: parts_of(job, task, trains=trains))
+    raw: dict[Role, RawSplit] = {}
+    if parts is None:
+        return []
+    checked: list[Role] = []
+    for role, part in parts.items():
+        with found.collected():
+            split = part.source.read(part.needs, scratch, most)
+            found.notes.extend(split.notes)
+            raw[role] = split
+            task.check(split, part.columns, part.setting)
+            checked.append(role)
+    # Labels of one split are judged by those of another, and tasks look at them in rows that are checked.
+    labels = _check_labels(job, task, raw, found, trains=trains) if len(checked) == len(parts) else {}
+    return [_described(task, parts[role], role, split, labels.get(role, {}), model) for role, split in raw.items()]
+
+
+def _check_labels(
+    job: TrainerJob,
+    task: TaskModule,
+    raw: Mapping[Role, RawSplit],
+    found: _Findings,
+    *,
+    trains: bool,
+) -> dict[Role, dict[str, int]]:
+    """Rows of each label in each split; empty where labels are refused."""
+    judged = {role: split for role, split in raw.items() if role != "predict"}
+    counts: dict[Role, dict[str, int]] = {}
+    if not judged:
+        return counts
+    columns = job.dataset.columns if job.dataset else Columns()
+    with found.collected(partial=any(split.partial for split in judged.values()), known=trains):
+        targets = task.targets(cast(Mapping[str, RawSplit], judged), columns, None)
+        found.notes.extend(targets.notes)
+        for role in judged:
+            if role in targets.of:
+                counts[role] = task.count_labels(targets.of[role], targets.labels)
+        refuse_unknown_metrics(job, task.metrics[targets.labels.form])
+    if trains and "validation" not in raw and "train" in raw and not raw["train"].partial:
+        with found.collected():
+            set_aside(raw["train"], job.seed)
+    return counts
+
+
+def _described(
+    task: TaskModule, part: Part, role: Role, split: RawSplit, labels: Mapping[str, int], model: _Model | None
+) -> CheckedSplit:
+    table = arrow_table(split.rows)
+    words, characters = {}, {}
+    for name in dict.fromkeys(task.inputs(part.columns).values()):
+        texts = [_texts(value) for value in table[name].to_pylist()] if _has_text(table[name].type) else []
+        if texts:
+            words[name] = _lengths([sum(len(text.split()) for text in each) for each in texts])
+            characters[name] = _lengths([sum(map(len, each)) for each in texts])
+    tokens = _token_counts(table, [*words], model)
+    longer = sum(count > model.max_length for count in tokens) if tokens and model and model.max_length else None
+    return CheckedSplit(
+        role=role,
+        name=split.name,
+        origin=split.origin,
+        rows=len(split.rows),
+        whole=not split.partial,
+        columns=split.has,
+        labels=dict(Counter(labels).most_common()),
+        words=words,
+        characters=characters,
+        tokens=_lengths(tokens) if tokens else None,
+        longer=None if longer is None else round(longer * len(split.rows) / len(tokens)),
+        estimated=len(tokens) < len(split.rows),
+    )
+
+
+def _has_text(kind: pa.DataType) -> bool:
+    if is_list(kind):
+        return _has_text(kind.value_type) or pa.types.is_struct(kind.value_type)
+    return is_text(kind)
+
+
+def _texts(value: Any) -> list[str]:
+    """The texts of a cell: one, words, or the contents of messages."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return _texts(value.get("content"))
+    return [text for each in value for text in _texts(each)] if isinstance(value, list) else []
+
+
+def _token_counts(table: pa.Table, columns: Sequence[str], model: _Model | None) -> list[int]:
+    """Tokens of rows, special tokens included, of all columns that are read together."""
+    if model is None or model.tokenizer is None or not columns or len(columns) > 2:
+        return []
+    some = table.take(list(range(0, len(table), -(-len(table) // _TOKENIZED_ROWS))))
+    texts = [[" ".join(_texts(value)) for value in some[name].to_pylist()] for name in columns]
+    pairs = texts[0] if len(texts) == 1 else list(zip(*texts, strict=True))
+    return [len(each.ids) for each in model.tokenizer.encode_batch(pairs)]
+
+
+def _lengths(counts: Sequence[int]) -> TextLengths:
+    return TextLengths(mean=round(sum(counts) / len(counts), 1), longest=max(counts))

@@ -1,0 +1,67 @@
+"""What a full volume is told by: the path, what was to be written there, and the space that was left for it."""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_WORDS = re.compile("no space left on device|disk quota exceeded", re.IGNORECASE)
+_TORCH_WORDS = re.compile("write|inline_container|iostream")
+_FULL_BELOW_BYTES = 1 << 20
+"""torch says only that a write failed; with less free space than this on the volume we take that as the reason."""
+
+
+@contextmanager
+def storage_errors_named(folder: Path, what: str, needed: int = 0, *, shared: bool = False) -> Iterator[None]:
+    """Turn the errors of a full volume, whichever library raises them, into StageError STORAGE_FULL `NoSpaceLeft`.
+
+    `folder` is where the block writes, and has to be there still when it fails; `shared`: others have files in it as
+    well. `what` says what is written, and `needed` how many bytes that takes in all; 0: not known.
+    """
+    try:
+        yield
+    except StageError:
+        raise
+    except Exception as error:
+        place = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+        disk = shutil.disk_usage(place)
+        if not _is_full(error, disk.free):
+            raise
+        # What is written by now goes with the folder, or is written anew by the next attempt.
+        left = disk.free + (0 if shared else _size_of(folder))
+        much = f"{_bytes(needed)}, and" if needed > left else "more than the"
+        of = f"{_bytes(left)} of {_bytes(disk.total)} {'were' if needed > left else 'that were'} left for it"
+        raise StageError(
+            FailureClass.STORAGE_FULL,
+            "NoSpaceLeft",
+            f"The volume of {folder} is full: {what} needs {much} {of}.",
+            "Free space or give the workspace more; checkpoints.keep bounds what checkpoints take.",
+        ) from error
+
+
+def _is_full(error: Exception, free: int) -> bool:
+    if isinstance(error, OSError) and error.errno in _FULL:
+        return True
+    if _WORDS.search(str(error)):
+        return True
+    by_torch = isinstance(error, RuntimeError) and _TORCH_WORDS.search(str(error)) is not None
+    return by_torch and free < _FULL_BELOW_BYTES
+
+
+def _size_of(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
+
+
+def _bytes(count: int) -> str:
+    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if count >= 1 << shift:
+            return f"{count / (1 << shift):.1f} {unit}"
+    return f"{count} bytes"
