@@ -31,6 +31,7 @@ from finetune_operator.cli.commands.steps import (
     planned,
     refuse_plan,
     settings_of,
+    tell_misfits,
     tell_notes,
 )
 from finetune_operator.cli.console import DocumentOutput, Output, UsageError, emit, out, problem_data, report
@@ -132,7 +133,7 @@ def plan(
             facts = cluster_facts(entry, node, workspace, measure is True)
         else:
             facts = local_facts(entry, node, workspace or Path("runs"), measure is not False)
-        plans.append(planned(entry, facts, limits, output))
+        plans.append(planned(entry, facts, limits, output, as_known=True))
     if output is not Output.TEXT:
         emit([json.loads(made.to_json()) for made in plans], output)
         return
@@ -181,7 +182,9 @@ def render(
     for entry in checked_jobs([*(files or []), *(filename or [])], limits, output):
         if launcher is not None:
             entry = _with_launcher(entry, launcher)
-        made = planned(entry, cluster_facts(entry, node, workspace, measure), limits, output)
+        facts = cluster_facts(entry, node, workspace, measure)
+        made = planned(entry, facts, limits, output)
+        tell_misfits(entry, facts, limits)
         manifests.extend(_rendered(entry, made, namespace, limits, output))
     emit(manifests, output)
 

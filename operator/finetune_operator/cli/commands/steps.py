@@ -111,11 +111,26 @@ def _earlier_data(entry: JobEntry, workspace: Path) -> DataFacts | None:
     return prepared_facts(JobPaths.of(workspace.resolve(), entry.job.name), entry.job)
 
 
-def planned(entry: JobEntry, facts: Facts, settings: Settings, output: Output | DocumentOutput) -> JobPlan:
-    """The job's plan; ends the command with 1 when it is refused."""
+def tell_misfits(entry: JobEntry, facts: Facts, settings: Settings) -> None:
+    """Tell what does not fit as far as is known, of a job that is not refused because prepare measures first."""
     from finetune_operator.planning.plan import plan
 
     try:
-        return plan(entry.job, facts, settings)
+        plan(entry.job, facts, settings, as_known=True)
+    except PlanRefused as refused:
+        for problem in refused.problems:
+            note(f"{problem.path} {problem.rule}. Prepare measures first, and the plan is made anew.")
+
+
+def planned(
+    entry: JobEntry, facts: Facts, settings: Settings, output: Output | DocumentOutput, *, as_known: bool = False
+) -> JobPlan:
+    """The job's plan; ends the command with 1 when it is refused. `as_known`: also when it does not fit as far as is
+    known, although prepare may find that it does.
+    """
+    from finetune_operator.planning.plan import plan
+
+    try:
+        return plan(entry.job, facts, settings, as_known=as_known)
     except PlanRefused as refused:
         refuse_plan(entry, refused, output)
