@@ -1,4 +1,4 @@
-"""A job that does not fit: the first line of `finetune plan` says so with the number that decides, and it ends with 1."""
+"""`finetune plan` of a job that does not fit: its first line has the number that decides, and it ends with 1."""
 
 from __future__ import annotations
 
@@ -131,3 +131,12 @@ def test_objects_are_rendered_with_a_word_about_what_does_not_fit(finetune: Any)
     made = finetune("Llama-7B", spec, command="render")
     assert made.exit_code == 0
     assert "Note: spec.resources does not fit: needs 160.1 GiB of host memory a node" in made.stderr
+
+
+def test_a_very_large_batch_is_told_of(
+    finetune: Any,
+) -> None:
+    spec = {"task": "text-classification", "training": {"globalBatchSize": 100_000}}
+    told = finetune("bert", spec, command="validate")
+    assert told.exit_code == 0
+    assert "globalBatchSize: 100,000 rows a step are very many for fine-tuning" in told.stderr

@@ -27,7 +27,7 @@ from finetune_contract.layout import ENV_REPORT, JobPaths
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FailureStatus, FineTuneJob
 from finetune_operator.cli.causes import first_cause
-from finetune_operator.cli.console import err, note
+from finetune_operator.cli.console import err, note, note_misfits
 from finetune_operator.cli.display import Display, Shown, Tail, latest
 from finetune_operator.cli.environment import trainer_environment, usable_cores
 from finetune_operator.cli.files import write_atomically
@@ -46,7 +46,7 @@ from finetune_operator.cli.workspace import (
     record_inputs,
     set_aside,
 )
-from finetune_operator.planning.plan import plan
+from finetune_operator.planning.plan import misfits, plan
 from finetune_operator.planning.types import Facts, JobPlan
 from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files
 
@@ -107,6 +107,7 @@ def run(request: RunRequest) -> RunResult:
         redone = _checked_stages_to_redo(request)
         facts = _facts(request, keep_data=Stage.PREPARE not in redone)
         planned = plan(job, facts, request.settings)
+        note_misfits(misfits(job, facts, request.settings))
         wanted = _wanted(request, planned)
         _check_inputs(request, planned, wanted, redone)
         contract = files(planned)

@@ -29,6 +29,7 @@ from finetune_contract.job import (
 )
 from finetune_operator.api.copied import settle
 from finetune_operator.api.notices import notices
+from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.rules import asked_strategy
 from finetune_operator.api.settings import Settings
@@ -82,6 +83,15 @@ def plan(
     else:
         draft = _walk(draft, check_inference)
     return _finish(draft)
+
+
+def misfits(job: FineTuneJob, facts: Facts, settings: Settings) -> tuple[Problem, ...]:
+    """What does not fit as far as is known, of a job that is planned because prepare measures first."""
+    try:
+        plan(job, facts, settings, as_known=True)
+    except PlanRefused as refused:
+        return refused.problems
+    return ()
 
 
 def _walk(draft: Draft, *phases: Phase) -> Draft:

@@ -531,7 +531,7 @@ def _refuse(draft: Draft) -> Draft:
     path = ("parallelism", "strategy") if asked_strategy(asked) else ("resources",)
     if asked_strategy(asked) is None and asked.model_ranks == 1:
         rule += "".join(f"; {why}" for why in _why_whole(draft))
-    value = asked_strategy(asked)
+    value: str | None = asked_strategy(asked)
     if value is None and best.memory.total_bytes > best.memory.capacity_bytes:
         value = f"{world.size} x {human_bytes(best.memory.capacity_bytes)}"
     ways = tuple(_ways_out(draft)) or (*_greater_ways_out(draft), _more(draft, best))
@@ -540,7 +540,7 @@ def _refuse(draft: Draft) -> Draft:
 
 def _assumed_less(draft: Draft, fit: Fit) -> Iterator[str]:
     """How to say what nodes have, where what is too small for `fit` is assumed."""
-    needed, resources = fit.memory, draft.spec.resources
+    needed = fit.memory
     on_host = needed.host_bytes > draft.hardware.memory_bytes
     if on_host and _host_is_assumed(draft) and decided(draft.world).device == "cuda":
         least = human_bytes(needed.host_bytes)

@@ -31,10 +31,18 @@ from finetune_operator.cli.commands.steps import (
     planned,
     refuse_plan,
     settings_of,
-    tell_misfits,
     tell_notes,
 )
-from finetune_operator.cli.console import DocumentOutput, Output, UsageError, emit, out, problem_data, report
+from finetune_operator.cli.console import (
+    DocumentOutput,
+    Output,
+    UsageError,
+    emit,
+    note_misfits,
+    out,
+    problem_data,
+    report,
+)
 from finetune_operator.cli.inputs import Inputs, JobEntry, read_inputs
 from finetune_operator.planning.types import JobPlan, PlanRefused
 
@@ -177,6 +185,8 @@ def render(
       finetune render job.yaml --settings settings.yaml -o json
       finetune render job.yaml | kubectl apply --dry-run=server -f -
     """
+    from finetune_operator.planning.plan import misfits
+
     limits, node = settings_of(settings, cluster=True), hardware_of(hardware)
     manifests: list[Any] = []
     for entry in checked_jobs([*(files or []), *(filename or [])], limits, output):
@@ -184,7 +194,7 @@ def render(
             entry = _with_launcher(entry, launcher)
         facts = cluster_facts(entry, node, workspace, measure)
         made = planned(entry, facts, limits, output)
-        tell_misfits(entry, facts, limits)
+        note_misfits(misfits(entry.job, facts, limits))
         manifests.extend(_rendered(entry, made, namespace, limits, output))
     emit(manifests, output)
 

@@ -111,17 +111,6 @@ def _earlier_data(entry: JobEntry, workspace: Path) -> DataFacts | None:
     return prepared_facts(JobPaths.of(workspace.resolve(), entry.job.name), entry.job)
 
 
-def tell_misfits(entry: JobEntry, facts: Facts, settings: Settings) -> None:
-    """Tell what does not fit as far as is known, of a job that is not refused because prepare measures first."""
-    from finetune_operator.planning.plan import plan
-
-    try:
-        plan(entry.job, facts, settings, as_known=True)
-    except PlanRefused as refused:
-        for problem in refused.problems:
-            note(f"{problem.path} {problem.rule}. Prepare measures first, and the plan is made anew.")
-
-
 def planned(
     entry: JobEntry, facts: Facts, settings: Settings, output: Output | DocumentOutput, *, as_known: bool = False
 ) -> JobPlan:
