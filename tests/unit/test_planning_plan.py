@@ -994,13 +994,18 @@ def test_fewer_rows_than_one_batch_are_refused():
     ]
 
 
+WITHIN = {"within_minutes": 10}
+
+
 @pytest.mark.parametrize(
     ("spec", "schedule"),
     [
-        pytest.param({}, {"every_steps": 266}, id="once an epoch"),
-        pytest.param({"training": {"globalBatchSize": 4}}, {"every_steps": 1000}, id="at most 1,000 steps apart"),
-        pytest.param({"training": {"epochs": 100}}, {"every_steps": 1330}, id="at most 20 in the run"),
-        pytest.param({"training": {"maxSteps": 10}}, {"every_steps": 10}, id="not beyond the end"),
+        pytest.param({}, {"every_steps": 266, **WITHIN}, id="once an epoch"),
+        pytest.param(
+            {"training": {"globalBatchSize": 4}}, {"every_steps": 1000, **WITHIN}, id="at most 1,000 steps apart"
+        ),
+        pytest.param({"training": {"epochs": 100}}, {"every_steps": 1330, **WITHIN}, id="at most 20 in the run"),
+        pytest.param({"training": {"maxSteps": 10}}, {"every_steps": 10, **WITHIN}, id="not beyond the end"),
         pytest.param({"checkpoints": {"every": {"steps": 7}, "keep": 1}}, {"every_steps": 7, "keep": 1}, id="as asked"),
         pytest.param(
             {"checkpoints": {"every": {"minutes": 2.5}, "resume": "never", "onPreemption": False}},
@@ -1082,7 +1087,8 @@ def test_every_decision_leaves_its_sentence():
         "798 steps: 3 epochs (the default) of 266 = 8,530 rows / 32; the last 18 rows of an epoch's order make "
         "no whole batch "
         "and are dropped",
-        "a checkpoint every 266 steps: once an epoch",
+        "a checkpoint every 266 steps: once an epoch; and after each 10 minutes of work without one, or later where "
+        "saving would take more than 3% of the time",
         "strategy deepspeed-zero2: as asked; one process needs 2.1 GiB of 8.0 GiB",
         "micro-batch 16: each rank's whole share fits at once; 32 = 16 micro x 1 accumulation x 2 ranks",
         "inference batches of 2,048 padded tokens: rows of like length together, as many as fit in that",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from typing import Any
 
 from finetune_contract.choices import Device, Stage
 from finetune_contract.layout import ENV_REPORT, JobPaths
+from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FailureStatus, FineTuneJob
 from finetune_operator.cli.causes import first_cause
@@ -45,6 +47,7 @@ from finetune_operator.cli.workspace import (
     read_data_facts,
     record_inputs,
     set_aside,
+    size_of,
 )
 from finetune_operator.planning.plan import misfits, plan
 from finetune_operator.planning.types import Facts, JobPlan
@@ -244,7 +247,27 @@ class _Run:
                     if stage is Stage.PREPARE:
                         self._plan_with_data(display)
             write_report(self._paths, self._request.command)
+        self._tidy()
         return result
+
+    def _tidy(self) -> None:
+        """Delete checkpoints that nothing needs any more, or tell what they take. A program's own are its own."""
+        planned, folder = self._result.plan, self._paths.checkpoints
+        size = size_of(folder)
+        if planned.trainer.training is None or not size:
+            return
+        takes = f"checkpoints in {folder} take {human_bytes(size)}"
+        done = all(finished(self._paths, stage) for stage in LOCAL_STAGES if stage in planned.stages)
+        if not done:
+            note(f"{takes}; they are deleted once all stages have succeeded, unless checkpoints.afterSuccess is keep.")
+        elif self._request.job.spec.checkpoints.after_success == "keep":
+            note(f"{takes} and are kept, as checkpoints.afterSuccess says; nothing needs them any more.")
+        else:
+            shutil.rmtree(folder)
+            note(
+                f"deleted {human_bytes(size)} of checkpoints, as all stages have succeeded; "
+                "set spec.checkpoints.afterSuccess to keep to have them stay."
+            )
 
     def _run_stage(self, stage: Stage, display: Display, interrupts: Interrupts) -> None:
         progress, log = self._paths.logs / f"{stage}.progress.jsonl", self._paths.logs / f"{stage}.log"
