@@ -125,7 +125,9 @@ def run(request: RunRequest) -> RunResult:
 def planned_run(request: RunRequest) -> tuple[JobPlan, dict[Stage, str]]:
     """For --dry-run: the plan, and for each stage `run` or `kept`. Raises as `run` does; writes nothing."""
     redone = _checked_stages_to_redo(request)
-    planned = plan(request.job, _facts(request, keep_data=Stage.PREPARE not in redone), request.settings)
+    facts = _facts(request, keep_data=Stage.PREPARE not in redone)
+    planned = plan(request.job, facts, request.settings)
+    note_misfits(misfits(request.job, facts, request.settings))
     wanted = _wanted(request, planned)
     _check_inputs(request, planned, wanted, redone)
     return planned, {
