@@ -10,7 +10,13 @@ import pytest
 import yaml
 from typer.testing import CliRunner, Result
 
+from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
+from finetune_operator.cli.inputs import read_inputs
 from finetune_operator.cli.main import app
+from finetune_operator.planning.plan import misfits
+from finetune_operator.planning.types import Facts
+
+EXAMPLES = Path(__file__).parents[2] / "manifests/examples"
 
 TRAINS: dict[str, Any] = {"training": {}}
 EVALUATES: dict[str, Any] = {"evaluation": {}}
@@ -140,3 +146,14 @@ def test_a_very_large_batch_is_told_of(
     told = finetune("bert", spec, command="validate")
     assert told.exit_code == 0
     assert "globalBatchSize: 100,000 rows a step are very many for fine-tuning" in told.stderr
+
+
+def test_no_example_for_a_cluster_is_said_not_to_fit() -> None:
+    facts, told, planned = Facts(served=("pytorchjob", "mpijob", "job")), {}, 0
+    for file in sorted(EXAMPLES.glob("*.yaml")):
+        for entry in read_inputs([str(file)], LOCAL_SETTINGS).entries:
+            if entry.job.spec.resources.gpus_per_node != "auto":  # which only a machine can answer
+                told[entry.job.name] = misfits(entry.job, facts, CLUSTER_SETTINGS)
+                planned += 1
+    assert planned > 15
+    assert {name: problems for name, problems in told.items() if problems} == {}

@@ -19,6 +19,10 @@ wide.
 """
 GPU_BATCH_TOKENS_WIDE = 4_096
 """The same for models wider than that."""
+UNREAD_SLACK = 1.25
+"""By what a model that nobody has read may be too large before it is refused: its size follows from its name, and a
+batch that does not fit after all is halved.
+"""
 CPU_BATCH_TOKENS = 2_048
 """On CPU larger batches gain nothing and leave the caches; see `batch.CPU_TOKENS`."""
 
@@ -69,7 +73,8 @@ def check_inference(draft: Draft) -> Draft:
     if not paths or not _is_known(draft):
         return draft
     need = _need(draft)
-    if need.fits():
+    room = need if draft.model_known else replace(need, there=int(UNREAD_SLACK * need.there))
+    if room.fits():
         return draft
     for path in paths:
         way_out = f"leave it out, or use {need.enough(draft)}"
