@@ -19,6 +19,8 @@ from finetune_operator.api.shapes import find, spec_shape
 
 GONE = None
 """In place of a value: the field is left out."""
+_FREE = ("deepspeedConfig", "arguments")
+"""Fields that hold whatever another tool takes: a name of ours is not below them."""
 _PART = re.compile(r"""\.?([A-Za-z_][\w-]*)|\[([0-9]+)\]|\["((?:[^"\\]|\\.)*)"\]""")
 _VALUE = r"(\{[^}]*\}|\[[^\]]*\]|\"[^\"]*\"|[\w.:/+-]*[\w/}])"
 _FIELD = r"(it|(?:spec|metadata)\.[\w.]*\w|[a-z][\w.]*\w)"
@@ -93,12 +95,23 @@ def _number(text: str) -> Any:
 
 
 def _field(problem: Problem, name: str) -> str:
-    """A field as a message names it: in full, as `it`, or by its name beside the one that is blamed or below it."""
+    """A field as a message names it: in full, as `it`, from `spec` on, or by its name below the one that is blamed,
+    beside it, or beside one that it lies in.
+    """
     if name == "it" or name.startswith(("spec.", "metadata.")):
         return problem.path if name == "it" else name
     own, _, leaf = problem.path.rpartition(".")
     if name == leaf:
         return problem.path
+    if "." in name and find(spec_shape(), name.split(".")) is not None:
+        return f"spec.{name}"
+    declared = problem.path
+    for free in _FREE:
+        declared = f"{declared}.".partition(f".{free}.")[0].rstrip(".")
+    while declared:
+        if find(spec_shape(), (*parts(declared)[1:], *name.split("."))) is not None:
+            return f"{declared}.{name}"
+        declared = declared.rpartition(".")[0]
     below = find(spec_shape(), (*parts(problem.path)[1:], *name.split(".")))
     return f"{problem.path}.{name}" if below is not None else f"{own}.{name}"
 

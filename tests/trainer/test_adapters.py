@@ -124,7 +124,7 @@ def test_losses_and_weights_agree_with_one_process(case: str, alone, bench, tmp_
     ended = run.run(processes=2, deepspeed=config)
     assert ended.exit_code == 0, ended.output
     assert ("Resuming from" in ended.output) == ("going on" in case)
-    assert ended.reports[0].artifacts == {"model": "model", "adapter": "adapter"}
+    assert {"model": "model", "adapter": "adapter"}.items() <= ended.reports[0].artifacts.items()
     assert max(compared(run, expected)) <= 1e-5
     theirs, mine = (tensors(each.paths.adapter, "adapter_model.safetensors") for each in (expected, run))
     assert largest_difference(mine, theirs) <= 1e-5

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from finetune_contract.job import Adapter, CheckpointSchedule, EarlyStopping, Strategy
+from finetune_contract.job import MOST_SAVING, Adapter, CheckpointSchedule, EarlyStopping, Strategy
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
 from finetune_trainer.reporting import merge_metrics
+from finetune_trainer.training.saving import RunSaver
 from trainer_support.tasks import read_lines
 
 
@@ -49,6 +50,39 @@ def test_a_schedule_in_minutes_saves_by_the_clock_and_never_by_steps(here):
     seldom.paths.prepared.symlink_to(here.paths.prepared)
     seldom.train_here()
     assert checkpoints(seldom) == []
+
+
+def test_unsaved_work_is_bounded_by_the_clock_beside_the_steps(here):
+    often = CheckpointSchedule(every_steps=1000, within_minutes=1e-6, keep=3, resume=False)
+    run = here.with_training(name="often", max_steps=4, checkpoints=often)
+    run.paths.root.mkdir()
+    run.paths.prepared.symlink_to(here.paths.prepared)
+    run.train_here()
+    # The clock begins with the first step. What the first checkpoint took puts off the next.
+    assert checkpoints(run)[0] == "step-2"
+
+
+def test_a_checkpoint_that_takes_long_puts_off_the_next(monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("finetune_trainer.training.saving.time.monotonic", lambda: now)
+    saver = RunSaver(
+        cast(Any, None), CheckpointSchedule(every_steps=50, within_minutes=10, keep=1),
+        strategy=cast(Any, None), label="", world=cast(Any, None), data_rank=0, job={}, stopper=cast(Any, None), seed=0,
+    )  # fmt: skip
+    now = 3600.0  # the weights were loaded
+    assert not saver.wants()
+    now += 599
+    assert not saver.wants()
+    now += 1
+    assert saver.wants()
+    saver.saved(60.0)
+    now += 60 / MOST_SAVING - 1
+    assert not saver.wants()
+    now += 1
+    assert saver.wants()
+    assert saver.due(1, by_clock=True)
+    assert saver.due(50, by_clock=False)
+    assert not saver.due(51, by_clock=False)
 
 
 def test_a_run_whose_last_step_was_saved_publishes_the_same_model_again_without_another_step(here):

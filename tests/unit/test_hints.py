@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -14,6 +15,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+import finetune_contract
+import finetune_operator
+import finetune_trainer
 from finetune_operator.api import deepspeed_overrides, fields, foreign_files, support, template, validation
 from finetune_operator.api.foreign_names import NAMES, VALUES, ForeignName, ForeignValue, find_name, find_value, plain
 from finetune_operator.api.hints import as_uri
@@ -502,3 +506,39 @@ def test_stages_that_are_offered_are_those_that_run(command: tuple[str, ...]) ->
     assert result.exit_code == 2
     assert "predict" in result.output
     assert "serve" not in result.output
+
+
+# ----------------------------------------------------------------------------------------- hints outside of validation
+
+_TOP = "|".join(spec_shape().body.fields)  # type: ignore[union-attr]
+_NAMED = re.compile(rf"(?<![\w./-])(?:spec\.)?((?:{_TOP})(?:\.[A-Za-z]\w*)+)")
+_ROOTS = (Path(finetune_trainer.__path__[0]), Path(finetune_contract.__path__[0]), Path(finetune_operator.__path__[0]))
+NO_FIELDS = {
+    "spot.nodes": "a key of the operator's settings",
+    "resources.elastic.minNodes": "told of a block that is refused as a whole",
+    "endpoint.replicas": "told of a block that is refused as a whole",
+    "model.generate": "code of a model card",
+    "model.tokenizer.mask_token": "code of a model card",
+    "task.percentage": "the form of a progress bar",
+}
+
+
+def sentences(module: Path) -> Iterator[str]:
+    """Text of several words that is no docstring."""
+    tree = ast.parse(module.read_text(encoding="utf-8"))
+    documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        text = node.value if isinstance(node, ast.Constant) and id(node) not in documented else None
+        if isinstance(text, str) and " " in text:
+            yield text
+
+
+def test_every_field_that_any_message_of_trainer_and_operator_names_exists_and_works() -> None:
+    """What is told of a stage that failed cannot be tried without one; that its fields are there can."""
+    named = {
+        name for root in _ROOTS for module in root.rglob("*.py") for text in sentences(module)
+        for name in _NAMED.findall(text)
+    }  # fmt: skip
+    assert len(named) > 80
+    unknown = {name for name in named if find(spec_shape(), name.split(".")) is None or not works(name)}
+    assert unknown == set(NO_FIELDS)

@@ -121,6 +121,26 @@ def test_a_job_goes_through_its_stages_and_tells_the_story_in_events():
     assert list(world.children) == ["reviews-prepare-1", "reviews-train-1", "reviews-evaluate-1", "reviews-predict-1"]
 
 
+def test_checkpoints_that_stay_are_told_with_their_size_and_place():
+    world = World()
+    world.settle()
+    for trains in (False, True, False, False):
+        kept = {"metrics": {"train": {"loss": 0.5, "checkpoint_bytes": 1288490189}}} if trains else {}
+        if trains:
+            kept["artifacts"] = {"model": "model", "checkpoints": "checkpoints"}
+        world.succeed(**kept)
+        world.settle()
+    assert world.told()[-2:] == ["CheckpointsKept", "Succeeded"]
+    place = "pvc://reviews-workspace/reviews/checkpoints"
+    (message,) = [note.message for note in world.events if note.reason == "CheckpointsKept"]
+    assert message == (
+        f"Checkpoints take 1.2 GiB at {place}; nothing needs them any more, and nobody else deletes them."
+    )
+    status = world.job().status
+    assert status.artifacts is not None
+    assert status.artifacts.checkpoints == place
+
+
 def test_later_stages_take_the_commit_at_which_prepare_found_the_model():
     """A branch may move while a job runs."""
     world, commit = World(), "c0ffee" * 6 + "c0de"

@@ -203,6 +203,10 @@ class CheckpointStore:
         named = [(int(match[1]), path) for path in self._folder.iterdir() if (match := _NAME.fullmatch(path.name))]
         return [path for _, path in sorted(named, reverse=True)]
 
+    def size_bytes(self) -> int:
+        """Bytes of all that lies in the folder, links not followed."""
+        return sum(path.lstat().st_size for path in self._folder.rglob("*") if path.is_file() and not path.is_symlink())
+
     def newest(self) -> Checkpoint | None:
         """The newest one that verifies; None when there is none. StageError CHECKPOINT when there are some, all
         damaged, or when the store's folder is a symbolic link.

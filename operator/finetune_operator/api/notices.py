@@ -19,7 +19,10 @@ rates are 1e-5 to 5e-5 for all weights (Devlin et al., 2018, appendix A.3) and 1
 which are clipped to a norm of 1.
 """
 
-
+LARGE_BATCH = 4096
+"""Rows of a step above which a fine-tuning takes few steps and learns little. Published: 16 and 32 (Devlin et al.,
+2018), 64 (Touvron et al., Llama 2, 2023, instructions), 128 (Raffel et al., T5, 2020), 1,024 (Ouyang et al., 2022).
+"""
 MOST_NOTICES = 20
 """Told of one job; they go into the status of an object, and nobody reads more."""
 
@@ -41,4 +44,9 @@ def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:
         yield (
             f"spec.training.learningRate: {training.learning_rate:g} is very high for {training.optimizer}, with which "
             f"training above {most:g} usually diverges; the default is 2e-5"
+        )
+    if training.global_batch_size > LARGE_BATCH:
+        yield (
+            f"spec.training.globalBatchSize: {training.global_batch_size:,} rows a step are very many for fine-tuning, "
+            f"where 16 to 1,024 are usual; a train split with fewer rows is refused; the default is 32"
         )

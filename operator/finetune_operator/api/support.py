@@ -67,6 +67,7 @@ SUPPORTED: tuple[str, ...] = (
     "checkpoints.keep",
     "checkpoints.onPreemption",
     "checkpoints.resume",
+    "checkpoints.afterSuccess",
     "checkpoints.signingKey",
     "spot",
     "evaluation",

@@ -624,7 +624,9 @@ class CheckpointsSpec(SpecModel):
     """Saved states of the training."""
 
     every: Auto | CheckpointEverySpec = Field(
-        default="auto", description="Interval. Default auto: once an epoch, decided by the plan."
+        default="auto",
+        description="Interval. Default auto: once an epoch and after each 10 minutes of work without one; later where "
+        "saving would take more than 3 % of the time.",
     )
     keep: Annotated[int, Field(ge=1, le=1000)] = Field(
         default=3, description="Checkpoints that stay, a count. Default 3."
@@ -635,6 +637,11 @@ class CheckpointsSpec(SpecModel):
     on_preemption: bool = Field(default=True, description="Save when the pod is told to stop. Default true.")
     resume: Literal["auto", "never"] = Field(
         default="auto", description="Whether a new attempt continues from the newest good checkpoint. Default auto."
+    )
+    after_success: Literal["auto", "keep"] = Field(
+        default="auto",
+        description="What becomes of the checkpoints once all stages have succeeded. Default auto: `finetune run` "
+        "deletes them and says so, in a cluster they stay. keep: they stay.",
     )
     signing_key: SecretKeySpec | None = Field(
         default=None,
@@ -872,7 +879,7 @@ class FineTuneJobSpec(SpecModel):
         default=StorageSpec(), description="Where results lie. Left out: a claim made for the job."
     )
     checkpoints: CheckpointsSpec = Field(
-        default=CheckpointsSpec(), description="Saved states. Left out: once an epoch, 3 kept."
+        default=CheckpointsSpec(), description="Saved states. Left out: once an epoch and every 10 minutes, 3 kept."
     )
     spot: SpotSpec = Field(default=SpotSpec(), description="Spot capacity. Left out: ordinary nodes.")
     evaluation: EvaluationSpec | None = Field(
@@ -1127,6 +1134,9 @@ class ArtifactsStatus(StatusModel):
 
     model: str | None = Field(default=None, description="URI of the model.")
     report: str | None = Field(default=None, description="URI of report.html.")
+    checkpoints: str | None = Field(
+        default=None, description="URI of the checkpoints, which stay until somebody deletes them."
+    )
     predictions: str | None = Field(default=None, description="URI of the predictions.")
     metrics: dict[str, float] = Field(default_factory=dict, description="Final metrics.")
     script: str | None = Field(

@@ -78,6 +78,12 @@ def note(text: str) -> None:
     err().print(f"Note: {text}", style="dim", soft_wrap=True)
 
 
+def note_misfits(problems: Sequence[Problem]) -> None:
+    """Tell what does not fit so far."""
+    for problem in problems:
+        note(f"{problem.path} {problem.rule}. Prepare measures first, and the plan is made anew.")
+
+
 def complain(text: str) -> None:
     """Tell why the command fails."""
     err().print(f"Error: {text}", style="red", soft_wrap=True)

@@ -18,6 +18,7 @@ from finetune_operator.api.types import Condition, CostStatus, FailureStatus, Pl
 from finetune_operator.cli.cluster import ClusterJob, Happening
 from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.display import duration
+from finetune_operator.reconcile.results import CHECKPOINT_BYTES
 from finetune_operator.reconcile.spot import words
 from finetune_operator.reconcile.times import moment
 
@@ -104,6 +105,9 @@ class Page:
                 rows.append(("metrics", "  ".join(f"{name} {value:.4g}" for name, value in artifacts.metrics.items())))
             named = {"model": artifacts.model, "predictions": artifacts.predictions, "report": artifacts.report}
             rows.extend((name, uri) for name, uri in named.items() if uri is not None)
+            if artifacts.checkpoints is not None:
+                size = human_bytes(artifacts.metrics.get(CHECKPOINT_BYTES, 0))
+                rows.append(("checkpoints", f"{artifacts.checkpoints} ({size})"))
             if artifacts.endpoint_url is not None:
                 rows.append(("endpoint", artifacts.endpoint_url))
         if cost is not None and cost.amount is not None:

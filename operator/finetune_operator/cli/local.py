@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -24,10 +25,11 @@ from typing import Any
 
 from finetune_contract.choices import Device, Stage
 from finetune_contract.layout import ENV_REPORT, JobPaths
+from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FailureStatus, FineTuneJob
 from finetune_operator.cli.causes import first_cause
-from finetune_operator.cli.console import err, note
+from finetune_operator.cli.console import err, note, note_misfits
 from finetune_operator.cli.display import Display, Shown, Tail, latest
 from finetune_operator.cli.environment import trainer_environment, usable_cores
 from finetune_operator.cli.files import write_atomically
@@ -45,8 +47,9 @@ from finetune_operator.cli.workspace import (
     read_data_facts,
     record_inputs,
     set_aside,
+    size_of,
 )
-from finetune_operator.planning.plan import plan
+from finetune_operator.planning.plan import misfits, plan
 from finetune_operator.planning.types import Facts, JobPlan
 from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files
 
@@ -107,6 +110,7 @@ def run(request: RunRequest) -> RunResult:
         redone = _checked_stages_to_redo(request)
         facts = _facts(request, keep_data=Stage.PREPARE not in redone)
         planned = plan(job, facts, request.settings)
+        note_misfits(misfits(job, facts, request.settings))
         wanted = _wanted(request, planned)
         _check_inputs(request, planned, wanted, redone)
         contract = files(planned)
@@ -121,7 +125,9 @@ def run(request: RunRequest) -> RunResult:
 def planned_run(request: RunRequest) -> tuple[JobPlan, dict[Stage, str]]:
     """For --dry-run: the plan, and for each stage `run` or `kept`. Raises as `run` does; writes nothing."""
     redone = _checked_stages_to_redo(request)
-    planned = plan(request.job, _facts(request, keep_data=Stage.PREPARE not in redone), request.settings)
+    facts = _facts(request, keep_data=Stage.PREPARE not in redone)
+    planned = plan(request.job, facts, request.settings)
+    note_misfits(misfits(request.job, facts, request.settings))
     wanted = _wanted(request, planned)
     _check_inputs(request, planned, wanted, redone)
     return planned, {
@@ -243,7 +249,27 @@ class _Run:
                     if stage is Stage.PREPARE:
                         self._plan_with_data(display)
             write_report(self._paths, self._request.command)
+        self._tidy()
         return result
+
+    def _tidy(self) -> None:
+        """Delete checkpoints that nothing needs any more, or tell what they take. A program's own are its own."""
+        planned, folder = self._result.plan, self._paths.checkpoints
+        size = size_of(folder)
+        if planned.trainer.training is None or not size:
+            return
+        takes = f"checkpoints in {folder} take {human_bytes(size)}"
+        done = all(finished(self._paths, stage) for stage in LOCAL_STAGES if stage in planned.stages)
+        if not done:
+            note(f"{takes}; they are deleted once all stages have succeeded, unless checkpoints.afterSuccess is keep.")
+        elif self._request.job.spec.checkpoints.after_success == "keep":
+            note(f"{takes} and are kept, as checkpoints.afterSuccess says; nothing needs them any more.")
+        else:
+            shutil.rmtree(folder)
+            note(
+                f"deleted {human_bytes(size)} of checkpoints, as all stages have succeeded; "
+                "set spec.checkpoints.afterSuccess to keep to have them stay."
+            )
 
     def _run_stage(self, stage: Stage, display: Display, interrupts: Interrupts) -> None:
         progress, log = self._paths.logs / f"{stage}.progress.jsonl", self._paths.logs / f"{stage}.log"

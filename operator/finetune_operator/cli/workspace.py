@@ -243,6 +243,13 @@ def read_data_facts(paths: JobPaths) -> DataFacts | None:
         return None
 
 
+def size_of(folder: Path) -> int:
+    """Bytes of the files in `folder`; 0 when there is none, or a link in its place."""
+    if folder.is_symlink():
+        return 0
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
+
+
 def set_aside(paths: JobPaths, stages: Sequence[Stage]) -> Path | None:
     """Move what `stages` have made to `<job>.previous-<n>` beside the job's folder; None when there is
     nothing.

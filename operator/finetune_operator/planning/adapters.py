@@ -104,7 +104,7 @@ def choose_adapter(draft: Draft) -> Draft:
             targets,
             f"no linear layer in the blocks of this model is called {' or '.join(unknown)}; there are "
             f"{', '.join(sorted(model.linear_layers))}",
-            "name these, or ends of them after a dot, or set it to auto for all of them",
+            "set it to auto, or name these or ends of them after a dot",
         )
     adapter = Adapter(
         method=asked.method, rank=asked.rank, alpha=asked.alpha, dropout=asked.dropout, target_modules=targets

@@ -84,6 +84,8 @@ class Draft:
     model_known: bool
     """False: nobody has read the model, and its name says no more than a size, or nothing."""
     model_revision: str
+    as_known: bool
+    """True: what does not fit as far as is known is refused, also where prepare could still measure less."""
     data: DataFacts | None
     lengths: Lengths
     stages: tuple[Stage, ...] = ()

@@ -266,7 +266,7 @@ def parse_hardware(text: str) -> HardwareFacts:
     gpus: int = parsed.get("gpus", 1) if "gpu" in parsed else 0
     return HardwareFacts(
         cpu_cores=parsed.get("cpu", CORES_PER_GPU * gpus or ASSUMED_CORES),
-        memory_bytes=parsed.get("hostMemory", HOST_MEMORY_PER_GPU * gpus or ASSUMED_NODE_MEMORY),
+        memory_bytes=parsed.get("hostMemory", assumed_memory(gpus)),
         gpus_per_node=gpus,
         gpu=_device(parsed) if gpus else None,
         cpu_bf16=parsed.get("cpuBf16", False),
@@ -303,6 +303,11 @@ def _device(parsed: dict[str, Any]) -> DeviceFacts:
     return facts if memory is None else facts.model_copy(update={"memory_bytes": memory})
 
 
+def assumed_memory(gpus: int) -> int:
+    """Bytes of memory that a node with `gpus` GPUs is taken to have."""
+    return HOST_MEMORY_PER_GPU * gpus or ASSUMED_NODE_MEMORY
+
+
 def assumed_device(product: str | None) -> tuple[DeviceFacts, str]:
     """The GPU called `product` from the table, or the smallest one under that name, and the sentence that says so."""
     known, fallback = find_gpu(product or ASSUMED_GPU), find_gpu(ASSUMED_GPU)
@@ -323,7 +328,7 @@ def assumed_hardware(
     that.
     """
     cpu_cores = max(1, int(cores)) if cores is not None else (CORES_PER_GPU * gpus or ASSUMED_CORES)
-    node_memory = int(memory) if memory is not None else (HOST_MEMORY_PER_GPU * gpus or ASSUMED_NODE_MEMORY)
+    node_memory = int(memory) if memory is not None else assumed_memory(gpus)
     facts = HardwareFacts(cpu_cores=cpu_cores, memory_bytes=node_memory, assumed=True)
     if gpus:
         device, _ = assumed_device(product)

@@ -4,7 +4,7 @@ its device, however many the training is spread over.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from finetune_contract.choices import LANGUAGE_TASKS, WRITING_TASKS, InferencePrecision, Stage
 from finetune_contract.plans import ASKED_LOGITS
@@ -19,6 +19,10 @@ wide.
 """
 GPU_BATCH_TOKENS_WIDE = 4_096
 """The same for models wider than that."""
+UNREAD_SLACK = 1.25
+"""By what a model that nobody has read may be too large before it is refused: its size follows from its name, and a
+batch that does not fit after all is halved.
+"""
 CPU_BATCH_TOKENS = 2_048
 """On CPU larger batches gain nothing and leave the caches; see `batch.CPU_TOKENS`."""
 
@@ -36,26 +40,96 @@ def inference_tokens(draft: Draft) -> int:
 
 def choose_inference(draft: Draft) -> Draft:
     """fp32 where that fits, else bf16 where the GPU has units for it and that fits. Where neither does, an evaluation
-    that nobody has asked for is left out, and what was asked for is refused.
+    that nobody has asked for is left out, and `check_inference` refuses what was asked for.
 
     The stages of a job that has begun stay as they are: what prepare has measured changes only what they compute in.
     """
-    if draft.inference_device == "cpu" or not {Stage.EVALUATE, Stage.PREDICT} & set(draft.stages):
+    if not {Stage.EVALUATE, Stage.PREDICT} & set(draft.stages):
         return draft
-    gpu = decided(draft.hardware.gpu)
-    there, wide, narrow = gpu.memory_bytes, _takes(draft, "fp32"), _takes(draft, "bf16")
-    if wide <= there:
+    need = _need(draft)
+    if need.fits(wide=True):
         return draft
-    known = draft.model_known and (draft.data is None or is_well_known(draft.spec.model.uri))
-    if gpu.bf16 and (narrow <= there or not known):
+    if need.narrow is not None and (need.fits() or not _is_known(draft)):
         names = {Stage.EVALUATE: "evaluation", Stage.PREDICT: "prediction"}
         what = [name for stage, name in names.items() if stage in draft.stages]
-        return replace(draft, inference_precision="bf16").because(
+        draft = replace(draft, inference_precision="bf16").because(
             f"{' and '.join(what)} compute{'s' * (len(what) == 1)} in bf16: in fp32 one process with the whole model "
-            f"takes {human_bytes(wide)} of {human_bytes(there)} ({human_bytes(4 * draft.model.parameters)} for its "
-            f"weights), in bf16 {human_bytes(narrow)}"
+            f"takes {human_bytes(need.wide)} of {human_bytes(need.there)} "
+            f"({human_bytes(4 * draft.model.parameters)} for its weights), in bf16 {human_bytes(need.narrow)}"
         )
-    return _without(draft, wide, narrow) if known else draft
+    lacking = _is_known(draft) and not need.fits()
+    if not lacking or Stage.EVALUATE not in draft.stages or draft.spec.evaluation is not None:
+        return draft
+    left = tuple(stage for stage in draft.stages if stage is not Stage.EVALUATE)
+    return replace(draft, stages=left).because(
+        f"no evaluation at the end: {need.rule(draft)}; the training measures its loss"
+    )
+
+
+def check_inference(draft: Draft) -> Draft:
+    """Refuse an evaluation or a prediction that was asked for and does not fit."""
+    asked = {"evaluation": draft.spec.evaluation, "predict": draft.spec.predict}
+    paths = [path for path, given in asked.items() if given is not None]
+    if not paths or not _is_known(draft):
+        return draft
+    need = _need(draft)
+    room = need if draft.model_known else replace(need, there=int(UNREAD_SLACK * need.there))
+    if room.fits():
+        return draft
+    for path in paths:
+        way_out = f"leave it out, or use {need.enough(draft)}"
+        draft = draft.refusing((path,), None, f"does not fit: {need.rule(draft)}", way_out, "NotSupported")
+    return draft
+
+
+def _is_known(draft: Draft) -> bool:
+    """Whether prepare will not measure another model; of a job that has begun the stages stay, unless somebody asks
+    for what is known now.
+    """
+    if draft.as_known:
+        return True
+    return draft.model_known and (draft.data is None or is_well_known(draft.spec.model.uri))
+
+
+@dataclass(frozen=True)
+class _Need:
+    """Bytes of the device that one process takes with the whole model."""
+
+    wide: int
+    """In fp32."""
+    narrow: int | None
+    """In bf16; None: the device does not compute in it."""
+    there: int
+
+    def fits(self, *, wide: bool = False) -> bool:
+        """Whether it fits; `wide`: in fp32."""
+        return min(self.wide, self.wide if wide or self.narrow is None else self.narrow) <= self.there
+
+    def rule(self, draft: Draft) -> str:
+        """What it takes and what there is."""
+        of = human_bytes(self.there)
+        rule = f"one process with the whole model does it, which takes {human_bytes(self.wide)} of {of} in fp32"
+        if self.narrow is not None:
+            return f"{rule} and {human_bytes(self.narrow)} in bf16"
+        if draft.inference_device == "cpu":
+            return f"{rule} of the node's memory"
+        return f"{rule}, and {decided(draft.hardware.gpu).product} does not compute in bf16"
+
+    def enough(self, draft: Draft) -> str:
+        """What it would fit."""
+        if draft.inference_device == "cpu":
+            return f"nodes with more than {human_bytes(self.wide)} of memory"
+        if self.narrow is not None:
+            return f"devices of more than {human_bytes(self.narrow)}"
+        narrow = human_bytes(_takes(draft, "bf16"))
+        return f"devices of more than {human_bytes(self.wide)}, or of {narrow} that compute in bf16"
+
+
+def _need(draft: Draft) -> _Need:
+    if draft.inference_device == "cpu":
+        return _Need(_takes(draft, "fp32"), None, draft.hardware.memory_bytes)
+    gpu = decided(draft.hardware.gpu)
+    return _Need(_takes(draft, "fp32"), _takes(draft, "bf16") if gpu.bf16 else None, gpu.memory_bytes)
 
 
 def _takes(draft: Draft, precision: InferencePrecision) -> int:
@@ -66,22 +140,3 @@ def _takes(draft: Draft, precision: InferencePrecision) -> int:
     if task in WRITING_TASKS:
         cached = max(tokens, (draft.length_limit + generation.max_new_tokens) * generation.num_beams)
     return inference_bytes(draft.model, task, precision, tokens=tokens, length=draft.length_limit, cached=cached)
-
-
-def _without(draft: Draft, wide: int, narrow: int) -> Draft:
-    """With what was asked for refused, and an evaluation that was not left out."""
-    gpu = decided(draft.hardware.gpu)
-    of, enough = human_bytes(gpu.memory_bytes), f"devices of more than {human_bytes(narrow)}"
-    rule = f"one process with the whole model does it, which takes {human_bytes(wide)} of {of} in fp32"
-    if gpu.bf16:
-        rule += f" and {human_bytes(narrow)} in bf16"
-    else:
-        rule += f", and {gpu.product} does not compute in bf16"
-        enough = f"devices of more than {human_bytes(wide)}, or of {human_bytes(narrow)} that compute in bf16"
-    for path, asked in (("evaluation", draft.spec.evaluation), ("predict", draft.spec.predict)):
-        if asked is not None:
-            draft = draft.refusing((path,), None, rule, f"leave it out, or use {enough}", "NotSupported")
-    if Stage.EVALUATE not in draft.stages or draft.spec.evaluation is not None:
-        return draft
-    left = tuple(stage for stage in draft.stages if stage is not Stage.EVALUATE)
-    return replace(draft, stages=left).because(f"no evaluation at the end: {rule}; the training measures its loss")

@@ -6,6 +6,9 @@ schedule.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
+
 from finetune_contract.choices import RankOrder
 from finetune_contract.facts import ModelFacts
 from finetune_contract.job import Pipeline, Strategy
@@ -184,7 +187,7 @@ def _check_tensor(draft: Draft) -> Draft:
     if draft.model_known and uneven:
         count, what = uneven[0]
         return draft.refusing(
-            path, degree, f"it has to divide the model's {count} {what}", f"set it to a divisor of {count}"
+            path, degree, f"it has to divide the model's {count} {what}", divisor_hint(degree, count, _dealt_out(model))
         )
     if draft.training.optimizer not in ("adamw", "sgd"):
         return draft.refusing(
@@ -195,6 +198,11 @@ def _check_tensor(draft: Draft) -> Draft:
             "NotSupported",
         )
     return draft
+
+
+def divisor_hint(degree: int, blamed: int, counts: Iterable[tuple[int, str]]) -> str:
+    """The greatest degree that divides all `counts`, and the asked one as well: it divides the processes."""
+    return f"set it to {math.gcd(degree, *(count for count, _ in counts))}, or to another divisor of {blamed}"
 
 
 def _dealt_out(model: ModelFacts) -> tuple[tuple[int, str], ...]:

@@ -29,6 +29,7 @@ from finetune_contract.job import (
 )
 from finetune_operator.api.copied import settle
 from finetune_operator.api.notices import notices
+from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.rules import asked_strategy
 from finetune_operator.api.settings import Settings
@@ -40,7 +41,7 @@ from finetune_operator.planning.cost import cost_problems, estimate_training
 from finetune_operator.planning.devices import has_fp8
 from finetune_operator.planning.draft import Draft, Lengths, decided
 from finetune_operator.planning.facts import assumed_device, assumed_hardware, assumed_model, is_well_known, node_words
-from finetune_operator.planning.inference import choose_inference, inference_tokens
+from finetune_operator.planning.inference import check_inference, choose_inference, inference_tokens
 from finetune_operator.planning.model_parallel import check_model_parallel
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
@@ -55,23 +56,42 @@ NOT_ADAPTED = Adaptation()
 """Of a first attempt."""
 
 
-def plan(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptation = NOT_ADAPTED) -> JobPlan:
+def plan(
+    job: FineTuneJob,
+    facts: Facts,
+    settings: Settings,
+    adaptation: Adaptation = NOT_ADAPTED,
+    *,
+    as_known: bool = False,
+) -> JobPlan:
     """The plan for `job`, adapted to what earlier attempts have shown not to fit.
 
-    Raises PlanRefused with all problems of the first group of phases that found any.
+    A job that does not fit, but may once prepare has measured the model and the rows, gets a provisional plan; with
+    `as_known` it is refused. Raises PlanRefused with all problems of the first group of phases that found any.
     """
-    draft = _begin(job, facts, settings, adaptation)
+    draft = _begin(job, facts, settings, adaptation, as_known)
     first = (choose_stages, choose_engine, choose_inference, check_place, check_lengths)
     draft = _walk(draft, *first, choose_packing, choose_launcher)
     if draft.script is not None:
-        draft = _walk(draft, choose_world, choose_script, choose_capacity)
+        draft = _walk(draft, choose_world, choose_script, choose_capacity, check_inference)
     elif draft.loops:
         draft = _walk(
             draft, choose_world, choose_precision, check_kernels, choose_adapter, check_parallelism, choose_steps
         )
         draft = _walk(draft, check_model_parallel, check_sequence, check_batch, choose_checkpoints, choose_capacity)
-        draft = _walk(draft, choose_strategy)
+        draft = _walk(draft, choose_strategy, check_inference)
+    else:
+        draft = _walk(draft, check_inference)
     return _finish(draft)
+
+
+def misfits(job: FineTuneJob, facts: Facts, settings: Settings) -> tuple[Problem, ...]:
+    """What does not fit as far as is known, of a job that is planned because prepare measures first."""
+    try:
+        plan(job, facts, settings, as_known=True)
+    except PlanRefused as refused:
+        return refused.problems
+    return ()
 
 
 def _walk(draft: Draft, *phases: Phase) -> Draft:
@@ -85,7 +105,7 @@ def _walk(draft: Draft, *phases: Phase) -> Draft:
 # ---------------------------------------------------------------------------------------------------------------- facts
 
 
-def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptation) -> Draft:
+def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adaptation, as_known: bool) -> Draft:
     """A draft in which every missing fact is replaced by an assumption, and copied settings by our fields."""
     told = notices(job.spec)
     job = job.model_copy(update={"spec": settle(job.spec).spec})
@@ -138,6 +158,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         model=model,
         model_known=facts.model is not None or is_well_known(job.spec.model.uri),
         model_revision=facts.model_revision or job.spec.model.revision,
+        as_known=as_known,
         data=facts.data,
         lengths=Lengths(longest=1, typical=1.0),
         reasons=told,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from finetune_contract.job import CheckpointSchedule
+from finetune_contract.job import MOST_SAVING, CheckpointSchedule
 from finetune_operator.planning.draft import Draft, Steps, decided
 
 DEFAULT_EPOCHS = 3.0
@@ -22,9 +22,9 @@ MOST_CHECKPOINTS = 20
 """Of one run when `auto` decides: a run of many short epochs would spend its time saving."""
 MOST_STEPS_BETWEEN = 1000
 """Steps that a crash may cost when `auto` decides."""
-SPOT_MINUTES = 10.0
-"""Minutes between two checkpoints on spot nodes when `auto` decides. A node that is taken away gives notice of 30 s
-(GKE, AKS) to 2 minutes (EKS), which may be too short for a large model, or none at all.
+MINUTES_BETWEEN = 10.0
+"""Minutes of work that a crash may cost when `auto` decides, and between two checkpoints on spot nodes. A node that is
+taken away gives notice of 30 s (GKE, AKS) to 2 minutes (EKS), which may be too short for a large model, or none at all.
 """
 
 
@@ -91,6 +91,7 @@ def choose_checkpoints(draft: Draft) -> Draft:
     """When the state is saved."""
     asked, steps = draft.spec.checkpoints, decided(draft.steps)
     minutes: float | None = None
+    within: float | None = None
     if asked.every != "auto" and (asked.every.steps is None) == (asked.every.minutes is None):
         return draft.refusing(
             ("checkpoints", "every"), None, "it takes exactly one of steps and minutes", "set one, or leave every out"
@@ -106,20 +107,25 @@ def choose_checkpoints(draft: Draft) -> Draft:
             minutes = asked.every.minutes
             draft = draft.because(f"a checkpoint every {minutes:g} minutes: as asked")
         elif draft.spec.spot.enabled and not draft.local:
-            minutes = SPOT_MINUTES
+            minutes = MINUTES_BETWEEN
             draft = draft.because(
                 f"a checkpoint every {minutes:g} minutes: what is lost at most when a spot node goes without notice"
             )
-        elif every == steps.per_epoch:
-            draft = draft.because(f"a checkpoint every {every} steps: once an epoch")
         else:
+            within = MINUTES_BETWEEN
+            why = f"at most {MOST_STEPS_BETWEEN} steps apart and {MOST_CHECKPOINTS} in the run"
+            if every == steps.per_epoch:
+                why = "once an epoch"
+            elif every == steps.total:
+                why = "at the end"
             draft = draft.because(
-                f"a checkpoint every {every} steps: at most {MOST_STEPS_BETWEEN} steps apart "
-                f"and {MOST_CHECKPOINTS} in the run"
+                f"a checkpoint every {every} steps: {why}; and after each {within:g} minutes of work without one, or "
+                f"later where saving would take more than {MOST_SAVING:.0%} of the time"
             )
     schedule = CheckpointSchedule(
         every_steps=every,
         every_minutes=minutes,
+        within_minutes=within,
         keep=asked.keep,
         on_preemption=asked.on_preemption,
         resume=asked.resume == "auto",

@@ -5,7 +5,7 @@ with it, and with which models.
 from __future__ import annotations
 
 from finetune_operator.planning.draft import Draft, decided
-from finetune_operator.planning.model_parallel import heads
+from finetune_operator.planning.model_parallel import divisor_hint, heads
 
 WHOLE_ROWS = ("torch_compile", "use_liger_kernel")
 """Of `training.arguments`, what does not go together with slices."""
@@ -39,7 +39,7 @@ def check_sequence(draft: Draft) -> Draft:
     if draft.model_known and uneven:
         count, what = uneven[0]
         rule = f"it has to divide the model's {count} {what}, which processes exchange for tokens"
-        draft = draft.refusing(path, degree, rule, f"set it to a divisor of {count}")
+        draft = draft.refusing(path, degree, rule, divisor_hint(degree, count, heads(model)))
     world = decided(draft.world)
     if draft.problems or world.size % degree:
         return draft

@@ -22,7 +22,7 @@ from finetune_contract.choices import (
 )
 from finetune_contract.job import Strategy, World
 from finetune_operator.api.deepspeed_overrides import override_problems
-from finetune_operator.api.quantities import human_bytes
+from finetune_operator.api.quantities import human_bytes, human_count
 from finetune_operator.api.rules import HPZ, QUANTIZED, asked_strategy, secondary_shards, zero_plus_plus
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
 from finetune_operator.planning import memory
@@ -38,6 +38,7 @@ from finetune_operator.planning.batch import (
 from finetune_operator.planning.cost import step_time
 from finetune_operator.planning.degrees import obstacles, slices, spreads, with_parallelism, with_spec
 from finetune_operator.planning.draft import Draft, decided
+from finetune_operator.planning.facts import assumed_memory
 from finetune_operator.planning.model_parallel import explain_pipeline, filled, spread
 from finetune_operator.planning.sequence import WHOLE_ROWS
 from finetune_operator.planning.types import MemoryEstimate
@@ -412,7 +413,7 @@ def _may_fit(draft: Draft) -> bool:
     """Whether what prepare will measure can make the job fit: a model that nobody has read, or rows shorter than the
     longest that are allowed.
     """
-    if draft.data is not None or Stage.PREPARE not in draft.stages:
+    if draft.as_known or draft.data is not None or Stage.PREPARE not in draft.stages:
         return False
     if not draft.model_known:
         return True
@@ -526,29 +527,85 @@ def _refuse(draft: Draft) -> Draft:
     """
     best = _most_frugal(draft)
     asked, world = draft.spec.parallelism, decided(draft.world)
-    rule = _lacking(draft, best, with_terms=True)
+    rule = f"does not fit: needs {', and '.join(_short_of(draft, best))} ({_form(best)}{_terms(best)}){_taken(draft)}"
     path = ("parallelism", "strategy") if asked_strategy(asked) else ("resources",)
     if asked_strategy(asked) is None and asked.model_ranks == 1:
         rule += "".join(f"; {why}" for why in _why_whole(draft))
-    value = asked_strategy(asked) or f"{world.size} x {human_bytes(best.memory.capacity_bytes)}"
+    value: str | None = asked_strategy(asked)
+    if value is None and best.memory.total_bytes > best.memory.capacity_bytes:
+        value = f"{world.size} x {human_bytes(best.memory.capacity_bytes)}"
     ways = tuple(_ways_out(draft)) or (*_greater_ways_out(draft), _more(draft, best))
-    return draft.refusing(path, value, rule, "; or ".join(ways))
+    return draft.refusing(path, value, rule, "; or ".join((*_assumed_less(draft, best), *ways)))
 
 
-def _lacking(draft: Draft, fit: Fit, with_terms: bool = False) -> str:
-    """What a form that does not fit needs, and what there is; its largest terms where they are asked for."""
+def _assumed_less(draft: Draft, fit: Fit) -> Iterator[str]:
+    """How to say what nodes have, where what is too small for `fit` is assumed."""
     needed = fit.memory
-    if needed.total_bytes <= needed.capacity_bytes:
-        return (
-            f"{fit.strategy.label} needs {human_bytes(needed.host_bytes)} of host memory a node, "
-            f"and there are {human_bytes(draft.hardware.memory_bytes)}"
-        )
-    big = sorted(needed.terms, key=lambda term: term.bytes, reverse=True)[:4]
-    terms = f" ({' + '.join(f'{term.name} {human_bytes(term.bytes)}' for term in big)} + the rest)"
-    return (
-        f"{fit.strategy.label} with micro-batch {fit.micro_batch} needs {human_bytes(needed.total_bytes)} a "
-        f"{_unit(draft)}{terms if with_terms else ''}, and there are {human_bytes(needed.capacity_bytes)}"
-    )
+    on_host = needed.host_bytes > draft.hardware.memory_bytes
+    if on_host and _host_is_assumed(draft) and decided(draft.world).device == "cuda":
+        least = human_bytes(needed.host_bytes)
+        if draft.hardware_known:
+            yield f"add hostMemory=SIZE to --hardware where a node has {least} or more"
+        else:
+            yield f"set resources.memory where a node has {least} or more"
+    if needed.total_bytes > needed.capacity_bytes and _gpu_is_assumed(draft):
+        yield f"set resources.accelerator.product where the GPU is another than {decided(draft.hardware.gpu).product}"
+
+
+def _host_is_assumed(draft: Draft) -> bool:
+    node = draft.hardware
+    taken = node.assumed and node.memory_bytes == assumed_memory(node.gpus_per_node)
+    return taken and draft.spec.resources.memory is None
+
+
+def _gpu_is_assumed(draft: Draft) -> bool:
+    accelerator = draft.spec.resources.accelerator
+    on_gpu = decided(draft.world).device == "cuda"
+    return on_gpu and not draft.hardware_known and (accelerator.product, accelerator.memory) == (None, None)
+
+
+def _lacking(draft: Draft, fit: Fit) -> str:
+    """What a form that does not fit needs, and what there is."""
+    return f"{_form(fit)} needs {_short_of(draft, fit)[0]}"
+
+
+def _form(fit: Fit) -> str:
+    """The form in words, with its micro-batch where the device is short of memory."""
+    short = fit.memory.total_bytes > fit.memory.capacity_bytes
+    return f"{fit.strategy.label}{f' with micro-batch {fit.micro_batch}' if short else ''}"
+
+
+def _short_of(draft: Draft, fit: Fit) -> tuple[str, ...]:
+    """`61.2 GiB a GPU, and there are 24.0 GiB`: of the device, of the host, or of both."""
+    needed, there, short = fit.memory, draft.hardware.memory_bytes, []
+    if needed.total_bytes > needed.capacity_bytes:
+        has = _are(needed.capacity_bytes, _gpu_is_assumed(draft))
+        short.append(f"{human_bytes(needed.total_bytes)} a {_unit(draft)}, and {has}")
+    if needed.host_bytes > there and not (short and decided(draft.world).device == "cpu"):
+        has = _are(there, _host_is_assumed(draft))
+        short.append(f"{human_bytes(needed.host_bytes)} of host memory a node, and {has}")
+    return tuple(short)
+
+
+def _terms(fit: Fit) -> str:
+    """The largest terms of the device's memory, where it is short."""
+    if fit.memory.total_bytes <= fit.memory.capacity_bytes:
+        return ""
+    big = sorted(fit.memory.terms, key=lambda term: term.bytes, reverse=True)[:4]
+    return f", {' + '.join(f'{term.name} {human_bytes(term.bytes)}' for term in big)} + the rest"
+
+
+def _taken(draft: Draft) -> str:
+    """What was assumed of the model and the rows."""
+    taken = [] if draft.model_known else [f"{human_count(draft.model.parameters)} parameters"]
+    if draft.data is None:
+        taken.append(f"rows of {draft.lengths.longest} tokens")
+    return f"; {' and '.join(taken)} are assumed" if taken else ""
+
+
+def _are(there: int, assumed: bool) -> str:
+    """`there are 64.0 GiB`, or `64.0 GiB are assumed`."""
+    return f"{human_bytes(there)} are assumed" if assumed else f"there are {human_bytes(there)}"
 
 
 def _why_whole(draft: Draft) -> Iterator[str]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 from finetune_contract.choices import Stage
+from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import Condition, ConditionType, FineTuneJobStatus, StageStatus
 from finetune_operator.planning.types import PlanRefused
@@ -20,7 +21,7 @@ from finetune_operator.reconcile.course import Course, Stalled, reference
 from finetune_operator.reconcile.endings import delay_seconds, give_up, refused
 from finetune_operator.reconcile.planned import context, plan_now, plan_sentence, plan_status, problems_text
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
-from finetune_operator.reconcile.results import with_report
+from finetune_operator.reconcile.results import CHECKPOINT_BYTES, with_report
 from finetune_operator.reconcile.spot import WAITING, bound_reached, clock_started, clock_stopped, next_capacity, words
 from finetune_operator.reconcile.status import complete, condition, ended
 from finetune_operator.reconcile.times import moment, stamp
@@ -305,6 +306,13 @@ def finish(course: Course) -> Course:
     parts = [f"model at {made.model}"] if made.model is not None else []
     parts += [figures] if figures else []
     course = course.with_status(completion_time=stamp(course.now), failure=None, artifacts=made)
+    size = made.metrics.get(CHECKPOINT_BYTES)
+    if made.checkpoints is not None and size:
+        course = course.tell(
+            "CheckpointsKept",
+            f"Checkpoints take {human_bytes(size)} at {made.checkpoints}; nothing needs them any more, and nobody else "
+            "deletes them.",
+        )
     return replace(
         course.tell("Succeeded", f"All stages have succeeded{': ' if parts else ''}{'; '.join(parts)}."),
         end="Succeeded",

@@ -154,9 +154,10 @@ def _has_saved(course: Course, schedule: CheckpointSchedule) -> bool:
     progress, stage = course.status.progress, course.current
     if not schedule.resume or progress is None or not progress.step or stage is None:
         return False
-    if schedule.every_minutes is None:
-        return progress.step >= schedule.every_steps
-    return seconds_since(stage.start_time, course.now) >= 60 * schedule.every_minutes
+    minutes = schedule.every_minutes or schedule.within_minutes
+    if schedule.every_minutes is None and progress.step >= schedule.every_steps:
+        return True
+    return minutes is not None and seconds_since(stage.start_time, course.now) >= 60 * minutes
 
 
 def adapt(course: Course, attempt: int) -> tuple[Course, str]:

@@ -27,6 +27,8 @@ from finetune_operator.rendering.sizes import gpus_of_stage
 
 HEADLINES = ("accuracy", "f1", "loss", "train_loss")
 """The metric that stands for a stage's result, the first that there is."""
+CHECKPOINT_BYTES = "train_checkpoint_bytes"
+"""The metric that says what checkpoints take."""
 _SECONDS_PER_HOUR = 3600
 
 
@@ -88,7 +90,7 @@ def artifacts(
     changes: dict[str, object] = {
         name: path if "://" in path else f"{folder}/{path}"
         for name, path in report.artifacts.items()
-        if name in ("model", "report", "predictions", "script")
+        if name in ("model", "report", "predictions", "script", "checkpoints")
     }
     if stage is Stage.PREDICT and "predictions" not in changes:
         output = None if spec.predict is None else spec.predict.output

@@ -91,6 +91,8 @@ def test_a_run_writes_everything_that_it_promises(undisturbed: tuple[Path, dict[
     assert all(row["text"] for row in rows)
     assert json.loads((folder / "job.json").read_text())["training"]["maxSteps"] == 320
     assert "planned again with the prepared data" in err
+    assert "of checkpoints, as all stages have succeeded; set spec.checkpoints.afterSuccess to keep" in err
+    assert not (folder / "checkpoints").exists()
     assert "\x1b" not in err
 
 
@@ -198,6 +200,8 @@ def test_ctrl_c_saves_and_resuming_ends_with_the_same_weights(
     first = json.loads((folder / "logs/train.progress.jsonl").read_text().splitlines()[0])
     assert first["step"] >= stopped_at
     assert weights(folder) == weights(whole)
+    assert "they are deleted once all stages have succeeded" in err
+    assert (folder / "checkpoints").exists()
 
 
 def test_a_stage_whose_inputs_are_missing_names_the_stage_to_run_first(finetune: Any) -> None:

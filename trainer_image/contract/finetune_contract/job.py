@@ -258,6 +258,10 @@ class Adapter(Order):
     """Ends of the names of the linear layers to adapt; None: all linear layers of the blocks."""
 
 
+MOST_SAVING = 0.03
+"""Share of the time that checkpoints of `within_minutes` may take."""
+
+
 class CheckpointSchedule(Order):
     """When a checkpoint is written, and how many stay."""
 
@@ -265,6 +269,10 @@ class CheckpointSchedule(Order):
     """Optimizer steps between two checkpoints."""
     every_minutes: float | None = Field(default=None, gt=0)
     """Wall-clock minutes between two checkpoints; then `every_steps` is not used."""
+    within_minutes: Annotated[float | None, Field(gt=0, exclude_if=lambda minutes: minutes is None)] = None
+    """Minutes of work after which a checkpoint is written besides those of `every_steps`, later where saving would take
+    too much of the time; None: only these.
+    """
     keep: int = Field(gt=0)
     on_preemption: bool = True
     """Save when SIGTERM arrives."""

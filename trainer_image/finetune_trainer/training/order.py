@@ -127,7 +127,7 @@ def _check(batch: Batch) -> None:
         raise StageError(
             FailureClass.CONFIG,
             "BatchArithmetic",
-            f"training.batch.globalBatchSize is {batch.global_batch_size}, and micro-batch {batch.micro_batch_size} x "
+            f"training.globalBatchSize is {batch.global_batch_size}, and micro-batch {batch.micro_batch_size} x "
             f"accumulation {batch.gradient_accumulation} x {batch.data_parallel} ranks are {rows} rows.",
             "Plan again.",
         )

@@ -206,6 +206,7 @@ def train(
     spent, seconds = clock.lap(), time.monotonic() - started
     observer.on_pause(steps, spent)
     course = RunFigures(history.read())
+    kept = CheckpointStore(paths.checkpoints, training.checkpoints.keep).size_bytes()
     figures = {
         **course.losses(),
         **course.rates(),
@@ -214,6 +215,7 @@ def train(
         "world_size": world.size,
         "seconds": seconds,
         "steps": steps,
+        **({"checkpoint_bytes": kept} if kept else {}),
         **({} if best is None else {"best_step": stopper.best_step}),
         **course.validation(stopper.best_step),
     }
@@ -225,7 +227,7 @@ def train(
     # What an earlier model was worth is not said of this one.
     metrics = merge_metrics(paths, {"train": {**figures, **details}}, without=("evaluate", "majority"))
     write_model_card(paths, job, prepared.facts, metrics)
-    folders = (paths.model, paths.adapter)
+    folders = (paths.model, paths.adapter, *((paths.checkpoints,) if kept else ()))
     return Outcome(
         {"train": figures}, {each.name: each.name for each in folders if each.exists()}, prepared.facts.fingerprint
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from finetune_contract.job import CheckpointSchedule
+from finetune_contract.job import MOST_SAVING, CheckpointSchedule
 from finetune_contract.layout import FailureClass
 from finetune_trainer.checkpoints import Checkpoint, CheckpointStore, refuse_other_job
 from finetune_trainer.distributed import ProcessWorld, barrier
@@ -70,6 +70,9 @@ class RunSaver:
         self._source: Checkpoint | None = None
         self._saved_any = False
         self._saved_at = time.monotonic()
+        self._saving_seconds = 0.0
+        """That the last checkpoint took."""
+        self._working_since: float | None = None
 
     def find(self) -> Path | None:
         """The checkpoint to go on from, the same on every rank; None to start at step 0."""
@@ -108,13 +111,22 @@ class RunSaver:
         return self._source.manifest.step if self._source is not None else 0
 
     def wants(self) -> bool:
-        """By the clock, when the schedule is in minutes."""
-        minutes = self._schedule.every_minutes
-        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        """By the clock, when the schedule is in minutes, or when more work is not saved than may be lost: for that a
+        checkpoint is as far from the one before that saving takes at most `MOST_SAVING` of the time.
+        """
+        now, minutes, within = time.monotonic(), self._schedule.every_minutes, self._schedule.within_minutes
+        if minutes is not None:
+            return now - self._saved_at >= 60 * minutes
+        if within is None:
+            return False
+        if self._working_since is None:  # what comes before the first step is not lost work
+            self._working_since = now
+        pause = max(60 * within, self._saving_seconds / MOST_SAVING)
+        return now - max(self._working_since, self._saved_at) >= pause
 
     def due(self, step: int, *, by_clock: bool) -> bool:
-        """By steps, unless the schedule is in minutes."""
-        return by_clock if self._schedule.every_minutes is not None else step % self._schedule.every_steps == 0
+        """By steps and by the clock; only by the clock when the schedule is in minutes."""
+        return by_clock or (self._schedule.every_minutes is None and step % self._schedule.every_steps == 0)
 
     def save(self, loop: TrainingLoop) -> None:
         """Every rank writes its part; rank 0 seals the whole. Returns on all ranks when it counts."""
@@ -127,8 +139,12 @@ class RunSaver:
             if self._world.is_main:
                 self._store.abandon(step)
             raise
-        self._saved_any, self._saved_at = True, time.monotonic()
-        log.info("Checkpoint of step %d written in %.1f s.", step, time.monotonic() - started)
+        self.saved(time.monotonic() - started)
+        log.info("Checkpoint of step %d written in %.1f s.", step, self._saving_seconds)
+
+    def saved(self, seconds: float) -> None:
+        """Remember that a checkpoint was written, which took so long."""
+        self._saved_any, self._saved_at, self._saving_seconds = True, time.monotonic(), seconds
 
     def _write(self, loop: TrainingLoop, step: int) -> None:
         folder, main = self._store.partial(step), self._world.is_main

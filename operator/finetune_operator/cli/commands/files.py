@@ -36,7 +36,17 @@ from finetune_operator.cli.commands.steps import (
     settings_of,
     tell_notes,
 )
-from finetune_operator.cli.console import DocumentOutput, Output, UsageError, emit, note, out, problem_data, report
+from finetune_operator.cli.console import (
+    DocumentOutput,
+    Output,
+    UsageError,
+    emit,
+    note,
+    note_misfits,
+    out,
+    problem_data,
+    report,
+)
 from finetune_operator.cli.inputs import Inputs, JobEntry, read_inputs
 from finetune_operator.planning.types import JobPlan, PlanRefused
 
@@ -174,7 +184,7 @@ def plan(
             facts = cluster_facts(entry, node, workspace, measure is True)
         else:
             facts = local_facts(entry, node, workspace or Path("runs"), measure is not False)
-        plans.append(planned(entry, facts, limits, output))
+        plans.append(planned(entry, facts, limits, output, as_known=True))
     if output is not Output.TEXT:
         emit([json.loads(made.to_json()) for made in plans], output)
         return
@@ -218,12 +228,16 @@ def render(
       finetune render job.yaml --settings settings.yaml -o json
       finetune render job.yaml | kubectl apply --dry-run=server -f -
     """
+    from finetune_operator.planning.plan import misfits
+
     limits, node = settings_of(settings, cluster=True), hardware_of(hardware)
     manifests: list[Any] = []
     for entry in checked_jobs([*(files or []), *(filename or [])], limits, output):
         if launcher is not None:
             entry = _with_launcher(entry, launcher)
-        made = planned(entry, cluster_facts(entry, node, workspace, measure), limits, output)
+        facts = cluster_facts(entry, node, workspace, measure)
+        made = planned(entry, facts, limits, output)
+        note_misfits(misfits(entry.job, facts, limits))
         manifests.extend(_rendered(entry, made, namespace, limits, output))
     emit(manifests, output)
 

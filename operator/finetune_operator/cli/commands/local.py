@@ -58,7 +58,8 @@ def run(
 
     Results go to DIR/<job name>/. Finished stages of the same job are kept and an unfinished training goes on
     from its last checkpoint; results of a different job under the same name are refused unless --restart is
-    given. Ctrl-C saves a checkpoint first.
+    given. Ctrl-C saves a checkpoint first. Checkpoints are deleted once all stages have succeeded, unless the
+    job's checkpoints.afterSuccess is keep.
 
     \b
     Examples:

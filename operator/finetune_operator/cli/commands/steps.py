@@ -118,11 +118,15 @@ def _earlier_data(entry: JobEntry, workspace: Path) -> DataFacts | None:
     return prepared_facts(JobPaths.of(workspace.resolve(), entry.job.name), entry.job)
 
 
-def planned(entry: JobEntry, facts: Facts, settings: Settings, output: Output | DocumentOutput) -> JobPlan:
-    """The job's plan; ends the command with 1 when it is refused."""
+def planned(
+    entry: JobEntry, facts: Facts, settings: Settings, output: Output | DocumentOutput, *, as_known: bool = False
+) -> JobPlan:
+    """The job's plan; ends the command with 1 when it is refused. `as_known`: also when it does not fit as far as is
+    known, although prepare may find that it does.
+    """
     from finetune_operator.planning.plan import plan
 
     try:
-        return plan(entry.job, facts, settings)
+        return plan(entry.job, facts, settings, as_known=as_known)
     except PlanRefused as refused:
         refuse_plan(entry, refused, output)

@@ -1,0 +1,159 @@
+"""`finetune plan` of a job that does not fit: its first line has the number that decides, and it ends with 1."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
+from finetune_operator.cli.inputs import read_inputs
+from finetune_operator.cli.main import app
+from finetune_operator.planning.plan import misfits
+from finetune_operator.planning.types import Facts
+
+EXAMPLES = Path(__file__).parents[2] / "manifests/examples"
+
+TRAINS: dict[str, Any] = {"training": {}}
+EVALUATES: dict[str, Any] = {"evaluation": {}}
+SEQUENCE: dict[str, Any] = {"task": "text-classification"}
+CASES: dict[str, tuple[str, dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
+    "on the GPU": (
+        "Llama-7B",
+        {**TRAINS, "parallelism": {"strategy": "single"}, "resources": {"gpusPerNode": 1}},
+        ("--hardware", "gpu=A10G,memory=24Gi"),
+        ('spec.parallelism.strategy: value "single": does not fit: needs 1', "GiB a GPU, and there are 24.0 GiB"),
+    ),
+    "in the host's memory, which is assumed": (
+        "Llama-7B",
+        {**TRAINS, "resources": {"gpusPerNode": 1}},
+        ("--hardware", "gpu=H100,memory=80Gi"),
+        ("spec.resources: does not fit: needs 133.5 GiB of host memory a node, and 64.0 GiB are assumed",),
+    ),
+    "in the host's memory, which is given": (
+        "Llama-7B",
+        {**TRAINS, "resources": {"gpusPerNode": 1}},
+        ("--hardware", "gpu=H100,memory=80Gi,hostMemory=48Gi"),
+        ("spec.resources: does not fit: needs 133.5 GiB of host memory a node, and there are 48.0 GiB",),
+    ),
+    "72 billion parameters on one small GPU": (
+        "Qwen2.5-72B",
+        {**TRAINS, "resources": {"gpusPerNode": 1}},
+        ("--hardware", "gpu=A10G,memory=24Gi"),
+        ("spec.resources: does not fit: needs 1.3 TiB of host memory a node", "71.9 billion parameters"),
+    ),
+    "on the CPU": (
+        "Llama-7B",
+        TRAINS,
+        ("--hardware", "cpu=8,hostMemory=16Gi"),
+        ("does not fit: needs ", "GiB a process, and there are 16.0 GiB"),
+    ),
+    "on the GPU that is assumed for a cluster": (
+        "Llama-7B",
+        {**TRAINS, "resources": {"gpusPerNode": 1, "memory": "512Gi"}, "parallelism": {"strategy": "ddp"}},
+        ("--cluster",),
+        ("does not fit: needs ", "GiB a GPU, and 15.0 GiB are assumed"),
+    ),
+    "evaluation alone": (
+        "Qwen2.5-72B",
+        {**EVALUATES, "resources": {"gpusPerNode": 1}},
+        ("--hardware", "gpu=A10G,memory=24Gi"),
+        ("spec.evaluation: does not fit: one process with the whole model", "147.7 GiB in bf16"),
+    ),
+    "evaluation alone on the CPU": (
+        "Qwen2.5-72B",
+        EVALUATES,
+        ("--hardware", "cpu=8,hostMemory=16Gi"),
+        ("spec.evaluation: does not fit: ", "of 16.0 GiB in fp32 of the node's memory"),
+    ),
+}
+
+
+@pytest.fixture
+def finetune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command on a job of a model that nobody has read."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(model: str, spec: dict[str, Any], *options: str, command: str = "plan") -> Result:
+        whole = {
+            "task": "text-generation",
+            "model": {"uri": f"hf://org/{model}"},
+            "dataset": {"uri": "hf://org/texts"},
+            **spec,
+        }
+        job = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": {"name": "a"}, "spec": whole}
+        (tmp_path / "job.yaml").write_text(yaml.safe_dump(job), encoding="utf-8")
+        return CliRunner().invoke(app, [command, "job.yaml", *options])
+
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_line_says_what_does_not_fit_and_the_exit_code_is_1(case: str, finetune: Any) -> None:
+    model, spec, options, told = CASES[case]
+    measure = () if "--cluster" in options else ("--no-measure",)
+    text = finetune(model, spec, *options, *measure)
+    assert text.exit_code == 1
+    assert text.stdout == ""
+    headline = text.stderr.splitlines()[0]
+    for words in told:
+        assert words in headline
+
+    data = finetune(model, spec, *options, *measure, "-o", "json")
+    assert data.exit_code == 1
+    (problem,) = json.loads(data.stdout)["problems"]
+    assert problem["rule"] in headline
+
+
+def test_training_and_evaluation_that_do_not_fit_are_told_together(finetune: Any) -> None:
+    spec = {**TRAINS, **EVALUATES, "resources": {"gpusPerNode": 1}}
+    told = finetune("Qwen2.5-72B", spec, "--no-measure", "--hardware", "gpu=A10G,memory=24Gi")
+    assert told.exit_code == 1
+    assert [line.split(": ")[1:3] for line in told.stderr.splitlines()] == [
+        ["spec.resources", "does not fit"],
+        ["spec.evaluation", "does not fit"],
+    ]
+
+
+def test_what_the_hint_names_makes_it_fit(finetune: Any) -> None:
+    spec = {**TRAINS, "resources": {"gpusPerNode": 1}}
+    told = finetune("Llama-7B", spec, "--no-measure", "--hardware", "gpu=H100,memory=80Gi").stderr
+    assert "Add hostMemory=SIZE to --hardware where a node has 133.5 GiB or more" in told
+    fits = finetune("Llama-7B", spec, "--no-measure", "--hardware", "gpu=H100,memory=80Gi,hostMemory=134Gi")
+    assert fits.exit_code == 0
+    told = finetune("Llama-7B", spec, "--cluster").stderr
+    assert "Set resources.memory where a node has 160.1 GiB or more" in told
+    assert (
+        finetune("Llama-7B", {**TRAINS, "resources": {"gpusPerNode": 1, "memory": "161Gi"}}, "--cluster").exit_code == 0
+    )
+
+
+def test_objects_are_rendered_with_a_word_about_what_does_not_fit(finetune: Any) -> None:
+    spec = {**TRAINS, "resources": {"gpusPerNode": 1}}
+    made = finetune("Llama-7B", spec, command="render")
+    assert made.exit_code == 0
+    assert "Note: spec.resources does not fit: needs 160.1 GiB of host memory a node" in made.stderr
+
+
+def test_a_very_large_batch_is_told_of(
+    finetune: Any,
+) -> None:
+    spec = {"task": "text-classification", "training": {"globalBatchSize": 100_000}}
+    told = finetune("bert", spec, command="validate")
+    assert told.exit_code == 0
+    assert "globalBatchSize: 100,000 rows a step are very many for fine-tuning" in told.stderr
+
+
+def test_no_example_for_a_cluster_is_said_not_to_fit() -> None:
+    facts, told, planned = Facts(served=("pytorchjob", "mpijob", "job")), {}, 0
+    for file in sorted(EXAMPLES.glob("*.yaml")):
+        for entry in read_inputs([str(file)], LOCAL_SETTINGS).entries:
+            if entry.job.spec.resources.gpus_per_node != "auto":  # which only a machine can answer
+                told[entry.job.name] = misfits(entry.job, facts, CLUSTER_SETTINGS)
+                planned += 1
+    assert planned > 15
+    assert {name: problems for name, problems in told.items() if problems} == {}
