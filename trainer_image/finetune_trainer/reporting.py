@@ -18,11 +18,12 @@ from typing import Any, Literal
 import jinja2
 import yaml
 
+from finetune_contract import charts
+from finetune_contract.charts import Share, shares, training_charts
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Adapter, TrainerJob, Training, World
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.report import TimePart, TimeSplit
-from finetune_trainer.charts import Share, shares, training_charts
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import write_atomically
 from finetune_trainer.training.history import History
@@ -289,7 +290,8 @@ def write_report(
             rows=metrics.get("evaluate", {}).get("rows"),
             computed_in=metrics.get("evaluate", {}).get("computed_in"),
             run=_run_rows(metrics.get("train", {})),
-            charts=training_charts(History(paths.history).read()),
+            charts=training_charts({job.name: History(paths.history).read()}),
+            chart_style=charts.STYLE,
             time=_time_shown(job, metrics.get("train", {})),
             peaks=_peak_rows(metrics.get("train", {})),
             settings=_training_settings(job, metrics.get("train", {})),
