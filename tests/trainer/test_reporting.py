@@ -8,20 +8,27 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.report import TrainerReport
 from finetune_trainer.failures import StageError
 from finetune_trainer.reporting import (
+    CONFUSION_FILE,
+    SAMPLES_FILE,
     merge_metrics,
+    write_confusion,
     write_environment,
     write_model_card,
     write_report,
     write_samples,
 )
+from finetune_trainer.tasks.figures import Confusion
 
 HOSTILE = "</title></script><script>alert(1)</script>{{ 7*7 }}\"'><img src=x onerror=alert(1)> ünïcode"
 TRAINING = {
@@ -44,7 +51,16 @@ TRAINING = {
 FACTS = DataFacts.model_validate(
     {
         "fingerprint": "ab" * 32,
-        "splits": {"train": {"rows": 600, "tokens": 9000, "longest": 60}, "test": {"rows": 100, "tokens": 1500}},
+        "splits": {
+            "train": {
+                "rows": 600,
+                "tokens": 9000,
+                "longest": 60,
+                "truncated_rows": 3,
+                "length_histogram": {8: 100, 16: 400, 64: 100},
+            },
+            "test": {"rows": 100, "tokens": 1500},
+        },
         "labels": ["bad", HOSTILE],
         "label_counts": {"bad": 290, HOSTILE: 310},
         "max_length": 128,
@@ -95,6 +111,11 @@ def paths(tmp_path: Path) -> JobPaths:
         {"row": 1, "text": ["fine"], "label": "bad", "predicted": "bad", "score": 0.8},
     ]
     write_samples(paths, rows)
+    write_confusion(paths, Confusion(("bad", HOSTILE), np.array([[40, 9], [0, 51]]), "rows"))
+    paths.state.mkdir()
+    for stage, seconds in ((Stage.TRAIN, 3600.0), (Stage.EVALUATE, 40.0)):
+        ended = TrainerReport(job="reviews", stage=stage, rank=0, world_size=1, outcome="succeeded", seconds=seconds)
+        (paths.state / f"{stage}.json").write_text(ended.to_json(), encoding="utf-8")
     write_environment(paths)
     return paths
 
@@ -184,7 +205,11 @@ def test_the_report_tells_where_the_time_went_and_what_cannot_be_told_apart(path
     expected += ["waiting for data1.000 s5.0%", "Measured by CUDA events", "cannot be told apart", "Padding share12.5%"]
     expected += ["Peak memory of each process", "1.00 GiB"]
     assert [each for each in expected if each not in text] == []
-    bar = [float((attributes["width"] or "").rstrip("%")) for tag, attributes in page.tags if tag == "rect"]
+    bar = [
+        float((attributes["width"] or "").rstrip("%"))
+        for tag, attributes in page.tags
+        if tag == "rect" and "part" in (attributes["class"] or "")
+    ]
     assert sum(bar) == pytest.approx(100)
 
 
@@ -247,7 +272,7 @@ def test_the_report_loads_nothing_and_runs_nothing(paths):
 
 def test_hostile_text_arrives_as_text(paths):
     page = the_report(paths, {"reasons": [HOSTILE]})
-    assert page.text.count(HOSTILE) == 4  # a sample's text, its prediction, the labels, the reason
+    assert page.text.count(HOSTILE) == 6  # a sample's text, its prediction, the labels of data and matrix, the reason
 
 
 def test_the_report_follows_light_and_dark(paths):
@@ -262,6 +287,101 @@ def test_a_job_that_only_predicts_has_a_report_without_the_missing_parts(tmp_pat
     page = the_report(paths)
     assert not {"polyline", "svg"} & {tag for tag, _ in page.tags}
     assert "finetune run reviews.yaml --workspace" in page.text
+
+
+def gated(**gate: Any) -> TrainerJob:
+    body = {**a_job().model_dump(), "evaluation": {"gate": gate, "device": "cpu", "batch_tokens": 64}}
+    return TrainerJob.model_validate(body)
+
+
+@pytest.mark.parametrize(
+    ("gate", "words"),
+    [
+        pytest.param({"metric": "accuracy", "minimum": 0.8}, "of at least 0.8 is required, 0.9100 was reached: passed"),
+        pytest.param({"metric": "f1", "minimum": 0.95}, "of at least 0.95 is required, 0.9000 was reached: not met"),
+        pytest.param({"metric": "loss", "maximum": 0.2}, "of at most 0.2 is required, 0.2500 was reached: not met"),
+    ],
+)
+def test_the_report_tells_what_the_gate_required_and_what_was_reached(gate, words, paths):
+    assert f"Gate: {gate['metric']} {words}" in the_report(paths, job=gated(**gate)).text
+
+
+def test_a_metric_that_is_no_number_passes_no_gate(paths):
+    merge_metrics(paths, {"evaluate": {"accuracy": float("nan"), "rows": 1, "split": "test"}})
+    assert "nan was reached: not met" in the_report(paths, job=gated(metric="accuracy", minimum=0.1)).text
+
+
+def test_the_report_has_the_confusion_matrix_and_the_share_of_each_label_that_was_found(paths):
+    text = " ".join(the_report(paths).text.split())
+    assert "Confusion matrix" in text
+    assert "bad40981.6%" in text  # of 49 rows
+
+
+def test_of_many_labels_the_largest_are_shown_and_the_most_frequent_mistakes(paths):
+    names = [f"label-{i}" for i in range(40)]
+    counts = np.diag(np.arange(40)) + np.eye(40, k=1, dtype=np.int64) * 2
+    counts[0, 39] = 77
+    write_confusion(paths, Confusion(tuple(names), counts, "words"))
+    kept = json.loads((paths.root / CONFUSION_FILE).read_text())
+    assert kept["labels"] == ["label-0", *names[32:], "31 others"]
+    assert sum(map(sum, kept["counts"])) == counts.sum()
+    assert kept["mistakes"][0] == ["label-0", "label-39", 77]
+    text = the_report(paths).text
+    assert "31 others" in text
+    assert "The most frequent mistakes" in text
+
+
+def test_what_is_kept_of_labels_and_texts_is_bounded(paths):
+    endless = "x" * 100_000
+    write_confusion(paths, Confusion(tuple(f"{endless}{i}" for i in range(500)), np.ones((500, 500), np.int64), "rows"))
+    write_samples(paths, [{"row": 1, "text": [endless], "label": endless, "predicted": endless, "score": 1.0}] * 20)
+    assert max((paths.root / name).stat().st_size for name in (CONFUSION_FILE, SAMPLES_FILE)) < 30_000
+
+
+def test_a_task_without_classes_leaves_no_matrix_of_an_earlier_evaluation(paths):
+    write_confusion(paths, None)
+    assert "Confusion matrix" not in the_report(paths).text
+
+
+def test_wrong_examples_come_with_what_was_expected(paths):
+    text = " ".join(the_report(paths).text.split())
+    assert "Examples that went wrong" in text
+    assert "Some that went right textexpectedpredictedconfidence finebadbad0.8" in text
+    write_samples(paths, [{"row": 1, "text": ["fine"], "label": "bad", "predicted": "bad", "score": 0.8}])
+    assert "None: every answer is right." in the_report(paths).text
+
+
+def test_tasks_that_answer_with_nothing_show_the_rows_that_went_worst(paths):
+    write_samples(paths, [{"row": 5, "text": ["odd words"], "score": 812.5}])
+    job = TrainerJob.model_validate({**a_job().model_dump(), "task": "text-generation"})
+    text = " ".join(the_report(paths, job=job).text.split())
+    assert "Examples that went worst" in text
+    assert "textperplexity odd words812.5" in text
+
+
+def test_the_report_tells_truncated_rows_and_shows_how_long_rows_are(paths):
+    page = the_report(paths)
+    assert "longer than 128 tokens: train 0.5%" in page.text
+    assert "Lengths in train: most, 400 of 600 rows, have 9 to 16 tokens" in page.text
+
+
+def test_without_a_price_the_report_tells_the_time_that_would_be_priced(paths):
+    text = " ".join(the_report(paths).text.split())
+    assert "total1:00:401:00:40 No price of a node is known" in text
+
+
+def test_with_a_price_the_report_tells_the_cost(paths):
+    estimate = {"seconds": 1800.0, "cost": 6.0, "currency": "EUR"}
+    text = " ".join(the_report(paths, {"estimate": estimate}).text.split())
+    assert "Cost12.13 EUR1:00:40 of nodes" in text
+    assert "12.13 EUR at 12.00 EUR a node and hour" in text
+
+
+def test_no_section_of_the_report_is_empty(paths):
+    html = (the_report(paths), paths.report.read_text(encoding="utf-8"))[1]
+    sections = re.findall(r"<section[^>]*>\s*<h2>([^<]+)</h2>(.*?)</section>", html, re.DOTALL)
+    assert len(sections) >= 10
+    assert [name for name, body in sections if not re.sub(r"<[^>]+>", "", body).strip()] == []
 
 
 # --------------------------------------------------------------------------------------------------------- other files

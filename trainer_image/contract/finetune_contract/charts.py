@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Final, TypeAlias
 
+from finetune_contract.metrics import GREATEST
+
 Series: TypeAlias = Sequence[tuple[float, float]]
 """(x, y) by rising x."""
 
@@ -192,17 +194,26 @@ class Share:
 
 
 def training_charts(runs: Mapping[str, Sequence[Mapping[str, Any]]], x: str = "step") -> list[Chart]:
-    """Charts of what the histories have: loss, figures of the validation rows, learning rate, throughput.
+    """Charts of what the histories have: loss, metrics of the validation rows, learning rate, throughput. Those metrics
+    of a single run that are between 0 and 1 share a chart.
 
     `runs`: name -> lines of its `history.jsonl`. The curves of several runs are laid over each other, and a run has
     the same colour in each chart. `x`: the field of the lines that is the x axis.
     """
     names = {name: None for lines in runs.values() for line in lines for name in line if name.startswith("eval_")}
+    together: list[str] = []
     if len(runs) == 1:
         names.pop("eval_loss", None)  # it is beside the training loss
+        together = [name for name in names if GREATEST.get(name.removeprefix("eval_")) == 1]
+        together = together if len(together) > 1 else []
     found = [
         loss_chart(runs, x),
-        *(_measured(runs, name, x) for name in sorted(names, key=lambda name: name != "eval_loss")),
+        _shares_measured(runs, together, x),
+        *(
+            _measured(runs, name, x)
+            for name in sorted(names, key=lambda name: name != "eval_loss")
+            if name not in together
+        ),
         overlaid("Learning rate", runs, "learning_rate", x),
         overlaid("Throughput", runs, "tokens_per_second", x, unit="tokens/s without padding", mean=True),
     ]
@@ -238,6 +249,16 @@ def overlaid(
 
 def _measured(runs: Mapping[str, Sequence[Mapping[str, Any]]], name: str, x: str) -> Chart | None:
     return overlaid(f"Validation {name.removeprefix('eval_').replace('_', ' ')}", runs, name, x, dots=True)
+
+
+def _shares_measured(runs: Mapping[str, Sequence[Mapping[str, Any]]], names: Sequence[str], x: str) -> Chart | None:
+    """Metrics between 0 and 1, laid over each other."""
+    curves = [
+        Curve(name.removeprefix("eval_").replace("_", " "), series(lines, name, x), dots=True)
+        for lines in runs.values()
+        for name in names
+    ]
+    return chart("Validation metrics", curves, x_label=x)
 
 
 def series(rows: Iterable[Mapping[str, Any]], name: str, x: str = "step") -> Series:
