@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from finetune_operator.cli.commands.cluster import logs, status, watch
+from finetune_operator.cli.commands.compare import compare
 from finetune_operator.cli.commands.documents import COMPLETE_VARIABLE, completion, crd, schema
 from finetune_operator.cli.commands.files import plan, render, validate
 from finetune_operator.cli.commands.installation import images
@@ -47,7 +48,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 COMMANDS = (
-    validate, plan, render, review, run,
+    validate, plan, render, review, run, compare,
     status, logs, watch, wait, suspend, resume, restart, cancel, cost, debug,
     images, crd, schema, completion,
 )  # fmt: skip
