@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import browser
 import numpy as np
 import pytest
 import yaml
@@ -382,6 +383,24 @@ def test_no_section_of_the_report_is_empty(paths):
     sections = re.findall(r"<section[^>]*>\s*<h2>([^<]+)</h2>(.*?)</section>", html, re.DOTALL)
     assert len(sections) >= 10
     assert [name for name, body in sections if not re.sub(r"<[^>]+>", "", body).strip()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_report_fits_telephones_and_screens_and_shows_no_empty_section(dark, paths, tmp_path):
+    endless = "x" * 500
+    names = (*(f"label number {i}" for i in range(30)), endless)
+    write_confusion(paths, Confusion(names, np.full((31, 31), 12_345, np.int64), "rows"))
+    rows = [{"row": 1, "text": [endless, HOSTILE], "label": endless, "predicted": HOSTILE, "score": 0.5}]
+    write_samples(paths, rows)
+    job = gated(metric="accuracy", minimum=0.95)
+    write_report(job, {"reasons": [endless], "estimate": {"seconds": 9.0, "cost": 6.0, "currency": "EUR"}}, paths)
+    folder = tmp_path / "browser"
+    folder.mkdir()
+    for seen in browser.seen(paths.report, folder, dark=dark):
+        assert seen.scroll <= seen.width, seen.wide
+        assert (seen.wide, seen.empty, seen.flat) == ([], [], [])
+        assert seen.charts == 5
 
 
 # --------------------------------------------------------------------------------------------------------- other files

@@ -125,6 +125,15 @@ def test_of_many_noisy_curves_only_the_means_are_drawn():
     assert (lines(2), lines(4)) == (4, 4)
 
 
+def test_the_axis_of_many_noisy_curves_is_fitted_to_the_means_that_are_drawn():
+    noisy = [{"step": i, "loss": 100.0 * (i % 2)} for i in range(200)]
+    one, many = loss_chart({"a": noisy}), loss_chart({str(i): noisy for i in range(4)})
+    assert one is not None
+    assert many is not None
+    assert one.y.high > 100
+    assert many.y.high < 70
+
+
 def test_the_running_mean_follows_the_values():
     values = [(float(i), float(i % 2)) for i in range(100)]
     mean = running_mean(values)

@@ -10,6 +10,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import browser
 import pytest
 import yaml
 from rich.console import Console
@@ -284,3 +285,17 @@ def test_runs_with_steps_of_different_size_are_laid_over_each_other_by_epochs(tm
     run("b", steps_per_epoch=10)
     tags = Tags(page(of(tmp_path, "a", "b"), every=False))
     assert "a from 1 at epoch 0.05 to 0.025 at epoch 2; b from 1 at epoch 0.1 to 0.025 at epoch 4" in tags.labels[0]
+
+
+@pytest.mark.slow
+def test_the_page_fits_telephones_and_screens_and_shows_no_empty_section(tmp_path, run):
+    names = [f"run-{i}-with-a-name-that-is-rather-long-for-a-column" for i in range(7)]
+    for i, name in enumerate(names):
+        run(name, rate=2e-5 * (i + 1), model={"uri": "hf://org/" + "x" * 300 * (i == 3)})
+    (tmp_path / "page.html").write_text(page(of(tmp_path, *names), every=True), encoding="utf-8")
+    folder = tmp_path / "browser"
+    folder.mkdir()
+    for seen in browser.seen(tmp_path / "page.html", folder):
+        assert seen.scroll <= seen.width, seen.wide
+        assert (seen.wide, seen.empty, seen.flat) == ([], [], [])
+        assert seen.charts == 2

@@ -280,8 +280,8 @@ def chart(
     """`curves` over one fitted axis; None unless one of them has two values to connect."""
     if not any(len(curve.values) > 1 for curve in curves):
         return None
-    points = [point for curve in curves for point in curve.values]
     noisy = _noisy(curves)
+    points = [point for curve in curves for point in _drawn(curve, noisy)]
     lines = "The strong line is the mean" if noisy <= _FAINT else "The lines are means"
     means = f"{lines} over a twentieth of the values." if noisy else ""
     xs = [x for x, _ in points]
@@ -360,6 +360,11 @@ def number(value: float) -> str:
     if value == int(value) and abs(value) < 1e7:
         return f"{int(value):,}"
     return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}" if abs(value) < 1e7 else f"{value:.3g}"
+
+
+def _drawn(curve: Curve, noisy: int) -> Series:
+    """The values that are shown, of `noisy` noisy curves."""
+    return (running_mean(curve.values) if curve.mean and noisy > _FAINT else None) or curve.values
 
 
 def _noisy(curves: Iterable[Curve]) -> int:
