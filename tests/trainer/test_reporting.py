@@ -8,11 +8,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import browser
 import numpy as np
 import pytest
 import yaml
 
+import browser
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import TrainerJob

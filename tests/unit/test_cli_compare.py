@@ -10,14 +10,15 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import browser
 import pytest
 import yaml
 from rich.console import Console
 
+import browser
 from finetune_command import finetune
 from finetune_contract.choices import Stage
 from finetune_contract.report import TrainerReport
+from finetune_operator.api.types import FailureStatus
 from finetune_operator.cli.comparing import Comparison, compare, page, print_comparison
 from finetune_operator.cli.runfolders import NoRunError, find_runs
 
@@ -142,7 +143,8 @@ def test_an_unfinished_run_a_failed_one_and_broken_files_are_told_and_compared_a
     run("whole")
     unfinished = run("unfinished", stages=(Stage.PREPARE,))
     failed = run("failed", stages=(Stage.PREPARE, Stage.TRAIN), rate=1e-4)
-    write(failed / "failure.json", {"stage": "evaluate", "failureClass": "GateNotMet"})
+    failure = FailureStatus(failure_class="GateNotMet", reason="GateNotMet", message="too low", stage="evaluate")
+    write(failed / "failure.json", failure.model_dump(mode="json", by_alias=True, exclude_none=True))
     broken = run("broken")
     (broken / "metrics.json").write_text('{"train": ')
     (broken / "job.json").write_text("[]")

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from finetune_contract.choices import Stage
 from finetune_contract.layout import JobPaths
 from finetune_operator.api.redaction import Redactor
+from finetune_operator.api.types import FailureStatus
 from finetune_operator.cli.workspace import FAILURE_FILE, LOCAL_STAGES, finished
 
 NO_SETTINGS = ("schemaVersion", "name", "run")
@@ -165,9 +168,9 @@ def _state(
     missing = [stage for stage in _stages(job) if stage not in seconds]
     if job and not missing:
         return "finished"
-    failure = _read(paths.root / FAILURE_FILE, [])
-    if failure:
-        return f"failed: {failure.get('failureClass', 'unknown')} in {failure.get('stage', 'an unknown stage')}"
+    failure = _failure(paths)
+    if failure is not None:
+        return f"failed: {failure.failure_class} in {failure.stage or 'an unknown stage'}"
     at = max((line["step"] for line in history if isinstance(line.get("step"), int)), default=None)
     if Stage.TRAIN in missing and at is not None:
         training = job.get("training")
@@ -176,6 +179,13 @@ def _state(
     if not missing:
         return "unknown"
     return f"unfinished: {missing[0]} has not ended" if seconds else "unfinished: no stage has ended"
+
+
+def _failure(paths: JobPaths) -> FailureStatus | None:
+    try:
+        return FailureStatus.model_validate_json((paths.root / FAILURE_FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None
 
 
 def _stages(job: Mapping[str, Any]) -> list[Stage]:
