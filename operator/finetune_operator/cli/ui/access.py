@@ -94,5 +94,6 @@ def _without_token(headers: Mapping[str, str], port: int, keys: Keys) -> Refusal
     if held is not None and keys.is_token(held.value):
         return None
     return Refusal(
-        403, "Open the whole URL that finetune ui has printed, with its ?token=...: it keeps other users of this machine out."
+        403,
+        "Open the whole URL that finetune ui has printed, with its ?token=...: it keeps other users of this machine out.",
     )

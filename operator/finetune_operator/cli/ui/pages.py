@@ -14,7 +14,6 @@ from urllib.parse import quote
 
 import jinja2
 from jinja2.runtime import Context
-from markupsafe import Markup
 
 from finetune_contract.charts import training_charts
 from finetune_contract.report import Progress
@@ -67,7 +66,7 @@ class Page:
 @jinja2.pass_context
 def _shown(context: Context, value: Any) -> Any:
     """What a `{{ }}` puts into a page; parts that are HTML have been through this."""
-    if isinstance(value, str) and not isinstance(value, Markup) and not hasattr(value, "__html__"):
+    if isinstance(value, str) and not hasattr(value, "__html__"):
         redactor: Redactor = context[_REDACTOR]
         return redactor.text(value)
     return value
@@ -87,7 +86,9 @@ def _environment() -> jinja2.Environment:
 class Pages:
     """Makes the pages of one workspace and, where there is one, of a cluster."""
 
-    def __init__(self, workspace: Workspace, jobs: ClusterJobs | None, program: str = "finetune", flags: str = "") -> None:
+    def __init__(
+        self, workspace: Workspace, jobs: ClusterJobs | None, program: str = "finetune", flags: str = ""
+    ) -> None:
         self._workspace = workspace
         self._jobs = jobs
         self._program = program
@@ -156,10 +157,8 @@ class Pages:
                 for log in logs
             ],
             plan=_plan_sections(plan),
-            plan_problem=plan if isinstance(plan, str) else None,
-            job_file=None
-            if job_file is None
-            else json.dumps(redactor.value(job_file), indent=2, ensure_ascii=False),
+            plan_problem=plan if isinstance(plan, str) and not run.problems else None,
+            job_file=None if job_file is None else json.dumps(redactor.value(job_file), indent=2, ensure_ascii=False),
         )
 
     def report(self, name: str) -> bytes | None:
@@ -175,9 +174,7 @@ class Pages:
         return self._page(
             "compare",
             title="Compare runs",
-            choices=[
-                {"name": shown_name(run.name), "chosen": run.name in chosen} for run in (*found.runs,)
-            ],
+            choices=[{"name": shown_name(run.name), "chosen": run.name in chosen} for run in (*found.runs,)],
             runs=[(shown_name(run.name), _link(run.name), run.state) for run in runs],
             charts=training_charts(histories),
         )
@@ -212,7 +209,9 @@ class Pages:
         if answer.value is not None:
             redactor.learn(answer.value.job.raw.get("spec"))
             common |= self._job_values(answer.value, now)
-        return self._page("job", redactor, title=name if answer.value is None else f"{name}: {common['phase']}", **common)
+        return self._page(
+            "job", redactor, title=name if answer.value is None else f"{name}: {common['phase']}", **common
+        )
 
     def message(self, code: int, title: str, text: str) -> Page:
         """A page that only says something."""
@@ -324,9 +323,7 @@ def _job_row(job: ClusterJob, now: datetime) -> dict[str, Any]:
         "percent": progress.percent if running else None,
         "progress": f"{progress.percent} %" if progress.percent is not None and running else "",
         "loss": f"{progress.loss:.3f}" if progress.loss is not None else "",
-        "left": human_seconds(progress.remaining_seconds)
-        if progress.remaining_seconds is not None and running
-        else "",
+        "left": human_seconds(progress.remaining_seconds) if progress.remaining_seconds is not None and running else "",
         "restarts": str(status.restarts),
         "age": ago(job.metadata.creation_timestamp, now),
     }

@@ -30,7 +30,7 @@ from finetune_operator.cli.workspace import FAILURE_FILE, INPUTS_FILE, LOCAL_STA
 from finetune_operator.planning.types import JobPlan
 from finetune_operator.reconcile.raw import Raw
 
-RunState: TypeAlias = Literal["running", "succeeded", "failed", "interrupted", "not started", "set aside"]
+RunState: TypeAlias = Literal["running", "succeeded", "failed", "interrupted", "not started", "damaged", "set aside"]
 Value = TypeVar("Value")
 
 DOCUMENT_BYTES = 4 << 20
@@ -43,6 +43,8 @@ WHOLE_LOG_BYTES = 8 << 20
 REPORT_BYTES = 64 << 20
 MOST_RUNS = 200
 """Folders that are listed, those that changed last; the others are counted."""
+MOST_FIGURES = 40
+"""Figures of a history that are shown: the trainer writes about ten, and those of the task's metrics."""
 _KNOWN = ("plan.json", "job.json", INPUTS_FILE, "metrics.json", "history.jsonl", FAILURE_FILE)
 _ASIDE = re.compile(r"\.previous-\d+\Z")
 _ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
@@ -315,7 +317,7 @@ def _read_run(root: Path, name: str, running: bool) -> Run:
     planned = [stage for stage in LOCAL_STAGES if stage in glance.stages] or [
         stage for stage in LOCAL_STAGES if stage in finished or stage in begun
     ]
-    failure = _failure(root, problems)
+    failure, metrics = _failure(root, problems), _metrics(root, problems)
     open_stages = [stage for stage in planned if stage not in finished]
     current = _current(root, open_stages, failure)
     state: RunState
@@ -327,11 +329,12 @@ def _read_run(root: Path, name: str, running: bool) -> Run:
         state = "failed"
     elif planned and not open_stages:
         state = "succeeded"
+    elif begun or finished:
+        state = "interrupted"
     else:
-        state = "interrupted" if begun or finished else "not started"
+        state = "not started" if planned else "damaged"
     if state in ("succeeded", "not started"):
         current = None
-    metrics = _metrics(root, problems)
     firsts = [moment for stage in planned if (moment := _began(root, stage)) is not None]
     return Run(
         name=name,
@@ -494,6 +497,7 @@ def _history(root: Path) -> tuple[list[dict[str, float]], bool]:
     if content is None:
         return [], False
     lines = content.data.split(b"\n")
+    names: set[str] = set()
     rows = []
     for line in lines[1:] if content.cut else lines:
         try:
@@ -501,7 +505,10 @@ def _history(root: Path) -> tuple[list[dict[str, float]], bool]:
         except (ValueError, RecursionError):
             continue  # cut off in the middle, or damaged: only for show
         if isinstance(value, dict):
-            rows.append({name: number for name, one in value.items() if (number := _number(one)) is not None})
+            names.update(list(value)[: MOST_FIGURES - len(names)])
+            rows.append(
+                {name: number for name in value if name in names and (number := _number(value[name])) is not None}
+            )
     return rows, content.cut
 
 

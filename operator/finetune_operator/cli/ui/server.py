@@ -80,8 +80,6 @@ class _Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     server: Server
-    server_version = "finetune"
-    sys_version = ""
     timeout = IDLE_SECONDS
 
     def do_GET(self) -> None:
@@ -100,16 +98,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
         self._send(Answer(f"{text}\n".encode(), PLAIN, status, headers={"Allow": "GET, HEAD"} if method else {}))
 
+    def version_string(self) -> str:
+        """Name no versions."""
+        return "finetune"
+
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
         """Say nothing: the terminal shows the address."""
 
     def _answer(self) -> Answer:
         server = self.server
-        target = urlsplit(self.path)
         try:
+            target = urlsplit(self.path)
             query = parse_qs(target.query, max_num_fields=MOST_QUERY_FIELDS, errors="surrogateescape")
         except ValueError:
-            return Answer(b"The query has too many fields.\n", PLAIN, 400)
+            return Answer(b"This is no address of a page.\n", PLAIN, 400)
         headers = {name.title(): value for name, value in self.headers.items()}
         for token in query.pop("token", [])[:1]:
             refused = foreign(headers, server.port)
