@@ -301,7 +301,7 @@ def test_hostile_names_logs_and_settings_are_text(tmp_path: Path) -> None:
     )
     paths.metrics.write_text(json.dumps({"evaluate": {evil: 0.5}}))
     paths.history.write_text("".join(json.dumps({"step": step, f"eval_{evil}": 0.5 * step}) + "\n" for step in (1, 2)))
-    os.rename(paths.root, tmp_path / evil.replace("/", "|"))
+    paths.root.rename(tmp_path / evil.replace("/", "|"))
     odd = tmp_path / os.fsdecode(b"odd \xff name")
     odd.mkdir()
     (odd / "job.json").write_text("{}")

@@ -17,8 +17,7 @@ from suite_plugins.times import spent
 from ui_support import Client, history_lines, serving, write_run
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed (make install)")
-from playwright.sync_api import Browser, Page, expect, sync_playwright  # noqa: E402
-
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")

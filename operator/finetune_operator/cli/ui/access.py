@@ -95,5 +95,5 @@ def _without_token(headers: Mapping[str, str], port: int, keys: Keys) -> Refusal
         return None
     return Refusal(
         403,
-        "Open the whole URL that finetune ui has printed, with its ?token=...: it keeps other users of this machine out.",
+        "Open the whole URL that finetune ui has printed. Its token keeps other users of this machine out.",
     )

@@ -102,7 +102,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Name no versions."""
         return "finetune"
 
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - the base class's name
+    def log_message(self, format: str, *args: Any) -> None:
         """Say nothing: the terminal shows the address."""
 
     def _answer(self) -> Answer:
@@ -121,9 +121,11 @@ class _Handler(BaseHTTPRequestHandler):
         if refused is not None:
             return Answer(f"{refused.text}\n".encode(), PLAIN, refused.code)
         path = [fsdecode(unquote_to_bytes(part)) for part in target.path.split("/")[1:]]
-        return route(server.pages, path, query) or _of(
-            server.pages.message(404, "Not found", "There is no such page: the run or job may be gone.")
-        )
+        found = route(server.pages, path, query)
+        if found is None:
+            gone = server.pages.message(404, "Not found", "There is no such page: the run or job may be gone.")
+            return _of(gone)
+        return found
 
     def _enter(self, path: str, query: str) -> Answer:
         """Keep the token in a cookie and out of the address, which browsers remember and people copy."""
@@ -166,7 +168,7 @@ def route(pages: Pages, path: list[str], query: dict[str, list[str]]) -> Answer 
         case ["static", name]:
             return _static(name)
         case ["run", name]:
-            return _of(pages.run(name))
+            return _if_there(pages.run(name))
         case ["run", name, "report"]:
             report = pages.report(name)
             return None if report is None else Answer(report, policy=FILE_POLICY)
@@ -176,13 +178,17 @@ def route(pages: Pages, path: list[str], query: dict[str, list[str]]) -> Answer 
         case ["compare"]:
             return _of(pages.compare(query.get("run", [])))
         case ["job", namespace, name]:
-            return _of(pages.job(namespace, name))
+            return _if_there(pages.job(namespace, name))
         case _:
             return None
 
 
-def _of(page: Page | None) -> Answer | None:
-    return None if page is None else Answer(page.html.encode(errors="replace"), code=page.code)
+def _of(page: Page) -> Answer:
+    return Answer(page.html.encode(errors="replace"), code=page.code)
+
+
+def _if_there(page: Page | None) -> Answer | None:
+    return None if page is None else _of(page)
 
 
 @cache
