@@ -48,6 +48,7 @@ from finetune_operator.reconcile.spot import words
 LIST_METRICS = 3
 """Metrics of a run in the list."""
 MOST_COMPARED = 8
+"""Curves have as many colours."""
 LINE_CHARACTERS = 2000
 """A longer line of a log is cut; the whole log has it."""
 _REDACTOR = "redactor"
@@ -166,17 +167,28 @@ class Pages:
         return self._workspace.report(name)
 
     def compare(self, names: Sequence[str]) -> Page:
-        """Runs beside each other."""
+        """Runs over and beside each other."""
         chosen = list(dict.fromkeys(names))[:MOST_COMPARED]
-        found = self._workspace.runs()
         runs = [run for name in chosen if (run := self._workspace.run(name)) is not None]
-        histories = {shown_name(run.name): self._workspace.history(run.name)[0] for run in runs}
+        metrics = dict.fromkeys(metric.name for run in runs for metric in run.metrics)
         return self._page(
             "compare",
             title="Compare runs",
-            choices=[{"name": shown_name(run.name), "chosen": run.name in chosen} for run in (*found.runs,)],
-            runs=[(shown_name(run.name), _link(run.name), run.state) for run in runs],
-            charts=training_charts(histories),
+            choices=[
+                {"name": shown_name(run.name), "chosen": run.name in chosen} for run in self._workspace.runs().runs
+            ],
+            most=MOST_COMPARED if len(set(names)) > MOST_COMPARED else None,
+            runs=[
+                {
+                    "name": shown_name(run.name),
+                    "link": _link(run.name),
+                    "state": run.state,
+                    "time": _duration(run.seconds),
+                }
+                for run in runs
+            ],
+            metrics=[(name, [_figure(_value_of(run, name)) for run in runs]) for name in metrics],
+            charts=training_charts({shown_name(run.name): self._workspace.history(run.name)[0] for run in runs}),
         )
 
     def log(self, name: str, stage: str) -> str | None:
@@ -363,14 +375,13 @@ def _plan_sections(plan: JobPlan | str | None) -> list[dict[str, Any]]:
     ]
 
 
+def _value_of(run: Run, metric: str) -> float | None:
+    return next((each.value for each in run.metrics if each.name == metric), None)
+
+
 def _figure(value: float | None) -> str:
     return "" if value is None else f"{value:.4g}"
 
 
 def _duration(seconds: float | None) -> str:
     return "" if seconds is None or not 0 <= seconds < 1e9 else duration(seconds)
-
-
-def links_of(names: Sequence[str]) -> list[tuple[str, str]]:
-    """Names of runs with the addresses of their pages."""
-    return [(shown_name(name), _link(name)) for name in names]
