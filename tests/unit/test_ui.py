@@ -128,7 +128,8 @@ def test_the_token_of_the_url_becomes_a_cookie_and_leaves_the_address(client: Cl
     assert "SameSite=Lax" in cookie
     assert client.send("/", Cookie=cookie.partition(";")[0]).code == 200
     assert client.send("//evil.example/?" + url.query, Cookie=None).headers["Location"] == "/evil.example/"
-    assert client.send("/?token=wrong", Cookie=None).code == 403
+    for wrong in ("wrong", "", "%ff%00", "%f0%9f%98%80"):
+        assert client.send(f"/?token={wrong}", Cookie=None).code == 403
 
 
 def test_a_token_for_the_command_line_of_a_browser_is_good_once() -> None:
@@ -195,6 +196,16 @@ def test_a_request_that_is_none_is_answered_and_ends(client: Client) -> None:
         connection.sendall(b"\x16\x03\x01 nonsense\r\n\r\n")
         assert b"Bad Request" in connection.recv(4096)
     assert client.send("/" + "a" * 70_000).code == 414
+
+
+def test_fault_of_a_page_is_told_and_the_others_stay(
+    client: Client, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(Workspace, "plan")
+    reply = client.send("/run/finished")
+    assert (reply.code, reply.text) == (500, "This page cannot be made; the terminal of finetune ui says why.\n")
+    assert "/run/finished: AttributeError" in capsys.readouterr().err
+    assert client.send("/").code == 200
 
 
 # -------------------------------------------------------------------------------------------------------------- pages

@@ -30,6 +30,7 @@ HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title=
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with spent("starting processes"), sync_playwright() as playwright:
+        expect.set_options(timeout=WAIT)
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"], timeout=WAIT)
         yield browser
         browser.close()
@@ -96,14 +97,14 @@ def test_page_of_a_running_training_follows_its_curve_log_and_end(page: Page, wo
         with (root / "logs" / "train.log").open("a") as file:
             file.write(f"{HOSTILE}\nstep 7\n")
         page.clock.run_for(3000)
-        expect(page.locator("#log-train-lines")).to_contain_text("step 7", timeout=WAIT)
+        expect(page.locator("#log-train-lines")).to_contain_text("step 7")
         assert points(page) == 7
         expect(page.locator("#log-prepare-lines")).to_be_visible()
     (root / "failure.json").write_text(
         json.dumps({"class": "DataError", "reason": "MissingColumn", "message": "There is no text.", "stage": "train"})
     )
     page.clock.run_for(3000)
-    expect(page.locator("h1 .badge")).to_have_text("failed", timeout=WAIT)
+    expect(page.locator("h1 .badge")).to_have_text("failed")
     expect(page.locator("#head")).to_contain_text("There is no text.")
     assert "owned" not in page.title()
 
@@ -114,7 +115,7 @@ def test_choices_stay_while_the_list_is_renewed(page: Page, workspace: Path) -> 
     page.get_by_label("Compare finished").check()
     write_run(workspace, "newer")
     page.clock.run_for(3000)
-    expect(page.locator("#runs tbody tr")).to_have_count(3, timeout=WAIT)
+    expect(page.locator("#runs tbody tr")).to_have_count(3)
     expect(page.get_by_label("Compare finished")).to_be_checked()
     expect(page.get_by_label("Compare newer")).not_to_be_checked()
 
@@ -127,7 +128,7 @@ def test_page_tells_when_the_server_is_gone(browser: Browser, workspace: Path) -
         page.goto(client.server.url())
         expect(page.locator("#gone")).to_be_hidden()
     page.clock.run_for(3000)
-    expect(page.locator("#gone")).to_be_visible(timeout=WAIT)
+    expect(page.locator("#gone")).to_be_visible()
     context.close()
 
 

@@ -44,14 +44,18 @@ class Keys:
         """Return whether the token of a URL is good; one for one use is spent by it."""
         with self._lock:
             once = self._once
-            if once is not None and hmac.compare_digest(once.encode(), token.encode()):
+            if once is not None and _same(once, token):
                 self._once = None
                 return True
         return self.is_token(token)
 
     def is_token(self, token: str) -> bool:
         """Return whether it is the token of this server."""
-        return hmac.compare_digest(self.token.encode(), token.encode())
+        return _same(self.token, token)
+
+
+def _same(right: str, given: str) -> bool:
+    return hmac.compare_digest(right.encode(), given.encode(errors="surrogateescape"))
 
 
 def cookie_name(port: int) -> str:

@@ -139,15 +139,7 @@ class Pages:
             with_majority=any(each.majority is not None for each in run.metrics),
             charts=training_charts({shown_name(name): history}),
             history_cut=cut,
-            stages=[
-                {
-                    "name": each.name,
-                    "state": each.state,
-                    "time": _duration(each.seconds),
-                    "progress": each.name == run.stage,
-                }
-                for each in run.stages
-            ],
+            stages=[{"name": each.name, "state": each.state, "time": _duration(each.seconds)} for each in run.stages],
             logs=[
                 {
                     "stage": log.stage,

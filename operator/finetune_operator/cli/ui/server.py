@@ -7,6 +7,7 @@ and no script stands in a page, so text that got into one as HTML could not run.
 from __future__ import annotations
 
 import hashlib
+import sys
 from dataclasses import dataclass, field
 from functools import cache
 from http import HTTPStatus
@@ -18,6 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs, unquote_to_bytes, urlencode, urlsplit
 
 from finetune_contract.charts import STYLE
+from finetune_operator.cli.console import complain
 from finetune_operator.cli.ui.access import Keys, cookie_name, foreign, refusal
 from finetune_operator.cli.ui.pages import Page, Pages
 
@@ -73,7 +75,9 @@ class Server(ThreadingHTTPServer):
         self.server_name, self.server_port = ADDRESS, self.port
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away in the middle is nothing to tell."""
+        """Tell faults; a browser that goes away in the middle is none."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -84,11 +88,19 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer."""
-        self._send(self._answer())
+        try:
+            answer = self._answer()
+        except Exception as error:
+            complain(
+                f"{self.path}: {type(error).__name__}: {error}. This is a fault of finetune ui: report it, please."
+            )
+            text = "This page cannot be made; the terminal of finetune ui says why.\n"
+            answer = Answer(text.encode(), PLAIN, 500)
+        self._send(answer)
 
     def do_HEAD(self) -> None:
         """Answer without the body."""
-        self._send(self._answer())
+        self.do_GET()
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer what is no request, or one by another method."""
