@@ -254,6 +254,21 @@ def test_a_broken_run_shows_what_cannot_be_read(client: Client) -> None:
     assert "failure.json cannot be read: it is no file." in text
 
 
+def test_compared_runs_are_beside_each_other_with_what_differs(tmp_path: Path) -> None:
+    write_run(tmp_path, "first")
+    other = write_run(tmp_path, "second", spec={"training": {"learningRate": 0.001, "seed": 7}})
+    told = json.loads(other.metrics.read_text())
+    other.metrics.write_text(json.dumps({**told, "evaluate": {"accuracy": 0.5, "loss": 1e999, "f1": 10**400}}))
+    with serving(tmp_path) as client:
+        page = client.send("/compare?run=first&run=second&run=gone&run=first").text
+    text = words(page)
+    assert re.search(r'<td class="number best">0.9125</td><td class="number">0.5000</td>', page)
+    assert "training.seed 42 7" in text
+    assert "training.learningRate" in text
+    assert "training.weightDecay" not in text
+    assert page.count("<polyline") >= 4
+
+
 def test_a_run_that_works_is_running_until_its_process_lets_go(tmp_path: Path) -> None:
     write_run(tmp_path, "first", done=(Stage.PREPARE,))
     runs = Workspace(tmp_path)
@@ -298,6 +313,20 @@ def test_the_end_of_a_huge_history_and_of_a_huge_log_is_shown(tmp_path: Path, mo
     assert log.cut
     assert len(log.lines) == 400
     assert log.lines[-1] == "line 19999"
+
+
+def test_a_long_history_is_read_at_equal_distances_with_its_evaluations_and_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finetune_operator.cli.ui.runs.HISTORY_LINES", 10)
+    paths = write_run(tmp_path, "first", steps=99)
+    with paths.history.open("a") as file:
+        file.write('{"step": 99, "eval_loss": 0.5}\n' + history_lines(101, first=100))
+    rows, cut = Workspace(tmp_path).history("first")
+    steps = [row["step"] for row in rows if "loss" in row]
+    assert not cut
+    assert (steps[0], steps[1] - steps[0], steps[-1]) == (1, 21, 200)
+    assert [row["eval_loss"] for row in rows if "eval_loss" in row] == [0.5]
 
 
 def test_a_log_is_shown_as_a_terminal_leaves_it() -> None:

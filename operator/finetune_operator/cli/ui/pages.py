@@ -21,6 +21,7 @@ from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.redaction import Redactor
 from finetune_operator.api.types import FailureStatus, ProgressStatus
 from finetune_operator.cli.cluster import ClusterJob
+from finetune_operator.cli.comparing import MARK, Comparison, Figure, compare, curves, setting_text
 from finetune_operator.cli.display import duration, figures
 from finetune_operator.cli.jobview import (
     EVENTS,
@@ -162,7 +163,7 @@ class Pages:
         """Runs over and beside each other."""
         chosen = list(dict.fromkeys(names))[:MOST_COMPARED]
         runs = [run for name in chosen if (run := self._workspace.run(name)) is not None]
-        metrics = dict.fromkeys(metric.name for run in runs for metric in run.metrics)
+        comparison = compare([self._workspace.compared(run) for run in runs])
         return self._page(
             "compare",
             title="Compare runs",
@@ -170,17 +171,18 @@ class Pages:
                 {"name": shown_name(run.name), "chosen": run.name in chosen} for run in self._workspace.runs().runs
             ],
             most=MOST_COMPARED if len(set(names)) > MOST_COMPARED else None,
-            runs=[
-                {
-                    "name": shown_name(run.name),
-                    "link": _link(run.name),
-                    "state": run.state,
-                    "time": _duration(run.seconds),
-                }
-                for run in runs
+            runs=[{"name": shown_name(run.name), "link": _link(run.name), "state": run.state} for run in runs],
+            notes=comparison.notes,
+            tables=[
+                ("Metrics", _figure_rows(comparison.metrics, comparison)),
+                ("Time, throughput, memory, cost", _figure_rows(comparison.figures, comparison)),
             ],
-            metrics=[(name, [_figure(_value_of(run, name)) for run in runs]) for name in metrics],
-            charts=training_charts({shown_name(run.name): self._workspace.history(run.name)[0] for run in runs}),
+            settings=[
+                (each.field, [setting_text(each, run.name)[:LINE_CHARACTERS] for run in comparison.runs])
+                for each in comparison.settings
+                if each.differs
+            ],
+            charts=curves(comparison) if runs else [],
         )
 
     def log(self, name: str, stage: str) -> str | None:
@@ -367,8 +369,12 @@ def _plan_sections(plan: JobPlan | str | None) -> list[dict[str, Any]]:
     ]
 
 
-def _value_of(run: Run, metric: str) -> float | None:
-    return next((each.value for each in run.metrics if each.name == metric), None)
+def _figure_rows(figures: Sequence[Figure], comparison: Comparison) -> list[tuple[str, list[tuple[str, bool]]]]:
+    """Name, and for each run the value and whether it is the best."""
+    return [
+        (each.name, [(each.cell(run.name).removesuffix(f" {MARK}"), run.name in each.best) for run in comparison.runs])
+        for each in figures
+    ]
 
 
 def _figure(value: float | None) -> str:

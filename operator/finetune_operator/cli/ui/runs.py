@@ -23,7 +23,9 @@ from pydantic import JsonValue, ValidationError
 from finetune_contract.choices import Stage
 from finetune_contract.report import Progress, TrainerReport
 from finetune_operator.api.json_text import loads
+from finetune_operator.api.redaction import Redactor
 from finetune_operator.api.types import FailureStatus
+from finetune_operator.cli import runfolders
 from finetune_operator.cli.display import latest
 from finetune_operator.cli.ui.reading import Content, Stamp, UnreadableError, folders, read, stamp
 from finetune_operator.cli.workspace import FAILURE_FILE, INPUTS_FILE, LOCAL_STAGES
@@ -34,12 +36,14 @@ RunState: TypeAlias = Literal["running", "succeeded", "failed", "interrupted", "
 Value = TypeVar("Value")
 
 DOCUMENT_BYTES = 4 << 20
-HISTORY_BYTES = 16 << 20
-"""About 50,000 steps; of a longer history the last ones are shown."""
+HISTORY_BYTES = 64 << 20
+"""About 200,000 steps; of a longer history the last ones are shown."""
+HISTORY_LINES = 3000
+"""Of a history with more lines, so many at equal distances are read: a curve has about half as many points."""
 PROGRESS_BYTES = 16 << 10
 LOG_BYTES = 64 << 10
 LOG_LINES = 400
-WHOLE_LOG_BYTES = 8 << 20
+WHOLE_LOG_BYTES = 4 << 20
 REPORT_BYTES = 64 << 20
 MOST_RUNS = 200
 """Folders that are listed, those that changed last; the others are counted."""
@@ -221,6 +225,28 @@ class Workspace:
         """What the trainer was told (job.json); None when that cannot be read."""
         return _json(self._root(name), "job.json", [])
 
+    def compared(self, run: Run) -> runfolders.Run:
+        """The run as `finetune compare` takes it, without secrets."""
+        root, problems = self._root(run.name), list[str]()
+        job, plan, metrics, environment = (
+            _object(root, file, problems) for file in ("job.json", "plan.json", "metrics.json", "environment.json")
+        )
+        redactor = Redactor()
+        for each in (job, plan):
+            redactor.learn(each)
+        return runfolders.Run(
+            name=shown_name(run.name),
+            folder=root,
+            job=redactor.value(job or plan.get("trainer") or {}),
+            plan=redactor.value(plan),
+            metrics=metrics,
+            environment=environment,
+            history=self.history(run.name)[0],
+            seconds={Stage(stage.name): stage.seconds for stage in run.stages if stage.seconds is not None},
+            state="finished" if run.state == "succeeded" else run.state,
+            problems=tuple(problems),
+        )
+
     def history(self, name: str) -> tuple[list[dict[str, float]], bool]:
         """The finite numbers of each line of the training's history, and whether earlier lines are left out."""
         root = self._root(name)
@@ -400,6 +426,24 @@ def _json(root: Path, name: str, problems: list[str]) -> JsonValue:
     return None
 
 
+def _object(root: Path, name: str, problems: list[str]) -> dict[str, Any]:
+    """An object whose numbers can be reckoned with; empty when it cannot be read."""
+    value = _json(root, name, problems)
+    return {key: _tame(one) for key, one in value.items()} if isinstance(value, dict) else {}
+
+
+def _tame(value: JsonValue) -> JsonValue:
+    match value:
+        case dict():
+            return {name: _tame(one) for name, one in value.items()}
+        case list():
+            return [_tame(one) for one in value]
+        case int() | float() if not isinstance(value, bool) and _number(value) is None:
+            return None
+        case _:
+            return value
+
+
 def _glance(root: Path, problems: list[str]) -> _PlanGlance:
     value = _json(root, "plan.json", problems)
     if value is None:
@@ -499,7 +543,7 @@ def _history(root: Path) -> tuple[list[dict[str, float]], bool]:
     lines = content.data.split(b"\n")
     names: set[str] = set()
     rows = []
-    for line in lines[1:] if content.cut else lines:
+    for line in _sample(lines[1:] if content.cut else lines):
         try:
             value: Any = json.loads(line) if line else None
         except (ValueError, RecursionError):
@@ -510,6 +554,20 @@ def _history(root: Path) -> tuple[list[dict[str, float]], bool]:
                 {name: number for name in value if name in names and (number := _number(value[name])) is not None}
             )
     return rows, content.cut
+
+
+def _sample(lines: Sequence[bytes]) -> list[bytes]:
+    """Steps at equal distances and evaluations at equal distances, with the last of all."""
+    if len(lines) <= HISTORY_LINES:
+        return list(lines)
+    evaluations = [at for at, line in enumerate(lines) if b'"eval_' in line]
+    chosen = {*_thinned(range(len(lines)), HISTORY_LINES), *_thinned(evaluations, HISTORY_LINES // 10)}
+    return [lines[at] for at in sorted(chosen)]
+
+
+def _thinned(places: Sequence[int], most: int) -> Sequence[int]:
+    every = -(-len(places) // most) or 1
+    return [*places[::every], *places[-2:]]
 
 
 def readable_lines(content: Content) -> list[str]:
