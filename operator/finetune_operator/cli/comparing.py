@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from finetune_contract.charts import STYLE, training_charts
+from finetune_contract.charts import STYLE, Chart, training_charts
 from finetune_contract.choices import Stage
 from finetune_contract.metrics import LOWER_IS_BETTER, METRICS, metrics_of
 from finetune_operator.api.quantities import human_bytes
@@ -335,10 +335,6 @@ def _print_table(console: Console, title: str, head: Sequence[str], rows: Sequen
 
 def page(comparison: Comparison, *, every: bool) -> str:
     """One HTML page that loads nothing and runs nothing, with the curves of all runs laid over each other."""
-    by = "epoch" if _by_epoch(comparison.runs) else "step"
-    charts = training_charts(
-        {run.name: _with_epochs(run) if by == "epoch" else run.history for run in comparison.runs}, by
-    )
     return (
         _environment()
         .get_template("compare.html.jinja")
@@ -348,10 +344,18 @@ def page(comparison: Comparison, *, every: bool) -> str:
             settings=[each for each in comparison.settings if each.differs or every],
             every=every,
             setting_text=setting_text,
-            charts=charts,
+            charts=curves(comparison),
             chart_style=STYLE,
             mark=MARK,
         )
+    )
+
+
+def curves(comparison: Comparison) -> list[Chart]:
+    """The curves of all runs laid over each other, by epochs where their steps are of different size."""
+    by = "epoch" if _by_epoch(comparison.runs) else "step"
+    return training_charts(
+        {run.name: _with_epochs(run) if by == "epoch" else run.history for run in comparison.runs}, by
     )
 
 
