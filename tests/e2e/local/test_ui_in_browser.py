@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from finetune_contract.choices import Stage
+from finetune_operator.cli.cluster import Connection
+from finetune_operator.cli.ui.jobs import ClusterJobs
 from finetune_operator.cli.workspace import locked
 from suite_plugins.patience import patient
 from suite_plugins.times import spent
-from ui_support import Client, history_lines, serving, write_run
+from ui_support import Client, api_server, history_lines, serving, write_run
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed (make install)")
 from playwright.sync_api import Browser, Page, expect, sync_playwright
@@ -24,6 +26,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not instal
 WAIT = patient(60) * 1000
 """Milliseconds."""
 WIDTHS = (360, 768, 1280)
+JOB_PAGES = ("/job/team/reviews", "/job/team/broken")
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
 
@@ -46,8 +49,10 @@ def workspace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(workspace: Path) -> Iterator[Client]:
-    with serving(workspace) as client:
-        yield client
+    with api_server() as api:
+        connection = Connection(api.write_kubeconfig(workspace.parent / "config"))
+        with serving(workspace, ClusterJobs(connection)) as client:
+            yield client
 
 
 @pytest.fixture
@@ -148,9 +153,11 @@ def test_report_of_a_run_runs_no_script(browser: Browser, client: Client, worksp
 def test_no_page_is_wider_than_the_screen(page: Page, client: Client, scheme: str) -> None:
     page.emulate_media(color_scheme="dark" if scheme == "dark" else "light")
     base = f"http://127.0.0.1:{client.server.port}"
-    for path in ("/", "/run/finished", "/run/going-on", "/compare?run=finished&run=going-on"):
+    for path in ("/", "/run/finished", "/run/going-on", "/compare?run=finished&run=going-on", *JOB_PAGES):
         answer = page.goto(base + path)
         assert answer is not None
+        if path in JOB_PAGES:
+            expect(page.locator("#stages tbody tr").first).to_be_visible()
         for width in WIDTHS:
             page.set_viewport_size({"width": width, "height": 800})
             wider = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")

@@ -227,7 +227,8 @@ class Pages:
         assert self._jobs is not None
         job, status = details.job, details.job.status
         progress = status.progress if job.outcome is None else None
-        facts = [] if status.plan is None else [("plan", line, "") for line in plan_lines(status.plan)]
+        plan = () if status.plan is None else plan_lines(status.plan)
+        facts = [("" if number else "plan", line, "") for number, line in enumerate(plan)]
         lines = readable_lines(Content("\n".join(f"[{label}] {line}" for label, line in details.log).encode()))
         return {
             "phase": phase_of(job),
