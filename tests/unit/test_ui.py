@@ -474,3 +474,7 @@ def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     assert "--namespace and --no-cluster exclude each other" in ran.stderr
     (tmp_path / "file").write_text("")
     assert finetune("ui", "--workspace", "file", folder=tmp_path).returncode == 2
+    write_run(tmp_path, "one")
+    ran = finetune("ui", "--workspace", "one", folder=tmp_path)
+    assert ran.returncode == 2
+    assert "it is the folder of one run; name the folder that it is in" in ran.stderr

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from finetune_contract.layout import JobPaths
 from finetune_operator.cli.commands.options import AllNamespaces, Context, Kubeconfig, Namespace, Workspace
 from finetune_operator.cli.console import UsageError, complain, out
 
@@ -57,6 +58,8 @@ def ui(
         raise UsageError(f"{named[0]} and --no-cluster exclude each other")
     if workspace.exists() and not workspace.is_dir():
         raise UsageError(f"--workspace {workspace}: it is a file; name a folder")
+    if JobPaths(workspace).job.is_file():
+        raise UsageError(f"--workspace {workspace}: it is the folder of one run; name the folder that it is in")
 
     from finetune_operator.cli.cluster import Connection, is_known
     from finetune_operator.cli.ui.jobs import ClusterJobs
