@@ -25,7 +25,7 @@ from finetune_trainer.inference.predict import predict
 from finetune_trainer.inference.runner import answers_of
 from finetune_trainer.models import load_tokenizer
 from finetune_trainer.progress import NoProgress
-from finetune_trainer.reporting import SAMPLES_FILE, merge_metrics
+from finetune_trainer.reporting import CONFUSION_FILE, SAMPLES_FILE, merge_metrics
 from finetune_trainer.tasks.base import task_module
 from trainer_support.tasks import predictions, training_of, write_lines
 
@@ -237,6 +237,18 @@ def test_the_samples_of_the_report_hold_texts_and_no_column_that_predictions_cop
     samples = json.loads((paths.root / SAMPLES_FILE).read_text(encoding="utf-8"))
     assert len(samples) == 20
     assert [sample["text"] for sample in samples] == [[ROWS[sample["row"]]["text"]] for sample in samples]
+
+
+def test_the_confusion_matrix_counts_every_row_once_and_agrees_with_the_accuracy(model, data, paths):
+    job = a_job(model, data)
+    prepare(job, paths, NoProgress())
+    measured = evaluate(job, paths, NoProgress())["evaluate"]
+    kept = json.loads((paths.root / CONFUSION_FILE).read_text(encoding="utf-8"))
+    counts = np.array(kept["counts"])
+    assert kept["labels"] == list(LABELS)
+    assert counts.sum(axis=1).tolist() == [sum(row["label"] == label for row in ROWS) for label in LABELS]
+    assert counts.trace() / counts.sum() == pytest.approx(measured["accuracy"])
+    assert sum(count for _, _, count in kept["mistakes"]) == counts.sum() - counts.trace()
 
 
 def test_rows_without_labels_cannot_be_evaluated(model, tmp_path, paths):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -151,6 +152,8 @@ def test_it_learns_and_is_judged_as_a_plain_loop_would(model, data, paths) -> No
         surprise += torch.nn.functional.cross_entropy(logits[asked], right, reduction="none").tolist()
     assert measured["loss"] == pytest.approx(np.mean(surprise), rel=1e-4)
     assert evaluate(job, paths, NoProgress())["evaluate"] == measured
+    samples = json.loads((paths.root / "samples.json").read_text(encoding="utf-8"))
+    assert samples[0]["score"] == max(each["score"] for each in samples) > 1
     assert measured["accuracy"] > 0.5  # five words of a known pattern, an animal of three
 
 

@@ -292,7 +292,13 @@ def test_real_answers_are_preferred_to_their_own_words_in_another_order(tmp_path
     trained(job, paths)
     theirs, _ = by_trl(job, paths, tmp_path / "trl", AutoModelForCausalLM.from_pretrained(model))
     assert losses(paths) == pytest.approx(theirs, rel=1e-3)
-    assert evaluate(job, paths, NoProgress())["evaluate"]["rewards/accuracies"] > 0.75
+    measured = evaluate(job, paths, NoProgress())["evaluate"]
+    assert measured["rewards/accuracies"] > 0.75
+    samples = json.loads((paths.root / "samples.json").read_text(encoding="utf-8"))
+    margins = [each["score"] for each in samples]
+    assert margins == sorted(margins)
+    assert margins[0] < measured["rewards/margins"]
+    assert samples[0]["text"] == [rows[-60:][samples[0]["row"]]["prompt"]]
 
 
 def test_lora_is_compared_with_the_model_without_it_as_trl_does(llama, data, tmp_path, paths):

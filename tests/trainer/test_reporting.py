@@ -8,21 +8,28 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
+import browser
+from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_trainer.charts import loss_chart
+from finetune_contract.report import TrainerReport
 from finetune_trainer.failures import StageError
 from finetune_trainer.reporting import (
+    CONFUSION_FILE,
+    SAMPLES_FILE,
     merge_metrics,
+    write_confusion,
     write_environment,
     write_model_card,
     write_report,
     write_samples,
 )
+from finetune_trainer.tasks.figures import Confusion
 
 HOSTILE = "</title></script><script>alert(1)</script>{{ 7*7 }}\"'><img src=x onerror=alert(1)> ünïcode"
 TRAINING = {
@@ -45,7 +52,16 @@ TRAINING = {
 FACTS = DataFacts.model_validate(
     {
         "fingerprint": "ab" * 32,
-        "splits": {"train": {"rows": 600, "tokens": 9000, "longest": 60}, "test": {"rows": 100, "tokens": 1500}},
+        "splits": {
+            "train": {
+                "rows": 600,
+                "tokens": 9000,
+                "longest": 60,
+                "truncated_rows": 3,
+                "length_histogram": {8: 100, 16: 400, 64: 100},
+            },
+            "test": {"rows": 100, "tokens": 1500},
+        },
         "labels": ["bad", HOSTILE],
         "label_counts": {"bad": 290, HOSTILE: 310},
         "max_length": 128,
@@ -72,7 +88,7 @@ METRICS = {
         },
     },
 }
-VOID = {"meta", "line", "br", "circle", "polyline", "img"}
+VOID = {"meta", "line", "br", "polyline", "img"}
 
 
 def a_job(uri: str = "hf://org/model", data: str = "hf://org/data") -> TrainerJob:
@@ -97,6 +113,11 @@ def paths(tmp_path: Path) -> JobPaths:
         {"row": 1, "text": ["fine"], "label": "bad", "predicted": "bad", "score": 0.8},
     ]
     write_samples(paths, rows)
+    write_confusion(paths, Confusion(("bad", HOSTILE), np.array([[40, 9], [0, 51]]), "rows"))
+    paths.state.mkdir()
+    for stage, seconds in ((Stage.TRAIN, 3600.0), (Stage.EVALUATE, 40.0)):
+        ended = TrainerReport(job="reviews", stage=stage, rank=0, world_size=1, outcome="succeeded", seconds=seconds)
+        (paths.state / f"{stage}.json").write_text(ended.to_json(), encoding="utf-8")
     write_environment(paths)
     return paths
 
@@ -160,27 +181,24 @@ def test_the_report_holds_every_part_that_the_stages_left(paths):
     ]
     expected += ["deepspeed, ZeRO stage 2, optimizer offloaded to cpu", "32 = micro-batch 8 x 2 accumulation x 2 ranks"]
     expected += [
-        "Training loss from 0.6875 at step 1 to 0.2000 at step 40",
-        "step 20: 0.5000",
-        "optimizer step",
+        "validation, step 20: 0.5",
         "torch",
     ]
     assert [text for text in expected if text not in page.text] == []
-    line = next(attributes["points"] for tag, attributes in page.tags if tag == "polyline")
-    assert line is not None
-    assert len(line.split()) == 40
+    lines = [(attributes["points"] or "").split() for tag, attributes in page.tags if tag == "polyline"]
+    assert [len(line) for line in lines[:2]] == [40, 40]  # the losses, and behind them their means
 
 
 def test_the_report_has_a_curve_for_everything_that_the_history_has(paths):
     page = the_report(paths)
     expected = [
-        "Training loss from 0.6875 at step 1 to 0.2000 at step 40",
-        "Validation accuracy from 0.7000 at step 20 to 0.8000 at step 40",
+        "Loss: training from 0.6875 at step 1 to 0.2 at step 40; validation 0.5 at step 20",
+        "Validation accuracy from 0.7 at step 20 to 0.8 at step 40",
         "Learning rate from 1.95e-05 at step 1 to 0 at step 40",
         "Throughput from 1,001 at step 1 to 1,040 at step 40",
     ]
-    assert [text for text in expected if text not in page.text] == []
-    assert sum(tag == "polyline" for tag, _ in page.tags) == len(expected)
+    labels = [label for tag, attributes in page.tags if tag == "svg" and (label := attributes.get("aria-label"))]
+    assert [text for text in labels if text in expected] == expected
 
 
 def test_the_report_tells_where_the_time_went_and_what_cannot_be_told_apart(paths):
@@ -190,8 +208,12 @@ def test_the_report_tells_where_the_time_went_and_what_cannot_be_told_apart(path
     expected += ["waiting for data1.000 s5.0%", "Measured by CUDA events", "cannot be told apart", "Padding share12.5%"]
     expected += ["Peak memory of each process", "1.00 GiB"]
     assert [each for each in expected if each not in text] == []
-    bar = [float(attributes["width"] or 0) for tag, attributes in page.tags if tag == "rect"]
-    assert sum(bar) == pytest.approx(760)
+    bar = [
+        float((attributes["width"] or "").rstrip("%"))
+        for tag, attributes in page.tags
+        if tag == "rect" and "part" in (attributes["class"] or "")
+    ]
+    assert sum(bar) == pytest.approx(100)
 
 
 @pytest.mark.parametrize(
@@ -214,14 +236,6 @@ def test_activations_that_are_computed_again_are_named_beside_the_backward_pass(
     job["training"]["strategy"] = {**job["training"]["strategy"], **strategy}
     page = the_report(paths, job=TrainerJob.model_validate(job))
     assert "backward, with activations computed again, with its communication" in page.text
-
-
-def test_a_long_run_makes_a_short_line():
-    drawn = loss_chart({"step": i + 1, "loss": 1 / (i + 1)} for i in range(100_000))
-    assert drawn is not None
-    points = drawn.line.split()
-    assert 1000 < len(points) <= 1501
-    assert points[-1].split(",")[0] == str(float(drawn.right))
 
 
 def test_what_a_training_ran_on_stays_when_a_later_stage_writes_its_own(tmp_path):
@@ -261,7 +275,8 @@ def test_the_report_loads_nothing_and_runs_nothing(paths):
 
 def test_hostile_text_arrives_as_text(paths):
     page = the_report(paths, {"reasons": [HOSTILE]})
-    assert page.text.count(HOSTILE) == 5  # a sample's text, its prediction, the labels, a note on the data, the reason
+    # A sample's text, its prediction, the labels of data and matrix, a note on the data, the reason.
+    assert page.text.count(HOSTILE) == 7
 
 
 def test_the_report_follows_light_and_dark(paths):
@@ -278,28 +293,117 @@ def test_a_job_that_only_predicts_has_a_report_without_the_missing_parts(tmp_pat
     assert "finetune run reviews.yaml --workspace" in page.text
 
 
+def gated(**gate: Any) -> TrainerJob:
+    body = {**a_job().model_dump(), "evaluation": {"gate": gate, "device": "cpu", "batch_tokens": 64}}
+    return TrainerJob.model_validate(body)
+
+
 @pytest.mark.parametrize(
-    "losses", [[0.5, 0.5], [3.0, 1e-6], [1e6, 2e6], [0.7, float("nan"), 0.6], [-1.0, -2.0]], ids=str
+    ("gate", "words"),
+    [
+        pytest.param({"metric": "accuracy", "minimum": 0.8}, "of at least 0.8 is required, 0.9100 was reached: passed"),
+        pytest.param({"metric": "f1", "minimum": 0.95}, "of at least 0.95 is required, 0.9000 was reached: not met"),
+        pytest.param({"metric": "loss", "maximum": 0.2}, "of at most 0.2 is required, 0.2500 was reached: not met"),
+    ],
 )
-def test_a_chart_stays_inside_its_frame(losses):
-    chart = loss_chart({"step": i + 1, "loss": loss} for i, loss in enumerate(losses))
-    assert chart is not None
-    points = [tuple(map(float, point.split(","))) for point in chart.line.split()]
-    assert all(chart.left <= x <= chart.right and chart.top - 1e-6 <= y <= chart.bottom for x, y in points)
-    assert all(chart.left <= tick.at <= chart.right for tick in chart.x_ticks)
-    assert all(chart.top - 1e-6 <= tick.at <= chart.bottom for tick in chart.y_ticks)
-    assert len(chart.y_ticks) >= 2
+def test_the_report_tells_what_the_gate_required_and_what_was_reached(gate, words, paths):
+    assert f"Gate: {gate['metric']} {words}" in the_report(paths, job=gated(**gate)).text
 
 
-def test_one_loss_makes_no_chart():
-    assert loss_chart([{"step": 1, "loss": 1.0}, {"step": 2, "loss": float("nan")}]) is None
+def test_a_metric_that_is_no_number_passes_no_gate(paths):
+    merge_metrics(paths, {"evaluate": {"accuracy": float("nan"), "rows": 1, "split": "test"}})
+    assert "nan was reached: not met" in the_report(paths, job=gated(metric="accuracy", minimum=0.1)).text
 
 
-def test_after_a_resume_the_later_log_of_a_step_counts():
-    rows = [{"step": 1, "loss": 9.0}, {"step": 2, "loss": 8.0}, {"step": 1, "loss": 5.0}]
-    chart = loss_chart(rows)
-    assert chart is not None
-    assert chart.summary == "Training loss from 5.0000 at step 1 to 8.0000 at step 2"
+def test_the_report_has_the_confusion_matrix_and_the_share_of_each_label_that_was_found(paths):
+    text = " ".join(the_report(paths).text.split())
+    assert "Confusion matrix" in text
+    assert "bad40981.6%" in text  # of 49 rows
+
+
+def test_of_many_labels_the_largest_are_shown_and_the_most_frequent_mistakes(paths):
+    names = [f"label-{i}" for i in range(40)]
+    counts = np.diag(np.arange(40)) + np.eye(40, k=1, dtype=np.int64) * 2
+    counts[0, 39] = 77
+    write_confusion(paths, Confusion(tuple(names), counts, "words"))
+    kept = json.loads((paths.root / CONFUSION_FILE).read_text())
+    assert kept["labels"] == ["label-0", *names[32:], "31 others"]
+    assert sum(map(sum, kept["counts"])) == counts.sum()
+    assert kept["mistakes"][0] == ["label-0", "label-39", 77]
+    text = the_report(paths).text
+    assert "31 others" in text
+    assert "The most frequent mistakes" in text
+
+
+def test_what_is_kept_of_labels_and_texts_is_bounded(paths):
+    endless = "x" * 100_000
+    write_confusion(paths, Confusion(tuple(f"{endless}{i}" for i in range(500)), np.ones((500, 500), np.int64), "rows"))
+    write_samples(paths, [{"row": 1, "text": [endless], "label": endless, "predicted": endless, "score": 1.0}] * 20)
+    assert max((paths.root / name).stat().st_size for name in (CONFUSION_FILE, SAMPLES_FILE)) < 30_000
+
+
+def test_a_task_without_classes_leaves_no_matrix_of_an_earlier_evaluation(paths):
+    write_confusion(paths, None)
+    assert "Confusion matrix" not in the_report(paths).text
+
+
+def test_wrong_examples_come_with_what_was_expected(paths):
+    text = " ".join(the_report(paths).text.split())
+    assert "Examples that went wrong" in text
+    assert "Some that went right textexpectedpredictedconfidence finebadbad0.8" in text
+    write_samples(paths, [{"row": 1, "text": ["fine"], "label": "bad", "predicted": "bad", "score": 0.8}])
+    assert "None: every answer is right." in the_report(paths).text
+
+
+def test_tasks_that_answer_with_nothing_show_the_rows_that_went_worst(paths):
+    write_samples(paths, [{"row": 5, "text": ["odd words"], "score": 812.5}])
+    job = TrainerJob.model_validate({**a_job().model_dump(), "task": "text-generation"})
+    text = " ".join(the_report(paths, job=job).text.split())
+    assert "Examples that went worst" in text
+    assert "textperplexity odd words812.5" in text
+
+
+def test_the_report_tells_truncated_rows_and_shows_how_long_rows_are(paths):
+    page = the_report(paths)
+    assert "longer than 128 tokens: train 0.5%" in page.text
+    assert "Lengths in train: most, 400 of 600 rows, have 9 to 16 tokens" in page.text
+
+
+def test_without_a_price_the_report_tells_the_time_that_would_be_priced(paths):
+    text = " ".join(the_report(paths).text.split())
+    assert "total1:00:401:00:40 No price of a node is known" in text
+
+
+def test_with_a_price_the_report_tells_the_cost(paths):
+    estimate = {"seconds": 1800.0, "cost": 6.0, "currency": "EUR"}
+    text = " ".join(the_report(paths, {"estimate": estimate}).text.split())
+    assert "Cost12.13 EUR1:00:40 of nodes" in text
+    assert "12.13 EUR at 12.00 EUR a node and hour" in text
+
+
+def test_no_section_of_the_report_is_empty(paths):
+    html = (the_report(paths), paths.report.read_text(encoding="utf-8"))[1]
+    sections = re.findall(r"<section[^>]*>\s*<h2>([^<]+)</h2>(.*?)</section>", html, re.DOTALL)
+    assert len(sections) >= 10
+    assert [name for name, body in sections if not re.sub(r"<[^>]+>", "", body).strip()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_report_fits_telephones_and_screens_and_shows_no_empty_section(dark, paths, tmp_path):
+    endless = "x" * 500
+    names = (*(f"label number {i}" for i in range(30)), endless)
+    write_confusion(paths, Confusion(names, np.full((31, 31), 12_345, np.int64), "rows"))
+    rows = [{"row": 1, "text": [endless, HOSTILE], "label": endless, "predicted": HOSTILE, "score": 0.5}]
+    write_samples(paths, rows)
+    job = gated(metric="accuracy", minimum=0.95)
+    write_report(job, {"reasons": [endless], "estimate": {"seconds": 9.0, "cost": 6.0, "currency": "EUR"}}, paths)
+    folder = tmp_path / "browser"
+    folder.mkdir()
+    for seen in browser.seen(paths.report, folder, dark=dark):
+        assert seen.scroll <= seen.width, seen.wide
+        assert (seen.wide, seen.empty, seen.flat) == ([], [], [])
+        assert seen.charts == 5
 
 
 # --------------------------------------------------------------------------------------------------------- other files

@@ -428,3 +428,7 @@ def test_real_instructions_are_learnt(tmp_path, paths, packing):
     trained(job, paths)
     assert losses(paths)[0] == pytest.approx(math.log(len(known)), abs=0.5)
     assert evaluate(job, paths, NoProgress())["evaluate"]["perplexity"] < 0.3 * len(known)
+    samples = json.loads((paths.root / "samples.json").read_text(encoding="utf-8"))
+    assert [each["score"] for each in samples] == sorted((each["score"] for each in samples), reverse=True)
+    assert all(each["text"][0] and "predicted" not in each for each in samples)
+    assert 0 < len(samples) <= 20

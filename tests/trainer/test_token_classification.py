@@ -326,6 +326,9 @@ def test_words_of_which_the_tokenizer_leaves_nothing_are_missed(
     assert last["tags"] == (["O", "O"] if "O" in names else [None, None])
     (sample,) = [each for each in json.loads((paths.root / "samples.json").read_text()) if each["row"] == 7]
     assert sample["predicted"] == ("O O" if "O" in names else "- -")
+    confusion = json.loads((paths.root / "confusion.json").read_text())
+    assert sum(map(sum, confusion["counts"])) == 16
+    assert ("no tag" in confusion["labels"]) == ("O" not in names)
 
 
 def test_the_loss_of_a_step_is_the_mean_over_its_words_also_with_windows_that_have_none(

@@ -9,27 +9,39 @@ from __future__ import annotations
 import json
 import platform
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jinja2
 import yaml
 
+from finetune_contract import charts
+from finetune_contract.charts import Share, shares, training_charts
 from finetune_contract.facts import DataFacts
 from finetune_contract.job import Adapter, TrainerJob, Training, World
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_contract.report import TimePart, TimeSplit
-from finetune_trainer.charts import Share, shares, training_charts
+from finetune_contract.report import TimePart, TimeSplit, shortened
+from finetune_trainer import report_parts as parts
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import write_atomically
+from finetune_trainer.report_parts import human_bytes
 from finetune_trainer.training.history import History
 from finetune_trainer.uris import public_uri
 
+if TYPE_CHECKING:
+    from finetune_trainer.tasks.figures import Confusion
+
 SAMPLES_FILE = "samples.json"
 """Some evaluated rows with their predictions, below the job's folder."""
+CONFUSION_FILE = "confusion.json"
+"""Which class was given for which, and how often."""
+_SHOWN_TEXT, _SHOWN_LABEL = 600, 200
+"""Characters that are kept of a text of a sample, and of a label."""
+_CLASSES, _MISTAKES, _LABELS = 10, 10, 50
+"""As many as the report shows."""
 _DISTRIBUTIONS = [
     "finetune-trainer",
     "torch",
@@ -64,8 +76,40 @@ def merge_metrics(paths: JobPaths, section: Mapping[str, Any], *, without: Colle
 
 
 def write_samples(paths: JobPaths, samples: Sequence[Mapping[str, Any]]) -> None:
-    """Keeps evaluated rows for the report: `row`, `text` (a list of texts), `label`, `predicted`, `score`."""
-    write_atomically(paths.root / SAMPLES_FILE, json.dumps(samples, indent=2, ensure_ascii=False) + "\n")
+    """Keeps evaluated rows for the report: `row`, `text` (a list of texts), `score`, and `label` and `predicted` where
+    the task has them. Of long texts the middle goes.
+    """
+    limits = {"label": _SHOWN_LABEL, "predicted": _SHOWN_LABEL}
+    kept = [
+        {
+            **sample,
+            "text": [shortened(text, _SHOWN_TEXT) for text in sample["text"]],
+            **{name: shortened(str(sample[name]), limit) for name, limit in limits.items() if name in sample},
+        }
+        for sample in samples
+    ]
+    write_atomically(paths.root / SAMPLES_FILE, json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_confusion(paths: JobPaths, confusion: Confusion | None) -> None:
+    """Keeps for the report what was given for what: the counts of the largest classes, the most frequent mistakes of
+    all. None: removes what an earlier evaluation has kept.
+    """
+    path = paths.root / CONFUSION_FILE
+    if confusion is None:
+        path.unlink(missing_ok=True)
+        return
+    largest = confusion.largest(_CLASSES)
+    kept = {
+        "unit": confusion.unit,
+        "labels": [shortened(name, _SHOWN_LABEL) for name in largest.names],
+        "counts": largest.counts.tolist(),
+        "mistakes": [
+            [shortened(right, _SHOWN_LABEL), shortened(said, _SHOWN_LABEL), count]
+            for right, said, count in confusion.mistakes(_MISTAKES)
+        ],
+    }
+    write_atomically(path, json.dumps(kept, ensure_ascii=False) + "\n")
 
 
 def _read_json(path: Path) -> Any:
@@ -278,26 +322,39 @@ def write_report(
     metrics = _read_json(paths.metrics) or {}
     plan = plan_json or {}
     facts = DataFacts.model_validate(found) if (found := _read_json(paths.prepared / FACTS_FILE)) else None
+    samples = _read_json(paths.root / SAMPLES_FILE)
+    label_counts = sorted(facts.label_counts.items(), key=lambda each: -each[1]) if facts else []
+    gate, cost = parts.gate_shown(job, metrics), parts.cost_shown(job, plan, paths)
     page = (
         _templates(autoescape=True)
         .get_template("report.html.jinja")
         .render(
             job=job,
             facts=facts,
+            tiles=parts.tiles(gate, metrics, facts, cost),
+            gate=gate,
             result=_result_rows(metrics),
             split=metrics.get("evaluate", {}).get("split"),
             rows=metrics.get("evaluate", {}).get("rows"),
+            baseline=bool(metrics.get("majority")),
+            share=parts.share,
+            labels=[(shortened(name, _SHOWN_LABEL), f"{count:,}") for name, count in label_counts[:_LABELS]],
+            more_labels=len(label_counts[_LABELS:]),
             computed_in=metrics.get("evaluate", {}).get("computed_in"),
             run=_run_rows(metrics.get("train", {})),
-            charts=training_charts(History(paths.history).read()),
+            confusion=parts.confusion_shown(_read_json(paths.root / CONFUSION_FILE)),
+            examples=parts.examples_shown(job, facts, samples),
+            charts=training_charts({job.name: History(paths.history).read()}),
+            lengths=parts.length_bars(facts),
+            cost=cost,
+            chart_style=charts.STYLE,
             time=_time_shown(job, metrics.get("train", {})),
             peaks=_peak_rows(metrics.get("train", {})),
             settings=_training_settings(job, metrics.get("train", {})),
             reasons=[str(reason) for reason in plan.get("reasons", ())],
             assumptions=[str(assumption) for assumption in plan.get("assumptions", ())],
             memory=_memory_rows(plan),
-            samples=_read_json(paths.root / SAMPLES_FILE) or [],
-            environment=_flatten(_read_json(paths.environment) or {}),
+            environment=_environment_rows(_read_json(paths.environment) or {}),
             command=command or _command(job, paths),
             job_file=job.to_json(),
         )
@@ -312,10 +369,12 @@ def _command(job: TrainerJob, paths: JobPaths) -> str:
     return shlex.join(["finetune", "run", f"{job.name}.yaml", "--workspace", str(paths.root.parent), "--restart"])
 
 
-def _result_rows(metrics: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Metric, the model's value, the majority class's value."""
+def _result_rows(metrics: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Metric, the model's value, and the majority class's value where there is one."""
     measured, majority = metrics.get("evaluate", {}), metrics.get("majority", {})
     figures = [(name, value) for name, value in measured.items() if isinstance(value, int | float) and name != "rows"]
+    if not majority:
+        return [(name, f"{value:.4f}") for name, value in figures]
     return [(name, f"{value:.4f}", f"{majority[name]:.4f}" if name in majority else "") for name, value in figures]
 
 
@@ -324,8 +383,8 @@ def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     memory = plan.get("memory")
     if not memory:
         return []
-    rows = [(str(term["name"]), _bytes(term["bytes"]), str(term["formula"])) for term in memory["terms"]]
-    return [*rows, ("total", _bytes(memory["totalBytes"]), f"of {_bytes(memory['capacityBytes'])}")]
+    rows = [(str(term["name"]), human_bytes(term["bytes"]), str(term["formula"])) for term in memory["terms"]]
+    return [*rows, ("total", human_bytes(memory["totalBytes"]), f"of {human_bytes(memory['capacityBytes'])}")]
 
 
 _DETAILS = frozenset({"time", "peak_memory_bytes_by_rank"})
@@ -339,7 +398,7 @@ def _run_rows(train: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _peak_rows(train: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Of each process, where there are several."""
     peaks = train.get("peak_memory_bytes_by_rank", ())
-    return [(str(rank), _bytes(peak)) for rank, peak in enumerate(peaks)] if len(peaks) > 1 else []
+    return [(str(rank), human_bytes(peak)) for rank, peak in enumerate(peaks)] if len(peaks) > 1 else []
 
 
 _PARTS: Mapping[TimePart, str] = {
@@ -406,21 +465,27 @@ def _figure(name: str, value: object) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if name.endswith("_bytes"):
-        return _bytes(value)
+        return human_bytes(value)
     if name.endswith("_share"):
         return f"{value:.1%}"
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
-def _bytes(value: float) -> str:
-    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
+def _environment_rows(environment: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What and its value; of a group all values in one line."""
+    return [
+        (name, ", ".join(_flat(value)) if isinstance(value, Mapping) else str(value))
+        for name, value in environment.items()
+    ]
 
 
-def _flatten(value: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    rows: list[tuple[str, str]] = []
-    for name, each in value.items():
-        rows += _flatten(each, f"{prefix}{name} ") if isinstance(each, Mapping) else [(f"{prefix}{name}", str(each))]
-    return rows
+def _flat(group: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in group.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value)
+        elif value is not None:
+            shown = human_bytes(value) if name.endswith("Bytes") else value
+            yield f"{_label(name.removesuffix('Bytes')).lower()} {shown}"
 
 
 # -------------------------------------------------------------------------------------------------------- templates

@@ -147,8 +147,7 @@ async def _configure(configuration: Any, connection: Connection) -> str:
     from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
     from yaml import YAMLError
 
-    named = str(connection.kubeconfig) if connection.kubeconfig else os.environ.get("KUBECONFIG", "")
-    files = [Path(file).expanduser() for file in (named or "~/.kube/config").split(os.pathsep) if file]
+    files = _kubeconfigs(connection)
     if connection.kubeconfig is not None and not connection.kubeconfig.is_file():
         raise ClusterError(f"--kubeconfig {connection.kubeconfig}: there is no such file")
     if not any(file.is_file() for file in files):
@@ -168,6 +167,16 @@ async def _configure(configuration: Any, connection: Connection) -> str:
         raise ClusterError(f"the kubeconfig {text} cannot be used: {_in_one_line(error)}") from error
     context: Mapping[str, Any] = loader.current_context.get("context") or {}
     return str(context.get("namespace") or "default")
+
+
+def is_known(connection: Connection) -> bool:
+    """Return whether there is a kubeconfig, or this is a pod."""
+    return any(file.is_file() for file in _kubeconfigs(connection)) or "KUBERNETES_SERVICE_HOST" in os.environ
+
+
+def _kubeconfigs(connection: Connection) -> list[Path]:
+    named = str(connection.kubeconfig) if connection.kubeconfig else os.environ.get("KUBECONFIG", "")
+    return [Path(file).expanduser() for file in (named or "~/.kube/config").split(os.pathsep) if file]
 
 
 def _check_context(text: str, wanted: str | None) -> None:

@@ -98,7 +98,15 @@ class Printer:
 # -------------------------------------------------------------------------------------------------------- what is there
 
 
-async def show_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted, console: Console) -> None:
+@dataclass(frozen=True)
+class FoundLog:
+    """Lines of pods with their labels, and what there is to tell about them."""
+
+    lines: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
+
+
+async def read_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted) -> FoundLog:
     """The lines that there are now, of all pods in the order of their times. Raises NoLogError when there are none."""
     stage, attempt = _attempt(job, wanted)
     pods = [
@@ -119,13 +127,21 @@ async def show_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted, console: 
             if error.code in (None, 401, 403):
                 raise
             unreadable.append(f"{pod.name}: {error}")
-    for reason in unreadable:
-        note(reason)
-    printer = Printer(console)
-    for _, label, text in sorted(stamped, key=lambda each: each[0]):
-        printer.print(label, text)
     if not stamped:
-        _kept_tail(job, stage, attempt, wanted, printer, running=bool(pods) and not unreadable)
+        kept = _kept_tail(job, stage, attempt, wanted, running=bool(pods) and not unreadable)
+        return FoundLog(kept.lines, (*unreadable, *kept.notes))
+    lines = tuple((label, text) for _, label, text in sorted(stamped, key=lambda each: each[0]))
+    return FoundLog(lines, tuple(unreadable))
+
+
+async def show_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted, console: Console) -> None:
+    """Print what `read_logs` finds."""
+    found = await read_logs(cluster, job, wanted)
+    for text in found.notes:
+        note(text)
+    printer = Printer(console)
+    for label, line in found.lines:
+        printer.print(label, line)
 
 
 def _attempt(job: ClusterJob, wanted: Wanted) -> tuple[Stage, int]:
@@ -145,16 +161,16 @@ def _attempt(job: ClusterJob, wanted: Wanted) -> tuple[Stage, int]:
     return stage, attempt
 
 
-def _kept_tail(job: ClusterJob, stage: Stage, attempt: int, wanted: Wanted, printer: Printer, *, running: bool) -> None:
+def _kept_tail(job: ClusterJob, stage: Stage, attempt: int, wanted: Wanted, *, running: bool) -> FoundLog:
     """The end of the log that the status keeps, with a note that it is that. Raises NoLogError when it keeps none."""
     failure = job.status.failure
     fits = failure is not None and (failure.stage, failure.attempt) == (stage, attempt)
     if failure is not None and fits and failure.log_tail:
-        note(f"the pods of {stage}-{attempt} are gone; this is the end of the log that the job's status keeps.")
         lines = failure.log_tail.splitlines()
-        for line in lines if wanted.tail is None else lines[max(0, len(lines) - wanted.tail) :]:
-            printer.print(failure.pod or f"{stage}-{attempt}", line)
-        return
+        kept = lines if wanted.tail is None else lines[max(0, len(lines) - wanted.tail) :]
+        label = failure.pod or f"{stage}-{attempt}"
+        gone = f"the pods of {stage}-{attempt} are gone; this is the end of the log that the job's status keeps."
+        return FoundLog(tuple((label, line) for line in kept), (gone,))
     if running and wanted.pod is None and wanted.rank is None:
         raise NoLogError(f"the pods of {stage}-{attempt} have written nothing yet")
     if wanted.pod is not None or wanted.rank is not None:

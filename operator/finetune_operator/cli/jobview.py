@@ -62,7 +62,7 @@ class Page:
         if status.progress is not None and self.job.outcome is None:
             facts.add_row("progress", _bar(status.progress).append(f"  {figures(status.progress, self.now)}", style=""))
         _lines(facts, "plan", () if status.plan is None else plan_lines(status.plan))
-        for label, text in self._results():
+        for label, text in result_rows(self.job):
             facts.add_row(label, Text(text))
         if facts.row_count:
             parts.append(Padding(facts, (0, 0, 0, 2)))
@@ -85,34 +85,10 @@ class Page:
     def _headline(self) -> Text:
         job, phase = self.job, phase_of(self.job)
         line = Text.assemble((job.name, "bold"), "  ", (phase, PHASE_STYLES.get(phase, "bold cyan")))
-        line.append(f"  namespace {job.metadata.namespace}, made {ago(job.metadata.creation_timestamp, self.now)} ago")
-        started, ended = moment(job.status.start_time), moment(job.status.completion_time)
-        if started is not None and ended is not None:
-            line.append(f", ran {human_seconds((ended - started).total_seconds())}")
-        if job.status.restarts:
-            line.append(f", {_many(job.status.restarts, 'restart')}")
-        if job.status.spot is not None and job.status.spot.preemptions:
-            line.append(f", {_many(job.status.spot.preemptions, 'preemption')}")
+        line.append(f"  {headline_words(job, self.now)}")
         if (job.status.observed_generation or 0) < job.metadata.generation:
-            line.append("  (the operator has not seen the newest spec yet)", style="yellow")
+            line.append(f"  ({NOT_SEEN})", style="yellow")
         return line
-
-    def _results(self) -> list[tuple[str, str]]:
-        artifacts, cost = self.job.status.artifacts, self.job.status.cost
-        rows: list[tuple[str, str]] = []
-        if artifacts is not None:
-            if artifacts.metrics:
-                rows.append(("metrics", "  ".join(f"{name} {value:.4g}" for name, value in artifacts.metrics.items())))
-            named = {"model": artifacts.model, "predictions": artifacts.predictions, "report": artifacts.report}
-            rows.extend((name, uri) for name, uri in named.items() if uri is not None)
-            if artifacts.checkpoints is not None:
-                size = human_bytes(artifacts.metrics.get(CHECKPOINT_BYTES, 0))
-                rows.append(("checkpoints", f"{artifacts.checkpoints} ({size})"))
-            if artifacts.endpoint_url is not None:
-                rows.append(("endpoint", artifacts.endpoint_url))
-        if cost is not None and cost.amount is not None:
-            rows.append(("cost", f"{cost.amount:,.2f} {cost.currency or ''}".rstrip() + _saved(cost)))
-        return rows
 
     def _stages(self) -> Table:
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
@@ -122,19 +98,10 @@ class Page:
                 stage.name,
                 Text(stage.state, style=STATE_STYLES.get(stage.state, "dim")),
                 f"attempt {stage.attempt}{words(stage.capacity)}" if stage.attempt else "",
-                self._time(stage),
+                stage_time(stage, self.now),
                 Text(child, style="dim"),
             )
         return table
-
-    def _time(self, stage: StageStatus) -> str:
-        started, ended = moment(stage.start_time), moment(stage.completion_time)
-        following = moment(stage.next_attempt_time)
-        if following is not None and following > self.now and ended is None:
-            return f"again in {human_seconds((following - self.now).total_seconds())}"
-        if started is None or (ended is None and stage.state != "Running"):
-            return ""
-        return duration(max(0.0, ((ended or self.now) - started).total_seconds()))
 
     def _conditions(self, conditions: Sequence[Condition]) -> Table:
         table = _table()
@@ -154,6 +121,52 @@ class Page:
     @staticmethod
     def _titled(title: str, body: RenderableType) -> Group:
         return Group(Text(title, style="bold cyan"), Padding(body, (0, 0, 0, 2)))
+
+
+NOT_SEEN = "the operator has not seen the newest spec yet"
+
+
+def headline_words(job: ClusterJob, now: datetime) -> str:
+    """Where the job is, how old it is, how long it ran, and how often it began anew."""
+    text = f"namespace {job.metadata.namespace}, made {ago(job.metadata.creation_timestamp, now)} ago"
+    started, ended = moment(job.status.start_time), moment(job.status.completion_time)
+    if started is not None and ended is not None:
+        text += f", ran {human_seconds((ended - started).total_seconds())}"
+    if job.status.restarts:
+        text += f", {_many(job.status.restarts, 'restart')}"
+    if job.status.spot is not None and job.status.spot.preemptions:
+        text += f", {_many(job.status.spot.preemptions, 'preemption')}"
+    return text
+
+
+def result_rows(job: ClusterJob) -> list[tuple[str, str]]:
+    """What the job has made and measured, and its cost, as label and value."""
+    artifacts, cost = job.status.artifacts, job.status.cost
+    rows: list[tuple[str, str]] = []
+    if artifacts is not None:
+        if artifacts.metrics:
+            rows.append(("metrics", "  ".join(f"{name} {value:.4g}" for name, value in artifacts.metrics.items())))
+        named = {"model": artifacts.model, "predictions": artifacts.predictions, "report": artifacts.report}
+        rows.extend((name, uri) for name, uri in named.items() if uri is not None)
+        if artifacts.checkpoints is not None:
+            size = human_bytes(artifacts.metrics.get(CHECKPOINT_BYTES, 0))
+            rows.append(("checkpoints", f"{artifacts.checkpoints} ({size})"))
+        if artifacts.endpoint_url is not None:
+            rows.append(("endpoint", artifacts.endpoint_url))
+    if cost is not None and cost.amount is not None:
+        rows.append(("cost", f"{cost.amount:,.2f} {cost.currency or ''}".rstrip() + _saved(cost)))
+    return rows
+
+
+def stage_time(stage: StageStatus, now: datetime) -> str:
+    """How long the stage took or runs, or when its next attempt starts."""
+    started, ended = moment(stage.start_time), moment(stage.completion_time)
+    following = moment(stage.next_attempt_time)
+    if following is not None and following > now and ended is None:
+        return f"again in {human_seconds((following - now).total_seconds())}"
+    if started is None or (ended is None and stage.state != "Running"):
+        return ""
+    return duration(max(0.0, ((ended or now) - started).total_seconds()))
 
 
 def _saved(cost: CostStatus) -> str:
@@ -246,16 +259,18 @@ def notable(conditions: Sequence[Condition], failure_is_shown: bool) -> tuple[Co
     )
 
 
-def _failure(failure: FailureStatus) -> Group:
+def failure_headline(failure: FailureStatus) -> str:
+    """Class and reason of a failure, and where it was."""
     where = [failure.stage or "the job"]
     for label, value in (("attempt", failure.attempt), ("pod", failure.pod), ("node", failure.node)):
         where += [] if value is None else [f"{label} {value}"]
     where += [] if failure.rank is None else [f"rank {failure.rank}"]
     where += [] if failure.exit_code is None else [f"exit code {failure.exit_code}"]
-    lines = [
-        Text(f"{failure.failure_class} ({failure.reason}) in {', '.join(where)}", style="bold red"),
-        Text(failure.message),
-    ]
+    return f"{failure.failure_class} ({failure.reason}) in {', '.join(where)}"
+
+
+def _failure(failure: FailureStatus) -> Group:
+    lines = [Text(failure_headline(failure), style="bold red"), Text(failure.message)]
     if failure.hint:
         lines.append(Text(failure.hint, style="yellow"))
     tail = (failure.log_tail or "").splitlines()

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune_contract.choices import Device, Stage
-from finetune_contract.layout import ENV_REPORT, JobPaths
+from finetune_contract.layout import ENV_REPORT, FailureClass, JobPaths
 from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FailureStatus, FineTuneJob
@@ -245,6 +245,9 @@ class _Run:
                     if interrupts.count:
                         result.interrupted, result.exit_code = stage, interrupts.exit_code
                     if result.exit_code:
+                        if result.failure is not None and result.failure.failure_class == FailureClass.GATE_NOT_MET:
+                            # The last stage after all: what was measured is what people want to see.
+                            write_report(self._paths, self._request.command)
                         return result
                     if stage is Stage.PREPARE:
                         self._plan_with_data(display)

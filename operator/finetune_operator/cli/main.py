@@ -17,12 +17,14 @@ import typer
 from typer.core import TyperGroup
 
 from finetune_operator.cli.commands.cluster import logs, status, watch
+from finetune_operator.cli.commands.compare import compare
 from finetune_operator.cli.commands.documents import COMPLETE_VARIABLE, completion, crd, schema
 from finetune_operator.cli.commands.files import plan, render, validate
 from finetune_operator.cli.commands.installation import images
 from finetune_operator.cli.commands.local import run
 from finetune_operator.cli.commands.review import review
 from finetune_operator.cli.commands.steering import cancel, cost, debug, restart, resume, suspend, wait
+from finetune_operator.cli.commands.ui import ui
 from finetune_operator.cli.console import program_name
 
 
@@ -47,7 +49,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
 COMMANDS = (
-    validate, plan, render, review, run,
+    validate, plan, render, review, run, compare, ui,
     status, logs, watch, wait, suspend, resume, restart, cancel, cost, debug,
     images, crd, schema, completion,
 )  # fmt: skip

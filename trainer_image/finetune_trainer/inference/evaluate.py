@@ -14,7 +14,8 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.inference.runner import Means, answers_of, model_to_use, reference_model
 from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.reporting import merge_metrics, write_model_card, write_samples
+from finetune_trainer.report_parts import not_met
+from finetune_trainer.reporting import merge_metrics, write_confusion, write_model_card, write_samples
 from finetune_trainer.tasks.base import REFERENCE, Answer, TaskModule, compared, task_of
 
 _SAMPLES = 20
@@ -61,6 +62,7 @@ def evaluate(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[s
     if job.training is not None:
         write_model_card(paths, job, prepared.facts, merged)
     write_samples(paths, _samples(job, task, split, answers))
+    write_confusion(paths, task.confusion(answers, split))
     if job.evaluation and job.evaluation.gate:
         _check_gate(job.evaluation.gate, measured, split.role)
     return sections
@@ -92,13 +94,13 @@ def _wanted(job: TrainerJob, available: Sequence[str]) -> list[str]:
 
 def _check_gate(gate: Gate, measured: Mapping[str, float], role: str) -> None:
     value = measured[gate.metric]
-    # Written so that NaN does not pass.
-    if gate.minimum is not None and not value >= gate.minimum:
-        limit, change = f"minimum is {gate.minimum}", "lower evaluation.gate.minimum"
-    elif gate.maximum is not None and not value <= gate.maximum:
-        limit, change = f"maximum is {gate.maximum}", "raise evaluation.gate.maximum"
-    else:
-        return
+    match not_met(gate, value):
+        case "minimum":
+            limit, change = f"minimum is {gate.minimum}", "lower evaluation.gate.minimum"
+        case "maximum":
+            limit, change = f"maximum is {gate.maximum}", "raise evaluation.gate.maximum"
+        case None:
+            return
     raise StageError(
         FailureClass.GATE_NOT_MET,
         "GateNotMet",
@@ -122,4 +124,11 @@ def _samples(
 
 
 def _shown(value: object) -> str:
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    """Words of a list one after the other, and of a conversation who says what."""
+    if isinstance(value, list):
+        return " ".join(f"{each['role']}: {each['content']}" if _is_message(each) else str(each) for each in value)
+    return str(value)
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and {"role", "content"} <= value.keys()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from finetune_trainer.data.prepared import PreparedData, PreparedSplit
     from finetune_trainer.data.sources import ColumnNeed, RawSplit
+    from finetune_trainer.tasks.figures import Confusion
     from finetune_trainer.tasks.writing import Writer
 
 Feature: TypeAlias = Mapping[str, Any]
@@ -229,9 +230,12 @@ class TaskModule(Protocol):
         """For the card of the trained model."""
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
-        """Rows for the report: `row` (index among those of the split), `label`, `predicted`, `score`; the telling ones
-        first.
+        """Rows for the report: `row` (index among those of the split), `label` and `predicted` where the task has them,
+        `score`; the telling ones first.
         """
+
+    def confusion(self, answers: Sequence[Answer], split: PreparedSplit) -> Confusion | None:
+        """Which class was given for which; None where an answer is not one of a few classes."""
 
 
 def labels_of(facts: DataFacts) -> Labels:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,48 @@ def class_scores(ids: NDArray[Any], answers: NDArray[Any], count: int) -> dict[s
     )
     scores = {"accuracy": accuracy_score(ids, answers), "f1": f1, "precision": precision, "recall": recall}
     return {name: float(score) for name, score in scores.items()}
+
+
+@dataclass(frozen=True)
+class Confusion:
+    """How often each class was given for each."""
+
+    names: tuple[str, ...]
+    counts: NDArray[np.int64]
+    """Shape (classes, classes): rows are the right class, columns the answer."""
+    unit: str
+    """What is counted, as a plural."""
+
+    @classmethod
+    def of(
+        cls, ids: NDArray[Any], answers: NDArray[Any], names: Sequence[str], *, unit: str, none: str = "no answer"
+    ) -> Confusion:
+        """`ids`: the right classes; `answers`: those given, -1 for none at all, which is a class called `none`."""
+        missing = answers < 0
+        if missing.any():
+            names, answers = (*names, none), np.where(missing, len(names), answers)
+        count = len(names)
+        counts = np.bincount(ids.astype(np.int64) * count + answers, minlength=count * count)
+        return cls(tuple(names), counts.reshape(count, count).astype(np.int64), unit)
+
+    def largest(self, most: int) -> Confusion:
+        """With at most `most` classes: those of the most rows, in their order, and the others as one."""
+        if len(self.names) <= most:
+            return self
+        kept = np.sort(np.argsort(-self.counts.sum(axis=1), kind="stable")[: most - 1])
+        group = np.full(len(self.names), most - 1)
+        group[kept] = np.arange(most - 1)
+        joined = np.zeros((most, most), np.int64)
+        np.add.at(joined, (group[:, None], group[None, :]), self.counts)
+        others = f"{len(self.names) - len(kept)} others"
+        return Confusion((*(self.names[at] for at in kept), others), joined, self.unit)
+
+    def mistakes(self, most: int) -> list[tuple[str, str, int]]:
+        """The most frequent ones: right class, answer, count."""
+        wrong = self.counts * ~np.eye(len(self.names), dtype=bool)
+        order = np.argsort(-wrong, axis=None, kind="stable")[:most]
+        places = [divmod(int(at), len(self.names)) for at in order]
+        return [(self.names[i], self.names[j], int(wrong[i, j])) for i, j in places if wrong[i, j]]
 
 
 def telling_rows(wrong: NDArray[np.float64], most: int) -> list[int]:

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from finetune_trainer.data.prepared import PreparedData
-    from finetune_trainer.tasks.base import Objective
+    from finetune_trainer.data.prepared import PreparedData, PreparedSplit
+    from finetune_trainer.tasks.base import Answer, Objective
+    from finetune_trainer.tasks.figures import Confusion
     from finetune_trainer.tasks.writing import Writer
 
 
@@ -48,6 +49,10 @@ class WithHead:
     def widths(self, prepared: PreparedData, role: str) -> NDArray[np.int64]:
         """A feature is one sequence."""
         return prepared.lengths(role)
+
+    def confusion(self, answers: Sequence[Answer], split: PreparedSplit) -> Confusion | None:
+        """None: most answers are not one of a few classes."""
+        return None
 
     def refuse_packing(self, job: TrainerJob, config: PretrainedConfig) -> None:
         """Encoders read whole sequences."""

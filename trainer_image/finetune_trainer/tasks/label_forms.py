@@ -355,10 +355,11 @@ class ANumber:
         return {"value": pa.array(logits[:, 0].astype(np.float64), pa.float64())}
 
     def sample(self, logits: Logits, targets: NDArray[Any], names: Sequence[str]) -> Sample:
-        """The further off, the worse; nothing is known of how sure it is."""
+        """The further off, the worse; nothing is known of how sure it is, so the report shows how far."""
         said = logits[:, 0].astype(np.float64)
         right, shown = ([f"{value:.4g}" for value in values] for values in (targets, said))
-        return Sample(right, shown, np.ones(len(said)), np.abs(said - targets))
+        off = np.abs(said - targets)
+        return Sample(right, shown, off, off)
 
 
 FORMS: Mapping[LabelForm, Form] = {form.name: form for form in (OneClass(), SeveralClasses(), ANumber())}

@@ -10,7 +10,7 @@ from finetune_contract.job import Columns
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.base import Answer, Labels
-from finetune_trainer.tasks.writing import WRITTEN, Continues, text_table, written
+from finetune_trainer.tasks.writing import WRITTEN, Continues, surprising_rows, text_table, written
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -78,5 +78,5 @@ class DecoderTask(LanguageTask):
         return text_table(written(answers, split.features_by_row[rows]))
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
-        """None: evaluation measures how likely the given text is, and writes none."""
-        return []
+        """The rows that the model expects least: evaluation measures how likely the given text is, and writes none."""
+        return surprising_rows(answers, split, most)

@@ -29,7 +29,7 @@ from finetune_trainer.tasks.language import LanguageTask
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.rows import not_set, refuse_not_text, refuse_other_columns
 from finetune_trainer.tasks.windows import made_ready
-from finetune_trainer.tasks.writing import padding_token, surprises, token_figures
+from finetune_trainer.tasks.writing import padding_token, surprises, surprising_rows, token_figures
 
 if TYPE_CHECKING:
     import torch
@@ -212,8 +212,8 @@ class MaskedLm(LanguageTask):
         )
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
-        """None: single tokens tell little."""
-        return []
+        """The rows whose hidden tokens were expected least."""
+        return surprising_rows(answers, split, most)
 
 
 def _asked(feature: Feature) -> Feature:

@@ -187,16 +187,23 @@ class PreferenceTuning(DecoderTask):
         pair = [each.double().cpu().numpy() for each in likelihoods(model, batch)]
         return [dict(zip(_ANSWERS, each, strict=True)) for each in zip(*pair, strict=True)]
 
+    def _rewards(self, answers: Sequence[Answer]) -> list[NDArray[np.float64]]:
+        """Of the chosen and of the rejected answer of each row."""
+        gained = ([float(answer[name] - answer[f"{REFERENCE}{name}"]) for answer in answers] for name in _ANSWERS)
+        return [self._beta * np.array(each, np.float64) for each in gained]
+
+    def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
+        """The pairs with the least margin, which is their `score`."""
+        chosen, rejected = self._rewards(answers)
+        worst = np.argsort(chosen - rejected, kind="stable")[:most]
+        return [{"row": int(row), "score": float(chosen[row] - rejected[row])} for row in worst]
+
     def score(self, answers: Sequence[Answer], split: PreparedSplit) -> dict[str, float]:
         """As DPOTrainer of trl measures: rewards are log-likelihoods over those of the reference, times beta; the
         margin is that of the chosen over the rejected one, and right where it is above 0.
         """
 
-        def rewards(name: str) -> NDArray[np.float64]:
-            gained = [float(answer[name] - answer[f"{REFERENCE}{name}"]) for answer in answers]
-            return self._beta * np.array(gained, np.float64)
-
-        chosen, rejected = map(rewards, _ANSWERS)
+        chosen, rejected = self._rewards(answers)
         margins = chosen - rejected
         return {
             "loss": float(np.logaddexp(0.0, -margins).mean()),

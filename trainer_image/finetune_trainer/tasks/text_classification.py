@@ -24,7 +24,7 @@ from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
 from finetune_trainer.tasks.encoding import encodings, never_empty
-from finetune_trainer.tasks.figures import telling_rows
+from finetune_trainer.tasks.figures import Confusion, telling_rows
 from finetune_trainer.tasks.label_forms import (
     FORMS,
     PATH,
@@ -232,6 +232,13 @@ class TextClassification(heads.WithHead):
             counted="rows",
             baseline=_form(facts.label_form).baseline,
         )
+
+    def confusion(self, answers: Sequence[Answer], split: PreparedSplit) -> Confusion | None:
+        """Of rows that have one class each."""
+        form = _form(split.facts.label_form)
+        if form.name != "single_label_classification":
+            return None
+        return Confusion.of(_targets(split, form), _logits(answers).argmax(axis=1), split.facts.labels, unit="rows")
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
         """The worst answers (at most half), then the first right ones."""

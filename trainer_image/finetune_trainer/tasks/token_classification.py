@@ -34,7 +34,7 @@ from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
 from finetune_trainer.tasks.encoding import never_empty
-from finetune_trainer.tasks.figures import class_scores, cross_entropy, softmax, telling_rows
+from finetune_trainer.tasks.figures import Confusion, class_scores, cross_entropy, softmax, telling_rows
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.rows import (
     class_names,
@@ -262,6 +262,12 @@ class TokenClassification(heads.WithHead):
             counted="words",
             baseline="always giving the most frequent tag",
         )
+
+    def confusion(self, answers: Sequence[Answer], split: PreparedSplit) -> Confusion | None:
+        """Of words; one without tokens may have no tag."""
+        said = [each.ids for each in _said(answers, split, slice(None))]
+        right = np.concatenate(_gold(split))
+        return Confusion.of(right, np.concatenate(said), split.facts.labels, unit="words", none="no tag")
 
     def samples(self, answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
         """Rows with a wrong tag given with most confidence first (at most half), then the first rows that are right."""

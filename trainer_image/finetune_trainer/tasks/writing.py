@@ -237,6 +237,18 @@ def token_figures(answers: Sequence[Answer]) -> dict[str, float]:
     return {"loss": loss, "perplexity": float(np.exp(loss)), "accuracy": float(hits.mean())}
 
 
+def surprising_rows(answers: Sequence[Answer], split: PreparedSplit, most: int) -> list[dict[str, Any]]:
+    """At most so many rows for the report, the least expected first: `row`, and the perplexity of its tokens as
+    `score`.
+    """
+    by_row = [
+        np.concatenate([np.empty(0), *(answers[at]["surprise"] for at in windows)]) for windows in split.features_by_row
+    ]
+    means = np.array([float(row.mean()) if len(row) else -np.inf for row in by_row])
+    worst = [int(row) for row in np.argsort(-means, kind="stable")[:most] if np.isfinite(means[row])]
+    return [{"row": row, "score": float(np.exp(means[row]))} for row in worst]
+
+
 def _prompt_limit(model: PreTrainedModel, generation: Generation) -> int:
     """Tokens that a prompt may have; StageError CONFIG when answers would take all of the model's positions."""
     positions = position_limit(model.config)

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from finetune_contract.choices import Stage
+from finetune_contract.layout import FailureClass
 from finetune_operator.cli.commands.options import (
     Filenames,
     Files,
@@ -121,6 +122,8 @@ def run(
         from finetune_operator.cli.results import print_failure
 
         print_failure(err(), result.failure, str(request.paths.logs / f"{result.failure.stage}.log"))
+        if "report" in data["artifacts"] and result.failure.failure_class == FailureClass.GATE_NOT_MET:
+            note(f"what was measured is in {data['artifacts']['report']}")
     elif result.interrupted is not None:
         note(f"stopped in {result.interrupted}. Go on with: {_command(names, workspace, name, '--resume')}")
     raise typer.Exit(result.exit_code)

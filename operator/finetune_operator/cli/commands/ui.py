@@ -1,0 +1,97 @@
+"""`finetune ui`: runs of this machine and jobs of a cluster in a browser."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from finetune_contract.layout import JobPaths
+from finetune_operator.cli.commands.options import AllNamespaces, Context, Kubeconfig, Namespace, Workspace
+from finetune_operator.cli.console import UsageError, complain, out
+
+PORT = 8642
+
+
+def ui(
+    workspace: Workspace = Path("runs"),
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, metavar="PORT", help="Port on 127.0.0.1; 0: any free one.")
+    ] = PORT,
+    browser: Annotated[
+        bool, typer.Option("--browser/--no-browser", help="Open a browser, when started in a terminal.")
+    ] = True,
+    cluster: Annotated[
+        bool, typer.Option("--cluster/--no-cluster", help="Show the cluster's jobs too, when there is a kubeconfig.")
+    ] = True,
+    namespace: Namespace = None,
+    all_namespaces: AllNamespaces = False,
+    context: Context = None,
+    kubeconfig: Kubeconfig = None,
+) -> None:
+    """Show runs and jobs in a browser: curves, plan, logs, comparison. Nothing can be changed there.
+
+    Pages stay up to date by themselves. Only this machine reaches them, and only with the token in the URL that is
+    printed. Ctrl-C ends it.
+
+    \b
+    Examples:
+      finetune ui
+      finetune ui --workspace results --port 0 --no-browser
+      finetune ui -n team-a --context production
+      ssh -L 8642:127.0.0.1:8642 HOST finetune ui --no-browser
+    """
+    named = [
+        option
+        for option, value in (
+            ("--namespace", namespace),
+            ("--all-namespaces", all_namespaces),
+            ("--context", context),
+            ("--kubeconfig", kubeconfig),
+        )
+        if value
+    ]
+    if named and not cluster:
+        raise UsageError(f"{named[0]} and --no-cluster exclude each other")
+    if workspace.exists() and not workspace.is_dir():
+        raise UsageError(f"--workspace {workspace}: it is a file; name a folder")
+    if JobPaths(workspace).job.is_file():
+        raise UsageError(f"--workspace {workspace}: it is the folder of one run; name the folder that it is in")
+
+    from finetune_operator.cli.cluster import Connection, is_known
+    from finetune_operator.cli.ui.jobs import ClusterJobs
+    from finetune_operator.cli.ui.pages import Pages
+    from finetune_operator.cli.ui.runs import Workspace as Runs
+    from finetune_operator.cli.ui.server import ADDRESS, Server
+
+    connection = Connection(kubeconfig, context, namespace)
+    jobs = ClusterJobs(connection, all_namespaces) if cluster and (named or is_known(connection)) else None
+    pages = Pages(Runs(workspace.resolve()), jobs)
+    try:
+        server = Server(pages, port)
+    except OSError as error:
+        complain(
+            f"--port {port}: cannot listen on {ADDRESS}: {error.strerror}. "
+            "Another finetune ui may run there; name another port, or --port 0 for any free one."
+        )
+        raise typer.Exit(1) from None
+    with server:
+        out().print(f"{workspace} at {server.url()}\nCtrl-C ends it.", soft_wrap=True)
+        if browser and sys.stdout.isatty():
+            _open(server.url(server.keys.for_one_use()))
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            return
+
+
+def _open(url: str) -> None:
+    """Show the page where there is a screen; a browser for terminals would take this one away."""
+    if sys.platform == "linux" and not ("DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ):
+        return
+    import webbrowser
+
+    webbrowser.open(url)

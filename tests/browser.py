@@ -1,0 +1,98 @@
+"""What a page of ours looks like in a real browser: Chromium without a window, asked by a page of the test's own.
+
+The page under test runs no script, so a page around it shows it in frames of several widths and measures them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WIDTHS = (360, 768, 1280)
+SECONDS = 120
+_MEASURE = """<!DOCTYPE html><meta charset="utf-8"><body><pre id="said">none</pre><script>
+const widths = %s, said = {};
+function measure(page) {
+  const root = page.documentElement, empty = [], wide = [], flat = [];
+  for (const section of page.querySelectorAll("section")) {
+    const heading = section.querySelector("h2"), words = section.innerText.replace(heading.innerText, "").trim();
+    if (!words && !section.querySelector("svg") || section.offsetHeight <= heading.offsetHeight + 8)
+      empty.push(heading.innerText);
+  }
+  for (const each of page.querySelectorAll("body *")) {
+    if (each.closest(".scroll") && !each.matches(".scroll")) continue;
+    if (each.closest("svg") && !each.matches("svg.chart-plot")) continue;
+    const place = each.getBoundingClientRect();
+    if (place.width && place.right > root.clientWidth + 1) wide.push(each.outerHTML.slice(0, 200));
+  }
+  for (const plot of page.querySelectorAll("svg.chart-plot")) {
+    const place = plot.getBoundingClientRect();
+    if (place.width < 150 || place.height < 100) flat.push(plot.getAttribute("aria-label"));
+  }
+  return {scroll: root.scrollWidth, width: root.clientWidth, height: root.scrollHeight, empty, wide, flat,
+          charts: page.querySelectorAll("svg.chart-plot").length};
+}
+function show(at) {
+  if (at == widths.length) {
+    document.getElementById("said").textContent = JSON.stringify(said);
+    return;
+  }
+  const frame = document.createElement("iframe");
+  frame.width = widths[at]; frame.height = 900; frame.src = %s; frame.style.border = 0;
+  frame.onload = () => { said[widths[at]] = measure(frame.contentDocument); show(at + 1); };
+  document.body.append(frame);
+}
+show(0);
+</script>"""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A page at one width."""
+
+    width: int
+    scroll: int
+    """How wide its content is."""
+    height: int
+    charts: int
+    empty: list[str]
+    """Headings of sections that show nothing."""
+    wide: list[str]
+    """Elements that stick out on the right, but those in a box that scrolls by itself."""
+    flat: list[str]
+    """Charts that are too small to be read."""
+
+
+def seen(page: Path, folder: Path, *, dark: bool = False) -> list[Seen]:
+    """The page at WIDTHS; skips the test where there is no Chromium. `folder`: an empty one for the browser."""
+    from suite_plugins.patience import patient
+
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("needs Chromium to look at the page")
+    around = folder / "around.html"
+    around.write_text(_MEASURE % (json.dumps(WIDTHS), json.dumps(page.as_uri())), encoding="utf-8")
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--allow-file-access-from-files",
+        "--window-size=1400,1000",
+    ]
+    options += [f"--user-data-dir={folder / 'profile'}", "--timeout=60000", "--dump-dom"]
+    options += ["--blink-settings=preferredColorScheme=0"] if dark else []
+    ran = subprocess.run(
+        [program, *options, around.as_uri()], capture_output=True, text=True, timeout=patient(SECONDS), check=True
+    )
+    found = re.search(r'<pre id="said">(.*?)</pre>', ran.stdout, re.DOTALL)
+    assert found is not None, ran.stdout[:2000]
+    measured: dict[str, Any] = json.loads(unescape(found[1]))
+    return [Seen(**measured[str(width)]) for width in WIDTHS]

@@ -1,0 +1,104 @@
+"""The cluster's jobs in `finetune ui`: what pages show of them, and that the API server is only read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from finetune_operator.cli.cluster import Connection
+from finetune_operator.cli.ui import jobs as asked
+from finetune_operator.cli.ui.jobs import ClusterJobs
+from suite_plugins.waiting import wait_until
+from ui_support import JOBS, TOKEN, TRAINING, Api, Client, api_server, serving
+
+
+@pytest.fixture
+def api() -> Iterator[Api]:
+    with api_server() as api:
+        yield api
+
+
+@pytest.fixture
+def client(api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
+    monkeypatch.setattr(asked, "ASK_SECONDS", 0.0)  # every page asks anew
+    with serving(tmp_path / "runs", ClusterJobs(Connection(api.write_kubeconfig(tmp_path / "config")))) as client:
+        yield client
+
+
+def shown(client: Client, *parts: str, word: str) -> str:
+    """The page, once it holds the word."""
+    return wait_until(lambda: page if word in (page := client.page(*parts)) else None, f"{word} is not shown")
+
+
+def test_the_list_has_the_columns_of_finetune_status(client: Client) -> None:
+    page = shown(client, word="reviews")
+    assert page.index("reviews") < page.index("broken")
+    for part in ('href="/job/team/reviews"', "Training", "50 %", "0.500", "Failed"):
+        assert part in page
+
+
+def test_the_page_of_a_job_shows_progress_stages_events_and_the_log_of_its_pods(client: Client) -> None:
+    page = shown(client, "job", "team", "reviews", word="AttemptStarted")
+    for part in (
+        "step 5/10",
+        "ddp by job, 2 processes",
+        "1:05",
+        "attempt 2",
+        "[train-2/0] step 5",
+        "finetune watch reviews",
+    ):
+        assert part in page
+    assert "<script>alert" not in page
+    assert TOKEN not in page
+
+
+def test_the_page_of_a_failed_job_shows_cause_way_out_and_the_log_that_is_kept(client: Client) -> None:
+    page = shown(client, "job", "team", "broken", word="MissingColumn")
+    for part in ("no &lt;b&gt;text&lt;/b&gt;", "Name it.", "the last words", "the pods of prepare-1 are gone"):
+        assert part in page
+
+
+def test_progress_that_was_seen_becomes_a_curve(client: Client, api: Api) -> None:
+    shown(client, "job", "team", "reviews", word="step 5/10")
+    progress = {"step": 6, "totalSteps": 10, "percent": 60, "loss": 0.4}
+    api.jobs[0] = {**TRAINING, "status": {**TRAINING["status"], "progress": progress}}
+    page = shown(client, "job", "team", "reviews", word="<polyline")
+    assert "Since this page has been watching" in page
+
+
+def test_a_job_that_is_not_listed_is_not_asked_for(client: Client, api: Api) -> None:
+    shown(client, word="reviews")
+    for path in ("/job/team/other", "/job/kube-system/reviews", "/job/team/..%2f..%2fsecrets"):
+        assert client.send(path).code == 404
+    assert {path for _, path in api.calls} == {JOBS}
+
+
+def test_what_the_api_server_refuses_is_told_beside_what_it_said_last(client: Client, api: Api) -> None:
+    shown(client, word="reviews")
+    api.refuses = 403
+    page = shown(client, word="not allowed: no.")
+    assert "reviews" in page
+    api.refuses = None
+    wait_until(lambda: "not allowed" not in client.page(), "the refusal stays")
+
+
+def test_the_api_server_is_only_read(client: Client, api: Api) -> None:
+    shown(client, "job", "team", "reviews", word="AttemptStarted")
+    shown(client, "job", "team", "broken", word="MissingColumn")
+    assert {method for method, _ in api.calls} == {"GET"}
+    assert any(path.endswith("/log") for _, path in api.calls)
+
+
+def test_an_api_server_that_is_away_is_told_on_the_page(client: Client, api: Api, tmp_path: Path) -> None:
+    config = tmp_path / "away"
+    config.write_text((tmp_path / "config").read_text().replace(str(api.port), "1"))
+    with serving(tmp_path / "runs", ClusterJobs(Connection(config))) as other:
+        page = shown(other, word="cannot be reached")
+    assert "Runs" in page
+
+
+def test_a_kubeconfig_that_was_named_and_is_not_there_is_told(tmp_path: Path) -> None:
+    with serving(tmp_path, ClusterJobs(Connection(tmp_path / "none"))) as client:
+        assert "there is no such file" in shown(client, word="--kubeconfig")

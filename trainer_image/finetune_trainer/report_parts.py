@@ -1,0 +1,253 @@
+"""What the head of report.html and its sections on the result show: gate, confusion matrix, examples, lengths, cost.
+
+Everything here turns what stages have left into text and numbers for the template; nothing is measured here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from finetune_contract.charts import Bars, bars
+from finetune_contract.choices import Stage, Task
+from finetune_contract.facts import DataFacts, SplitFacts
+from finetune_contract.job import Gate, TrainerJob
+from finetune_contract.layout import JobPaths
+from finetune_contract.metrics import METRICS
+from finetune_contract.report import TrainerReport
+
+_BARS = 24
+"""As many at most in a histogram."""
+
+
+@dataclass(frozen=True)
+class GateShown:
+    """What was required of a metric, and what it came to."""
+
+    metric: str
+    required: str
+    reached: str
+    passed: bool
+
+
+def gate_shown(job: TrainerJob, metrics: Mapping[str, Any]) -> GateShown | None:
+    """None without a gate, or before it was measured."""
+    gate = job.evaluation.gate if job.evaluation else None
+    value = metrics.get("evaluate", {}).get(gate.metric) if gate is not None else None
+    if gate is None or not isinstance(value, int | float):
+        return None
+    bounds = [("at least", gate.minimum), ("at most", gate.maximum)]
+    required = " and ".join(f"{words} {bound:g}" for words, bound in bounds if bound is not None)
+    return GateShown(gate.metric, required, f"{value:.4f}", not_met(gate, value) is None)
+
+
+def not_met(gate: Gate, value: float) -> Literal["minimum", "maximum"] | None:
+    """Which bound of a gate a value is beyond; NaN is beyond any."""
+    if gate.minimum is not None and not value >= gate.minimum:
+        return "minimum"
+    return "maximum" if gate.maximum is not None and not value <= gate.maximum else None
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A figure at the head of the page."""
+
+    name: str
+    value: str
+    note: str = ""
+    state: Literal["", "good", "bad"] = ""
+
+
+def tiles(gate: GateShown | None, metrics: Mapping[str, Any], facts: DataFacts | None, cost: Cost | None) -> list[Tile]:
+    """What most people look for first; what is not known is left out."""
+    evaluated, majority, train = (metrics.get(name, {}) for name in ("evaluate", "majority", "train"))
+    tiles: list[Tile] = []
+    if gate is not None:
+        words = f"{gate.metric} {gate.reached}, required: {gate.required}"
+        tiles.append(Tile("Gate", "passed" if gate.passed else "not met", words, "good" if gate.passed else "bad"))
+    figures = [(name, value) for name, value in evaluated.items() if isinstance(value, float) and name != "loss"]
+    for name, value in figures[:1]:
+        known = f"majority class: {majority[name]:.4f}" if name in majority else f"on {evaluated.get('split')} rows"
+        tiles.append(Tile(name, f"{value:.4f}", known))
+    if {"loss_first", "loss_last"} <= train.keys():
+        tiles.append(Tile("Training loss", f"{train['loss_last']:.4f}", f"at first {train['loss_first']:.4f}"))
+    if cost is not None:
+        tiles.append(Tile(*cost.tile))
+    if (peak := train.get("peak_memory_bytes")) is not None:
+        tiles.append(Tile("Peak memory", human_bytes(peak), "of one process"))
+    cut = {role: split.truncated_rows for role, split in (facts.splits if facts else {}).items()}
+    if facts is not None and any(cut.values()):
+        words = ", ".join(f"{role} {share(cut[role], _rows_of(facts.splits[role]))}" for role in cut if cut[role])
+        tiles.append(
+            Tile("Truncated rows", f"{sum(cut.values()):,}", f"longer than {facts.max_length} tokens: {words}")
+        )
+    return tiles
+
+
+def share(part: int, whole: int) -> str:
+    """In percent; a part that is not zero is not shown as zero."""
+    return "less than 0.1%" if 0 < part < whole / 1000 else f"{part / (whole or 1):.1%}"
+
+
+def _rows_of(split: SplitFacts) -> int:
+    """Rows of the data."""
+    return split.windows_of or split.packs_of or split.rows
+
+
+_MEASURES: Mapping[Task, tuple[str, str]] = {
+    "text-classification": ("confidence", "The most confident wrong answers first."),
+    "token-classification": (
+        "confidence",
+        "The most confident wrong tags first; the confidence is that in the least sure tag.",
+    ),
+    "question-answering": ("confidence", "The most confident wrong answers first."),
+    "summarization": (METRICS["summarization"][None][-1], "Those farthest from what was wanted first."),
+    "translation": (METRICS["translation"][None][-1], "Those farthest from what was wanted first."),
+    "text-generation": (
+        "perplexity",
+        "Evaluation measures how likely the given text is: the rows that the model expects least.",
+    ),
+    "masked-lm": ("perplexity", "The rows whose hidden tokens the model expects least."),
+    "preference-tuning": (
+        "margin",
+        "The pairs whose chosen answer is preferred least; below 0 the rejected one is preferred.",
+    ),
+}
+"""The name of the score of an example, and what examples are chosen by."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Evaluated rows."""
+
+    heading: str
+    note: str
+    measure: str
+    answered: bool
+    """Whether rows have a right answer and one that was given."""
+    wrong: tuple[Mapping[str, Any], ...]
+    right: tuple[Mapping[str, Any], ...]
+
+
+def examples_shown(
+    job: TrainerJob, facts: DataFacts | None, samples: Sequence[Mapping[str, Any]] | None
+) -> Examples | None:
+    """None where no rows were kept."""
+    if not samples:
+        return None
+    measure, note = _MEASURES[job.task]
+    if facts is not None and facts.label_form == "regression":
+        measure, note = "off by", "The answers that are farthest off first."
+    answered = "predicted" in samples[0]
+    wrong = tuple(each for each in samples if not answered or each["predicted"] != each["label"])
+    right = tuple(each for each in samples if answered and each["predicted"] == each["label"])
+    heading = "Examples that went wrong" if answered else "Examples that went worst"
+    return Examples(heading, note, measure, answered, wrong, right)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Of a confusion matrix."""
+
+    count: int
+    heat: int
+    """0 to 10: the share of the row."""
+
+
+@dataclass(frozen=True)
+class ConfusionTable:
+    """What the report shows of a confusion matrix."""
+
+    unit: str
+    labels: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Cell, ...], str], ...]
+    """Right label, its cells, the share of it that was found."""
+    mistakes: tuple[tuple[str, str, str], ...]
+
+
+def confusion_shown(kept: Mapping[str, Any] | None) -> ConfusionTable | None:
+    """Of what `write_confusion` kept."""
+    if kept is None:
+        return None
+    rows = []
+    for at, (label, counts) in enumerate(zip(kept["labels"], kept["counts"], strict=True)):
+        total = sum(counts)
+        cells = tuple(Cell(count, -(-10 * count // total) if total else 0) for count in counts)
+        if total or at < len(counts) - 1:
+            rows.append((label, cells, f"{counts[at] / total:.1%}" if total else "-"))
+    mistakes = tuple((right, said, f"{count:,}") for right, said, count in kept["mistakes"])
+    return ConfusionTable(kept["unit"], tuple(kept["labels"]), tuple(rows), mistakes)
+
+
+def length_bars(facts: DataFacts | None) -> Bars | None:
+    """Of the rows that are trained on, else of those that there are."""
+    if facts is None:
+        return None
+    role, split = next(((role, split) for role, split in facts.splits.items() if split.length_histogram), ("", None))
+    if split is None:
+        return None
+    edges = split.length_histogram
+    width = max(1, min(edges) if len(edges) == 1 else min(b - a for a, b in itertools.pairwise(sorted(edges))))
+    width *= -(-max(edges) // (width * _BARS))
+    counts = [0] * (-(-max(edges) // width))
+    for edge, rows in edges.items():
+        counts[(edge - 1) // width] += rows
+    unit = "sequences" if split.windows_of or split.packs_of else "rows"
+    named = [(f"{at * width + 1} to {(at + 1) * width}", count) for at, count in enumerate(counts)]
+    first = next(at for at, (_, count) in enumerate(named) if count)
+    return bars(f"Lengths in {role}", named[first:], unit=unit, x_label="tokens")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the stages used."""
+
+    rows: tuple[tuple[str, str, str], ...]
+    """Stage, time, time of nodes; the sum at last."""
+    note: str
+    tile: tuple[str, str, str]
+
+
+def cost_shown(job: TrainerJob, plan: Mapping[str, Any], paths: JobPaths) -> Cost | None:
+    """From the reports of the stages that have ended; None before the first."""
+    world = job.training.world if job.training else job.script.world if job.script else None
+    found = {stage: seconds for stage in Stage if (seconds := _stage_seconds(paths, stage)) is not None}
+    if not found:
+        return None
+    nodes = {stage: world.nodes if world is not None and stage is Stage.TRAIN else 1 for stage in found}
+    used = {stage: seconds * nodes[stage] for stage, seconds in found.items()}
+    total, node_total = sum(found.values()), sum(used.values())
+    rows = [(str(stage), _duration(seconds), _duration(used[stage])) for stage, seconds in found.items()]
+    rows.append(("total", _duration(total), _duration(node_total)))
+    estimate = plan.get("estimate") or {}
+    if estimate.get("cost") is None or not estimate.get("seconds"):
+        note = "No price of a node is known, so there is no amount: the time of nodes is what would be priced."
+        return Cost(tuple(rows), note, ("Time of nodes", _duration(node_total), "no price is known"))
+    per_hour = estimate["cost"] / (estimate["seconds"] / 3600 * (world.nodes if world is not None else 1))
+    currency = estimate.get("currency") or ""
+    amount = f"{node_total / 3600 * per_hour:,.2f} {currency}".strip()
+    note = f"{amount} at {per_hour:,.2f} {currency} a node and hour, the price that the plan has."
+    return Cost(tuple(rows), note, ("Cost", amount, f"{_duration(node_total)} of nodes"))
+
+
+def _stage_seconds(paths: JobPaths, stage: Stage) -> float | None:
+    """Of a stage that has ended well; None for others, also where an older image wrote what cannot be read."""
+    try:
+        return TrainerReport.model_validate_json((paths.state / f"{stage}.json").read_bytes()).seconds
+    except (OSError, ValidationError):
+        return None
+
+
+def _duration(seconds: float) -> str:
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def human_bytes(value: float) -> str:
+    """In GiB, below one in MiB."""
+    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.1f} MiB"
