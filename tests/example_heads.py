@@ -88,9 +88,8 @@ def _time(training: Training, seconds: float, longest: int | None, name: str) ->
     spec = example_job(name).spec
     length = "the model's greatest length" if longest is None else f"{longest:,} tokens"
     if spec.training is not None and spec.training.max_steps is not None:
-        return seconds, (
-            f"{human_seconds(seconds)} for {training.max_steps:,} steps of {training.batch.global_batch_size} rows of {length}"
-        )
+        steps = f"{training.max_steps:,} steps of {training.batch.global_batch_size} rows"
+        return seconds, f"{human_seconds(seconds)} for {steps} of {length}"
     told = f"{human_seconds(seconds)} for {ASSUMED_ROWS:,} rows of {length}"
     data = spec.dataset
     rows = None if data is None else TRAIN_ROWS.get(f"{data.uri} {data.config or ''}".strip())

@@ -262,8 +262,8 @@ def support_matrix() -> str:
         ),
         "## Fields without behaviour yet",
         "",
-        f"{', '.join(f'`spec.{row.path}`' for row in ROWS)}: [docs/api.md](api.md#not-supported-yet) tells which values "
-        "work.",
+        f"{', '.join(f'`spec.{row.path}`' for row in ROWS)}: [docs/api.md](api.md#not-supported-yet) tells which "
+        "values work.",
         "",
         *notes.lines(),
     ]

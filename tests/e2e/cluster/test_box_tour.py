@@ -50,7 +50,7 @@ SHOWN = {
     "kubectl apply -f manifests/examples/quickstart": Excerpt(head=1),
     "kubectl get ftj -w": Excerpt(head=2, middle=10, tail=2),
     "kubectl describe": Excerpt(tail=12),
-    "finetune status": Excerpt(head=12),
+    "finetune status": Excerpt(head=20),
     "kubectl get ftj quickstart-cluster -o": Excerpt(head=1),
     "kubectl apply -f manifests/examples/tour/use": Excerpt(head=2),
     "kubectl logs job/use-model": Excerpt(head=4),
