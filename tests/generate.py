@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from example_heads import table, with_head
-from support_matrix import support_matrix
-
 from chart_files import (
     chart_readme,
     chart_rights,
@@ -16,6 +13,7 @@ from chart_files import (
     overlay_rules,
     values_schema,
 )
+from example_heads import table, with_head
 from examples import EXAMPLES
 from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.docs import api_reference, names_reference, settings_reference
@@ -23,6 +21,7 @@ from finetune_operator.cli.main import COMMANDS, app
 from finetune_operator.shell import metrics
 from finetune_trainer.strategies.tensor import tensor_families_json
 from finetune_trainer.training.arguments import known_arguments_json
+from support_matrix import support_matrix
 
 
 def command_reference() -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from example_heads import TITLE
 from typer.testing import CliRunner
 
+from example_heads import TITLE
 from examples import EXAMPLES, FOLDER, IN_CLUSTER, LOCAL, example_document, example_job
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 
 import support_matrix as page
-from support_matrix import ADAPTERS, LAUNCHERS, PRECISIONS, STRATEGIES, TASKS, Combination, refusals
-
 from finetune_operator.api.support import served_words
 from finetune_operator.api.types import ParallelismSpec
+from support_matrix import ADAPTERS, LAUNCHERS, PRECISIONS, STRATEGIES, TASKS, Combination, refusals
 
 TEXT = page.support_matrix()
 ROWS = [line for line in TEXT.splitlines() if line.startswith("| ")]
