@@ -30,11 +30,11 @@ FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SHOWN = {
     "head ": Excerpt(head=3),
     "finetune validate": Excerpt(head=2),
-    "finetune plan": Excerpt(head=20),
-    "finetune run": Excerpt(head=3, middle=6, tail=14),
+    "finetune plan": Excerpt(head=20, tail=1),
+    "finetune run": Excerpt(head=3, middle=6, tail=17),
     "sed ": Excerpt(),
     "ls ": Excerpt(head=20),
-    "python ask.py": Excerpt(head=2),
+    "python ask.py": Excerpt(tail=3),
 }
 """Starts of the lines that the picture shows, and how much of what they say."""
 
