@@ -9,9 +9,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from finetune_operator.api.support import ROWS, served_words
+from finetune_operator.api.types import LauncherName
 from finetune_operator.cli.main import main  # noqa: F401  (the command that the blocks call must be installed)
 from suite_plugins.patience import patient
 
@@ -128,3 +131,13 @@ def test_the_readme_calls_the_command_in_one_way() -> None:
     calls = [line for line in lines if re.search(r"\bfinetune (?!-)", line) and "finetune-operator" not in line]
     assert len(calls) > 5
     assert [line for line in calls if not line.startswith("$ finetune ")] == []
+
+
+def test_the_readme_tells_which_fields_and_launchers_have_no_behaviour_yet() -> None:
+    section = README.partition("## What does not work yet\n")[2].partition("\n## ")[0]
+    (told,) = re.findall(r"^- \*\*Refused with.*?(?=^- )", section, re.MULTILINE | re.DOTALL)
+    launchers: tuple[str, ...] = get_args(LauncherName)
+    without = {row.path for row in ROWS if not row.values and not row.schemes}
+    without |= set(launchers) - set(served_words("launcher", launchers))
+    named = {word for word in re.findall(r"`([\w.]+)`", told) if word != "NotYetSupported"}
+    assert named == without
