@@ -13,12 +13,15 @@ from chart_files import (
     overlay_rules,
     values_schema,
 )
+from example_heads import table, with_head
+from examples import EXAMPLES
 from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.docs import api_reference, names_reference, settings_reference
 from finetune_operator.cli.main import COMMANDS, app
 from finetune_operator.shell import metrics
 from finetune_trainer.strategies.tensor import tensor_families_json
 from finetune_trainer.training.arguments import known_arguments_json
+from support_matrix import support_matrix
 
 
 def command_reference() -> str:
@@ -82,7 +85,10 @@ GENERATED: dict[str, Callable[[], str]] = {
     "docs/settings.md": settings_reference,
     "docs/names.md": names_reference,
     "docs/commands.md": command_reference,
+    "docs/support.md": support_matrix,
     "manifests/gitops/argocd/argocd-cm.yaml": argo_health,
+    "manifests/examples/README.md": between_marks("manifests/examples/README.md", table),
+    **{f"manifests/examples/{name}.yaml": with_head(name) for name in EXAMPLES},
     "docs/metrics.md": between_marks("docs/metrics.md", metrics.reference),
     "trainer_image/contract/finetune_contract/training_arguments.json": known_arguments_json,
     "trainer_image/contract/finetune_contract/tensor_families.json": tensor_families_json,

@@ -176,7 +176,7 @@ def jobs() -> dict[str, dict[str, Any]]:
     statuses = {
         "running": {**common, "phase": "Training", "progress": progress},
         "over": {
-            **common, "phase": "Failed", "completionTime": "2026-01-01T13:00:00Z",
+            **common, "phase": "Failed", "completionTime": "2026-01-01T13:00:00Z", "progress": progress,
             "failure": {"class": "GateNotMet", "reason": "BelowMinimum", "message": "m", "stage": "evaluate"},
             "artifacts": {"metrics": {"accuracy": 0.5, "train_loss": 0.25}},
         },

@@ -108,7 +108,8 @@ TABLE = Table(
         Link((f"{CONTRACT}/plans.py",), (f"{CONTRACT}/tensor_families.json",), "reads"),
         Link((f"{CONTRACT}/arguments.py",), (f"{CONTRACT}/training_arguments.json",), "reads"),
         Link((f"{TRAINER}/reporting.py",), (f"{TRAINER}/templates/*",), "fills in"),
-        Link(("tests/e2e/local/test_readme.py",), ("manifests/examples/*",), "runs"),
+        Link(("tests/e2e/local/test_readme.py", "tests/first_run.py"), ("manifests/examples/*",), "runs"),
+        Link(("tests/e2e/local/test_readme.py",), ("docs/*",), "follows links of"),
         Link(("tests/cluster/test_readme_cluster.py",), ("manifests/*",), "applies"),
     ),
     everything=(

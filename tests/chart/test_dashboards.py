@@ -140,6 +140,31 @@ def test_no_panel_is_empty(dashboard: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_a_job_that_is_over_has_no_progress_and_no_time_left(tmp_path: Path) -> None:
+    """Its status keeps what its last stage has reported: 54 % and 2 s left of an evaluation that failed the gate."""
+    live = {"Done", "Time left", "Since the last report", "Loss", "Steps", "Rows a second", "Tokens a second"}
+    asked = [(title, expression) for title, expression in expressions("job") if title in live]
+    assert {title for title, _ in asked} == live
+    tests = [
+        {
+            "expr": f"count({expression.replace('$job', job)}) or vector(0)",
+            "eval_time": "3h",
+            "exp_samples": [{"labels": "{}", "value": shown}],
+        }
+        for _, expression in asked
+        for job, shown in (("running", 1), ("over", 0))
+    ]
+    given = [{"series": one.notation, "values": one.values} for one in STATE]
+    document = {
+        "evaluation_interval": "1m",
+        "tests": [{"interval": "1m", "input_series": given, "promql_expr_test": tests}],
+    }
+    file = tmp_path / "over.yaml"
+    file.write_text(yaml.safe_dump(document))
+    done = promtool("test", "rules", file)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_amounts_in_another_currency_are_shown_where_there_are_any(tmp_path: Path) -> None:
     """Of each metric of money there is a series for a currency that was set before, which is 0 as a rule."""
     asked = [expression for _, expression in expressions("fleet") if "by (currency)" in expression]

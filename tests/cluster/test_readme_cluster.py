@@ -72,7 +72,7 @@ def test_a_job_goes_from_apply_to_delete_as_printed(shell, world: World, tmp_pat
     """The README's job, given only what the stand-in nodes need to take its pods."""
     manifest = yaml.safe_load(JOB)
     manifest["spec"] |= {"template": ON_STAND_IN, "storage": {"storageClassName": STORAGE_CLASS, "size": "1Gi"}}
-    manifest["spec"]["resources"]["gpusPerNode"] = 0
+    manifest["spec"]["resources"] |= {"gpusPerNode": 0, "accelerator": None}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(manifest))
     log = "epoch 1\nepoch 2\n"
     world.kubelet.playbook.set(NAME, "train", replace(RUNS, log=log))

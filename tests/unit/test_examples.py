@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 
 import pytest
+from typer.testing import CliRunner
 
+from example_heads import TITLE
 from examples import EXAMPLES, FOLDER, IN_CLUSTER, LOCAL, example_document, example_job
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
 from finetune_operator.cli.inputs import read_inputs
+from finetune_operator.cli.main import app
+from finetune_operator.planning.devices import find_gpu
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts
 
@@ -55,10 +59,43 @@ def test_an_example_names_no_namespace_and_no_image(name: str):
     assert "image" not in document["spec"]
 
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_head_of_an_example_has_the_figures_of_the_command_that_it_names(name: str):
+    _, title, told = (FOLDER / f"{name}.yaml").read_text(encoding="utf-8").partition(f"{TITLE}\n")
+    assert title
+    words = dict(line[1:].split(maxsplit=1) for line in told.partition("apiVersion:")[0].splitlines())
+    program, *arguments = words["check"].split()
+    assert program == "finetune"
+    file = str(FOLDER / f"{name}.yaml")
+    said = CliRunner(env={"COLUMNS": "200"}).invoke(app, [file if "/" in each else each for each in arguments])
+    assert said.exit_code == 0, said.output
+    rows = {found[1]: found[2] for found in re.finditer(r"^  (\S+) +(\S.*)$", said.stdout, re.MULTILINE)}
+    if "memory" not in words:
+        assert rows["time"].startswith("unknown")
+        return
+    assert words["strategy"] == f"{rows['strategy']}, {rows['precision']}"
+    assert re.split(" {2,}", rows["total"])[0] == words["memory"].partition(" of ")[0]
+    assert re.split(" {2,}", rows["time"])[0] == words["training"].partition(" for ")[0]
+    assert words["hardware"].startswith(f"{example_job(name).spec.resources.nodes} node")
+
+
+@pytest.mark.parametrize("name", IN_CLUSTER)
+def test_an_example_with_gpus_names_one_that_computes_in_bf16(name: str):
+    """Without a name the plan would take the smallest GPU of the table, in fp32."""
+    resources = example_job(name).spec.resources
+    if not resources.gpus_per_node:
+        return
+    assert resources.accelerator is not None
+    assert resources.accelerator.product is not None
+    gpu = find_gpu(resources.accelerator.product)
+    assert gpu is not None
+    assert gpu.bf16
+
+
 # Example -> tensor, pipeline and data ranks, the parameters in billions, and the GPU memory in GiB that a process takes
 # at least and at most: a plan far below has lost a term.
 SPREAD: dict[str, tuple[tuple[int, int, int], float, tuple[int, int]]] = {
-    "mnli-pipeline": ((1, 4, 1), 0.4, (3, 16)),
+    "mnli-pipeline": ((1, 4, 1), 0.4, (3, 24)),
     "gpt2-30b": ((8, 2, 2), 30.0, (40, 80)),
     "gpt2-30b-sharded": ((1, 1, 16), 30.0, (20, 80)),
     "gpt2-175b": ((8, 4, 2), 174.6, (100, 180)),

@@ -1,4 +1,4 @@
-"""The tour of README.md, run block by block as printed, from the installation to the last delete.
+"""The tour of docs/tour.md, run block by block as printed, from the installation to the last delete.
 
 Nothing in it is changed. What is not run brings the reader to where the test is already: images on the nodes of a
 cluster. The cluster in the box has no internet: an admission policy tells the pods of the tour's namespace of a
@@ -35,10 +35,9 @@ from suite_plugins.patience import patient
 pytestmark = pytest.mark.bare
 """A reader's first cluster has no training operator."""
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-SECTION = re.search(r"^### Tour$(.*?)^##", README, re.MULTILINE | re.DOTALL)
-assert SECTION is not None
-BLOCKS = re.findall(r"^```console\n(.*?)^```$", SECTION[1], re.MULTILINE | re.DOTALL)
+PAGE = ROOT / "docs" / "tour.md"
+TEXT = PAGE.read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```console\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 LINES = [line.removeprefix("$ ") for block in BLOCKS for line in block.splitlines()]
 BEFORE = ("make images", "kind ")
 """Starts of lines that make the cluster and its images."""
@@ -50,7 +49,7 @@ SHOWN = {
     "kubectl apply -f manifests/examples/quickstart": Excerpt(head=1),
     "kubectl get ftj -w": Excerpt(head=2, middle=10, tail=2),
     "kubectl describe": Excerpt(tail=12),
-    "finetune status": Excerpt(head=12),
+    "finetune status": Excerpt(head=20),
     "kubectl get ftj quickstart-cluster -o": Excerpt(head=1),
     "kubectl apply -f manifests/examples/tour/use": Excerpt(head=2),
     "kubectl logs job/use-model": Excerpt(head=4),
@@ -184,8 +183,8 @@ def test_nothing_is_left_behind(tour: dict[str, str], box: Box, namespace: str) 
     wait_until(lambda: not left(), "everything of the tour is gone", tell=left)
 
 
-def test_the_picture_in_the_readme_shows_commands_of_the_tour() -> None:
-    assert f"({PICTURE.relative_to(ROOT)})" in README
+def test_the_picture_on_the_page_shows_commands_of_the_tour() -> None:
+    assert f"({PICTURE.relative_to(PAGE.parent)})" in TEXT
     prompted = re.findall(r"\$&#160;</text><text[^>]*>([^<]*)</text>", PICTURE.read_text(encoding="utf-8"))
     shown = [html.unescape(text).replace("\xa0", " ") for text in prompted]
     assert len(shown) >= len(SHOWN)

@@ -9,9 +9,12 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from finetune_operator.api.support import ROWS, served_words
+from finetune_operator.api.types import LauncherName
 from finetune_operator.cli.main import main  # noqa: F401  (the command that the blocks call must be installed)
 from suite_plugins.patience import patient
 
@@ -21,8 +24,14 @@ COMMAND_SECONDS = 1500
 FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def blocks(language: str) -> list[str]:
-    return [body for kind, body in FENCE.findall((ROOT / "README.md").read_text()) if kind == language]
+CODE = re.compile(rf"{FENCE.pattern}|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+HERE, _, CLUSTER = README.partition("## In a cluster\n")
+"""The sections for this machine, and those for a cluster."""
+
+
+def blocks(language: str, text: str = README) -> list[str]:
+    return [body for kind, body in FENCE.findall(text) if kind == language]
 
 
 def environment(workspace: Path) -> dict[str, str]:
@@ -45,13 +54,12 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def shell_lines() -> list[str]:
-    return [line[2:] for block in blocks("console") for line in block.splitlines() if line.startswith("$ ")]
+    return [line[2:] for block in blocks("console", HERE) for line in block.splitlines() if line.startswith("$ ")]
 
 
-# `git clone` and `cd` bring the reader to where the suite is already; `make test` is this suite; `make images` and
-# `kind` make a cluster, and what needs one (by `kubectl`, or by an installed `finetune`) runs in
-# tests/e2e/cluster/test_box_tour.py and tests/cluster/test_readme_cluster.py.
-ELSEWHERE = ("git clone", "cd ", "make test", "make images", "kind ", "helm ", "kubectl ", "finetune ")
+# These bring the reader to where the suite is already, with the command in the PATH; `make test` is this suite. The
+# commands for a cluster run in tests/cluster/test_readme_cluster.py.
+ELSEWHERE = ("git clone", "cd ", "make test", "source ")
 
 
 @pytest.mark.slow
@@ -61,10 +69,8 @@ def test_every_command_of_the_readme_runs_and_the_quickstart_reaches_what_it_pro
     for line in shell_lines():
         if line.startswith(ELSEWHERE):
             continue
-        # The virtual environment of the suite stands in for .venv, so that the blocks also run where it is named
-        # otherwise.
-        command = line.replace(".venv/bin/", f"{shlex.quote(str(Path(sys.executable).parent))}/")
-        command = command.replace("--workspace runs", f"--workspace {shlex.quote(str(workspace))}")
+        command = line.replace("--workspace runs", f"--workspace {shlex.quote(str(workspace))}")
+        # The virtual environment of the suite stands in for .venv, which may be named otherwise.
         if command.startswith("make "):
             command += f" VENV={shlex.quote(str(Path(sys.executable).parents[1]))}"
         result = subprocess.run(
@@ -101,3 +107,37 @@ def test_every_job_in_the_readme_is_valid(block: str) -> None:
         [program, "validate", "-"], input=block, capture_output=True, text=True, timeout=patient(300)
     )
     assert checked.returncode == 0, checked.stderr
+
+
+def test_the_readme_lists_every_page_and_every_page_links_to_what_is_there() -> None:
+    _, begin, index = README.partition("## Read on\n")
+    assert begin
+    pages = sorted(file.name for file in (ROOT / "docs").glob("*.md"))
+    listed = set(re.findall(r"\]\(docs/([^)#]+)\)", README))
+    assert len(pages) > 15
+    assert [page for page in pages if page not in listed] == []
+    assert "docs/api.md" in index
+    missing = [
+        f"{file.name}: {link}"
+        for file in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+        for link in re.findall(r"\]\(([^)#\s\[]+)[^)]*\)", CODE.sub("", file.read_text(encoding="utf-8")))
+        if not link.startswith(("https://", "http://")) and not (file.parent / link).exists()
+    ]
+    assert missing == []
+
+
+def test_the_readme_calls_the_command_in_one_way() -> None:
+    lines = [line for block in blocks("console") for line in block.splitlines()]
+    calls = [line for line in lines if re.search(r"\bfinetune (?!-)", line) and "finetune-operator" not in line]
+    assert len(calls) > 5
+    assert [line for line in calls if not line.startswith("$ finetune ")] == []
+
+
+def test_the_readme_tells_which_fields_and_launchers_have_no_behaviour_yet() -> None:
+    section = README.partition("## What does not work yet\n")[2].partition("\n## ")[0]
+    (told,) = re.findall(r"^- \*\*Refused with.*?(?=^- )", section, re.MULTILINE | re.DOTALL)
+    launchers: tuple[str, ...] = get_args(LauncherName)
+    without = {row.path for row in ROWS if not row.values and not row.schemes}
+    without |= set(launchers) - set(served_words("launcher", launchers))
+    named = {word for word in re.findall(r"`([\w.]+)`", told) if word != "NotYetSupported"}
+    assert named == without

@@ -1,0 +1,112 @@
+"""Walks through docs/first-run.md as a newcomer does, and draws docs/first-run.svg from what the commands said.
+
+    python tests/first_run.py FOLDER    runs the page's commands in a new folder, and draws the picture
+
+What brings the reader to the folder (clone, installation) is not run.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from box_support.recording import Excerpt, Said, terminal_svg
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "first-run.md"
+PICTURE = ROOT / "docs" / "first-run.svg"
+BEFORE = ("git clone", "cd ", "make install", "source ", "mkdir mine")
+"""Starts of lines that bring the reader to the folder."""
+FILES = {"yaml": "job.yaml", "python": "ask.py"}
+"""Language of a block -> the name under which the page has the reader save it."""
+GATE_NOT_MET = 1
+FENCE = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SHOWN = {
+    "head ": Excerpt(head=3),
+    "finetune validate": Excerpt(head=2),
+    "finetune plan": Excerpt(head=20, tail=1),
+    "finetune run": Excerpt(head=3, middle=6, tail=17),
+    "sed ": Excerpt(),
+    "ls ": Excerpt(head=20),
+    "python ask.py": Excerpt(tail=3),
+}
+"""Starts of the lines that the picture shows, and how much of what they say."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of the page as it ran."""
+
+    said: Said
+    code: int
+    seconds: float
+
+
+def blocks() -> list[tuple[str, str]]:
+    """Language and text of each block of the page, in order."""
+    return FENCE.findall(PAGE.read_text(encoding="utf-8"))
+
+
+def commands(block: str) -> list[str]:
+    """The lines of a console block that are run."""
+    lines = [line.removeprefix("$ ") for line in block.splitlines()]
+    return [line for line in lines if not line.startswith(BEFORE)]
+
+
+def walk(folder: Path, seconds: float) -> Iterator[Step]:
+    """The page in `folder`, which has to be new: files are saved and commands run in the order of the page.
+
+    `seconds` is the limit of one command. The environment's own programs stand first in the PATH.
+    """
+    (folder / "manifests").symlink_to(ROOT / "manifests")
+    mine = folder / "mine"
+    mine.mkdir()
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": path, "HF_HUB_OFFLINE": "1", "COLUMNS": "118"}
+    for language, text in blocks():
+        if language in FILES:
+            (mine / FILES[language]).write_text(text, encoding="utf-8")
+            continue
+        for line in commands(text):
+            began = time.monotonic()
+            ran = subprocess.run(
+                line,
+                shell=True,
+                cwd=mine,
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=seconds,
+            )
+            yield Step(Said(line, ran.stdout), ran.returncode, time.monotonic() - began)
+
+
+def picture(steps: Sequence[Step], folder: Path) -> str:
+    """The steps as an SVG, with the time of each that took a second or more; `folder` is called ~/finetune-operator."""
+    shown = []
+    for step in steps:
+        said = Said(step.said.command, step.said.output.replace(str(folder), "~/finetune-operator"))
+        if step.seconds >= 1:
+            taken = f"real {int(step.seconds // 60)}m{step.seconds % 60:.0f}s"
+            said = Said(f"time {said.command}", f"{said.output.rstrip()}\n{taken}\n")
+        shown += [(said, excerpt) for start, excerpt in SHOWN.items() if step.said.command.startswith(start)]
+    return terminal_svg("From a CSV file to a model", shown)
+
+
+def main() -> None:
+    folder, steps = Path(sys.argv[1]).resolve(), []
+    for step in walk(folder, 3600):
+        steps.append(step)
+        print(f"{step.seconds:7.1f} s  exit {step.code}  {step.said.command}\n{step.said.output}", flush=True)
+    PICTURE.write_text(picture(steps, folder), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
