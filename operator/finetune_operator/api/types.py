@@ -23,7 +23,7 @@ from finetune_contract.choices import (
     Stage,
     Task,
 )
-from finetune_contract.job import preparing_pods
+from finetune_contract.pods import preparing_pods
 
 GROUP = "finetune.dev"
 VERSION = "v1alpha1"
@@ -111,10 +111,13 @@ NonNegative: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
 class SpecModel(BaseModel):
     """Base of everything that people write: unknown fields are errors, types are not coerced, names are
     camelCase only.
+
+    A model's validator is built when it is first used: most commands use few of them.
     """
 
     model_config = ConfigDict(
         frozen=True,
+        defer_build=True,
         extra="forbid",
         strict=True,
         alias_generator=to_camel,
@@ -128,7 +131,12 @@ class StatusModel(BaseModel):
     """Base of everything that the operator writes; fields of a newer version are ignored."""
 
     model_config = ConfigDict(
-        frozen=True, extra="ignore", alias_generator=to_camel, validate_by_alias=True, validate_by_name=True
+        frozen=True,
+        defer_build=True,
+        extra="ignore",
+        alias_generator=to_camel,
+        validate_by_alias=True,
+        validate_by_name=True,
     )
 
 

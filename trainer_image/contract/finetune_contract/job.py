@@ -28,6 +28,7 @@ from finetune_contract.choices import (
     Task,
     ZeroStage,
 )
+from finetune_contract.pods import preparing_pods
 
 SCHEMA_VERSION: Literal[1] = 1
 WHOLE_CHECKPOINTS: tuple[StrategyName, ...] = ("single", "ddp", "fsdp")
@@ -78,17 +79,6 @@ class DataSource(Order):
     config: str | None = None
     splits: Splits = Splits()
     columns: Columns = Columns()
-
-
-def preparing_pods(engine: Literal["auto", "local", "job", "spark"], workers: int) -> int:
-    """Pods that `engine` prepares with in a cluster; Spark's driver is one of them."""
-    match engine:
-        case "auto" | "local":
-            return 1
-        case "job":
-            return workers
-        case "spark":
-            return 1 + workers
 
 
 class Preparation(Order):

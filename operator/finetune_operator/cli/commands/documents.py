@@ -9,9 +9,7 @@ import typer
 
 from finetune_operator.cli.commands.options import DocumentForm
 from finetune_operator.cli.console import DocumentOutput, emit
-
-COMPLETE_VARIABLE = "_FINETUNE_COMPLETE"
-"""By which a shell's script asks the command what could follow."""
+from finetune_operator.cli.program import COMPLETE_VARIABLE
 
 
 class Shell(StrEnum):
@@ -58,7 +56,9 @@ def schema(output: DocumentForm = DocumentOutput.JSON) -> None:
 
 
 def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh, fish or powershell.")]) -> None:
-    """Write a script that completes commands, options and names of jobs in a shell.
+    """Write a script that completes what is typed in a shell.
+
+    Commands, options and names of jobs.
 
     \b
     Examples:

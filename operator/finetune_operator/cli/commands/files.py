@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from finetune_operator.api.settings import Settings
 from finetune_operator.cli.commands.options import (
     ClusterSettings,
     DocumentForm,
@@ -23,19 +21,21 @@ from finetune_operator.cli.commands.options import (
     LocalSettings,
     Measure,
 )
-from finetune_operator.cli.commands.steps import (
-    checked_jobs,
-    cluster_facts,
-    hardware_of,
-    local_facts,
-    planned,
-    refuse_plan,
-    settings_of,
-    tell_notes,
+from finetune_operator.cli.console import (
+    DocumentOutput,
+    Output,
+    UsageError,
+    emit,
+    out,
+    print_line,
+    problem_data,
+    report,
 )
-from finetune_operator.cli.console import DocumentOutput, Output, UsageError, emit, out, problem_data, report
-from finetune_operator.cli.inputs import Inputs, JobEntry, read_inputs
-from finetune_operator.planning.types import JobPlan, PlanRefused
+
+if TYPE_CHECKING:
+    from finetune_operator.api.settings import Settings
+    from finetune_operator.cli.inputs import Inputs, JobEntry
+    from finetune_operator.planning.types import JobPlan
 
 DEFAULT_NAMESPACE = "default"
 
@@ -71,12 +71,15 @@ def validate(
       finetune validate job.yaml -o json
       cat job.yaml | finetune validate -
     """
+    from finetune_operator.cli.commands.steps import settings_of, tell_notes
+    from finetune_operator.cli.inputs import read_inputs
+
     inputs = read_inputs([*(files or []), *(filename or [])], settings_of(settings, cluster=cluster))
     if output is Output.TEXT:
         tell_notes(inputs)
         report(inputs.problems)
         for entry in inputs.entries:
-            out().print(f"{entry.source}:{entry.document.line}: {entry.job.name} is valid", soft_wrap=True)
+            print_line(f"{entry.source}:{entry.document.line}: {entry.job.name} is valid")
     else:
         emit([_validation(inputs)], output)
     raise typer.Exit(1 if inputs.problems else 0)
@@ -125,6 +128,15 @@ def plan(
       finetune plan job.yaml --hardware cpu=32,hostMemory=128Gi -o yaml
       finetune plan job.yaml --no-measure -o json
     """
+    from finetune_operator.cli.commands.steps import (
+        checked_jobs,
+        cluster_facts,
+        hardware_of,
+        local_facts,
+        planned,
+        settings_of,
+    )
+
     limits, node = settings_of(settings, cluster=cluster), hardware_of(hardware)
     plans = []
     for entry in checked_jobs([*(files or []), *(filename or [])], limits, output):
@@ -162,7 +174,7 @@ def render(
     measure: Measure = False,
     output: DocumentForm = DocumentOutput.YAML,
 ) -> None:
-    """Write the Kubernetes objects that the operator would create for a job.
+    """Write the Kubernetes objects that a job becomes.
 
     The claim for the workspace, and for the first attempt of each stage its ConfigMap and the object that runs
     it, in the order of creation. Not in them, as only a cluster has it: the owner reference and the address for
@@ -176,6 +188,8 @@ def render(
       finetune render job.yaml --settings settings.yaml -o json
       finetune render job.yaml | kubectl apply --dry-run=server -f -
     """
+    from finetune_operator.cli.commands.steps import checked_jobs, cluster_facts, hardware_of, planned, settings_of
+
     limits, node = settings_of(settings, cluster=True), hardware_of(hardware)
     manifests: list[Any] = []
     for entry in checked_jobs([*(files or []), *(filename or [])], limits, output):
@@ -187,6 +201,8 @@ def render(
 
 
 def _with_launcher(entry: JobEntry, launcher: Launcher) -> JobEntry:
+    from dataclasses import replace
+
     spec = entry.job.spec.model_copy(update={"launcher": launcher.value})
     return replace(entry, job=entry.job.model_copy(update={"spec": spec}))
 
@@ -203,6 +219,9 @@ def objects_of(entry: JobEntry, made: JobPlan, settings: Settings, namespace: st
 def _rendered(
     entry: JobEntry, made: JobPlan, namespace: str | None, settings: Settings, output: DocumentOutput
 ) -> tuple[Any, ...]:
+    from finetune_operator.cli.commands.steps import refuse_plan
+    from finetune_operator.planning.types import PlanRefused
+
     written = entry.job.metadata.namespace
     if namespace is not None and written is not None and namespace != written:
         raise UsageError(

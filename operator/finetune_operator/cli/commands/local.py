@@ -6,11 +6,10 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_contract.choices import Stage
 from finetune_operator.cli.commands.options import (
     Filenames,
     Files,
@@ -20,11 +19,13 @@ from finetune_operator.cli.commands.options import (
     RunStage,
     Workspace,
 )
-from finetune_operator.cli.commands.steps import checked_jobs, refuse_plan, settings_of
-from finetune_operator.cli.console import Output, UsageError, complain, emit, err, note, out, program_name
-from finetune_operator.cli.inputs import JobEntry
-from finetune_operator.planning.capacity import NO_SPOT_HERE
-from finetune_operator.planning.types import JobPlan, PlanRefused
+from finetune_operator.cli.console import Output, UsageError, complain, emit, err, note, out, print_line
+from finetune_operator.cli.program import program_name
+
+if TYPE_CHECKING:
+    from finetune_contract.choices import Stage
+    from finetune_operator.cli.inputs import JobEntry
+    from finetune_operator.planning.types import JobPlan
 
 
 def run(
@@ -69,6 +70,11 @@ def run(
     """
     if resume and restart:
         raise UsageError("--resume and --restart exclude each other")
+    from finetune_contract.choices import Stage
+    from finetune_operator.cli.commands.steps import checked_jobs, refuse_plan, settings_of
+    from finetune_operator.planning.capacity import NO_SPOT_HERE
+    from finetune_operator.planning.types import PlanRefused
+
     names = [*(files or []), *(filename or [])]
     limits = settings_of(settings, cluster=False)
     entry = _one(checked_jobs(names, limits, output), name)
@@ -148,7 +154,7 @@ def _show_dry_run(planned: JobPlan, stages: dict[Stage, str], output: Output) ->
     for does, word in (("keep", "kept"), ("run", "run")):
         named = ", ".join(stage for stage, state in stages.items() if state == word)
         if named:
-            out().print(f"Would {does}: {named}", soft_wrap=True)
+            print_line(f"Would {does}: {named}")
 
 
 def _command(names: Sequence[str], workspace: Path, name: str | None, how: str) -> str:
