@@ -26,6 +26,7 @@ from finetune_contract.choices import Device, Stage
 from finetune_contract.layout import ENV_REPORT, JobPaths
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FailureStatus, FineTuneJob
+from finetune_operator.cli import hub
 from finetune_operator.cli.causes import first_cause
 from finetune_operator.cli.console import err, note
 from finetune_operator.cli.display import Display, Shown, Tail, latest
@@ -105,6 +106,7 @@ def run(request: RunRequest) -> RunResult:
     paths, job = request.paths, request.job
     with locked(request.workspace, job.name):
         redone = _checked_stages_to_redo(request)
+        _check_hub(request, redone)
         facts = _facts(request, keep_data=Stage.PREPARE not in redone)
         planned = plan(job, facts, request.settings)
         wanted = _wanted(request, planned)
@@ -160,6 +162,33 @@ def _stages_to_redo(request: RunRequest) -> tuple[Stage, ...]:
 def _up_to_last(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     last = max(LOCAL_STAGES.index(stage) for stage in stages)
     return LOCAL_STAGES[: last + 1]
+
+
+def _check_hub(request: RunRequest, redone: Sequence[Stage]) -> None:
+    """CannotRunError when a stage would need what neither the Hub nor its cache here gives."""
+    wanted = [stage for stage in request.stages or LOCAL_STAGES if _is_to_run(request, stage, redone)]
+    absent = hub.missing(_uris(request.job, wanted)) if wanted else ()
+    if absent:
+        raise CannotRunError(f"{' and '.join(absent)}: {hub.out_of_reach()}, and there is no copy here. {hub.WAY_OUT}")
+
+
+def _is_to_run(request: RunRequest, stage: Stage, redone: Sequence[Stage]) -> bool:
+    spec = request.job.spec
+    has = {Stage.TRAIN: spec.training, Stage.EVALUATE: spec.evaluation, Stage.PREDICT: spec.predict}
+    if stage in has and has[stage] is None:
+        return False
+    return stage in redone or finished(request.paths, stage) is None
+
+
+def _uris(job: FineTuneJob, stages: Sequence[Stage] = LOCAL_STAGES) -> dict[str, hub.Kind]:
+    """What these stages read, each with its kind."""
+    spec = job.spec
+    uris: dict[str, hub.Kind] = {spec.model.uri: "model"}
+    if spec.dataset is not None and Stage.PREPARE in stages:
+        uris[spec.dataset.uri] = "dataset"
+    if spec.predict is not None and spec.predict.dataset is not None and Stage.PREDICT in stages:
+        uris[spec.predict.dataset.uri] = "dataset"
+    return uris
 
 
 def _facts(request: RunRequest, keep_data: bool) -> Facts:
@@ -312,7 +341,7 @@ class _Run:
         if stage is Stage.TRAIN and world is not None:
             threads = world.threads_per_process
         return trainer_environment(
-            os.environ,
+            {**os.environ, **hub.variables(_uris(self._request.job))},
             device=device_of(self._request.job, self._result.plan),
             threads=threads,
             report=self._paths.reports / f"{stage}-{{rank}}.json",
