@@ -182,7 +182,8 @@ def test_render_writes_what_the_operator_would_create(launcher: str | None, kind
     as_json = finetune("render", "job.yaml", "-n", "team-a", "-o", "json", *options, folder=tmp_path)
     as_yaml = finetune("render", "job.yaml", "-n", "team-a", *options, folder=tmp_path)
     assert (as_json.returncode, as_json.stderr) == (0, "")
-    assert json.loads(as_json.stdout) == list(expected) == list(yaml.safe_load_all(as_yaml.stdout))
+    assert json.loads(as_json.stdout) == {"apiVersion": "v1", "kind": "List", "items": list(expected)}
+    assert list(yaml.safe_load_all(as_yaml.stdout)) == list(expected)
     trains = next(
         each for each in expected if each["metadata"]["name"] == "first-train-1" and each["kind"] != "ConfigMap"
     )
@@ -192,7 +193,7 @@ def test_render_writes_what_the_operator_would_create(launcher: str | None, kind
 def test_a_launcher_that_the_job_names_is_taken_as_installed_without_a_cluster(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(f"{CLUSTER_JOB}  launcher: mpijob\n")
     rendered = finetune("render", "job.yaml", "-o", "json", folder=tmp_path)
-    assert "MPIJob" in [item["kind"] for item in json.loads(rendered.stdout)]
+    assert "MPIJob" in [item["kind"] for item in json.loads(rendered.stdout)["items"]]
 
 
 def test_facts_that_the_operator_does_not_have_are_taken_into_account_and_noted(tmp_path: Path) -> None:
@@ -238,7 +239,7 @@ def test_a_namespace_beside_another_one_in_the_file_is_refused_as_kubectl_does(t
     alone = finetune("render", "job.yaml", "-o", "json", folder=tmp_path)
     assert (both.returncode, both.stdout) == (2, "")
     assert "--namespace team-a: first has metadata.namespace team-b" in both.stderr
-    assert {item["metadata"]["namespace"] for item in json.loads(alone.stdout)} == {"team-b"}
+    assert {item["metadata"]["namespace"] for item in json.loads(alone.stdout)["items"]} == {"team-b"}
 
 
 # Without a cluster: what `status`, `logs` and `watch` say then. With one: tests/cluster/test_cli_cluster.py.

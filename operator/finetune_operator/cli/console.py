@@ -129,6 +129,11 @@ def problem_data(source: str, problem: Problem) -> dict[str, Any]:
     }
 
 
+def list_of(objects: Sequence[Any]) -> dict[str, Any]:
+    """Objects of a cluster as the one that kubectl prints and takes for them."""
+    return {"apiVersion": "v1", "kind": "List", "items": list(objects)}
+
+
 def emit(values: Sequence[Any], output: Output | DocumentOutput) -> None:
     """Data on standard output: one value as itself; several as a list in JSON and as documents in YAML."""
     if output == "json":

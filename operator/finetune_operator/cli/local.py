@@ -169,6 +169,8 @@ def _check_hub(request: RunRequest, redone: Sequence[Stage]) -> None:
     wanted = [stage for stage in request.stages or LOCAL_STAGES if _is_to_run(request, stage, redone)]
     absent = hub.missing(_uris(request.job, wanted)) if wanted else ()
     if absent:
+        # What is wrong with the job comes first. The machine was not measured; it is taken to be what the job asks for.
+        plan(request.job, Facts(local=True), request.settings)
         raise CannotRunError(f"{' and '.join(absent)}: {hub.out_of_reach()}, and there is no copy here. {hub.WAY_OUT}")
 
 

@@ -47,6 +47,7 @@ COMMANDS = {
     "cost": _Listed("steering", "Show what jobs have used and what that costs."),
     "debug": _Listed("steering", "Collect what a maintainer would ask for into an archive."),
     "images": _Listed("installation", "List every image that an installation and its jobs can pull."),
+    "explain": _Listed("documents", "Explain a field of FineTuneJob: type, meaning, fields in it."),
     "crd": _Listed("documents", "Write the CustomResourceDefinition of FineTuneJob."),
     "schema": _Listed("documents", "Write the JSON schema of FineTuneJob."),
     "completion": _Listed("documents", "Write a script that completes what is typed in a shell."),

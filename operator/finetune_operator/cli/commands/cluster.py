@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from finetune_operator.cli.commands.options import AllNamespaces, Context, Form, Kubeconfig, Namespace, RunStage
-from finetune_operator.cli.console import Output, UsageError, complain, emit, note, out
+from finetune_operator.cli.console import Output, UsageError, complain, emit, list_of, note, out
 from finetune_operator.cli.program import program_name
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def status(
     async def all_of_them(cluster: Cluster) -> None:
         found = await cluster.jobs(all_namespaces)
         if output is not Output.TEXT:
-            emit([{"apiVersion": "v1", "kind": "List", "items": [each.raw for each in found]}], output)
+            emit([list_of([each.raw for each in found])], output)
         elif found:
             print_table(out(), found, utc_now(), with_namespace=all_namespaces)
         else:

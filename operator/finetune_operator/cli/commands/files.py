@@ -26,6 +26,7 @@ from finetune_operator.cli.console import (
     Output,
     UsageError,
     emit,
+    list_of,
     out,
     print_line,
     problem_data,
@@ -179,7 +180,7 @@ def render(
     The claim for the workspace, and for the first attempt of each stage its ConfigMap and the object that runs
     it, in the order of creation. Not in them, as only a cluster has it: the owner reference and the address for
     progress. After prepare the operator plans again with what that measured, so the later stages' objects may
-    change; --measure, --workspace and --hardware plan with more facts from the beginning.
+    change; --measure, --workspace and --hardware plan with more facts from the beginning. JSON is one List.
 
     \b
     Examples:
@@ -197,7 +198,10 @@ def render(
             entry = _with_launcher(entry, launcher)
         made = planned(entry, cluster_facts(entry, node, workspace, measure), limits, output)
         manifests.extend(_rendered(entry, made, namespace, limits, output))
-    emit(manifests, output)
+    if output is DocumentOutput.JSON:
+        emit([list_of(manifests)], output)
+    else:
+        emit(manifests, output)
 
 
 def _with_launcher(entry: JobEntry, launcher: Launcher) -> JobEntry:
