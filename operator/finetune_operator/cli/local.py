@@ -218,16 +218,19 @@ def _field_of(stage: Stage) -> str:
 
 
 def _check_inputs(request: RunRequest, planned: JobPlan, wanted: Sequence[Stage], redone: Sequence[Stage]) -> None:
-    """CannotRunError when a named stage rests on one that is neither done nor named."""
+    """CannotRunError when a named stage rests on others that are neither done nor named."""
     for stage in wanted:
-        for needed in LOCAL_STAGES[: LOCAL_STAGES.index(stage)]:
-            if needed is Stage.EVALUATE or needed not in planned.stages or needed in wanted:
-                continue
-            if needed in redone or finished(request.paths, needed) is None:
-                raise CannotRunError(
-                    f"--stage {stage}: it needs the results of {needed}, and {request.paths.root} has none; "
-                    f"run --stage {needed} first, or both at once"
-                )
+        needed = [
+            each
+            for each in LOCAL_STAGES[: LOCAL_STAGES.index(stage)]
+            if each is not Stage.EVALUATE and each in planned.stages and each not in wanted
+            if each in redone or finished(request.paths, each) is None
+        ]
+        if needed:
+            raise CannotRunError(
+                f"--stage {stage}: it needs the results of {' and '.join(needed)}, and {request.paths.root} has none; "
+                f"add {' '.join(f'--stage {each}' for each in needed)}"
+            )
 
 
 def _write(paths: JobPaths, planned: JobPlan, contract: Mapping[str, str]) -> None:

@@ -63,8 +63,10 @@ def trainer_is_installed() -> bool:
     return importlib.util.find_spec(TRAINER) is not None
 
 
-def measure(job: FineTuneJob) -> Measured:
-    """The model's shape and this machine; without the trainer only the machine, and a note says why."""
+def measure(job: FineTuneJob, way_out: str = hub.WAY_OUT) -> Measured:
+    """The model's shape and this machine; without the trainer only the machine, and a note says why. `way_out`: what to
+    do where the Hub cannot be reached.
+    """
     if not trainer_is_installed():
         note("the package finetune-trainer is not installed here, so the model's size is assumed.")
         return Measured(None, own_hardware())
@@ -72,8 +74,7 @@ def measure(job: FineTuneJob) -> Measured:
     facts = _read(cached)
     if facts is None and hub.missing({job.spec.model.uri: "model"}):
         note(
-            f"the size of {job.spec.model.uri} is assumed: {hub.out_of_reach()}, and there is no copy here. "
-            f"{hub.WAY_OUT}."
+            f"the size of {job.spec.model.uri} is assumed: {hub.out_of_reach()}, and there is no copy here. {way_out}."
         )
         return Measured(None, own_hardware())
     if facts is None:

@@ -85,6 +85,12 @@ def run(
     from finetune_operator.cli.local import run as run_locally
     from finetune_operator.cli.workspace import BusyError, DifferentJobError, UnusableWorkspaceError
 
+    # What runs the job again, by the same limits and with the same facts.
+    options = ["--workspace", str(workspace)]
+    options += ["--name", name] if name is not None else []
+    options += ["--settings", str(settings)] if settings is not None else []
+    options += [] if measure else ["--no-measure"]
+    only = [word for one in stage or () for word in ("--stage", one.value)]
     request = RunRequest(
         job=entry.job,
         workspace=workspace.resolve(),
@@ -93,7 +99,7 @@ def run(
         restart=restart,
         measure=measure,
         verbose=verbose,
-        command=_command(names, workspace, name, "--restart"),
+        command=_command(names, [*options, "--restart"]),
     )
     try:
         if dry_run:
@@ -127,7 +133,7 @@ def run(
 
         print_failure(err(), result.failure, str(request.paths.logs / f"{result.failure.stage}.log"))
     elif result.interrupted is not None:
-        note(f"stopped in {result.interrupted}. Go on with: {_command(names, workspace, name, '--resume')}")
+        note(f"stopped in {result.interrupted}. Go on with: {_command(names, [*options, *only, '--resume'])}")
     raise typer.Exit(result.exit_code)
 
 
@@ -157,7 +163,5 @@ def _show_dry_run(planned: JobPlan, stages: dict[Stage, str], output: Output) ->
             print_line(f"Would {does}: {named}")
 
 
-def _command(names: Sequence[str], workspace: Path, name: str | None, how: str) -> str:
-    words = [*program_name().split(), "run", *names, "--workspace", str(workspace)]
-    words += ["--name", name] if name is not None else []
-    return shlex.join([*words, how])
+def _command(names: Sequence[str], options: Sequence[str]) -> str:
+    return shlex.join([*program_name().split(), "run", *names, *options])

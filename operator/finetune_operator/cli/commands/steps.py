@@ -93,7 +93,7 @@ def cluster_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path |
     asked = entry.job.spec.launcher
     served = Facts().served
     facts = Facts(
-        model=measure(entry.job).model if ask_trainer else None,
+        model=measure(entry.job, "Connect, or leave --measure out").model if ask_trainer else None,
         data=None if workspace is None else _earlier_data(entry, workspace),
         hardware=node,
         served=served if asked == "auto" or asked in served else (*served, asked),
