@@ -111,15 +111,25 @@ def test_gateway_that_does_not_reach_the_hub_is_not_the_hub(monkeypatch: pytest.
 def test_copies_in_the_cache_are_used_without_the_hub(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert hub.missing(URIS) == tuple(URIS)
+    with listening(accepts=False) as endpoint:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        assert hub.missing(URIS) == tuple(URIS)
     (tmp_path / "hub-home" / "hub" / "models--some-org--some-model" / "snapshots").mkdir(parents=True)
     assert hub.missing(URIS) == ("hf://some-org/rows@v1",)
     (tmp_path / "hub-home" / "datasets" / "some-org___rows").mkdir(parents=True)
     assert hub.missing(URIS) == ()
     assert [hub.variables(URIS) for _ in range(2)] == [{"HF_HUB_OFFLINE": "1"}] * 2
     told = capsys.readouterr().err
-    assert told == "Note: HF_HUB_OFFLINE is set: models and data of the Hub are taken from its cache here.\n"
+    assert told == f"Note: {hub.out_of_reach()}: models and data of the Hub are taken from its cache here.\n"
+
+
+def test_nobody_is_asked_who_says_that_there_is_no_network(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(hub, "_look", lambda _: pytest.fail("the Hub was asked"))
+    assert (hub.missing(URIS), hub.out_of_reach(), hub.variables(URIS)) == (tuple(URIS), "HF_HUB_OFFLINE is set", {})
+    assert capsys.readouterr().err == ""
 
 
 def test_job_without_the_hub_looks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,8 @@ _OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 def variables(uris: Mapping[str, Kind]) -> dict[str, str]:
     """Return what the trainer's environment needs so that it waits for no Hub that is out of reach."""
-    if not any(uri.startswith(SCHEME) for uri in uris) or out_of_reach() is None:
+    asked = any(uri.startswith(SCHEME) for uri in uris) and _said_offline() is None
+    if not asked or out_of_reach() is None:
         return {}
     _tell_offline()
     return {"HF_HUB_OFFLINE": "1"}
@@ -49,9 +50,8 @@ def missing(uris: Mapping[str, Kind]) -> tuple[str, ...]:
 @functools.cache
 def out_of_reach() -> str | None:
     """Return why nothing can be had from the Hub, as the end of a sentence; None when it answers. Looks once."""
-    for name in _OFFLINE_VARIABLES:
-        if os.environ.get(name, "").upper() in _TRUE:
-            return f"{name} is set"
+    if said := _said_offline():
+        return f"{said} is set"
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     # Names are looked up without a limit of time: a thread that nobody waits for can be left behind.
@@ -61,6 +61,11 @@ def out_of_reach() -> str | None:
     except queue.Empty:
         reason = _SILENCE
     return None if reason is None else f"{endpoint} cannot be reached ({reason})"
+
+
+def _said_offline() -> str | None:
+    """Return the variable by which the user has asked for no network; the trainer reads it, too."""
+    return next((name for name in _OFFLINE_VARIABLES if os.environ.get(name, "").upper() in _TRUE), None)
 
 
 _SILENCE = f"no answer within {ANSWER_SECONDS:.0f} s"
