@@ -135,6 +135,9 @@ def _become(request: dict[str, Any]) -> None:
 
 def _preload() -> None:
     """Import what commands import when they run, except kubernetes: it reads the environment then."""
+    for name in COMMANDS:
+        load(name)
+
     import requests
     import yaml
 
@@ -149,7 +152,7 @@ def _preload() -> None:
 
 
 if __name__ == "__main__":
-    from finetune_operator.cli.main import main
+    from finetune_operator.cli.main import COMMANDS, load, main
 
     _preload()
     call = _serve()

@@ -31,9 +31,9 @@ def command_reference() -> str:
     runner = CliRunner(env={"COLUMNS": "110", "TERM": "dumb", "NO_COLOR": "1"})
     parts = ["# The `finetune` command\n\nAlso `kubectl finetune`. What `--help` says, command by command.\n"]
     for command in COMMANDS:
-        said = runner.invoke(app, [command.__name__, "--help"], prog_name="finetune").output
+        said = runner.invoke(app, [command, "--help"], prog_name="finetune").output
         text = "\n".join(line.rstrip() for line in said.strip().splitlines())
-        parts.append(f"## finetune {command.__name__}\n\n```text\n{text}\n```\n")
+        parts.append(f"## finetune {command}\n\n```text\n{text}\n```\n")
     return "\n".join(parts)
 
 

@@ -58,7 +58,7 @@ def test_imports_of_the_tests_own_modules_are_sorted_with_those_of_the_project()
 
 def test_the_finetune_command_starts_without_a_deep_learning_library() -> None:
     program = (
-        "import sys, finetune_operator.cli.main; "
+        "import sys; from finetune_operator.cli.main import COMMANDS, load; [load(name) for name in COMMANDS]; "
         "print([m for m in ('torch', 'transformers', 'deepspeed', 'datasets', 'numpy') if m in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(300))

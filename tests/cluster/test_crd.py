@@ -11,7 +11,9 @@ from typing import Any, Protocol
 import pytest
 import yaml
 
+from explained import read
 from finetune_operator.api.crd import crd_yaml
+from finetune_operator.api.explain import as_text, find_field
 from finetune_operator.api.rules import COLUMN_TASKS, RULES
 from finetune_operator.api.settings import LOCAL_SETTINGS
 from finetune_operator.api.shapes import Number, Text, leaves, spec_shape
@@ -134,6 +136,29 @@ def api(cluster: Cluster) -> Iterator[Cluster]:
     cluster.wait_served(CRD)
     yield cluster
     cluster.must("delete", "crd", CRD, "--timeout=120s")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "",
+        "spec",
+        "spec.resources",
+        "spec.resources.network",
+        "spec.training.globalBatchSize",
+        "spec.checkpoints.every",
+        "spec.template.env",
+        "spec.template.labels",
+        "status.stages",
+    ],
+)
+def test_finetune_explain_says_what_kubectl_explain_says(api: Cluster, path: str) -> None:
+    theirs = read(api.must("explain", f"finetunejob.{path}".rstrip(".")))
+    ours = read(as_text(find_field(path), recursive=False))
+    if path == "":  # the API server describes these three for every kind
+        for name in ("apiVersion", "kind", "metadata"):
+            del theirs["fields"][name], ours["fields"][name]
+    assert ours == theirs
 
 
 def job(name: str, spec: dict[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+from finetune_operator.api.explain import find_field
 from finetune_operator.api.shapes import find, leaves, spec_shape
-from finetune_operator.api.support import ROWS, SUPPORTED, unsupported
+from finetune_operator.api.support import ROWS, SUPPORTED, Row, unsupported
 from finetune_operator.api.types import FineTuneJobSpec
 
 
@@ -38,3 +41,12 @@ def test_defaults_need_nothing_that_is_missing() -> None:
     assert unsupported(FineTuneJobSpec.model_validate_json(json.dumps(spec))) == []
     spelled_out = {**spec, "endpoint": None, "runPolicy": {"maxRestarts": 3}, "storage": {"size": "100Gi"}, "spot": {}}
     assert unsupported(FineTuneJobSpec.model_validate_json(json.dumps(spelled_out))) == []
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.path)
+def test_kubectl_explain_says_what_is_not_supported_yet(row: Row) -> None:
+    field = find_field(f"spec.{row.path}")
+    assert "not supported yet" in field.description.lower()
+    served = [*row.values, *(f"{scheme}://" for scheme in row.schemes)]
+    unserved = [word for word in field.schema.get("enum", ()) if served and word not in served]
+    assert [word for word in unserved if word not in field.description.split("yet")[0]] == []

@@ -4,7 +4,9 @@ starts."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +17,12 @@ from finetune_command import finetune as run_finetune
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import LauncherName
 from finetune_operator.cli.inputs import read_inputs
+from finetune_operator.cli.main import COMMANDS, load
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts
 from finetune_operator.rendering.manifests import render
 from finetune_operator.rendering.types import RenderContext
+from suite_plugins.patience import patient
 
 ROOT = Path(__file__).parents[2]
 JOB = """\
@@ -178,7 +182,8 @@ def test_render_writes_what_the_operator_would_create(launcher: str | None, kind
     as_json = finetune("render", "job.yaml", "-n", "team-a", "-o", "json", *options, folder=tmp_path)
     as_yaml = finetune("render", "job.yaml", "-n", "team-a", *options, folder=tmp_path)
     assert (as_json.returncode, as_json.stderr) == (0, "")
-    assert json.loads(as_json.stdout) == list(expected) == list(yaml.safe_load_all(as_yaml.stdout))
+    assert json.loads(as_json.stdout) == {"apiVersion": "v1", "kind": "List", "items": list(expected)}
+    assert list(yaml.safe_load_all(as_yaml.stdout)) == list(expected)
     trains = next(
         each for each in expected if each["metadata"]["name"] == "first-train-1" and each["kind"] != "ConfigMap"
     )
@@ -188,7 +193,7 @@ def test_render_writes_what_the_operator_would_create(launcher: str | None, kind
 def test_a_launcher_that_the_job_names_is_taken_as_installed_without_a_cluster(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(f"{CLUSTER_JOB}  launcher: mpijob\n")
     rendered = finetune("render", "job.yaml", "-o", "json", folder=tmp_path)
-    assert "MPIJob" in [item["kind"] for item in json.loads(rendered.stdout)]
+    assert "MPIJob" in [item["kind"] for item in json.loads(rendered.stdout)["items"]]
 
 
 def test_facts_that_the_operator_does_not_have_are_taken_into_account_and_noted(tmp_path: Path) -> None:
@@ -234,7 +239,7 @@ def test_a_namespace_beside_another_one_in_the_file_is_refused_as_kubectl_does(t
     alone = finetune("render", "job.yaml", "-o", "json", folder=tmp_path)
     assert (both.returncode, both.stdout) == (2, "")
     assert "--namespace team-a: first has metadata.namespace team-b" in both.stderr
-    assert {item["metadata"]["namespace"] for item in json.loads(alone.stdout)} == {"team-b"}
+    assert {item["metadata"]["namespace"] for item in json.loads(alone.stdout)["items"]} == {"team-b"}
 
 
 # Without a cluster: what `status`, `logs` and `watch` say then. With one: tests/cluster/test_cli_cluster.py.
@@ -429,3 +434,55 @@ def test_a_document_with_a_field_set_twice_is_not_called_valid_and_its_neighbour
     ran = finetune("validate", "job.yaml", folder=tmp_path)
     assert (ran.returncode, ran.stdout) == (1, "job.yaml:1: good is valid\njob.yaml:19: fine is valid\n")
     assert ran.stderr.startswith("job.yaml:17: spec.training.epochs: a field may be set once; ")
+
+
+def test_the_list_of_commands_says_the_first_line_of_the_help_of_each() -> None:
+    assert {name: listed.summary for name, listed in COMMANDS.items()} == {
+        name: load(name).help.splitlines()[0] for name in COMMANDS
+    }
+    longest = max(map(len, COMMANDS))
+    assert [listed.summary for listed in COMMANDS.values() if len(listed.summary) > 80 - longest - 6] == []
+
+
+HEAVY = ("rich", "yaml", "asyncio", "requests", "kubernetes", "finetune_contract", "finetune_operator.api")
+CHECKS = ("rich", "asyncio", "requests", "kubernetes", "finetune_contract.job", "finetune_operator.planning")
+
+
+@pytest.mark.parametrize(
+    ("typed", "unwanted", "most"),
+    [
+        ("--help", ("pydantic", *HEAVY), 210),
+        ("<TAB>", HEAVY, 310),
+        ("plan --<TAB>", HEAVY, 310),
+        ("status --help", HEAVY, 310),
+        ("validate job.yaml", CHECKS, 370),
+    ],
+)
+def test_a_command_imports_what_it_needs_and_no_more(
+    typed: str, unwanted: tuple[str, ...], most: int, tmp_path: Path
+) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    words, completes = typed.removesuffix("<TAB>"), typed.endswith("<TAB>")
+    program = (
+        "import sys; from finetune_operator.cli.main import main\n"
+        f"sys.argv = ['finetune', *{[] if completes else words.split()}]\n"
+        "try: main()\n"
+        "finally: print(*sorted(sys.modules), file=sys.stderr)\n"
+    )
+    completing = {
+        "_FINETUNE_COMPLETE": "complete_bash",
+        "COMP_WORDS": f"finetune {words}",
+        "COMP_CWORD": str(1 + words.count(" ")),
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, **(completing if completes else {})},
+        capture_output=True,
+        text=True,
+        timeout=patient(300),
+    )
+    assert ran.stdout, ran.stderr
+    modules = ran.stderr.split()
+    assert [name for name in modules if f"{name}.".startswith(tuple(f"{each}." for each in unwanted))] == []
+    assert len(modules) <= most

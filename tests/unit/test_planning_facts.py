@@ -233,6 +233,7 @@ def test_a_machine_in_words(text, expected):
         ("gpu=H100,ram=1Ti", "ram: no such key; known: gpu, memory, gpus, bf16, cpu, hostMemory, cpuBf16"),
         ("gpu=H100,nodes=2", "nodes: this describes one node"),
         ("gpu=", "gpu=: it is a product"),
+        ("gpu=H100 gpus=8", "gpu=H100 gpus=8: it is a product, e.g. H100; put a comma before the next key"),
         ("gpu=RX9", "gpu=RX9: not in the table"),
         ("gpu=T4,bf16=true", "bf16=true: T4 has no bf16"),
         ("gpu=H100,gpus=0", "gpus=0: it is a whole number from 1 to 4096"),

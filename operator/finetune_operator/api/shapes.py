@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any, TypeAlias
 
 from pydantic import BaseModel, JsonValue
+from pydantic.json_schema import GenerateJsonSchema
 
 from finetune_operator.api.problems import PathPart
 from finetune_operator.api.types import MAX_INT, PATTERN_WORDS, QUANTITY_MARK, FineTuneJobSpec, FineTuneJobStatus
@@ -221,9 +222,15 @@ def _plain(number: float) -> str:
     return f"{number:.0f}" if float(number).is_integer() else str(number)
 
 
+class _Generator(GenerateJsonSchema):
+    def encode_default(self, dft: Any) -> Any:
+        """Return a plain value as it is: pydantic builds a serializer for each, a third of the time of the whole."""
+        return dft if dft is None or isinstance(dft, str | int | float) else super().encode_default(dft)
+
+
 def shape_of(model: type[BaseModel], description: str = "") -> Shape:
     """The shape of an object that `model` reads."""
-    schema = model.model_json_schema(by_alias=True)
+    schema = model.model_json_schema(by_alias=True, schema_generator=_Generator)
     shape = _shape(schema, schema.get("$defs", {}), required=True)
     return Shape(body=shape.body, description=description, required=True, group=shape.group)
 

@@ -23,7 +23,7 @@ from finetune_contract.choices import (
     Stage,
     Task,
 )
-from finetune_contract.job import preparing_pods
+from finetune_contract.pods import preparing_pods
 
 GROUP = "finetune.dev"
 VERSION = "v1alpha1"
@@ -111,10 +111,13 @@ NonNegative: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
 class SpecModel(BaseModel):
     """Base of everything that people write: unknown fields are errors, types are not coerced, names are
     camelCase only.
+
+    A model's validator is built when it is first used: most commands use few of them.
     """
 
     model_config = ConfigDict(
         frozen=True,
+        defer_build=True,
         extra="forbid",
         strict=True,
         alias_generator=to_camel,
@@ -128,7 +131,12 @@ class StatusModel(BaseModel):
     """Base of everything that the operator writes; fields of a newer version are ignored."""
 
     model_config = ConfigDict(
-        frozen=True, extra="ignore", alias_generator=to_camel, validate_by_alias=True, validate_by_name=True
+        frozen=True,
+        defer_build=True,
+        extra="ignore",
+        alias_generator=to_camel,
+        validate_by_alias=True,
+        validate_by_name=True,
     )
 
 
@@ -267,7 +275,8 @@ class DatasetSpec(SpecModel):
     uri: Uri = Field(
         description="Where the data are: hf://org/name, or a folder, file or glob of jsonl, json, csv, tsv, txt (a row "
         "a line), parquet or arrow behind any scheme, all but the last two also with .gz, .zst, .bz2 or .xz; "
-        "file://path without a third slash is relative to the job file's folder. Required."
+        "file://path without a third slash is relative to the job file's folder. s3://, gs:// and az:// are not "
+        "supported yet. Required."
     )
     config: Text | None = Field(
         default=None, description="Configuration of a Hub data set, as glue has mnli. Left out: its default one."
@@ -546,7 +555,9 @@ class AcceleratorSpec(SpecModel):
         default=None, description="Product as the node label nvidia.com/gpu.product has it. Left out: any."
     )
     memory: Quantity | None = Field(
-        default=None, description="Memory of one device, e.g. 80Gi. Left out: from the node's labels."
+        default=None,
+        description="Memory of one device, e.g. 80Gi, for plans made before a node is measured; it chooses no node. "
+        "Left out: that of the product in the planner's table, or of a T4 for one that is not there.",
     )
 
 
@@ -584,17 +595,26 @@ class ResourcesSpec(SpecModel):
     )
     accelerator: AcceleratorSpec = Field(default=AcceleratorSpec(), description="Left out: any GPU.")
     network: Literal["auto", "tcp", "rdma", "efa"] = Field(
-        default="auto", description="Network between nodes. Default auto: what the nodes advertise, else tcp."
+        default="auto",
+        description="Network between nodes. With rdma or efa, pods ask for its devices. Default auto: no devices, and "
+        "NCCL looks for a network itself.",
     )
-    elastic: ElasticSpec | None = Field(default=None, description="Left out: the number of nodes is fixed.")
+    elastic: ElasticSpec | None = Field(
+        default=None, description="Not supported yet. Left out: the number of nodes is fixed."
+    )
 
 
 class StorageSpec(SpecModel):
     """Where results and caches lie in a cluster."""
 
-    workspace: Uri | None = Field(default=None, description="Claim for results, pvc://claim. Left out: a new claim.")
+    workspace: Uri | None = Field(
+        default=None,
+        description="Claim for results, pvc://claim; other schemes are not supported yet. Left out: a new claim.",
+    )
     cache: Uri | None = Field(
-        default=None, description="Claim for downloads and prepared data. Left out: the workspace."
+        default=None,
+        description="Claim for downloads and prepared data, pvc://claim; other schemes are not supported yet. "
+        "Left out: the workspace.",
     )
     size: Quantity = Field(default="100Gi", description="Size of a claim that the operator makes. Default 100Gi.")
     storage_class_name: ObjectName | None = Field(
@@ -632,7 +652,7 @@ class CheckpointsSpec(SpecModel):
         default=3, description="Checkpoints that stay, a count. Default 3."
     )
     uri: Uri | None = Field(
-        default=None, description="Copy of the checkpoints, e.g. s3://bucket/path. Left out: the workspace only."
+        default=None, description="Copy of the checkpoints. Not supported yet. Left out: the workspace only."
     )
     on_preemption: bool = Field(default=True, description="Save when the pod is told to stop. Default true.")
     resume: Literal["auto", "never"] = Field(
@@ -735,13 +755,14 @@ class PredictSpec(SpecModel):
     output: Uri | None = Field(
         default=None,
         description="Where predictions go, .jsonl or .parquet; file://path is relative to the job file's folder. "
-        "Left out: the workspace.",
+        "s3://, gs:// and az:// are not supported yet. Left out: the workspace.",
     )
     workers: Annotated[int, Field(ge=1, le=1024)] = Field(
-        default=1, description="Processes that predict, a count. Default 1."
+        default=1, description="Processes that predict, a count. Default 1; more are not supported yet."
     )
     optimization: Literal["auto", "none", "int8"] = Field(
-        default="auto", description="Speed-ups of inference. Default auto: those that keep the result."
+        default="auto",
+        description="Speed-ups that change results. Default auto: none, as with none; int8 is not supported yet.",
     )
     columns: Annotated[tuple[Text, ...], Field(max_length=64)] = Field(
         default=(), description="Input columns copied to the output. Left out: none."
@@ -776,7 +797,9 @@ class SecretsSpec(SpecModel):
         default=None, description="Hub token. Left out: only public models and data."
     )
     storage: SecretSpec | None = Field(
-        default=None, description="Keys for s3://, gs://, az://, as environment variables. Left out: none."
+        default=None,
+        description="Secret whose keys become environment variables of the trainer, e.g. for a program of yours. The "
+        "schemes s3://, gs:// and az:// are not supported yet. Left out: none.",
     )
 
 
@@ -845,7 +868,9 @@ class RunPolicySpec(SpecModel):
         description="Controller in charge of the job, domain/name, e.g. kueue.x-k8s.io/multikueue. Left out: this "
         "operator.",
     )
-    queue: ObjectName | None = Field(default=None, description="Kueue's local queue. Left out: no queue.")
+    queue: ObjectName | None = Field(
+        default=None, description="Kueue's local queue. Not supported yet. Left out: no queue."
+    )
     priority_class_name: ObjectName | None = Field(
         default=None, description="Priority class of the pods. Left out: the cluster's default."
     )
@@ -873,7 +898,8 @@ class FineTuneJobSpec(SpecModel):
     )
     launcher: Literal["auto", "pytorchjob", "mpijob", "trainjob", "jobset", "job"] = Field(
         default="auto",
-        description="What runs the training's pods. Default auto: what the cluster serves, else plain Jobs.",
+        description="What runs the training's pods. Default auto: what the cluster serves, else plain Jobs. "
+        "trainjob and jobset are not supported yet.",
     )
     storage: StorageSpec = Field(
         default=StorageSpec(), description="Where results lie. Left out: a claim made for the job."
@@ -899,7 +925,7 @@ class FineTuneJobSpec(SpecModel):
         description="How preferences are learnt, for preference-tuning. Left out: the defaults.",
     )
     endpoint: EndpointSpec | None = Field(
-        default=None, description="A server for the model; {} takes the defaults. Left out: none."
+        default=None, description="A server for the model. Not supported yet. Left out: none."
     )
     secrets: SecretsSpec = Field(default=SecretsSpec(), description="References to Secrets. Left out: none.")
     template: TemplateSpec = Field(default=TemplateSpec(), description="Pod-level settings. Left out: none of yours.")

@@ -26,6 +26,7 @@ from finetune_contract.layout import JobPaths
 from finetune_contract.report import FailureReport
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.types import EvaluationSpec, FineTuneJob, PredictSpec
+from finetune_operator.cli import hub
 from finetune_operator.cli.console import UsageError, err, print_trimmed
 from finetune_operator.cli.environment import trainer_environment, usable_cores
 from finetune_operator.cli.files import write_atomically
@@ -81,7 +82,8 @@ def _ask_trainer(job: FineTuneJob) -> CheckedData:
         write_atomically(paths.job, data_question(job).to_json())
         report = Path(folder) / "report.json"
         threads = usable_cores()
-        environment = trainer_environment(os.environ, device="cpu", threads=threads, report=report, progress=None)
+        variables = {**os.environ, **hub.variables(_hub_uris(job))}
+        environment = trainer_environment(variables, device="cpu", threads=threads, report=report, progress=None)
         command = [sys.executable, "-m", TRAINER, "check", "--job", str(paths.job), "--workspace", folder, *how]
         asked = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     try:
@@ -89,6 +91,12 @@ def _ask_trainer(job: FineTuneJob) -> CheckedData:
     except ValidationError:
         said = (asked.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise UsageError(f"--data: the trainer could not check the data of {job.name}: {said}") from None
+
+
+def _hub_uris(job: FineTuneJob) -> dict[str, hub.Kind]:
+    predicted = job.spec.predict.dataset if job.spec.predict else None
+    rows: dict[str, hub.Kind] = {each.uri: "dataset" for each in (job.spec.dataset, predicted) if each is not None}
+    return {job.spec.model.uri: "model", **rows}
 
 
 def data_question(job: FineTuneJob) -> TrainerJob:

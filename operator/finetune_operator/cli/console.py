@@ -6,18 +6,18 @@ Colours only on a terminal, and none with NO_COLOR; a program that reads the out
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from enum import StrEnum
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-import yaml
-from rich.console import Console, RenderableType
 
-from finetune_operator.api.problems import Problem
-from finetune_operator.documents.scalars import NotResolvableError, resolve
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+    from finetune_operator.api.problems import Problem
 
 
 class Output(StrEnum):
@@ -43,12 +43,9 @@ class UsageError(typer.BadParameter):
         return self.message
 
 
-def program_name() -> str:
-    """What the user typed: `kubectl finetune` when kubectl started this as its plug-in."""
-    return "kubectl finetune" if Path(sys.argv[0]).name.startswith("kubectl-finetune") else "finetune"
-
-
 def _console(stderr: bool) -> Console:
+    from rich.console import Console
+
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         # Lines in a log or a pipe are not broken: a path cut in two cannot be searched for.
@@ -73,9 +70,24 @@ def print_trimmed(console: Console, what: RenderableType) -> None:
     console.file.write("".join(f"{line.rstrip()}\n" for line in capture.get().splitlines()))
 
 
+def print_line(text: str, *, style: str | None = None, stderr: bool = False) -> None:
+    """Write a line, in `style` where colours are shown."""
+    stream = sys.stderr if stderr else sys.stdout
+    if stream is None:  # closed by who called
+        return
+    if stream.isatty() or _COLOUR_VARIABLES & os.environ.keys():
+        _console(stderr).print(text, style=style, soft_wrap=True)
+    else:  # no import of rich, which takes longer than the check of a file
+        print(text, file=stream, flush=True)
+
+
+_COLOUR_VARIABLES = frozenset({"FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"})
+"""With one of them rich treats a pipe as a terminal."""
+
+
 def note(text: str) -> None:
     """Tell something that is no error."""
-    err().print(f"Note: {text}", style="dim", soft_wrap=True)
+    print_line(f"Note: {text}", style="dim", stderr=True)
 
 
 def note_misfits(problems: Sequence[Problem]) -> None:
@@ -86,7 +98,7 @@ def note_misfits(problems: Sequence[Problem]) -> None:
 
 def complain(text: str) -> None:
     """Tell why the command fails."""
-    err().print(f"Error: {text}", style="red", soft_wrap=True)
+    print_line(f"Error: {text}", style="red", stderr=True)
 
 
 def described(problem: Problem, source: str) -> str:
@@ -105,9 +117,8 @@ def _ended(text: str) -> str:
 
 def report(problems: Sequence[tuple[str, Problem]]) -> None:
     """All problems with their files, one a line."""
-    console = err()
     for source, problem in problems:
-        console.print(described(problem, source).rstrip(), style="red", soft_wrap=True)
+        print_line(described(problem, source).rstrip(), style="red", stderr=True)
 
 
 def problem_data(source: str, problem: Problem) -> dict[str, Any]:
@@ -124,38 +135,16 @@ def problem_data(source: str, problem: Problem) -> dict[str, Any]:
     }
 
 
+def list_of(objects: Sequence[Any]) -> dict[str, Any]:
+    """Objects of a cluster as the one that kubectl prints and takes for them."""
+    return {"apiVersion": "v1", "kind": "List", "items": list(objects)}
+
+
 def emit(values: Sequence[Any], output: Output | DocumentOutput) -> None:
     """Data on standard output: one value as itself; several as a list in JSON and as documents in YAML."""
     if output == "json":
         print(json.dumps(values[0] if len(values) == 1 else list(values), indent=2, ensure_ascii=False))
     else:
+        from finetune_operator.cli.yaml_text import documents
+
         print(documents(values), end="")
-
-
-def documents(values: Sequence[Any]) -> str:
-    """YAML, a document each."""
-    return yaml.dump_all(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes text of several lines as a block, and in quotes what kubectl would read as something other than
-    text."""
-
-    def ignore_aliases(self, data: object) -> bool:
-        """Equal parts are written out: a reader should not have to know anchors."""
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in text else None if _stays_text(text) else "'"
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-def _stays_text(text: str) -> bool:
-    try:
-        return isinstance(resolve(text, None, plain=True), str)
-    except NotResolvableError:
-        return False
-
-
-_Dumper.add_representer(str, _text)

@@ -28,6 +28,7 @@ from finetune_contract.layout import ENV_REPORT, FailureClass, JobPaths
 from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FailureStatus, FineTuneJob
+from finetune_operator.cli import hub
 from finetune_operator.cli.causes import first_cause
 from finetune_operator.cli.console import err, note, note_misfits
 from finetune_operator.cli.display import Display, Shown, Tail, latest
@@ -108,6 +109,7 @@ def run(request: RunRequest) -> RunResult:
     paths, job = request.paths, request.job
     with locked(request.workspace, job.name):
         redone = _checked_stages_to_redo(request)
+        _check_hub(request, redone)
         facts = _facts(request, keep_data=Stage.PREPARE not in redone)
         planned = plan(job, facts, request.settings)
         note_misfits(misfits(job, facts, request.settings))
@@ -168,6 +170,35 @@ def _up_to_last(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     return LOCAL_STAGES[: last + 1]
 
 
+def _check_hub(request: RunRequest, redone: Sequence[Stage]) -> None:
+    """CannotRunError when a stage would need what neither the Hub nor its cache here gives."""
+    wanted = [stage for stage in request.stages or LOCAL_STAGES if _is_to_run(request, stage, redone)]
+    absent = hub.missing(_uris(request.job, wanted)) if wanted else ()
+    if absent:
+        # What is wrong with the job comes first. The machine was not measured; it is taken to be what the job asks for.
+        plan(request.job, Facts(local=True), request.settings)
+        raise CannotRunError(f"{' and '.join(absent)}: {hub.out_of_reach()}, and there is no copy here. {hub.WAY_OUT}")
+
+
+def _is_to_run(request: RunRequest, stage: Stage, redone: Sequence[Stage]) -> bool:
+    spec = request.job.spec
+    has = {Stage.TRAIN: spec.training, Stage.EVALUATE: spec.evaluation, Stage.PREDICT: spec.predict}
+    if stage in has and has[stage] is None:
+        return False
+    return stage in redone or finished(request.paths, stage) is None
+
+
+def _uris(job: FineTuneJob, stages: Sequence[Stage] = LOCAL_STAGES) -> dict[str, hub.Kind]:
+    """What these stages read, each with its kind."""
+    spec = job.spec
+    uris: dict[str, hub.Kind] = {spec.model.uri: "model"}
+    if spec.dataset is not None and Stage.PREPARE in stages:
+        uris[spec.dataset.uri] = "dataset"
+    if spec.predict is not None and spec.predict.dataset is not None and Stage.PREDICT in stages:
+        uris[spec.predict.dataset.uri] = "dataset"
+    return uris
+
+
 def _facts(request: RunRequest, keep_data: bool) -> Facts:
     measured = measure(request.job) if request.measure else Measured(None, own_hardware())
     data = prepared_facts(request.paths, request.job) if keep_data else None
@@ -193,16 +224,19 @@ def _field_of(stage: Stage) -> str:
 
 
 def _check_inputs(request: RunRequest, planned: JobPlan, wanted: Sequence[Stage], redone: Sequence[Stage]) -> None:
-    """CannotRunError when a named stage rests on one that is neither done nor named."""
+    """CannotRunError when a named stage rests on others that are neither done nor named."""
     for stage in wanted:
-        for needed in LOCAL_STAGES[: LOCAL_STAGES.index(stage)]:
-            if needed is Stage.EVALUATE or needed not in planned.stages or needed in wanted:
-                continue
-            if needed in redone or finished(request.paths, needed) is None:
-                raise CannotRunError(
-                    f"--stage {stage}: it needs the results of {needed}, and {request.paths.root} has none; "
-                    f"run --stage {needed} first, or both at once"
-                )
+        needed = [
+            each
+            for each in LOCAL_STAGES[: LOCAL_STAGES.index(stage)]
+            if each is not Stage.EVALUATE and each in planned.stages and each not in wanted
+            if each in redone or finished(request.paths, each) is None
+        ]
+        if needed:
+            raise CannotRunError(
+                f"--stage {stage}: it needs the results of {' and '.join(needed)}, and {request.paths.root} has none; "
+                f"add {' '.join(f'--stage {each}' for each in needed)}"
+            )
 
 
 def _write(paths: JobPaths, planned: JobPlan, contract: Mapping[str, str]) -> None:
@@ -341,7 +375,7 @@ class _Run:
         if stage is Stage.TRAIN and world is not None:
             threads = world.threads_per_process
         return trainer_environment(
-            os.environ,
+            {**os.environ, **hub.variables(_uris(self._request.job))},
             device=device_of(self._request.job, self._result.plan),
             threads=threads,
             report=self._paths.reports / f"{stage}-{{rank}}.json",

@@ -2,34 +2,79 @@
 
 Exit codes: 0; 1 when a job is refused or fails; 2 for a call that is wrong; 124 when a time is over; 128 + signal when
 interrupted.
+
+A module is imported when its command is called: a list of the commands or of what may follow a word should come at
+once.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
-from importlib.metadata import version as distribution_version
+from importlib import import_module
 from inspect import getdoc
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from finetune_operator.cli.commands.cluster import logs, status, watch
-from finetune_operator.cli.commands.compare import compare
-from finetune_operator.cli.commands.documents import COMPLETE_VARIABLE, completion, crd, schema
-from finetune_operator.cli.commands.files import plan, render, validate
-from finetune_operator.cli.commands.installation import images
-from finetune_operator.cli.commands.local import run
-from finetune_operator.cli.commands.review import review
-from finetune_operator.cli.commands.steering import cancel, cost, debug, restart, resume, suspend, wait
-from finetune_operator.cli.commands.ui import ui
-from finetune_operator.cli.console import program_name
+from finetune_operator.cli.program import COMPLETE_VARIABLE, program_name
+
+
+class _Listed(NamedTuple):
+    """Where a command is, and the first line of its help."""
+
+    module: str
+    summary: str
+
+
+COMMANDS = {
+    "validate": _Listed("files", "Check job files; needs no network, no model and no data."),
+    "plan": _Listed("files", "Show what would run, and why."),
+    "render": _Listed("files", "Write the Kubernetes objects that a job becomes."),
+    "review": _Listed("review", "Write a Markdown page about job files for a code review."),
+    "run": _Listed("local", "Run a job on this machine: prepare, train, evaluate, predict."),
+    "compare": _Listed("compare", "Compare runs on this machine: settings, metrics, time, cost."),
+    "ui": _Listed("ui", "Show runs and jobs in a browser."),
+    "status": _Listed("cluster", "Show where a job in a cluster is, or all jobs in a table."),
+    "logs": _Listed("cluster", "Show the log of a stage, all its pods together."),
+    "watch": _Listed("cluster", "Follow a job to its end."),
+    "wait": _Listed("steering", "Wait until all the jobs are as far as that."),
+    "suspend": _Listed("steering", "Stop jobs after a checkpoint, until they are resumed."),
+    "resume": _Listed("steering", "Let suspended jobs go on from their last checkpoint."),
+    "restart": _Listed("steering", "Begin another attempt of jobs, or run ended ones again."),
+    "cancel": _Listed("steering", "End jobs for good by deleting them."),
+    "cost": _Listed("steering", "Show what jobs have used and what that costs."),
+    "debug": _Listed("steering", "Collect what a maintainer would ask for into an archive."),
+    "images": _Listed("installation", "List every image that an installation and its jobs can pull."),
+    "explain": _Listed("documents", "Explain a field of FineTuneJob: type, meaning, fields in it."),
+    "crd": _Listed("documents", "Write the CustomResourceDefinition of FineTuneJob."),
+    "schema": _Listed("documents", "Write the JSON schema of FineTuneJob."),
+    "completion": _Listed("documents", "Write a script that completes what is typed in a shell."),
+}
+
+
+def load(name: str) -> Any:
+    """The command `name` of COMMANDS, as the library that parses the command line has it."""
+    callback = getattr(import_module(f"finetune_operator.cli.commands.{COMMANDS[name].module}"), name)
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    alone.command(name, help=(getdoc(callback) or "").replace("  finetune ", f"  {program_name()} "))(callback)
+    return typer.main.get_command(alone)
 
 
 class _Commands(TyperGroup):
     """All commands; says what is wrong with an option's value without the words of the library that checked it."""
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        self.commands = {name: TyperCommand(name, help=listed.summary) for name, listed in COMMANDS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Load the command that was named; return it with what follows it."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and load(str(command.name)), rest
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was named."""
@@ -48,20 +93,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-COMMANDS = (
-    validate, plan, render, review, run, compare, ui,
-    status, logs, watch, wait, suspend, resume, restart, cancel, cost, debug,
-    images, crd, schema, completion,
-)  # fmt: skip
-for _command in COMMANDS:
-    app.command()(_command)
 
 
 def main() -> NoReturn:
     """The console script."""
-    for command in app.registered_commands:
-        assert command.callback is not None
-        command.help = (getdoc(command.callback) or "").replace("  finetune ", f"  {program_name()} ")
+    gc.set_threshold(100_000)  # imports make objects, not garbage: with Python's 700, collections take 7 % of a start
     if COMPLETE_VARIABLE in os.environ:
         from typer.completion import completion_init  # type: ignore[attr-defined]  # the classes that answer a shell
 
@@ -75,7 +111,9 @@ def main() -> NoReturn:
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        print(f"finetune {distribution_version('finetune-operator')}")
+        from importlib.metadata import version
+
+        print(f"finetune {version('finetune-operator')}")
         raise typer.Exit
 
 

@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from finetune_contract.layout import JobPaths
 from finetune_contract.report import TrainerReport
 from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.types import FineTuneJob
+from finetune_operator.cli import hub
 from finetune_operator.cli.console import err, note
 from finetune_operator.cli.environment import trainer_environment, usable_cores
 from finetune_operator.cli.files import write_atomically
@@ -61,16 +63,24 @@ def trainer_is_installed() -> bool:
     return importlib.util.find_spec(TRAINER) is not None
 
 
-def measure(job: FineTuneJob) -> Measured:
-    """The model's shape and this machine; without the trainer only the machine, and a note says why."""
+def measure(job: FineTuneJob, way_out: str = hub.WAY_OUT) -> Measured:
+    """The model's shape and this machine; without the trainer only the machine, and a note says why. `way_out`: what to
+    do where the Hub cannot be reached.
+    """
     if not trainer_is_installed():
         note("the package finetune-trainer is not installed here, so the model's size is assumed.")
         return Measured(None, own_hardware())
     cached = _cache_file(job)
     facts = _read(cached)
+    if facts is None and hub.missing({job.spec.model.uri: "model"}):
+        note(
+            f"the size of {job.spec.model.uri} is assumed: {hub.out_of_reach()}, and there is no copy here. {way_out}."
+        )
+        return Measured(None, own_hardware())
     if facts is None:
+        variables = hub.variables({job.spec.model.uri: "model"})
         with err().status(f"Measuring {job.spec.model.uri} ..."):
-            facts = _ask_trainer(job)
+            facts = _ask_trainer(job, variables)
         if facts is not None:
             with contextlib.suppress(OSError):  # a cache that cannot be written only costs the next plan some seconds
                 write_atomically(cached, facts.to_json())
@@ -96,13 +106,15 @@ def _free_part(hardware: HardwareFacts) -> HardwareFacts:
     return hardware.model_copy(update={"memory_bytes": max(MEMORY_STEP, free)})
 
 
-def _ask_trainer(job: FineTuneJob) -> TrainerFacts | None:
+def _ask_trainer(job: FineTuneJob, variables: Mapping[str, str]) -> TrainerFacts | None:
     question = TrainerJob(name=job.name, task=job.spec.task, model=source_of_model(job))
     with tempfile.TemporaryDirectory(prefix="finetune-facts-") as folder:
         paths = JobPaths.of(Path(folder), job.name)
         write_atomically(paths.job, question.to_json())
         report = Path(folder) / "report.json"
-        environment = trainer_environment(os.environ, device="cuda", threads=1, report=report, progress=None)
+        environment = trainer_environment(
+            {**os.environ, **variables}, device="cuda", threads=1, report=report, progress=None
+        )
         command = [sys.executable, "-m", TRAINER, "facts", "--job", str(paths.job), "--workspace", folder]
         try:
             asked = subprocess.run(

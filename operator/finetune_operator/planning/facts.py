@@ -230,6 +230,8 @@ def _flag(key: str, text: str) -> bool:
 def _product(key: str, text: str) -> str:
     if not text.strip():
         raise HardwareError(f"{key}=: it is a product, e.g. H100")
+    if "=" in text:
+        raise HardwareError(f"{key}={text}: it is a product, e.g. H100; put a comma before the next key")
     return text
 
 

@@ -192,7 +192,7 @@ def test_ctrl_c_saves_and_resuming_ends_with_the_same_weights(
     stopped_at = last_step(folder)
     assert (code, out) == (130, "")
     assert "saving a checkpoint" in err
-    assert "finetune run disturbed.yaml --workspace runs --resume" in err
+    assert "finetune run disturbed.yaml --workspace runs --no-measure --resume" in err
     assert 1 <= stopped_at < 320
     wait_gone(below)
     assert not (folder / "state/train.json").exists()
@@ -210,7 +210,7 @@ def test_a_stage_whose_inputs_are_missing_names_the_stage_to_run_first(finetune:
     finetune.write("alone.yaml", finetune.job("alone"))
     code, out, err = finetune("run", "alone.yaml", "--no-measure", "--stage", "train")
     assert (code, out) == (1, "")
-    assert "run --stage prepare first" in err
+    assert "add --stage prepare" in err
     assert not (finetune.folder / "runs/alone").exists()
 
 

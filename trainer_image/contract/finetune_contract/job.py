@@ -28,6 +28,7 @@ from finetune_contract.choices import (
     Task,
     ZeroStage,
 )
+from finetune_contract.pods import preparing_pods
 
 SCHEMA_VERSION: Literal[1] = 1
 WHOLE_CHECKPOINTS: tuple[StrategyName, ...] = ("single", "ddp", "fsdp")
@@ -82,17 +83,6 @@ class DataSource(Order):
     """Value of the label column as text -> name of the label; empty: the values are the names. Left out where it is
     empty: images that do not know the field read such jobs.
     """
-
-
-def preparing_pods(engine: Literal["auto", "local", "job", "spark"], workers: int) -> int:
-    """Pods that `engine` prepares with in a cluster; Spark's driver is one of them."""
-    match engine:
-        case "auto" | "local":
-            return 1
-        case "job":
-            return workers
-        case "spark":
-            return 1 + workers
 
 
 class Preparation(Order):

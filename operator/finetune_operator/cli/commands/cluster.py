@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import shlex
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from finetune_contract.choices import Stage
 from finetune_operator.cli.commands.options import AllNamespaces, Context, Form, Kubeconfig, Namespace, RunStage
-from finetune_operator.cli.console import Output, UsageError, complain, emit, note, out, program_name
+from finetune_operator.cli.console import Output, UsageError, complain, emit, list_of, note, out
+from finetune_operator.cli.program import program_name
 
 if TYPE_CHECKING:
     from finetune_operator.cli.cluster import Cluster, Connection
@@ -23,6 +22,8 @@ COMPLETE_SECONDS = 3.0
 
 def names_of_jobs(ctx: typer.Context, incomplete: str) -> list[str]:
     """What a shell offers for JOB; nothing when the cluster does not answer at once."""
+    import asyncio
+
     from finetune_operator.cli.cluster import ClusterError, Connection, connect
 
     given = ctx.params
@@ -83,7 +84,7 @@ def status(
     async def all_of_them(cluster: Cluster) -> None:
         found = await cluster.jobs(all_namespaces)
         if output is not Output.TEXT:
-            emit([{"apiVersion": "v1", "kind": "List", "items": [each.raw for each in found]}], output)
+            emit([list_of([each.raw for each in found])], output)
         elif found:
             print_table(out(), found, utc_now(), with_namespace=all_namespaces)
         else:
@@ -126,6 +127,7 @@ def logs(
       finetune logs reviews --stage prepare --tail 50
       finetune logs reviews --previous --rank 3
     """
+    from finetune_contract.choices import Stage
     from finetune_operator.cli.cluster import Connection
     from finetune_operator.cli.following import Wanted, follow_logs, show_logs
 
@@ -148,9 +150,10 @@ def logs(
 
 
 def watch(job: JobName, namespace: Namespace = None, context: Context = None, kubeconfig: Kubeconfig = None) -> None:
-    """Follow a job to its end: a page that stays up to date on a terminal, a line for each change elsewhere.
+    """Follow a job to its end.
 
-    Exit code 0 when the job succeeds, 1 when it fails or is deleted.
+    A page that stays up to date on a terminal, a line for each change elsewhere. Exit code 0 when the job
+    succeeds, 1 when it fails or is deleted.
 
     \b
     Examples:
@@ -179,6 +182,8 @@ def tell_no_jobs(cluster: Cluster, all_namespaces: bool) -> None:
 
 def in_cluster(connection: Connection, work: Callable[[Cluster], Awaitable[Result]]) -> Result:
     """The result of `work`; ends the command with 1 when the cluster does not give what it needs."""
+    import asyncio
+
     from finetune_operator.cli.cluster import ClusterError, connect
 
     async def connected() -> Result:

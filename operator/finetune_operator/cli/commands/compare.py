@@ -24,8 +24,9 @@ def compare(
     ] = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Compare runs on this machine: settings that differ, metrics, time, throughput, memory, cost.
+    """Compare runs on this machine: settings, metrics, time, cost.
 
+    Settings are shown where they differ, beside throughput and memory.
     The best value of a row is marked where it is known which is better. Runs that are unfinished, have failed or
     have lost a file are compared as far as they came, and what is missing is told.
 

@@ -1,4 +1,4 @@
-"""`finetune crd`, `schema` and `completion`: the API and the command itself as documents."""
+"""`finetune explain`, `crd`, `schema` and `completion`: the API and the command itself as documents."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Annotated
 
 import typer
 
-from finetune_operator.cli.commands.options import DocumentForm
-from finetune_operator.cli.console import DocumentOutput, emit
-
-COMPLETE_VARIABLE = "_FINETUNE_COMPLETE"
-"""By which a shell's script asks the command what could follow."""
+from finetune_operator.cli.commands.options import DocumentForm, Form
+from finetune_operator.cli.console import DocumentOutput, Output, UsageError, emit
+from finetune_operator.cli.program import COMPLETE_VARIABLE
 
 
 class Shell(StrEnum):
@@ -57,8 +55,54 @@ def schema(output: DocumentForm = DocumentOutput.JSON) -> None:
     emit([json_schema()], output)
 
 
+def fields_like(incomplete: str) -> list[str]:
+    """What a shell offers for FIELD: the fields of the object that is typed so far."""
+    from finetune_operator.api.explain import NoSuchFieldError, find_field
+
+    above = incomplete.rpartition(".")[0]
+    try:
+        found = find_field(above or "spec")
+    except NoSuchFieldError:
+        return []
+    names = [f"{above}.{each.name}" if above else each.name for each in found.fields]
+    return [name for name in (names if above else [*names, "spec", "status"]) if name.startswith(incomplete)]
+
+
+def explain(
+    field: Annotated[
+        str | None,
+        typer.Argument(metavar="FIELD", help="Path of a field, with or without spec.", autocompletion=fields_like),
+    ] = None,
+    recursive: Annotated[bool, typer.Option("--recursive", help="All fields below it, without their texts.")] = False,
+    output: Form = Output.TEXT,
+) -> None:
+    """Explain a field of FineTuneJob: type, meaning, fields in it.
+
+    It says what `kubectl explain` says in a cluster that has this version's CRD.
+
+    \b
+    Examples:
+      finetune explain
+      finetune explain training.globalBatchSize
+      finetune explain spec.resources --recursive
+      finetune explain status.stages -o json
+    """
+    from finetune_operator.api.explain import NoSuchFieldError, as_text, find_field
+
+    try:
+        found = find_field(field or "")
+    except NoSuchFieldError as unknown:
+        raise UsageError(str(unknown)) from unknown
+    if output is Output.TEXT:
+        print(as_text(found, recursive=recursive), end="")
+    else:
+        emit([found.data(recursive=recursive)], output)
+
+
 def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh, fish or powershell.")]) -> None:
-    """Write a script that completes commands, options and names of jobs in a shell.
+    """Write a script that completes what is typed in a shell.
+
+    Commands, options and names of jobs.
 
     \b
     Examples:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from finetune_operator.api.problems import Problem
-from finetune_operator.api.settings import Settings
 from finetune_operator.cli.commands.options import (
     ClusterSettings,
     DocumentForm,
@@ -25,33 +22,26 @@ from finetune_operator.cli.commands.options import (
     LocalSettings,
     Measure,
 )
-from finetune_operator.cli.commands.steps import (
-    checked_jobs,
-    cluster_facts,
-    hardware_of,
-    local_facts,
-    planned,
-    refuse_absent,
-    refuse_plan,
-    settings_of,
-    tell_notes,
-)
 from finetune_operator.cli.console import (
     DocumentOutput,
     Output,
     UsageError,
     emit,
+    list_of,
     note,
     note_misfits,
     out,
+    print_line,
     problem_data,
     report,
 )
-from finetune_operator.cli.inputs import Inputs, JobEntry, read_inputs
-from finetune_operator.planning.types import JobPlan, PlanRefused
 
 if TYPE_CHECKING:
+    from finetune_operator.api.problems import Problem
+    from finetune_operator.api.settings import Settings
     from finetune_operator.cli.checking import EntryCheck
+    from finetune_operator.cli.inputs import Inputs, JobEntry
+    from finetune_operator.planning.types import JobPlan
 
 DEFAULT_NAMESPACE = "default"
 
@@ -93,6 +83,9 @@ def validate(
       finetune validate job.yaml -o json
       cat job.yaml | finetune validate -
     """
+    from finetune_operator.cli.commands.steps import settings_of, tell_notes
+    from finetune_operator.cli.inputs import read_inputs
+
     inputs = read_inputs([*(files or []), *(filename or [])], settings_of(settings, cluster=cluster))
     checked: dict[str, EntryCheck] = {}
     if data:
@@ -119,7 +112,7 @@ def _tell_checked(entry: JobEntry, checked: EntryCheck | None) -> None:
         report(checked.problems)
         print_check(out(), entry, checked.data)
     if checked is None or not checked.problems:
-        out().print(f"{entry.source}:{entry.document.line}: {entry.job.name} is valid", soft_wrap=True)
+        print_line(f"{entry.source}:{entry.document.line}: {entry.job.name} is valid")
 
 
 def _validation(
@@ -174,6 +167,16 @@ def plan(
       finetune plan job.yaml --hardware cpu=32,hostMemory=128Gi -o yaml
       finetune plan job.yaml --no-measure -o json
     """
+    from finetune_operator.cli.commands.steps import (
+        checked_jobs,
+        cluster_facts,
+        hardware_of,
+        local_facts,
+        planned,
+        refuse_absent,
+        settings_of,
+    )
+
     limits, node = settings_of(settings, cluster=cluster), hardware_of(hardware)
     plans = []
     entries = checked_jobs([*(files or []), *(filename or [])], limits, output)
@@ -214,12 +217,12 @@ def render(
     measure: Measure = False,
     output: DocumentForm = DocumentOutput.YAML,
 ) -> None:
-    """Write the Kubernetes objects that the operator would create for a job.
+    """Write the Kubernetes objects that a job becomes.
 
     The claim for the workspace, and for the first attempt of each stage its ConfigMap and the object that runs
     it, in the order of creation. Not in them, as only a cluster has it: the owner reference and the address for
     progress. After prepare the operator plans again with what that measured, so the later stages' objects may
-    change; --measure, --workspace and --hardware plan with more facts from the beginning.
+    change; --measure, --workspace and --hardware plan with more facts from the beginning. JSON is one List.
 
     \b
     Examples:
@@ -228,6 +231,7 @@ def render(
       finetune render job.yaml --settings settings.yaml -o json
       finetune render job.yaml | kubectl apply --dry-run=server -f -
     """
+    from finetune_operator.cli.commands.steps import checked_jobs, cluster_facts, hardware_of, planned, settings_of
     from finetune_operator.planning.plan import misfits
 
     limits, node = settings_of(settings, cluster=True), hardware_of(hardware)
@@ -239,10 +243,15 @@ def render(
         made = planned(entry, facts, limits, output)
         note_misfits(misfits(entry.job, facts, limits))
         manifests.extend(_rendered(entry, made, namespace, limits, output))
-    emit(manifests, output)
+    if output is DocumentOutput.JSON:
+        emit([list_of(manifests)], output)
+    else:
+        emit(manifests, output)
 
 
 def _with_launcher(entry: JobEntry, launcher: Launcher) -> JobEntry:
+    from dataclasses import replace
+
     spec = entry.job.spec.model_copy(update={"launcher": launcher.value})
     return replace(entry, job=entry.job.model_copy(update={"spec": spec}))
 
@@ -259,6 +268,9 @@ def objects_of(entry: JobEntry, made: JobPlan, settings: Settings, namespace: st
 def _rendered(
     entry: JobEntry, made: JobPlan, namespace: str | None, settings: Settings, output: DocumentOutput
 ) -> tuple[Any, ...]:
+    from finetune_operator.cli.commands.steps import refuse_plan
+    from finetune_operator.planning.types import PlanRefused
+
     written = entry.job.metadata.namespace
     if namespace is not None and written is not None and namespace != written:
         raise UsageError(

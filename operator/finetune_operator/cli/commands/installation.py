@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from finetune_operator.api.settings import OPERATOR_IMAGE
 from finetune_operator.cli.commands.options import ClusterSettings, Filenames, Files, Form
-from finetune_operator.cli.commands.steps import checked_jobs, settings_of
 from finetune_operator.cli.console import Output, UsageError, emit, note
 
 
@@ -46,6 +43,10 @@ def images(
       finetune images --registry registry.example.com/mirror |
         while read -r from to; do skopeo copy docker://$from docker://$to; done
     """
+    from dataclasses import replace
+
+    from finetune_operator.api.settings import OPERATOR_IMAGE
+    from finetune_operator.cli.commands.steps import checked_jobs, settings_of
     from finetune_operator.cli.images import Installation, patterns, pulled_images, read_values
 
     if values is not None and settings is not None:

@@ -6,12 +6,10 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from finetune_contract.choices import Stage
-from finetune_contract.layout import FailureClass
 from finetune_operator.cli.commands.options import (
     Filenames,
     Files,
@@ -21,11 +19,13 @@ from finetune_operator.cli.commands.options import (
     RunStage,
     Workspace,
 )
-from finetune_operator.cli.commands.steps import checked_jobs, refuse_plan, settings_of
-from finetune_operator.cli.console import Output, UsageError, complain, emit, err, note, out, program_name
-from finetune_operator.cli.inputs import JobEntry
-from finetune_operator.planning.capacity import NO_SPOT_HERE
-from finetune_operator.planning.types import JobPlan, PlanRefused
+from finetune_operator.cli.console import Output, UsageError, complain, emit, err, note, out, print_line
+from finetune_operator.cli.program import program_name
+
+if TYPE_CHECKING:
+    from finetune_contract.choices import Stage
+    from finetune_operator.cli.inputs import JobEntry
+    from finetune_operator.planning.types import JobPlan
 
 
 def run(
@@ -71,6 +71,11 @@ def run(
     """
     if resume and restart:
         raise UsageError("--resume and --restart exclude each other")
+    from finetune_contract.choices import Stage
+    from finetune_operator.cli.commands.steps import checked_jobs, refuse_plan, settings_of
+    from finetune_operator.planning.capacity import NO_SPOT_HERE
+    from finetune_operator.planning.types import PlanRefused
+
     names = [*(files or []), *(filename or [])]
     limits = settings_of(settings, cluster=False)
     entry = _one(checked_jobs(names, limits, output), name)
@@ -81,6 +86,12 @@ def run(
     from finetune_operator.cli.local import run as run_locally
     from finetune_operator.cli.workspace import BusyError, DifferentJobError, UnusableWorkspaceError
 
+    # What runs the job again, by the same limits and with the same facts.
+    options = ["--workspace", str(workspace)]
+    options += ["--name", name] if name is not None else []
+    options += ["--settings", str(settings)] if settings is not None else []
+    options += [] if measure else ["--no-measure"]
+    only = [word for one in stage or () for word in ("--stage", one.value)]
     request = RunRequest(
         job=entry.job,
         workspace=workspace.resolve(),
@@ -89,7 +100,7 @@ def run(
         restart=restart,
         measure=measure,
         verbose=verbose,
-        command=_command(names, workspace, name, "--restart"),
+        command=_command(names, [*options, "--restart"]),
     )
     try:
         if dry_run:
@@ -119,13 +130,14 @@ def run(
 
         print_result(out(), data)
     if result.failure is not None:
+        from finetune_contract.layout import FailureClass
         from finetune_operator.cli.results import print_failure
 
         print_failure(err(), result.failure, str(request.paths.logs / f"{result.failure.stage}.log"))
         if "report" in data["artifacts"] and result.failure.failure_class == FailureClass.GATE_NOT_MET:
             note(f"what was measured is in {data['artifacts']['report']}")
     elif result.interrupted is not None:
-        note(f"stopped in {result.interrupted}. Go on with: {_command(names, workspace, name, '--resume')}")
+        note(f"stopped in {result.interrupted}. Go on with: {_command(names, [*options, *only, '--resume'])}")
     raise typer.Exit(result.exit_code)
 
 
@@ -152,10 +164,8 @@ def _show_dry_run(planned: JobPlan, stages: dict[Stage, str], output: Output) ->
     for does, word in (("keep", "kept"), ("run", "run")):
         named = ", ".join(stage for stage, state in stages.items() if state == word)
         if named:
-            out().print(f"Would {does}: {named}", soft_wrap=True)
+            print_line(f"Would {does}: {named}")
 
 
-def _command(names: Sequence[str], workspace: Path, name: str | None, how: str) -> str:
-    words = [*program_name().split(), "run", *names, "--workspace", str(workspace)]
-    words += ["--name", name] if name is not None else []
-    return shlex.join([*words, how])
+def _command(names: Sequence[str], options: Sequence[str]) -> str:
+    return shlex.join([*program_name().split(), "run", *names, *options])

@@ -9,10 +9,7 @@ import typer
 
 from finetune_operator.cli.commands.files import objects_of
 from finetune_operator.cli.commands.options import ClusterSettings, Filenames, Files, Form, Hardware
-from finetune_operator.cli.commands.steps import cluster_facts, hardware_of, settings_of, tell_notes
-from finetune_operator.cli.console import Output, UsageError, complain, documents, emit
-from finetune_operator.cli.inputs import located, read_inputs
-from finetune_operator.planning.types import PlanRefused
+from finetune_operator.cli.console import Output, UsageError, complain, emit
 
 
 def review(
@@ -34,7 +31,9 @@ def review(
     settings: ClusterSettings = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Validate, plan and render job files as the operator would, and write one Markdown page for a code review.
+    """Write a Markdown page about job files for a code review.
+
+    Validates, plans and renders them as the operator would.
 
     Needs no cluster, no model and no data, and asks nobody: a step of any CI can run it in the operator's image.
     Exit code 0 when nothing speaks against the jobs, 1 when something does; the page is written in both cases.
@@ -46,8 +45,12 @@ def review(
       finetune review jobs/ --hardware gpu=H100,memory=80Gi,gpus=8 --render rendered/
       finetune review jobs/*.yaml -o json
     """
+    from finetune_operator.cli.commands.steps import cluster_facts, hardware_of, settings_of, tell_notes
+    from finetune_operator.cli.inputs import located, read_inputs
     from finetune_operator.cli.reviewing import Review, Reviewed, markdown, too_dear
+    from finetune_operator.cli.yaml_text import documents
     from finetune_operator.planning.plan import plan
+    from finetune_operator.planning.types import PlanRefused
 
     limits, node = settings_of(settings, cluster=True), hardware_of(hardware)
     inputs = read_inputs([*(files or []), *(filename or [])], limits)

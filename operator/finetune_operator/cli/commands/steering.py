@@ -17,7 +17,7 @@ from finetune_operator.cli.commands.cluster import (
     tell_no_jobs,
 )
 from finetune_operator.cli.commands.options import AllNamespaces, Context, Form, Kubeconfig, Namespace
-from finetune_operator.cli.console import Output, UsageError, complain, emit, err, note, out
+from finetune_operator.cli.console import Output, UsageError, complain, emit, err, note, out, print_line
 
 if TYPE_CHECKING:
     from finetune_operator.cli.awaiting import Wait
@@ -64,7 +64,7 @@ def _steering(described: Callable[[], None]) -> Callable[..., None]:
                 changes.append(change)
                 if output is Output.TEXT:
                     dry = " (dry run: nothing was changed)" if dry_run and change.verb != "unchanged" else ""
-                    out().print(f"FineTuneJob {name} {change.text}{dry}.", soft_wrap=True)
+                    print_line(f"FineTuneJob {name} {change.text}{dry}.")
             return changes, refused
 
         changes, refused = in_cluster(Connection(kubeconfig, context, namespace), all_of_them)
@@ -79,7 +79,9 @@ def _steering(described: Callable[[], None]) -> Callable[..., None]:
 
 @_steering
 def suspend() -> None:
-    """Stop jobs after a checkpoint; their pods go, and `finetune resume` lets them go on from there.
+    """Stop jobs after a checkpoint, until they are resumed.
+
+    Their pods go; `finetune resume` lets them go on from there.
 
     \b
     Examples:
@@ -102,7 +104,9 @@ def resume() -> None:
 
 @_steering
 def restart() -> None:
-    """Begin another attempt of jobs that run, from the last checkpoint; run jobs again that have ended.
+    """Begin another attempt of jobs, or run ended ones again.
+
+    A job that runs goes on from its last checkpoint.
 
     A job that has ended is deleted and made again with the same spec, labels and annotations. Its claim stays, and
     what the run before has written is moved aside there, not deleted. When the job cannot be made again its
@@ -117,9 +121,9 @@ def restart() -> None:
 
 @_steering
 def cancel() -> None:
-    """End jobs for good by deleting them; what they have written stays on their claims.
+    """End jobs for good by deleting them.
 
-    Jobs that have ended are left alone.
+    What they have written stays on their claims. Jobs that have ended are left alone.
 
     \b
     Examples:
@@ -167,7 +171,7 @@ def wait(
 
     def tell(one: Wait) -> None:
         if output is Output.TEXT:
-            (out() if one.reached else err()).print(f"FineTuneJob {one.name} {one.text}.", soft_wrap=True)
+            print_line(f"FineTuneJob {one.name} {one.text}.", stderr=not one.reached)
 
     found = in_cluster(
         Connection(kubeconfig, context, namespace),
@@ -187,9 +191,10 @@ def cost(
     kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Show what jobs have used, what that costs at the operator's prices, and what their plans expect.
+    """Show what jobs have used and what that costs.
 
-    Paid time counts from when pods have nodes, times the nodes. Without a price table there are no amounts.
+    The amounts are at the operator's prices, beside what the plans expect. Paid time counts from when pods have
+    nodes, times the nodes. Without a price table there are no amounts.
 
     \b
     Examples:
@@ -227,7 +232,7 @@ def debug(
     kubeconfig: Kubeconfig = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Collect what a maintainer would ask for into one archive, without secrets.
+    """Collect what a maintainer would ask for into an archive.
 
     The job with its status, its events, what runs it, its pods and their logs, and versions. Secrets are not
     read; values that are called or look like secrets are replaced.
@@ -261,7 +266,7 @@ def debug(
     if output is not Output.TEXT:
         emit([{"file": str(target), "contents": names}], output)
     else:
-        out().print(f"{target} has {len(names)} files; look through them before you give it to others.", soft_wrap=True)
+        print_line(f"{target} has {len(names)} files; look through them before you give it to others.")
 
 
 def _kept(error: Exception) -> str:

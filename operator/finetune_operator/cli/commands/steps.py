@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
-from finetune_contract.facts import DataFacts, HardwareFacts
-from finetune_contract.layout import JobPaths
-from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 from finetune_operator.cli.console import DocumentOutput, Output, UsageError, emit, note, problem_data, report
 from finetune_operator.cli.inputs import Inputs, JobEntry, absent_inputs, located, read_inputs, read_settings
-from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
+
+if TYPE_CHECKING:
+    from finetune_contract.facts import DataFacts, HardwareFacts
+    from finetune_operator.api.problems import Problem
+    from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
 
 
 def settings_of(file: Path | None, *, cluster: bool) -> Settings:
@@ -77,6 +78,7 @@ def refuse_plan(entry: JobEntry, refused: PlanRefused, output: Output | Document
 def local_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path, ask_trainer: bool) -> Facts:
     """What is known for a plan without a cluster: measured here, prepared earlier, or given with --hardware."""
     from finetune_operator.cli.measure import Measured, measure, own_hardware
+    from finetune_operator.planning.types import Facts
 
     measured = measure(entry.job) if ask_trainer else Measured(None, own_hardware())
     return Facts(
@@ -93,11 +95,12 @@ def cluster_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path |
     Which operators a cluster has is not known here: what the job names is taken as installed.
     """
     from finetune_operator.cli.measure import measure
+    from finetune_operator.planning.types import Facts
 
     asked = entry.job.spec.launcher
     served = Facts().served
     facts = Facts(
-        model=measure(entry.job).model if ask_trainer else None,
+        model=measure(entry.job, "Connect, or leave --measure out").model if ask_trainer else None,
         data=None if workspace is None else _earlier_data(entry, workspace),
         hardware=node,
         served=served if asked == "auto" or asked in served else (*served, asked),
@@ -113,6 +116,7 @@ def cluster_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path |
 
 
 def _earlier_data(entry: JobEntry, workspace: Path) -> DataFacts | None:
+    from finetune_contract.layout import JobPaths
     from finetune_operator.cli.workspace import prepared_facts
 
     return prepared_facts(JobPaths.of(workspace.resolve(), entry.job.name), entry.job)
@@ -125,6 +129,7 @@ def planned(
     known, although prepare may find that it does.
     """
     from finetune_operator.planning.plan import plan
+    from finetune_operator.planning.types import PlanRefused
 
     try:
         return plan(entry.job, facts, settings, as_known=as_known)

@@ -32,9 +32,9 @@ def ui(
     context: Context = None,
     kubeconfig: Kubeconfig = None,
 ) -> None:
-    """Show runs and jobs in a browser: curves, plan, logs, comparison. Nothing can be changed there.
+    """Show runs and jobs in a browser.
 
-    Pages stay up to date by themselves. Only this machine reaches them, and only with the token in the URL that is
+    Curves, plan, logs and comparison; nothing can be changed there. Pages stay up to date by themselves. Only this machine reaches them, and only with the token in the URL that is
     printed. Ctrl-C ends it.
 
     \b

@@ -1,0 +1,200 @@
+"""A field of FineTuneJob as `kubectl explain` tells of it, without a cluster: both read the schema of the CRD.
+
+kubectl calls every value of no single type an Object; here it is `integer or string` or `any`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+from pydantic import JsonValue
+
+from finetune_operator.api.crd import Schema, crd
+from finetune_operator.api.foreign_names import find_name
+from finetune_operator.api.hints import place_of
+from finetune_operator.api.types import API_VERSION, GROUP, KIND, PLURAL, SHORT_NAME, SINGULAR, VERSION
+
+WIDTH = 80
+"""Columns that a text fits in, as kubectl has it."""
+_PARTS = re.compile(r"\[[^\]]*\]|\.")
+_KUBERNETES = {
+    "apiVersion": f"API group and version of the object: {API_VERSION}.",
+    "kind": f"Kind of the object: {KIND}.",
+    "metadata": "Standard object's metadata: name, namespace, labels and annotations.",
+}
+"""The API server describes these itself."""
+
+
+class NoSuchFieldError(Exception):
+    """The API has no such field; the text names the one that may be meant."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field, and what is in it."""
+
+    path: str
+    """From the object's root: `spec.training.epochs`; empty for the object itself."""
+    type: str
+    description: str
+    required: bool
+    schema: Schema
+    fields: tuple[Field, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition(".")[2]
+
+    def data(self, *, recursive: bool) -> dict[str, JsonValue]:
+        """Return the field for `-o json`, and of the fields in it all that is known of them, or their own."""
+        bounds = ("default", "enum", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems", "pattern")
+        found: dict[str, JsonValue] = {
+            "field": self.path,
+            "type": self.type,
+            "required": self.required,
+            "description": self.description,
+            **{name: self.schema[name] for name in bounds if name in self.schema},
+        }
+        if self.fields:
+            found["fields"] = [
+                each.data(recursive=True) if recursive else _without_fields(each) for each in self.fields
+            ]
+        return found
+
+
+def _without_fields(field: Field) -> dict[str, JsonValue]:
+    return {name: value for name, value in field.data(recursive=False).items() if name != "fields"}
+
+
+def find_field(written: str) -> Field:
+    """Return the field that is written as `spec.training.epochs`, `training.epochs` or `finetunejob.spec...`, an index
+    like `[0]` left out of account. Raises NoSuchFieldError.
+    """
+    parts = [part for part in _PARTS.split(written) if part]
+    if parts and parts[0].lower() in (SINGULAR, PLURAL, SHORT_NAME, f"{PLURAL}.{GROUP}"):
+        parts = parts[1:]
+    found = _root()
+    top = {each.name for each in found.fields}
+    if parts and parts[0] not in top:
+        parts = ["spec", *parts]
+    for place, part in enumerate(parts):
+        inner = {each.name: each for each in found.fields}
+        if part not in inner:
+            raise NoSuchFieldError(_meant(found, part, [*parts[:place]], top))
+        found = inner[part]
+    return found
+
+
+@cache
+def _root() -> Field:
+    schema = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    return _field("", schema, required=False)
+
+
+def _field(path: str, schema: Schema, *, required: bool) -> Field:
+    below = schema
+    while "properties" not in below:
+        inner = below.get("items") or below.get("additionalProperties")
+        if not isinstance(inner, Mapping):
+            below = {}
+            break
+        below = dict(inner)
+    needed = below.get("required", ())
+    fields = tuple(
+        _field(f"{path}.{name}" if path else name, inner, required=name in needed)
+        for name, inner in sorted(below.get("properties", {}).items())
+    )
+    description = schema.get("description") or _KUBERNETES.get(path, "")
+    return Field(path, _type(schema), description, required, schema, fields)
+
+
+def _type(schema: Schema) -> str:
+    match schema.get("type"):
+        case "array":
+            return f"[]{_type(schema['items'])}"
+        case "object" if isinstance(schema.get("additionalProperties"), Mapping):
+            return f"map[string]{_type(schema['additionalProperties'])}"
+        case "object":
+            return "Object"
+        case str(name):
+            return name
+        case _:
+            return "integer or string" if schema.get("x-kubernetes-int-or-string") else "any"
+
+
+def _meant(parent: Field, name: str, above: list[str], top: set[str]) -> str:
+    """What to write for a field that its parent does not have."""
+    path = ".".join([*above, name])
+    names = [each.name for each in parent.fields]
+    near = difflib.get_close_matches(name, [*names, *(top if above == ["spec"] else ())], n=1)
+    if near:
+        meant = near[0] if near[0] not in names else ".".join([*above, near[0]])
+        return f"there is no field {path}; did you mean {meant}?"
+    row = find_name(name, above[-1] if above else "")
+    elsewhere = place_of(name, above) or (row.field if row is not None else None)
+    if elsewhere is not None:
+        return f"there is no field {path}; did you mean {elsewhere}?"
+    if not names:
+        article = "an" if parent.type[0] in "aio" else "a"
+        return f"there is no field {path}: {'.'.join(above)}, {article} {parent.type}, has no fields"
+    return f"there is no field {path}; {'.'.join(above) or KIND} has the fields {', '.join(names)}"
+
+
+# ------------------------------------------------------------------------------------------------------------ as text
+
+
+def as_text(field: Field, *, recursive: bool) -> str:
+    """Return what `kubectl explain` prints: the field, and the fields in it or all of those below it."""
+    return "\n".join(line.rstrip() for line in _lines(field, recursive=recursive)) + "\n"
+
+
+def _lines(field: Field, *, recursive: bool) -> Iterator[str]:
+    yield f"GROUP:      {GROUP}"
+    yield f"KIND:       {KIND}"
+    yield f"VERSION:    {VERSION}"
+    yield ""
+    if field.path:
+        yield f"FIELD: {field.name} <{field.type}>{_needed(field)}"
+        if "enum" in field.schema:
+            yield "ENUM:"
+            yield from (f"    {word}" for word in field.schema["enum"])
+        yield ""
+    yield "DESCRIPTION:"
+    yield from _wrapped(field.description or "<empty>")
+    if field.fields:
+        yield ""
+        yield "FIELDS:"
+        yield from _tree(field, 2) if recursive else _own(field)
+
+
+def _own(field: Field) -> Iterator[str]:
+    for each in field.fields:
+        yield f"  {each.name}\t<{each.type}>{_needed(each)}"
+        if "enum" in each.schema:
+            yield f"  enum: {', '.join(map(str, each.schema['enum']))}"
+        yield from _wrapped(each.description or "<no description>")
+        yield ""
+
+
+def _tree(field: Field, indent: int) -> Iterator[str]:
+    for each in field.fields:
+        yield f"{' ' * indent}{each.name}\t<{each.type}>{_needed(each)}"
+        if "enum" in each.schema:
+            yield f"{' ' * indent}enum: {', '.join(map(str, each.schema['enum']))}"
+        yield from _tree(each, indent + 2)
+
+
+def _needed(field: Field) -> str:
+    return " -required-" if field.required else ""
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent="    ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )

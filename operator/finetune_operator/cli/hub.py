@@ -1,0 +1,124 @@
+"""The Hub as this machine reaches it: one look with a short limit, before a stage waits for it.
+
+The trainer's libraries try again for half a minute and more: right in a pod, too long for somebody before a terminal
+without a network. When the Hub does not answer here, stages on this machine use the copies in its cache
+(HF_HUB_OFFLINE), and what has no copy is refused at once. A trainer in a cluster still tries again.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import socket
+import ssl
+import threading
+from collections.abc import Mapping
+from http.client import HTTPException
+from pathlib import Path
+from typing import Literal, TypeAlias
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+from finetune_operator.cli.console import note
+
+ANSWER_SECONDS = 5.0
+SCHEME = "hf://"
+WAY_OUT = "Connect, or name a folder on this machine: file://FOLDER"
+Kind: TypeAlias = Literal["model", "dataset"]
+
+_TRUE = frozenset({"1", "ON", "YES", "TRUE"})
+"""As huggingface_hub reads its variables."""
+_OFFLINE_VARIABLES = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+
+
+def variables(uris: Mapping[str, Kind]) -> dict[str, str]:
+    """Return what the trainer's environment needs so that it waits for no Hub that is out of reach."""
+    asked = any(uri.startswith(SCHEME) for uri in uris) and _said_offline() is None
+    if not asked or out_of_reach() is None:
+        return {}
+    _tell_offline()
+    return {"HF_HUB_OFFLINE": "1"}
+
+
+def missing(uris: Mapping[str, Kind]) -> tuple[str, ...]:
+    """Return the URIs, of models and data sets, that can be had neither from the Hub nor from its cache here."""
+    wanted = [uri for uri, kind in uris.items() if uri.startswith(SCHEME) and not _is_cached(uri, kind)]
+    return tuple(wanted) if wanted and out_of_reach() is not None else ()
+
+
+@functools.cache
+def out_of_reach() -> str | None:
+    """Return why nothing can be had from the Hub, as the end of a sentence; None when it answers. Looks once."""
+    if said := _said_offline():
+        return f"{said} is set"
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    # Names are looked up without a limit of time: a thread that nobody waits for can be left behind.
+    threading.Thread(target=lambda: answers.put(_look(endpoint)), daemon=True).start()
+    try:
+        reason = answers.get(timeout=ANSWER_SECONDS)
+    except queue.Empty:
+        reason = _SILENCE
+    return None if reason is None else f"{endpoint} cannot be reached ({reason})"
+
+
+def _said_offline() -> str | None:
+    """Return the variable by which the user has asked for no network; the trainer reads it, too."""
+    return next((name for name in _OFFLINE_VARIABLES if os.environ.get(name, "").upper() in _TRUE), None)
+
+
+_SILENCE = f"no answer within {ANSWER_SECONDS:.0f} s"
+
+
+_GATEWAYS = (502, 503, 504)
+"""HTTP statuses by which a proxy says that it does not reach whom it was asked for."""
+
+
+def _look(endpoint: str) -> str | None:
+    """Return why there is no answer, of whatever kind; None for one."""
+    try:
+        with urlopen(Request(endpoint, method="HEAD"), timeout=ANSWER_SECONDS):
+            return None
+    except HTTPError as error:
+        return f"{error.code} {error.reason}" if error.code in _GATEWAYS else None
+    except URLError as error:
+        return _in_words(error.reason)
+    except (OSError, HTTPException) as error:
+        return _in_words(error)
+    except ValueError:  # HF_ENDPOINT is no URL, which the trainer tells better
+        return None
+
+
+def _in_words(reason: object) -> str | None:
+    match reason:
+        case ssl.SSLError():  # somebody answers; certificates are the trainer's libraries' to judge
+            return None
+        case socket.gaierror():
+            return "its name does not resolve"
+        case TimeoutError():
+            return _SILENCE
+        case ConnectionRefusedError():
+            return "connection refused"
+        case OSError(strerror=str(text)) if text:
+            return text
+        case _:
+            return " ".join(str(reason).split()) or type(reason).__name__
+
+
+def _is_cached(uri: str, kind: Kind) -> bool:
+    """Return whether a cache of the trainer's libraries has the repository; of which commit is theirs to say."""
+    name = uri.removeprefix(SCHEME).partition("@")[0].strip("/").removeprefix("datasets/")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    home = Path(os.environ.get("HF_HOME") or f"{base}/huggingface")
+    hub = Path(os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or home / "hub")
+    folders = [hub / f"{kind}s--{name.replace('/', '--')}" / "snapshots"]
+    if kind == "dataset":
+        data = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
+        folders.append(data / name.replace("/", "___"))
+    return any(folder.expanduser().is_dir() for folder in folders)
+
+
+@functools.cache
+def _tell_offline() -> None:
+    note(f"{out_of_reach()}: models and data of the Hub are taken from its cache here.")

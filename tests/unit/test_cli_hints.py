@@ -1,0 +1,100 @@
+"""Messages of the commands themselves: what they say to do is done here, and the message is gone."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from finetune_contract.choices import Stage
+from finetune_operator.cli import hub, local
+from finetune_operator.cli.main import app
+
+JOB = """\
+apiVersion: finetune.dev/v1alpha1
+kind: FineTuneJob
+metadata: {name: first}
+spec:
+  task: text-classification
+  model: {uri: file://model}
+  dataset: {uri: file://rows}
+  training: {}
+  predict: {}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.yaml").write_text(JOB)
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(app, list(words))
+
+
+@pytest.mark.parametrize("stage", ["train", "evaluate", "predict"])
+def test_stages_that_a_message_adds_are_enough(stage: str) -> None:
+    words = ["run", "job.yaml", "--no-measure", "--dry-run", "--stage", stage]
+    refused = call(*words)
+    assert refused.exit_code == 1
+    added = refused.stderr.rstrip(".\n").partition("; add ")[2].split()
+    ran = call(*words, *added)
+    assert (
+        ran.exit_code,
+        f"Would run: {', '.join(sorted({*added[1::2], stage}, key=list(Stage).index))}" in ran.stdout,
+    ) == (
+        0,
+        True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("hardware", "mended"),
+    [
+        ("gpus=2", "gpus=2,gpu=H100"),
+        ("gpu=FOO,gpus=1", "gpu=FOO,gpus=1,memory=80Gi"),
+        ("memory=80Gi", "hostMemory=80Gi"),
+        ("gpu=H100 gpus=8", "gpu=H100,gpus=8"),
+        ("gpu=H100,bf16=yes", "gpu=H100,bf16=true"),
+    ],
+)
+def test_hardware_in_words_is_mended_by_what_its_message_says(hardware: str, mended: str) -> None:
+    refused = call("plan", "job.yaml", "--no-measure", "--hardware", hardware)
+    assert refused.exit_code == 2
+    assert "--hardware: " in refused.stderr
+    assert call("plan", "job.yaml", "--no-measure", "--hardware", mended).exit_code == 0
+
+
+def test_command_that_goes_on_after_an_interruption_has_all_options_of_the_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "settings.yaml").write_text("schemes: [file, hf]\n")
+
+    def interrupted(request: local.RunRequest) -> local.RunResult:
+        return local.RunResult(local.planned_run(request)[0], interrupted=Stage.PREPARE, exit_code=130)
+
+    monkeypatch.setattr(local, "run", interrupted)
+    options = ["--workspace", "results", "--settings", "settings.yaml", "--no-measure", "--stage", "prepare"]
+    ran = call("run", "job.yaml", *options)
+    assert ran.exit_code == 130
+    command = re.search(r"Go on with: finetune (.*)", ran.stderr)
+    assert command is not None
+    assert shlex.split(command[1]) == ["run", "job.yaml", *options, "--resume"]
+
+
+def test_plan_for_a_cluster_is_not_told_to_name_a_folder_of_this_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hub, "out_of_reach", lambda: "the Hub cannot be reached (connection refused)")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "job.yaml").write_text(JOB.replace("file://", "hf://some-org/"))
+    told = call("plan", "job.yaml", "--cluster", "--measure").stderr
+    assert "and there is no copy here. Connect, or leave --measure out.\n" in told
+    assert "file://" not in told
+    again = call("plan", "job.yaml", "--cluster")
+    assert (again.exit_code, again.stderr) == (0, "")

@@ -1,0 +1,166 @@
+"""A Hub that cannot be reached from this machine: one look, one line, and no trainer that waits for it."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_command import finetune as run_finetune
+from finetune_operator.cli import hub
+
+JOB = """\
+apiVersion: finetune.dev/v1alpha1
+kind: FineTuneJob
+metadata: {name: first}
+spec:
+  task: text-classification
+  model: {uri: hf://some-org/some-model}
+  dataset: {uri: hf://some-org/rows@v1}
+  training: {}
+"""
+URIS: dict[str, hub.Kind] = {"hf://some-org/some-model": "model", "hf://some-org/rows@v1": "dataset"}
+
+
+@pytest.fixture(autouse=True)
+def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub-home"))
+    monkeypatch.setenv("NO_PROXY", "*")
+    remembering = (hub.out_of_reach, hub._tell_offline)
+    for function in remembering:
+        function.cache_clear()
+    yield
+    for function in remembering:
+        function.cache_clear()
+
+
+@contextmanager
+def listening(accepts: bool = True) -> Iterator[str]:
+    """A port that nobody answers at; `accepts` False: nobody listens there either."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        if accepts:
+            taken.listen()
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+@contextmanager
+def answering(status: int) -> Iterator[str]:
+    class Hub(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_hub_that_refuses_the_connection_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    with listening(accepts=False) as endpoint:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        assert hub.out_of_reach() == f"{endpoint} cannot be reached (connection refused)"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (socket.gaierror(-2, "Name or service not known"), "its name does not resolve"),
+        (OSError(101, "Network is unreachable"), "Network is unreachable"),
+        (OSError("Tunnel connection failed: 403 Forbidden"), "Tunnel connection failed: 403 Forbidden"),
+        (ssl.SSLCertVerificationError("self-signed certificate"), None),
+    ],
+)
+def test_reason_is_told_in_few_words(error: OSError, words: str | None) -> None:
+    assert hub._in_words(error) == words
+
+
+def test_hub_that_does_not_answer_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.05)
+    with listening() as endpoint:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        assert hub.out_of_reach() == f"{endpoint} cannot be reached (no answer within 5 s)"
+
+
+@pytest.mark.parametrize("status", [200, 401, 404, 501])
+def test_hub_that_answers_anything_is_left_to_the_trainer(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
+    with answering(status) as endpoint:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        assert (hub.out_of_reach(), hub.missing(URIS), hub.variables(URIS)) == (None, (), {})
+
+
+def test_gateway_that_does_not_reach_the_hub_is_not_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    with answering(504) as endpoint:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        assert hub.out_of_reach() == f"{endpoint} cannot be reached (504 Gateway Timeout)"
+
+
+def test_copies_in_the_cache_are_used_without_the_hub(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with listening(accepts=False) as endpoint:
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
+        assert hub.missing(URIS) == tuple(URIS)
+    (tmp_path / "hub-home" / "hub" / "models--some-org--some-model" / "snapshots").mkdir(parents=True)
+    assert hub.missing(URIS) == ("hf://some-org/rows@v1",)
+    (tmp_path / "hub-home" / "datasets" / "some-org___rows").mkdir(parents=True)
+    assert hub.missing(URIS) == ()
+    assert [hub.variables(URIS) for _ in range(2)] == [{"HF_HUB_OFFLINE": "1"}] * 2
+    told = capsys.readouterr().err
+    assert told == f"Note: {hub.out_of_reach()}: models and data of the Hub are taken from its cache here.\n"
+
+
+def test_nobody_is_asked_who_says_that_there_is_no_network(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(hub, "_look", lambda _: pytest.fail("the Hub was asked"))
+    assert (hub.missing(URIS), hub.out_of_reach(), hub.variables(URIS)) == (tuple(URIS), "HF_HUB_OFFLINE is set", {})
+    assert capsys.readouterr().err == ""
+
+
+def test_job_without_the_hub_looks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "out_of_reach", lambda: pytest.fail("the Hub was asked"))
+    uris: dict[str, hub.Kind] = {"pkg://package/model": "model", "file:///rows": "dataset"}
+    assert (hub.missing(uris), hub.variables(uris)) == ((), {})
+
+
+@pytest.mark.parametrize(
+    ("command", "told", "code"),
+    [
+        (
+            "plan",
+            "Note: the size of hf://some-org/some-model is assumed: {reason}, and there is no copy here. {way_out}.",
+            0,
+        ),
+        (
+            "run",
+            "Error: hf://some-org/some-model and hf://some-org/rows@v1: {reason}, and there is no copy here. "
+            "{way_out}.",
+            1,
+        ),
+    ],
+)
+def test_command_tells_in_one_line_that_the_hub_is_out_of_reach(
+    command: str, told: str, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    with listening(accepts=False) as endpoint:
+        ran = run_finetune(command, "job.yaml", folder=tmp_path, HF_ENDPOINT=endpoint, XDG_CACHE_HOME=str(tmp_path))
+    reason = f"{endpoint} cannot be reached (connection refused)"
+    lines = [line for line in ran.stderr.splitlines() if "of memory are free here" not in line]
+    assert (ran.returncode, lines) == (code, [told.format(reason=reason, way_out=hub.WAY_OUT)])
+    assert not (tmp_path / "runs" / "first" / "logs").exists()
