@@ -55,13 +55,17 @@ class Listener:
         *,
         tls: ssl.SSLContext | None = None,
         dropped: Callable[[], None] = lambda: None,
+        refused: Callable[[str], None] = lambda why: None,
     ) -> None:
-        """`handler` makes the protocol of each connection; `dropped` is told when one had to go for another."""
+        """`handler` makes the protocol of each connection; `dropped` is told when one had to go for another; `refused`
+        is told why a client's certificate was not accepted.
+        """
         self._name = name
         self._handler = handler
         self._bounds = bounds
         self._tls = tls
         self._dropped = dropped
+        self._refused = refused
         self._of_address: dict[str, dict[_Connection, None]] = {}
         """Connections without a client certificate by address, the oldest first."""
         self._known: set[_Connection] = set()
@@ -183,6 +187,8 @@ class Listener:
         except OSError as error:
             # A handshake that failed is one, too.
             log.debug("%s: a connection was not opened: %s", self._name, type(error).__name__)
+            if (why := _certificate_fault(error)) is not None:
+                self._refused(why)
         finally:
             connection.opening = None
             if connection.transport is None:
@@ -241,6 +247,15 @@ class _Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._handler.resume_writing()
+
+
+def _certificate_fault(error: OSError) -> str | None:
+    """Return why the client's certificate was not accepted; None for a connection that failed otherwise."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError) and error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return "it showed no certificate"
+    return None
 
 
 def network_of(address: str) -> str:
