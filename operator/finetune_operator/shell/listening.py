@@ -56,9 +56,11 @@ class Listener:
         tls: ssl.SSLContext | None = None,
         dropped: Callable[[], None] = lambda: None,
         refused: Callable[[str], None] = lambda why: None,
+        trusted: Callable[[asyncio.BaseTransport], bool] | None = None,
     ) -> None:
         """`handler` makes the protocol of each connection; `dropped` is told when one had to go for another; `refused`
-        is told why a client's certificate was not accepted.
+        is told why a client's certificate was not accepted; `trusted` says whether a connection is not to be taken away
+        for others (None: each one with a verified certificate).
         """
         self._name = name
         self._handler = handler
@@ -66,6 +68,7 @@ class Listener:
         self._tls = tls
         self._dropped = dropped
         self._refused = refused
+        self._trusted = trusted or _has_certificate
         self._of_address: dict[str, dict[_Connection, None]] = {}
         """Connections without a client certificate by address, the oldest first."""
         self._known: set[_Connection] = set()
@@ -118,8 +121,8 @@ class Listener:
     def opened(self, connection: _Connection, transport: asyncio.BaseTransport) -> None:
         """Its handler is about to hear of it."""
         self._by_transport[transport] = connection
-        if transport.get_extra_info("peercert"):
-            # TLS has verified it: another replica, or the API server.
+        if self._trusted(transport):
+            # TLS has verified its certificate: another replica, or the API server.
             self._forget(connection)
             self._known.add(connection)
 
@@ -247,6 +250,10 @@ class _Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._handler.resume_writing()
+
+
+def _has_certificate(transport: asyncio.BaseTransport) -> bool:
+    return bool(transport.get_extra_info("peercert"))
 
 
 def _certificate_fault(error: OSError) -> str | None:

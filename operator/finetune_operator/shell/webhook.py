@@ -111,7 +111,13 @@ class WebhookServer:
         """Listen on `host` (None: all addresses); gives the port. OSError when it is taken."""
         routes = {("POST", PATH): self._review}
         self._site = Site(
-            "webhook", routes, BOUNDS, tls=self._tls, keepalive_seconds=60.0, refused=self._client_refused
+            "webhook",
+            routes,
+            BOUNDS,
+            tls=self._tls,
+            keepalive_seconds=60.0,
+            refused=self._client_refused,
+            trusted=self._trusted,
         )
         return await self._site.start(host, port)
 
@@ -121,13 +127,15 @@ class WebhookServer:
             await self._site.stop()
         self._site = None
 
-    def _known(self, request: web.BaseRequest) -> bool:
-        """Return whether the client may ask; that its certificate is good, if one is wanted, is known already."""
-        if not self._client_names:
-            return True
-        shown = request.transport.get_extra_info("peercert") if request.transport is not None else None
+    def _trusted(self, transport: asyncio.BaseTransport) -> bool:
+        """Return whether the client has a certificate, which TLS has verified, with a name that may ask."""
+        shown = transport.get_extra_info("peercert")
         pairs = [pair for part in (shown or {}).get("subject", ()) for pair in part]
-        return any(kind == "commonName" and name in self._client_names for kind, name in pairs)
+        named = any(kind == "commonName" and name in self._client_names for kind, name in pairs)
+        return bool(shown) and (named or not self._client_names)
+
+    def _may_ask(self, request: web.BaseRequest) -> bool:
+        return not self._client_names or (request.transport is not None and self._trusted(request.transport))
 
     def _client_refused(self, why: str) -> None:
         """Count a client that may not ask, and log it from time to time: it may be an API server set up wrongly, whose
@@ -143,7 +151,7 @@ class WebhookServer:
             self._told_refused = time.monotonic()
 
     async def _review(self, request: web.BaseRequest) -> web.Response:
-        if not self._known(request):
+        if not self._may_ask(request):
             self._client_refused("its certificate has none of the names that may ask")
             message = "the client's certificate is none of those that may ask here"
             return web.json_response({"message": message}, status=HTTPStatus.FORBIDDEN)
