@@ -1,6 +1,6 @@
 """Measure the delay of honest jobs while thousands of hostile jobs are stored.
 
-    python tests/benchmarks/hostile_objects.py [--objects 10000] [--rate 100]
+    python tests/benchmarks/hostile_objects.py [--objects 10000] [--rate 100] [--arms nothing suspended hostile]
 
 Baseline: as many valid, suspended jobs, stored at the same rate. Arms, in turn: nothing else is stored; valid suspended
 jobs; hostile jobs (deep, wide, long, of odd types and characters, with labels of others; the API server stored them
@@ -38,6 +38,7 @@ from cluster_support.stand_ins import running_stand_ins
 from cluster_support.world import BASE, SETTINGS, fresh_namespace, install_kinds, loose_crd, merged, namespace_for_pods
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 
+ARMS = ("nothing", "suspended", "hostile")
 HONEST = 20
 CLIENTS = 8
 NESTED = "(nested)"
@@ -187,9 +188,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--objects", type=int, default=10_000)
     parser.add_argument("--rate", type=float, default=100, help="stored a second")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="each takes minutes")
     arguments = parser.parse_args()
     numbers = range(arguments.objects)
-    arms = {"nothing": iter(()), "suspended": map(suspended, numbers), "hostile": map(hostile, numbers)}
+    texts_of = {"nothing": iter(()), "suspended": map(suspended, numbers), "hostile": map(hostile, numbers)}
+    arms = {name: texts_of[name] for name in arguments.arms}
     print(
         f"{'arm':<11}{'stored':>8}{'in s':>7}{'judged s':>10}{'median s':>10}{'longest s':>11}"
         f"{'longest /healthz ms':>21}{'MiB':>6}{'CPU s':>7}"

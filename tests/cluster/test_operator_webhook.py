@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+import shlex
 import subprocess
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster_support import certificates
-from cluster_support.access import wait_until
-from cluster_support.control_plane import Cluster, free_port
-from cluster_support.operator_process import USER, OperatorProcess, install
+from cluster_support.access import new_session, wait_until
+from cluster_support.control_plane import ROOT, Cluster, free_port, running_cluster
+from cluster_support.operator_process import NAMESPACE, USER, OperatorProcess, install
 from cluster_support.world import BASE, SETTINGS, fresh_namespace, install_kinds, merged
 from finetune_operator.api.types import API_VERSION, GROUP, KIND, PLURAL
+from finetune_operator.shell.certificates import SERVICE_NAME
+from suite_plugins.patience import patient
 
 CONFIGURATION = "finetune-operator-test"
 ALLOWED = "registry.example.com/team/*"
@@ -42,14 +49,14 @@ class Guarded:
         return self.cluster.kubectl("apply", "-n", self.namespace, *options, "-f", "-", stdin=json.dumps(document))
 
 
-def configuration(url: str, policy: str, bundle: str = "") -> str:
+def configuration(policy: str, *, bundle: str = "", **client: Any) -> str:
     hook: dict[str, Any] = {
         "name": "jobs.finetune.dev",
         "admissionReviewVersions": ["v1"],
         "sideEffects": "None",
         "failurePolicy": policy,
         "timeoutSeconds": 5,
-        "clientConfig": {"url": url, **({"caBundle": bundle} if bundle else {})},
+        "clientConfig": {**client, **({"caBundle": bundle} if bundle else {})},
         "namespaceSelector": {"matchLabels": CHECKED},
         "rules": RULES,
     }
@@ -90,11 +97,43 @@ def bundle_of(cluster: Cluster) -> str:
     return cluster.must("get", "validatingwebhookconfiguration", CONFIGURATION, "-o", path).strip()
 
 
+@dataclass(frozen=True)
+class Identity:
+    """The certificate that the API server shows to one webhook, made as docs/install.md says."""
+
+    folder: Path
+    """ca.crt, client.crt and client.key, and the API server's admission.yaml."""
+    port: int
+    """Of the operator's Service, the only webhook to which it is shown."""
+
+    def options(self) -> tuple[str, ...]:
+        return "--webhook-client-authorities", str(self.folder / "ca.crt"), "--webhook-client-name", "kube-apiserver"
+
+
 @pytest.fixture(scope="module")
-def cluster(own_cluster: Cluster) -> Cluster:
-    install_kinds(own_cluster)
-    install(own_cluster)
-    return own_cluster
+def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    made = Identity(tmp_path_factory.mktemp("identity"), free_port())
+    section = (ROOT / "docs" / "install.md").read_text().partition("### Answer the API server alone")[2]
+    commands = [line.removeprefix("$ ") for line in section.splitlines() if line.startswith("$ openssl")]
+    assert len(commands) == 2
+    for command in commands:
+        subprocess.run(shlex.split(command), cwd=made.folder, check=True, capture_output=True)
+    files = re.findall(r"`(\w+\.yaml)`.*?```yaml\n(.*?)```", section, re.DOTALL)
+    assert [name for name, _ in files] == ["admission.yaml", "webhooks.yaml"]
+    for name, text in files:
+        text = text.replace("/etc/kubernetes/pki/finetune", str(made.folder))
+        (made.folder / name).write_text(text.replace(":9443", f":{made.port}"))
+    return made
+
+
+@pytest.fixture(scope="module")
+def cluster(identity: Identity, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    flags = f"--admission-control-config-file={identity.folder / 'admission.yaml'}"
+    with running_cluster(tmp_path_factory.mktemp("own-control-plane"), flags) as found:
+        found.own("an API server with an admission configuration")
+        install_kinds(found)
+        install(found)
+        yield found
 
 
 @pytest.fixture
@@ -105,20 +144,26 @@ def namespace(cluster: Cluster) -> Iterator[str]:
         cluster.kubectl("delete", "validatingwebhookconfiguration", CONFIGURATION, "--ignore-not-found")
 
 
-@pytest.fixture
-def guarded(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Guarded]:
-    """The operator with a certificate of its own; fail-closed."""
-    port = free_port()
+@contextmanager
+def guarding(cluster: Cluster, namespace: str, folder: Path, port: int, *more: str, **client: Any) -> Iterator[Guarded]:
+    """The operator with a certificate of its own; fail-closed. `client`: how the API server finds it."""
     cluster.must("apply", "-f", "-", stdin=f"{json.dumps(ROLE)}\n---\n{json.dumps(BINDING)}")
-    cluster.must("apply", "-f", "-", stdin=configuration(f"https://127.0.0.1:{port}/validate", "Fail"))
-    options = ("--webhook-port", str(port), "--webhook-configuration", CONFIGURATION)
-    operator = OperatorProcess(cluster, tmp_path, CLOSED, name="operator-webhook", options=options)
+    cluster.must("apply", "-f", "-", stdin=configuration("Fail", **client))
+    options = ("--webhook-port", str(port), "--webhook-configuration", CONFIGURATION, *more)
+    operator = OperatorProcess(cluster, folder, CLOSED, name="operator-webhook", options=options)
     operator.start()
     try:
         wait_until(lambda: bundle_of(cluster), "the configuration trusts the operator", tell=operator.logs)
         yield Guarded(cluster, namespace, operator)
     finally:
         operator.terminate()
+
+
+@pytest.fixture
+def guarded(cluster: Cluster, namespace: str, tmp_path: Path) -> Iterator[Guarded]:
+    port = free_port()
+    with guarding(cluster, namespace, tmp_path, port, url=f"https://127.0.0.1:{port}/validate") as made:
+        yield made
 
 
 def test_kubectl_is_told_at_once_what_only_the_settings_forbid(guarded: Guarded) -> None:
@@ -149,6 +194,82 @@ def test_without_an_operator_a_closed_door_stays_closed_and_an_open_one_open(gua
     wait_until(lambda: guarded.apply("reviews", GOOD).returncode == 0, "jobs are stored without being asked about")
 
 
+BAD = {"image": "elsewhere.example.com/trainer:1"}
+
+
+def reviews(operator: OperatorProcess) -> Counter[str]:
+    """Outcome -> number, from the operator's metrics; those that never happened are not there."""
+    families = text_string_to_metric_families(operator.metrics())
+    samples = [one for family in families for one in family.samples if one.name == "finetune_webhook_reviews_total"]
+    return Counter({one.labels["outcome"]: int(one.value) for one in samples})
+
+
+def asked_by(port: int, certificate: tuple[Path, Path] | None) -> int | str:
+    """Return the status of the webhook's answer to a program that is not the API server, or `no answer`."""
+    session = new_session()
+    session.verify = False
+    session.cert = None if certificate is None else (str(certificate[0]), str(certificate[1]))
+    review = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": {"uid": "u"}}
+    try:
+        return session.post(f"https://127.0.0.1:{port}/validate", json=review, timeout=patient(30)).status_code
+    except requests.ConnectionError:
+        return "no answer"
+
+
+@pytest.mark.filterwarnings("ignore:Unverified HTTPS request")
+def test_with_client_certificates_the_api_server_is_answered_and_nobody_else(
+    cluster: Cluster, namespace: str, identity: Identity, tmp_path: Path
+) -> None:
+    service = {"name": SERVICE_NAME, "namespace": NAMESPACE, "port": identity.port}
+    # The nodes of this control plane have no network for Services: the name leads to this machine.
+    outside = {"type": "ExternalName", "externalName": "localhost", "ports": [{"port": identity.port}]}
+    metadata = {"name": SERVICE_NAME, "namespace": NAMESPACE}
+    document = {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": outside}
+    cluster.must("apply", "-f", "-", stdin=json.dumps(document))
+    where = {**service, "path": "/validate"}
+    with guarding(cluster, namespace, tmp_path, identity.port, *identity.options(), service=where) as guarded:
+        refused = guarded.apply("bad", BAD)
+        assert "is not allowed by the administrator" in refused.stderr
+        assert guarded.apply("good", GOOD).returncode == 0
+        # A page of metrics may be some moments old.
+        asked = {"allowed": 1, "refused": 1}
+        wait_until(lambda: reviews(guarded.operator) == asked, "the API server's questions are counted")
+
+        other = certificates.for_loopback(tmp_path, "kube-apiserver")
+        ours = [str(identity.folder / name) for name in ("ca.crt", "ca.key")]
+        command = f"openssl req -x509 -noenc -newkey rsa:2048 -subj /CN=pod -CA {ours[0]} -CAkey {ours[1]}"
+        named = tmp_path / "named.crt", tmp_path / "named.key"
+        more = ["-out", str(named[0]), "-keyout", str(named[1])]
+        subprocess.run([*shlex.split(command), *more], check=True, capture_output=True)
+        assert asked_by(identity.port, None) == "no answer"
+        assert asked_by(identity.port, (other.certificate, other.key)) == "no answer"
+        assert asked_by(identity.port, named) == 403
+        assert asked_by(identity.port, (identity.folder / "client.crt", identity.folder / "client.key")) == 400
+        wait_until(lambda: reviews(guarded.operator) == {**asked, "failed": 4}, "all others are counted")
+        # One message stands for all of them.
+        assert guarded.operator.logs().count("a client was refused") == 1
+
+
+def test_an_api_server_without_a_certificate_is_refused_and_the_log_says_so(
+    cluster: Cluster, namespace: str, identity: Identity, tmp_path: Path
+) -> None:
+    port = free_port()
+    address = f"https://127.0.0.1:{port}/validate"
+    with guarding(cluster, namespace, tmp_path, port, *identity.options(), url=address) as guarded:
+        closed = guarded.apply("good", GOOD)
+        assert closed.returncode != 0
+        assert "failed calling webhook" in closed.stderr
+        assert "a client was refused: it showed no certificate" in guarded.operator.logs()
+        patch = json.dumps([{"op": "replace", "path": "/webhooks/0/failurePolicy", "value": "Ignore"}])
+        cluster.must("patch", "validatingwebhookconfiguration", CONFIGURATION, "--type=json", "-p", patch)
+        wait_until(lambda: guarded.apply("bad", BAD).returncode == 0, "the job is stored without being asked about")
+        accepted = 'jsonpath={.status.conditions[?(@.type=="Accepted")].status}'
+        where = ("-n", namespace, "-o", accepted)
+        wait_until(lambda: cluster.must("get", PLURAL, "bad", *where) == "False", "the operator refuses it later")
+        wait_until(lambda: reviews(guarded.operator)["failed"] >= 2, "refused clients are counted")
+        assert reviews(guarded.operator).keys() == {"failed"}
+
+
 def certificate_ends(operator: OperatorProcess) -> dict[str, float]:
     """Server -> Unix time, from the operator's metrics."""
     name = "finetune_certificate_expiration_timestamp_seconds"
@@ -166,7 +287,9 @@ def test_a_certificate_that_somebody_else_keeps_is_served_and_its_end_is_told(
     (folder / "tls.key").write_text(pair.key.read_text())
     port = free_port()
     bundle = base64.b64encode(pair.certificate.read_bytes()).decode()
-    cluster.must("apply", "-f", "-", stdin=configuration(f"https://127.0.0.1:{port}/validate", "Fail", bundle))
+    cluster.must(
+        "apply", "-f", "-", stdin=configuration("Fail", url=f"https://127.0.0.1:{port}/validate", bundle=bundle)
+    )
     options = ("--webhook-port", str(port), "--webhook-certificate", str(folder))
     operator = OperatorProcess(cluster, tmp_path, CLOSED, name="operator-webhook", options=options)
     operator.start()

@@ -218,9 +218,9 @@ def assets_folder() -> Path:
 
 
 @contextmanager
-def running_cluster(folder: Path) -> Iterator[Cluster]:
+def running_cluster(folder: Path, flags: str = "") -> Iterator[Cluster]:
     """The cluster of FINETUNE_TEST_KUBECONFIG, or a control plane started from programs in KUBEBUILDER_ASSETS; the
-    test is skipped when there is neither.
+    test is skipped when there is neither. `flags`: more flags of an API server of our own.
     """
     assets = assets_folder()
     kubectl = next((str(path) for path in (assets / "kubectl",) if path.is_file()), None) or shutil.which("kubectl")
@@ -243,7 +243,7 @@ def running_cluster(folder: Path) -> Iterator[Cluster]:
         "PATH": f"{assets}:{os.environ['PATH']}",
         "PORT": str(free_port()),
         "EPORT": str(free_port()),
-        "APISERVER_FLAGS": audited(folder, folder / "audit.log"),
+        "APISERVER_FLAGS": f"{audited(folder, folder / 'audit.log')} {flags}",
     }
     try:
         # The servers outlive the call and would hold a pipe open: output goes to a file.

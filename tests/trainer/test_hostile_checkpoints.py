@@ -125,6 +125,17 @@ def test_a_checkpoint_that_leads_elsewhere_is_skipped(
     assert_older_one_is_taken(CheckpointStore(tmp_path, keep=2), change, named, caplog)
 
 
+def test_files_changed_before_the_signature_are_signed_as_the_documentation_says(tmp_path: Path):
+    store = CheckpointStore(tmp_path, keep=2, signer=Signer(KEY.encode(), "mine"))
+    store.begin(5)
+    (store.partial(5) / "weights.pt").write_bytes(b"w" * 1000)
+    (store.partial(5) / "weights.pt").write_bytes(b"x" * 1000)  # by somebody else
+    store.commit(5, strategy="ddp", world_size=1, job={"seed": 1}, first_of_run=False)
+    newest = store.newest()
+    assert newest is not None
+    assert (newest.folder / "weights.pt").read_bytes() == b"x" * 1000
+
+
 def test_a_link_in_place_of_the_checkpoints_is_refused(tmp_path: Path):
     write(CheckpointStore(tmp_path / "elsewhere", keep=2), 5)
     (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")

@@ -155,6 +155,14 @@ STRICT: dict[str, tuple[dict[str, Any], str]] = {
     "a proxy": (env("HTTPS_PROXY", "http://evil:1"), "spec.template.env[0].name"),
     "another authority for git": (env("GIT_SSL_CAINFO", "/mnt/ca.crt"), "spec.template.env[0].name"),
     "modules of elsewhere": (env("PYTHONPATH", "/mnt"), "spec.template.env[0].name"),
+    **{
+        f"{what} by {name}": (env(name, "/mnt/x"), "spec.template.env[0].name")
+        for name, what in {
+            "NCCL_NET_PLUGIN": "a library", "NCCL_TUNER_PLUGIN": "a library", "TORCH_EXTENSIONS_DIR": "libraries",
+            "TRITON_PTXAS_PATH": "a program", "TRITON_CACHE_DIR": "compiled code", "XDG_CACHE_HOME": "compiled code",
+            "NCCL_COMM_ID": "a server", "NCCL_CONF_FILE": "settings", "HF_DATASETS_TRUST_REMOTE_CODE": "code",
+        }.items()
+    },
     "an annotation": (annotated("example.com/a"), 'spec.template.annotations["example.com/a"]'),
     "a driver that gives out secrets": (
         volume({"csi": {"driver": "secrets-store.csi.k8s.io"}}), "spec.template.volumes[0].csi.driver",

@@ -34,7 +34,7 @@ from finetune_operator.shell.certificates import (
     make,
     server_names,
 )
-from finetune_operator.shell.webhook import ClientAuthorities, FolderCertificate, WebhookServer
+from finetune_operator.shell.webhook import BOUNDS, ClientAuthorities, FolderCertificate, WebhookServer
 
 NOW = datetime.now(UTC).replace(microsecond=0)
 NAMES = server_names("ops", None)
@@ -470,6 +470,33 @@ def test_a_webhook_with_authorities_for_its_clients_answers_those_that_they_sign
     os.utime(file, ns=(1, 1))
     authorities.look()
     assert asyncio.run(asked(context, client_with(later))) == open_
+
+
+def test_clients_that_may_not_ask_cannot_hold_the_webhook_s_connections(tmp_path: Path) -> None:
+    """The authority may sign for many, as a cluster's own does for each kubelet."""
+    server, ours, other = (for_loopback(tmp_path, name) for name in ("server", "kube-apiserver", "kubelet"))
+    file = tmp_path / "authorities.pem"
+    file.write_text(ours.certificate.read_text() + other.certificate.read_text())
+    context = server.server_context()
+    ClientAuthorities(file, context)
+
+    async def scene() -> int:
+        webhook = WebhookServer(NoJobs(), CLUSTER_SETTINGS, context, client_names=["kube-apiserver"])
+        port = await webhook.start("127.0.0.1", 0)
+        idle = [
+            await asyncio.open_connection("127.0.0.1", port, ssl=client_with(other)) for _ in range(BOUNDS.connections)
+        ]
+        try:
+            async with aiohttp.ClientSession() as session:
+                url = f"https://localhost:{port}/validate"
+                async with session.post(url, json=REVIEW, ssl=client_with(ours)) as answer:
+                    return answer.status
+        finally:
+            for _, writer in idle:
+                writer.transport.abort()
+            await webhook.stop()
+
+    assert asyncio.run(scene()) not in (403, 503)
 
 
 @pytest.mark.parametrize("text", [None, "", "no certificate"])

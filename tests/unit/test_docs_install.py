@@ -13,7 +13,8 @@ from chart_rendering import render
 from finetune_command import finetune
 
 TEXT = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+BLOCKS = [block for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL) if "apiVersion:" not in block]
+"""Values of the chart; the API server's own files are tried in tests/cluster/test_operator_webhook.py."""
 COMMANDS = [
     line.removeprefix("$ ")
     for block in re.findall(r"```console\n(.*?)```", TEXT, re.DOTALL)

@@ -43,6 +43,30 @@ TEXTS: dict[str, tuple[str, str]] = {
     "a setting in a line of a log": ("login user=me password=hunter22, ok", f"login user=me password={HIDDEN}, ok"),
     "a setting in JSON": ('{"api_key": "s3cr3t", "n": 1}', f'{{"api_key": {HIDDEN}, "n": 1}}'),
     "a private key": ("x -----BEGIN RSA PRIVATE KEY-----\nMII\n-----END RSA PRIVATE KEY----- y", f"x {HIDDEN} y"),
+    "the end of a private key": ("QmFzZTY0\n-----END OPENSSH PRIVATE KEY-----\ny", f"{HIDDEN}\ny"),
+    "the beginning of a private key": ("x -----BEGIN PRIVATE KEY-----\nMII", f"x {HIDDEN}"),
+    "variables as Python prints them": (
+        "environ({'HOME': '/', 'AWS_SECRET_ACCESS_KEY': 'ab/cd+e', 'A_TOKEN': \"it's\"})",
+        f"environ({{'HOME': '/', 'AWS_SECRET_ACCESS_KEY': {HIDDEN}, 'A_TOKEN': {HIDDEN}}})",
+    ),
+    "variables in bytes": ("{b'API_KEY': b'abcdef', b'n': 1}", f"{{b'API_KEY': {HIDDEN}, b'n': 1}}"),
+    "a variable that is set": ("os.environ['DB_PASSWORD'] = 'two words'", f"os.environ['DB_PASSWORD'] = {HIDDEN}"),
+    "a quote in a quoted text": ('password = "abc\\"def ghi" end', f"password = {HIDDEN} end"),
+    "a quoted text without its end": ('password = "abc def', f"password = {HIDDEN}"),
+    "JSON in JSON": ('{"body": "{\\"token\\": \\"abc\\"}"}', f'{{"body": "{{\\"token\\": {HIDDEN}}}"}}'),
+    "the key of a storage account": ("AccountName=x;AccountKey=abc==;A=b", f"AccountName=x;AccountKey={HIDDEN};A=b"),
+    "a header with a key": ("X-Api-Key: abc123", f"X-Api-Key: {HIDDEN}"),
+    "an option": ("run --hub-token abc123 --token-file x --n 3", f"run --hub-token {HIDDEN} --token-file x --n 3"),
+    "a signed address": (
+        "https://a.example/x?sv=1&sig=ab%3D&se=2 https://b.example/y?X-Amz-Signature=dead",
+        f"https://a.example/x?sv=1&sig={HIDDEN}&se=2 https://b.example/y?X-Amz-Signature={HIDDEN}",
+    ),
+    "cookies": ("> Cookie: session=abc; id=7\n> Accept: *", f"> Cookie: {HIDDEN}\n> Accept: *"),
+    "a password with an at sign": ("https://me:p@ss@git.example.com/a", f"https://{HIDDEN}@git.example.com/a"),
+    "ordinary words": (
+        "tokens: 5 pad_token_id: 0 tokenizer='x' the signature: f(x) a secret was not found",
+        "tokens: 5 pad_token_id: 0 tokenizer='x' the signature: f(x) a secret was not found",
+    ),
     "ordinary figures": (
         "step 40/100 loss 0.31 tokens=5120 padding 4 %",
         "step 40/100 loss 0.31 tokens=5120 padding 4 %",
@@ -57,7 +81,25 @@ def test_words_that_look_like_secrets_are_taken_out_of_a_text(case: str) -> None
     assert Redactor().text(text) == expected
 
 
-HOSTILE = ("a-", "token-", "password ", "bearer  ", "-----BEGIN A", "://a:", "eyJ-", "a_token = ")
+HOSTILE = (
+    "a-",
+    "token-",
+    "password ",
+    "bearer  ",
+    "-----BEGIN A",
+    "://a:",
+    "eyJ-",
+    "a_token = ",
+    "token='",
+    'token="',
+    "token='\\",
+    "--token",
+    "--a-token ",
+    "&sig",
+    "cookie: ",
+    "-----END ",
+    "b'token'",
+)
 
 
 @pytest.mark.timeout(60)

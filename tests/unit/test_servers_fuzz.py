@@ -1,22 +1,29 @@
 """Whatever is sent to the operator's servers is answered in their own words, and they go on: requests by hypothesis.
 
-The servers are the real ones, without TLS. Each example is one connection, whose bytes are a request, or what is left
-of one. `make fuzz` tries many more of them.
+The servers are the real ones. Each example is one connection: a request, or what is left of one, without TLS; or a
+conversation of several requests with bodies in odd chunks, in odd pieces, over TLS or what is left of TLS, that ends
+early. `make fuzz` tries many more of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import re
 import select
 import socket
+import ssl
+import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import pytest
 from hypothesis import given
@@ -25,6 +32,7 @@ from hypothesis import strategies as st
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import ProgressStatus
+from finetune_operator.shell.certificates import TlsContexts, make, server_names
 from finetune_operator.shell.endpoints import Endpoints
 from finetune_operator.shell.metrics import Metrics
 from finetune_operator.shell.progress_protocol import AttemptKey
@@ -81,11 +89,11 @@ class World:
 
 
 @asynccontextmanager
-async def progress_server() -> AsyncIterator[Port]:
+async def progress_server(contexts: TlsContexts | None = None) -> AsyncIterator[Port]:
     # All examples come from one address and one pod.
     limits = ServerLimits(pod_burst=10**9, unknown_burst=10**9, reviews_burst=10**9)
     plain: Any = SimpleNamespace(server=None, relay=False)
-    server = ProgressServer(World(), World(), plain, limits=limits)
+    server = ProgressServer(World(), World(), contexts or plain, limits=limits)
     try:
         yield await server.start("127.0.0.1", 0)
     finally:
@@ -93,9 +101,9 @@ async def progress_server() -> AsyncIterator[Port]:
 
 
 @asynccontextmanager
-async def webhook_server() -> AsyncIterator[Port]:
+async def webhook_server(contexts: TlsContexts | None = None) -> AsyncIterator[Port]:
     plain: Any = None
-    server = WebhookServer(World(), CLUSTER_SETTINGS, plain)
+    server = WebhookServer(World(), CLUSTER_SETTINGS, plain if contexts is None else contexts.webhook)
     try:
         yield await server.start("127.0.0.1", 0)
     finally:
@@ -103,7 +111,8 @@ async def webhook_server() -> AsyncIterator[Port]:
 
 
 @asynccontextmanager
-async def endpoints_server() -> AsyncIterator[Port]:
+async def endpoints_server(contexts: TlsContexts | None = None) -> AsyncIterator[Port]:
+    """Start the one that has no TLS."""
     server = Endpoints(World(), Metrics())
     try:
         yield await server.start("127.0.0.1", 0)
@@ -260,7 +269,7 @@ def test_whatever_is_sent_gets_an_answer_of_ours_and_the_next_one_is_heard(
                    json.dumps(model).encode())  # fmt: skip
     with caplog.at_level(logging.DEBUG), running(server) as port:
 
-        @examples(400)
+        @examples(300)
         @given(sent=sendings(paths, model))
         def one(sent: bytes) -> None:
             told = answer(port, sent)
@@ -276,4 +285,144 @@ def test_whatever_is_sent_gets_an_answer_of_ours_and_the_next_one_is_heard(
         )
     told = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert [record.getMessage() for record in told if record.levelno >= logging.ERROR] == []
+    assert [record.getMessage() for record in caplog.records if CANARY in record.getMessage()] == []
+
+
+# ------------------------------------------------------------------------------------------------------- conversations
+
+CERTIFICATES = make(server_names("ops", None), datetime.now(UTC))
+Framing: TypeAlias = Literal["length", "chunked", "both", "too long", "no end", "bad chunk"]
+End: TypeAlias = Literal["wait", "half", "close", "reset"]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One connection of a client that has several things to say."""
+
+    through: Literal["tls", "plain", "hello"]
+    """`plain`: without TLS, whatever the server speaks; `hello`: behind a damaged greeting of TLS."""
+    said: bytes
+    cuts: tuple[int, ...]
+    """Where a piece ends."""
+    end: End
+
+    def pieces(self) -> list[bytes]:
+        places = sorted({cut % (len(self.said) + 1) for cut in self.cuts} | {0, len(self.said)})
+        return [self.said[start:end] for start, end in itertools.pairwise(places)]
+
+
+def spoken(
+    method: str, path: str, version: str, headers: list[tuple[str, str]], framing: Framing, body: bytes
+) -> bytes:
+    """One request of several on a connection, which stays open after it."""
+    lines = [f"{method} {path} HTTP/{version}", "Host: x", *[f"{name}: {value}" for name, value in headers]]
+    if framing in ("length", "both", "too long"):
+        lines.append(f"Content-Length: {len(body) + 1000 * (framing == 'too long')}")
+    if framing in ("chunked", "both", "no end", "bad chunk"):
+        lines.append("Transfer-Encoding: chunked")
+        half = len(body) // 2
+        chunks = [body[:half], body[half:]] if half else [body]
+        body = b"".join(b"%x;x=y\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks if chunk)
+        body += {"no end": b"", "bad chunk": b"-5\r\nx\r\n"}.get(framing, b"0\r\nTrailer: x\r\n\r\n")
+    return "\r\n".join([*lines, "", ""]).encode("utf-8", "replace") + body
+
+
+def conversations(paths: list[str], model: Any) -> st.SearchStrategy[Conversation]:
+    header = st.sampled_from(
+        [("Authorization", f"Bearer {GOOD}"), ("Authorization", f"Bearer {CANARY}"), ("Connection", "close"),
+         ("Connection", "keep-alive"), ("Expect", "100-continue"), ("Upgrade", "websocket"), ("Content-Length", "3")]
+    )  # fmt: skip
+    one = st.builds(
+        spoken,
+        st.sampled_from(["POST", "POST", "GET", "HEAD", "OPTIONS"]),
+        st.sampled_from([*paths, *paths, "/", "*", "//x", f"/{CANARY}"]),
+        st.sampled_from(["1.1", "1.1", "1.0", "2.0"]),
+        st.lists(header, max_size=3),
+        st.sampled_from(["length", "length", "chunked", "both", "too long", "no end", "bad chunk"]),
+        bodies(model),
+    )
+    return st.builds(
+        Conversation,
+        st.sampled_from(["tls", "tls", "tls", "plain", "hello"]),
+        st.lists(one | st.binary(max_size=60), min_size=1, max_size=6).map(b"".join),
+        st.lists(st.integers(0, 10_000), max_size=5).map(tuple),
+        st.sampled_from(["half", "half", "close", "reset"]),
+    )
+
+
+def trusting() -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def greeting(damage: bytes) -> bytes:
+    """Return a ClientHello some of whose bytes are others."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    hello = trusting().wrap_bio(incoming, outgoing)
+    with pytest.raises(ssl.SSLWantReadError):
+        hello.do_handshake()
+    content = bytearray(outgoing.read())
+    for at, value in enumerate(damage):
+        content[(at * 37 + value) % len(content)] ^= value
+    return bytes(content)
+
+
+def held(port: Port, talk: Conversation, tls: bool) -> bytes:
+    """Hold the conversation and return what was answered."""
+    received = b""
+    with socket.create_connection(("127.0.0.1", port), timeout=patient(60)) as raw:
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection: socket.socket = raw
+        try:
+            if tls and talk.through == "hello":
+                raw.sendall(greeting(talk.said[:40]))
+            elif tls and talk.through == "tls":
+                connection = trusting().wrap_socket(raw, server_hostname="localhost")
+            for piece in talk.pieces():
+                connection.sendall(piece)
+            if talk.end == "half":
+                select.select([connection], [], [], 0.02)
+                # Of TCP: TLS says its own goodbye in both directions.
+                socket.socket.shutdown(connection, socket.SHUT_WR)
+            if talk.end in ("half", "wait"):
+                while part := connection.recv(65536):
+                    received += part
+            elif talk.end == "reset":
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        except OSError:
+            pass  # it did not want to hear all of it
+        finally:
+            connection.close()
+    return received
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_a_conversation_that_goes_wrong_at_any_place_harms_no_other(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, paths, model = SERVERS[name]
+    tls = name != "endpoints"
+    good = request("GET" if name == "endpoints" else "POST", paths[0], [("Authorization", f"Bearer {GOOD}")],
+                   json.dumps(model).encode())  # fmt: skip
+    honest = Conversation("tls", good, (), "wait")
+    with caplog.at_level(logging.DEBUG), running(partial(server, TlsContexts(CERTIFICATES))) as port:
+
+        @examples(100)
+        @given(talk=conversations(paths, model))
+        def one(talk: Conversation) -> None:
+            told = held(port, talk, tls)
+            # What is not TLS gets an alert of TLS at most.
+            if not tls or talk.through == "tls":
+                # aiohttp repeats the version of the request.
+                assert told == b"" or re.match(rb"HTTP/\d\.\d \d{3} ", told), told[:200]
+            statuses = {int(status) for status in re.findall(rb"HTTP/\d\.\d (\d{3}) ", told)}
+            assert statuses <= ALLOWED | {100}, (talk, told[:500])
+            if name != "webhook":
+                assert CANARY.encode() not in told, (talk, told[:500])
+
+        one()
+        assert held(port, honest, tls).startswith(b"HTTP/1.1 200"), "an honest request is answered after all that"
+    told = [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert [record.getMessage() for record in told] == []
     assert [record.getMessage() for record in caplog.records if CANARY in record.getMessage()] == []

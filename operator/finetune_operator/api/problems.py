@@ -41,10 +41,9 @@ MOST_PROBLEMS = 100
 _PLAIN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 # Names whose text is a credential. Plurals stay visible: `columns.tokens` and `maxTokens` are ordinary
 # settings.
-_SECRET_NAME = re.compile(
-    r"(?:password|passwd|passphrase|pwd|secret|token|(?:api|access|account|private|secret)[_-]?key|credentials?)$",
-    re.IGNORECASE,
-)
+SECRET_WORD = r"(?:password|passwd|passphrase|pwd|secret|token|(?:api|access|account|private|secret)[_-]?key)"
+"""End of a name whose text is a credential, for a pattern that ignores case."""
+_SECRET_NAME = re.compile(rf"(?:{SECRET_WORD}|credentials?)$", re.IGNORECASE)
 # Credentials of JWT, Hugging Face, git hosts, AWS, Slack, Google and OpenAI-style keep their form wherever they are. A
 # search for the first begins where a word begins, and looks first for the dot behind it: each letter is read a few
 # times, not once for each `eyJ` before it.

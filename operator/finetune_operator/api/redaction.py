@@ -11,19 +11,28 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from finetune_operator.api.problems import HIDDEN, SECRET_TEXT, is_secret_name
+from finetune_operator.api.problems import HIDDEN, SECRET_TEXT, SECRET_WORD, is_secret_name
 
 _PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
-_USER_INFO = re.compile(r"(?<=://)[^/@\s:]+(?::[^/@\s]*)?@")
+_END_OF_KEY = re.compile(r"\A.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
+"""Without the beginning: the end of a log may begin in the middle of a key."""
+_USER_INFO = re.compile(r"(?<=://)[^/@\s:]+(?::[^/\s]*)?@")
 _BEARER = re.compile(r"(?i)(\b(?:bearer|basic)\s+)[A-Za-z0-9._~+/=\-]{8,}")
+_QUOTED = r"""(?:"(?:[^"\\]|\\[\s\S])*+"|'(?:[^'\\]|\\[\s\S])*+'|["'][^"'\n]*)"""
+"""A text in quotes; the last one may have lost its end."""
 _ASSIGNED = re.compile(
-    r"(?i)(?<![a-z0-9_\-])([a-z0-9_\-]*?(?:token|secret|password|passwd|passphrase|api_?key|access_?key))"
-    r"(\"?\s*[=:]\s*)"
-    r"(\"[^\"]*\"|'[^']*'|[^\s,;&\"']+)"
+    rf"(?i)(?<![a-z0-9_\-])([a-z0-9_\-]*?{SECRET_WORD})"
+    r"((?:\\?[\"'])?\]?\s*[=:]\s*)"
+    rf"(b?{_QUOTED}|\\\"[^\"]*\"|[^\s,;&\"'\\]+)"
 )
-"""`password=...` in a line of a log or in a query. A search starts only where a name starts: started at each `-` of a
-name, it takes time quadratic in the length of the name.
+"""`password=...` in a line of a log or in a query, `{'API_KEY': '...'}` as Python prints it, and JSON in JSON. A search
+starts only where a name starts: started at each `-` of a name, it takes time quadratic in the length of the name.
 """
+_OPTION = re.compile(rf"(?i)(?<![a-z0-9_\-])(--[a-z0-9_\-]*?{SECRET_WORD}[ \t]+)(?!-)({_QUOTED}|\S+)")
+"""`--api-key ...` in a command line."""
+_SIGNATURE = re.compile(r"(?i)([?&;](?:amp;)?(?:sig|[a-z0-9\-]{0,20}signature)=)[^\s&;\"']+")
+"""Of an address that is a key by itself, as object stores sign them."""
+_COOKIE = re.compile(r"(?i)(\bcookie[\"']?\s*:\s*[\"']?)[^\s\"'][^\r\n\"']*")
 _LEAST = 4
 """Shorter values are words that are everywhere; taking them out would leave nothing readable."""
 
@@ -44,9 +53,10 @@ class Redactor:
         """The text without secrets."""
         for secret in sorted(self._met, key=len, reverse=True):
             text = text.replace(secret, HIDDEN)
-        text = _PRIVATE_KEY.sub(HIDDEN, SECRET_TEXT.sub(HIDDEN, text))
+        text = _END_OF_KEY.sub(HIDDEN, _PRIVATE_KEY.sub(HIDDEN, SECRET_TEXT.sub(HIDDEN, text)))
         text = _USER_INFO.sub(f"{HIDDEN}@", text)
-        text = _BEARER.sub(rf"\1{HIDDEN}", text)
+        for pattern in (_BEARER, _OPTION, _SIGNATURE, _COOKIE):
+            text = pattern.sub(rf"\1{HIDDEN}", text)
         return _ASSIGNED.sub(rf"\1\2{HIDDEN}", text)
 
     def value(self, value: Any) -> Any:
@@ -81,4 +91,5 @@ def _secrets_in(value: Any) -> Iterable[str]:
                 yield from _secrets_in(one)
         case str():
             for found in _USER_INFO.findall(value):
-                yield found.removesuffix("@").rpartition(":")[2]
+                user, colon, password = found.removesuffix("@").partition(":")
+                yield password if colon else user

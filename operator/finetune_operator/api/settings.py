@@ -230,10 +230,18 @@ class Spark(SpecModel):
 Globs: TypeAlias = Annotated[tuple[Text, ...], Field(max_length=256)]
 ANY = ("*",)
 HARMLESS_ENV = (
-    *("NCCL_*", "GLOO_*", "TORCH_*", "TOKENIZERS_PARALLELISM", "TRITON_*", "XDG_CACHE_HOME", "TZ", "LANG", "LC_*"),
-    *("HF_HUB_ENABLE_HF_TRANSFER", "HF_HUB_DISABLE_*", "HF_DATASETS_*", "WANDB_PROJECT", "WANDB_NAME", "MLFLOW_RUN_ID"),
+    *("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_SOCKET_*", "NCCL_IB_*", "NCCL_P2P_*", "NCCL_SHM_*", "NCCL_NVLS_*"),
+    *("NCCL_NET_GDR_*", "NCCL_ALGO", "NCCL_PROTO", "NCCL_*_NCHANNELS", "NCCL_BUFFSIZE", "NCCL_NTHREADS"),
+    *("NCCL_CROSS_NIC", "NCCL_TIMEOUT", "GLOO_SOCKET_*", "TORCH_NCCL_*_WAIT", "TORCH_NCCL_*_HANDLING"),
+    *("TORCH_NCCL_*_SEC", "TORCH_NCCL_*_SIZE", "TORCH_DISTRIBUTED_DEBUG", "TORCH_CPP_LOG_LEVEL"),
+    *("TORCH_SHOW_CPP_STACKTRACES", "TORCH_ALLOW_TF32_*", "TOKENIZERS_PARALLELISM", "TZ", "LANG", "LC_*"),
+    *("HF_HUB_ENABLE_HF_TRANSFER", "HF_HUB_DISABLE_*", "HF_DATASETS_OFFLINE", "HF_DATASETS_CACHE"),
+    *("WANDB_PROJECT", "WANDB_NAME", "MLFLOW_RUN_ID"),
 )
-"""Variables that name no other code and no other server."""
+"""Variables that name no other code and no other server. Others of the same libraries do: NCCL_NET_PLUGIN and
+TORCH_EXTENSIONS_DIR name libraries, TRITON_PTXAS_PATH a program, NCCL_COMM_ID a server, and TRITON_CACHE_DIR and
+XDG_CACHE_HOME folders with compiled code.
+"""
 Profile: TypeAlias = Literal["open", "strict"]
 AllowedNames: TypeAlias = Literal[
     "service_accounts",

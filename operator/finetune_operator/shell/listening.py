@@ -55,13 +55,20 @@ class Listener:
         *,
         tls: ssl.SSLContext | None = None,
         dropped: Callable[[], None] = lambda: None,
+        refused: Callable[[str], None] = lambda why: None,
+        trusted: Callable[[asyncio.BaseTransport], bool] | None = None,
     ) -> None:
-        """`handler` makes the protocol of each connection; `dropped` is told when one had to go for another."""
+        """`handler` makes the protocol of each connection; `dropped` is told when one had to go for another; `refused`
+        is told why a client's certificate was not accepted; `trusted` says whether a connection is not to be taken away
+        for others (None: each one with a verified certificate).
+        """
         self._name = name
         self._handler = handler
         self._bounds = bounds
         self._tls = tls
         self._dropped = dropped
+        self._refused = refused
+        self._trusted = trusted or _has_certificate
         self._of_address: dict[str, dict[_Connection, None]] = {}
         """Connections without a client certificate by address, the oldest first."""
         self._known: set[_Connection] = set()
@@ -114,8 +121,8 @@ class Listener:
     def opened(self, connection: _Connection, transport: asyncio.BaseTransport) -> None:
         """Its handler is about to hear of it."""
         self._by_transport[transport] = connection
-        if transport.get_extra_info("peercert"):
-            # TLS has verified it: another replica, or the API server.
+        if self._trusted(transport):
+            # TLS has verified its certificate: another replica, or the API server.
             self._forget(connection)
             self._known.add(connection)
 
@@ -183,6 +190,8 @@ class Listener:
         except OSError as error:
             # A handshake that failed is one, too.
             log.debug("%s: a connection was not opened: %s", self._name, type(error).__name__)
+            if (why := _certificate_fault(error)) is not None:
+                self._refused(why)
         finally:
             connection.opening = None
             if connection.transport is None:
@@ -241,6 +250,19 @@ class _Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._handler.resume_writing()
+
+
+def _has_certificate(transport: asyncio.BaseTransport) -> bool:
+    return bool(transport.get_extra_info("peercert"))
+
+
+def _certificate_fault(error: OSError) -> str | None:
+    """Return why the client's certificate was not accepted; None for a connection that failed otherwise."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return f"its certificate is not accepted: {error.verify_message}"
+    if isinstance(error, ssl.SSLError) and error.reason == "PEER_DID_NOT_RETURN_A_CERTIFICATE":
+        return "it showed no certificate"
+    return None
 
 
 def network_of(address: str) -> str:

@@ -184,7 +184,8 @@ class Metrics:
         self._lag = made.gauge("finetune_event_loop_lag_seconds", "How much too late the event loop woke up last.")
         self._reviews = made.counter(
             "finetune_webhook_reviews",
-            "Questions of the API server whether a job may be stored, by the answer; failed: it was no such question.",
+            "Questions of the API server whether a job may be stored, by the answer; failed: no such question, or a "
+            "client without the right certificate.",
             outcome=("allowed", "refused", "failed"),
         )
         self._posts = made.counter(

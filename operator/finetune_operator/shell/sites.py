@@ -30,15 +30,18 @@ class Site:
         *,
         tls: ssl.SSLContext | None = None,
         keepalive_seconds: float = 0.0,
+        refused: Callable[[str], None] = lambda why: None,
+        trusted: Callable[[asyncio.BaseTransport], bool] | None = None,
     ) -> None:
         """`routes`: by method and path. `keepalive_seconds`: how long an idle connection stays open; 0: each carries
-        one request.
+        one request. `refused`, `trusted`: see `Listener`.
         """
         self._name = name
         self._routes = routes
         self._bounds = bounds
         self._tls = tls
         self._keepalive = keepalive_seconds
+        self._refused, self._trusted = refused, trusted
         self._server: Server | None = None
         self._listener: Listener | None = None
 
@@ -47,7 +50,9 @@ class Site:
         in use.
         """
         self._server = Server(self._handle, keepalive_seconds=self._keepalive)
-        self._listener = Listener(self._name, self._server, self._bounds, tls=self._tls)
+        self._listener = Listener(
+            self._name, self._server, self._bounds, tls=self._tls, refused=self._refused, trusted=self._trusted
+        )
         return await self._listener.start(host, port)
 
     def renew(self, transport: asyncio.BaseTransport | None) -> None:

@@ -15,6 +15,7 @@ import re
 import shutil
 import ssl
 import tempfile
+import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from finetune_operator.rendering.types import Manifest
 from finetune_operator.shell.bodies import Bodies, BodyError
 from finetune_operator.shell.certificates import valid_until
 from finetune_operator.shell.kube import WEBHOOK, ConflictError, Kube, NotFoundError
-from finetune_operator.shell.listening import Bounds
+from finetune_operator.shell.listening import TELL_SECONDS, Bounds
 from finetune_operator.shell.sites import Site
 
 log = logging.getLogger(__name__)
@@ -104,10 +105,20 @@ class WebhookServer:
         self._site: Site | None = None
         self._bodies = Bodies(BODY_LIMIT_BYTES, BODY_SECONDS)
         self._at_once = asyncio.Semaphore(AT_ONCE)
+        self._told_refused = float("-inf")
 
     async def start(self, host: str | None, port: int) -> int:
         """Listen on `host` (None: all addresses); gives the port. OSError when it is taken."""
-        self._site = Site("webhook", {("POST", PATH): self._review}, BOUNDS, tls=self._tls, keepalive_seconds=60.0)
+        routes = {("POST", PATH): self._review}
+        self._site = Site(
+            "webhook",
+            routes,
+            BOUNDS,
+            tls=self._tls,
+            keepalive_seconds=60.0,
+            refused=self._client_refused,
+            trusted=self._trusted,
+        )
         return await self._site.start(host, port)
 
     async def stop(self) -> None:
@@ -116,17 +127,32 @@ class WebhookServer:
             await self._site.stop()
         self._site = None
 
-    def _known(self, request: web.BaseRequest) -> bool:
-        """Return whether the client may ask; that its certificate is good, if one is wanted, is known already."""
-        if not self._client_names:
-            return True
-        shown = request.transport.get_extra_info("peercert") if request.transport is not None else None
+    def _trusted(self, transport: asyncio.BaseTransport) -> bool:
+        """Return whether the client has a certificate, which TLS has verified, with a name that may ask."""
+        shown = transport.get_extra_info("peercert")
         pairs = [pair for part in (shown or {}).get("subject", ()) for pair in part]
-        return any(kind == "commonName" and name in self._client_names for kind, name in pairs)
+        named = any(kind == "commonName" and name in self._client_names for kind, name in pairs)
+        return bool(shown) and (named or not self._client_names)
+
+    def _may_ask(self, request: web.BaseRequest) -> bool:
+        return not self._client_names or (request.transport is not None and self._trusted(request.transport))
+
+    def _client_refused(self, why: str) -> None:
+        """Count a client that may not ask, and log it from time to time: it may be an API server set up wrongly, whose
+        users learn nothing of it under `failurePolicy: Ignore`.
+        """
+        self._counted("failed")
+        if time.monotonic() > self._told_refused + TELL_SECONDS:
+            log.warning(
+                "Webhook: a client was refused: %s. If it is the API server, its admission configuration names the "
+                "wrong certificate or none.",
+                why,
+            )
+            self._told_refused = time.monotonic()
 
     async def _review(self, request: web.BaseRequest) -> web.Response:
-        if not self._known(request):
-            self._counted("failed")
+        if not self._may_ask(request):
+            self._client_refused("its certificate has none of the names that may ask")
             message = "the client's certificate is none of those that may ask here"
             return web.json_response({"message": message}, status=HTTPStatus.FORBIDDEN)
         try:
