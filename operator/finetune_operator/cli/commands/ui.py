@@ -34,8 +34,8 @@ def ui(
 ) -> None:
     """Show runs and jobs in a browser.
 
-    Curves, plan, logs and comparison; nothing can be changed there. Pages stay up to date by themselves. Only this machine reaches them, and only with the token in the URL that is
-    printed. Ctrl-C ends it.
+    Curves, plan, logs and comparison; nothing can be changed there. Pages stay up to date by themselves. Only this
+    machine reaches them, and only with the token in the URL that is printed. Ctrl-C ends it.
 
     \b
     Examples:
