@@ -467,7 +467,7 @@ def problem_lines(module: ModuleType) -> dict[int, str]:
 
 BEYOND_FILES = {
     "validation": ("_beyond", "_out_of_bounds", "validate_job", "_metadata", "_settings", "_hyperparameters"),
-    "foreign_files": ("_told", "workload"),
+    "foreign_files": ("_told", "_workspace", "workload"),
 }
 """Functions whose problems need values that no file of bad/ has: too large, other settings, another tool's file."""
 

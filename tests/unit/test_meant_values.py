@@ -132,6 +132,14 @@ def test_problems_behind_a_quoted_number_are_told_at_once() -> None:
     assert "spec.resources.accelerator" in found, "there is no accelerator without GPUs"
 
 
+def test_workspace_of_kaito_is_told_as_a_whole() -> None:
+    workspace = {"apiVersion": "kaito.sh/v1beta1", "kind": "Workspace", "resource": {"count": 1}, "tuning": {}}
+    (problem,) = validate_job(workspace, LOCAL_SETTINGS)[1]
+    assert problem.rule == "this is a Workspace of KAITO, which has other names than a FineTuneJob"
+    assert "tuning.method is spec.model.adapter.method" in problem.way_out
+
+
 def test_value_that_looks_like_a_credential_is_not_repeated() -> None:
     token = "hf_" + "a" * 34
-    assert not any(token in hint for hint in problems_of({"evaluation": {"metrics": token}}).values())
+    for metrics in (token, [token]):
+        assert not any(token in hint for hint in problems_of({"evaluation": {"metrics": metrics}}).values())

@@ -93,7 +93,7 @@ def _listed(value: str) -> list[JsonValue]:
 
 def plain_meaning(shape: Shape, value: JsonValue) -> JsonValue:
     """Read text that can only mean one value here: "3", "10%", "yes", "a, b"; None: it is no such text."""
-    if not isinstance(value, str) or len(value) > _LONGEST:
+    if not isinstance(value, str) or len(value) > _LONGEST or holds_secret(value):
         return None
     match shape.body:
         case Boolean():

@@ -28,6 +28,7 @@ from finetune_contract.choices import (
     Task,
 )
 from finetune_contract.metrics import GREATEST, LEAST, LOSS, LOWER_IS_BETTER, METRICS, metrics_of, stopping_metrics_of
+from finetune_operator.api.problems import describe_value
 from finetune_operator.api.shapes import Number, Shape, find, spec_shape
 from finetune_operator.api.types import (
     DNS_SUBDOMAIN_PATTERN,
@@ -422,7 +423,11 @@ def _gate_metric_advice(gate: GateSpec, task: Task) -> str:
 def _metrics_advice(spec: FineTuneJobSpec) -> str:
     known = metrics_of(spec.task)
     found = {name: _near(name, known) for name in _strange_metrics(spec)}
-    edits = [f"leave {name!r} out" if near is None else f"write {near} for {name!r}" for name, near in found.items()]
+    shown = {name: describe_value(name, limit=40).replace('"', "'") for name in found}
+    edits = [
+        f"leave {shown[name]} out" if near is None else f"write {near} for {shown[name]}"
+        for name, near in found.items()
+    ]
     return f"{', '.join(edits)}; {spec.task} has {', '.join(known)}"
 
 

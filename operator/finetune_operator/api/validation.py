@@ -472,18 +472,17 @@ def _git_host(url: str, settings: Settings) -> Iterator[Problem]:
 def _with_what_follows(problems: Sequence[Problem], placed: Set[Path]) -> list[Problem]:
     """Join to the problem of a value that has a plain meaning what is wrong with that meaning."""
     paths = {format_path(("spec", *path)) for path in placed}
-    joined: dict[str, Problem] = {}
-    others: list[Problem] = []
+    joined: list[Problem] = []
+    at: dict[str, int] = {}
     for problem in problems:
-        first = joined.get(problem.path)
-        if problem.path not in paths:
-            others.append(problem)
-        elif first is None:
-            joined[problem.path] = problem
-        else:
+        if problem.path in paths and problem.path in at:
+            first = joined[at[problem.path]]
             follows = f"{first.way_out}; it then {problem.rule}: {problem.way_out}"
-            joined[problem.path] = replace(first, way_out=follows)
-    return [*joined.values(), *others]
+            joined[at[problem.path]] = replace(first, way_out=follows)
+        else:
+            at.setdefault(problem.path, len(joined))
+            joined.append(problem)
+    return joined
 
 
 def _one_per_field(problems: list[Problem]) -> list[Problem]:

@@ -31,7 +31,7 @@ class _Listed(NamedTuple):
 
 
 COMMANDS = {
-    "validate": _Listed("files", "Check job files; needs no network, no model and no data."),
+    "validate": _Listed("files", "Check job files, without network, model or data."),
     "plan": _Listed("files", "Show what would run, and why."),
     "render": _Listed("files", "Write the Kubernetes objects that a job becomes."),
     "review": _Listed("review", "Write a Markdown page about job files for a code review."),

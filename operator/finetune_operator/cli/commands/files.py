@@ -68,7 +68,7 @@ def validate(
     settings: LocalSettings = None,
     output: Form = Output.TEXT,
 ) -> None:
-    """Check job files; needs no network, no model and, without --data, no data.
+    """Check job files, without network, model or data.
 
     All problems are reported at once, each with its line, field, value, rule and way out. With --cluster, what
     only a run on this machine can have (file:// and pkg://) is a problem too. With --data the first 10,000 rows
