@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pydantic import JsonValue
 
 from finetune_contract.arguments import known_arguments
-from finetune_operator.api.foreign_names import AXOLOTL, DEEPSPEED, FACTORY, HF, find_name
-from finetune_operator.api.hints import place_of, taken_value
+from finetune_operator.api.foreign_names import AXOLOTL, DEEPSPEED, FACTORY, HF, find_name, find_value
+from finetune_operator.api.hints import named_inside, place_of, taken_value
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.shapes import Fields, spec_shape
 from finetune_operator.api.types import API_VERSION, KIND
@@ -88,17 +88,28 @@ def _told(path: str, tool: str, given: Mapping[str, JsonValue], spec: Mapping[st
     fields: dict[str, list[str]] = {}
     values: dict[str, str] = {}
     left_out = []
+    for name, value in spec.items():
+        known = find_value(f"spec.{name}", value) if path else None
+        for field, instead in known.instead.items() if known is not None else ():
+            fields[field], values[field] = [name], f": {instead}"
     for name, value in given.items():
         row = find_name(name, path)
         if row is None:
             place = place_of(name, (path,) if path else ())
             if place is not None:
                 fields.setdefault(place, []).append(name)
+            elif isinstance(value, dict):
+                for inner, field, taken in named_inside(name, name, value):
+                    fields.setdefault(field, []).append(inner)
+                    values[field] = values.get(field) or taken
         elif row.field is None:
             left_out.append(name)
         else:
             fields.setdefault(row.field, []).append(name)
             values[row.field] = values.get(row.field) or taken_value(row, _address(value))
+            for inner, field, taken in named_inside(name, name, value) if isinstance(value, dict) else ():
+                fields.setdefault(field, []).append(inner)
+                values[field] = values.get(field) or taken
     pairs = [
         f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {field}{values.get(field, '')}"
         for field, names in fields.items()

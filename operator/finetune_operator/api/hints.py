@@ -56,6 +56,8 @@ _NAMED_BY = {
     "pvc://": "pvc:// before the name of a claim",
 }  # fmt: skip
 _REVISION = re.compile(r"([^@?#]+)(?:@([\w./-]*\w)|\?revision=([\w./-]*\w))(?:[#&].*)?")
+_CONTAINERS = ("template", "spec", "metadata", "containers")
+"""Objects of Kubernetes that say nothing of what is in them."""
 _STOPPING_METRIC = "spec.training.earlyStopping.metric"
 _COLUMNS = "spec.dataset.columns."
 _COLUMN_WORDS = (
@@ -254,7 +256,7 @@ def _by_row(row: ForeignName, path: Sequence[PathPart], value: JsonValue) -> str
     if row.value is not None:
         return f"set {row.field} to {_shown(row.value, row.field)}{hint}"
     shape = _shape_at(row.field)
-    if row.same and shape is not None and _is_uri(shape) and _uri_of(shape, value):
+    if row.same and shape is not None and _is_uri(shape) and _uri_of(row.field, shape, value):
         return _set(row.field, value)
     if above == list(path[:-1]) and row.same and find_value(row.field, value) is None:
         return f"did you mean {leaf}?" + (f" ({row.hint})" if row.hint else "")
@@ -266,17 +268,32 @@ def _joined(hint: str) -> str:
 
 
 def _inner(field: str, value: Mapping[str, JsonValue]) -> Iterator[str]:
-    """What the fields of an object that is no field here are called in the place of `field`, with their values."""
-    parent = field.split(".")[-2]
+    """What the fields of an object that is no field here are called in the place of `field`, with their values.
+
+    A field that takes several of them is named without a value: replicas of masters and of workers are added up.
+    """
+    found = list(named_inside(field.split(".")[-2], "", value))
+    for name, place, given in found:
+        values = {other for _, other_place, other in found if other_place == place}
+        yield f"{name} is {place}" + (given if len(values) == 1 else "")
+
+
+def named_inside(parent: str, above: str, value: Mapping[str, JsonValue]) -> Iterator[tuple[str, str, str]]:
+    """Names in an object called `above`, the field of ours that has their meaning, and the value it takes: `: VALUE`.
+
+    `parent` is the object of ours that the outermost one is looked for in.
+    """
     for name, given in list(value.items())[:_MOST_NAMES]:
-        row = find_name(name, parent)
+        row = find_name(name, above or parent) or (None if name in _ANYWHERE else find_name(name, parent))
         places = _places(name, ()) if row is None else ()
-        if row is not None and row.field is not None:
-            yield f"{name} is {row.field}{taken_value(row, given)}"
-        elif len(places) == 1:
-            yield f"{name} is {'.'.join(places[0])}"
-        elif isinstance(given, dict) and len(path_names := list(given)) <= _MOST_NAMES and path_names:
-            yield from _inner(field, given)
+        inside = list(named_inside(parent, name, given)) if isinstance(given, dict) else []
+        shown = f"{above}.{name}" if above and above not in _CONTAINERS else name
+        if row is not None and row.field is not None and (row.value is not None or not inside):
+            yield shown, row.field, taken_value(row, given)
+        elif inside:
+            yield from inside
+        elif len(places) == 1 and name not in _CONTAINERS:
+            yield shown, ".".join(places[0]), ""
 
 
 def taken_value(row: ForeignName, given: JsonValue) -> str:
@@ -292,7 +309,7 @@ def taken_value(row: ForeignName, given: JsonValue) -> str:
     if shape is None or not row.same or isinstance(given, dict):
         return ""
     if _is_uri(shape):
-        uri = _uri_of(shape, given)
+        uri = _uri_of(row.field, shape, given)
         return f": {uri}" if uri else ""
     word = {plain(each): each for each in shape.words}.get(plain(given)) if isinstance(given, str) else None
     return f": {_shown(word or given, row.field)}" if word or accepts(shape, given) else ""
@@ -309,7 +326,7 @@ def _set(field: str, value: JsonValue) -> str:
     if field == _STOPPING_METRIC and isinstance(value, str):
         value = value.removeprefix("eval_")
     if _is_uri(shape):
-        uri = _uri_of(shape, value)
+        uri = _uri_of(field, shape, value)
         return f"set {field} to {uri}" if uri else f"set {field}"
     if isinstance(value, str) and (word := {plain(each): each for each in shape.words}.get(plain(value))):
         return f"set {field} to {word}"
@@ -318,12 +335,15 @@ def _set(field: str, value: JsonValue) -> str:
     return f"set {field}"
 
 
-def _uri_of(shape: Shape, value: JsonValue) -> str | None:
+def _uri_of(field: str, shape: Shape, value: JsonValue) -> str | None:
     """What was written as a URI that the field takes; None: it is none and no name or path that becomes one."""
     if isinstance(value, str) and not is_secret_name(value) and accepts(shape, value):
         return str(json.loads(describe_value(value, limit=200)))
+    begins = [f"{scheme}://" for scheme in served_schemes(field.removeprefix("spec."), None)]
     uri = as_uri(value)
-    return uri if uri is not None and accepts(shape, uri) else None
+    if uri is not None and uri.startswith(tuple(begins)) and accepts(shape, uri):
+        return uri
+    return f"pvc://{value}" if isinstance(value, str) and "pvc://" in begins and _CLAIM.fullmatch(value) else None
 
 
 def _instead(row: ForeignValue) -> str:

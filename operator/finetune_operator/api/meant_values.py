@@ -82,7 +82,8 @@ def meant_value(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str 
         case Number(integer=True), list() if leaf == "nodes":
             return f"write their number, {len(value)}; a node is chosen by spec.template.nodeSelector"
         case Fields() | Map(), str() if re.search(r"\.(json|ya?ml)$", value):
-            return "write the fields of that file here"
+            strategy = ", and set spec.parallelism.strategy to deepspeed" if leaf == "deepspeedConfig" else ""
+            return f"write the fields of that file here{strategy}"
     return _word(shape, path, value, shown)
 
 
@@ -92,7 +93,9 @@ def _listed(value: str) -> list[JsonValue]:
 
 
 def plain_meaning(shape: Shape, value: JsonValue) -> JsonValue:
-    """Read text that can only mean one value here: "3", "10%", "yes", "a, b"; None: it is no such text."""
+    """Read what can only mean one value here: "3", "10%", "yes", "a, b", a block that is true; None: nothing can."""
+    if isinstance(value, bool) and isinstance(shape.body, Fields) and "enabled" in shape.body.fields:
+        return {"enabled": value}
     if not isinstance(value, str) or len(value) > _LONGEST or holds_secret(value):
         return None
     match shape.body:

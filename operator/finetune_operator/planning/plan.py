@@ -33,7 +33,7 @@ from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.rules import asked_strategy
 from finetune_operator.api.settings import Settings
-from finetune_operator.api.types import DatasetSpec, FineTuneJob
+from finetune_operator.api.types import DatasetSpec, FineTuneJob, FineTuneJobSpec
 from finetune_operator.planning.adapters import choose_adapter
 from finetune_operator.planning.batch import check_batch
 from finetune_operator.planning.capacity import choose_capacity
@@ -338,6 +338,11 @@ def choose_packing(draft: Draft) -> Draft:
     )
 
 
+def _splits_layers(spec: FineTuneJobSpec) -> bool:
+    """Whether the job asks for tensor or pipeline parallelism, which scale no loss for fp16."""
+    return spec.parallelism.tensor > 1 or spec.parallelism.pipeline.degree > 1
+
+
 def choose_precision(draft: Draft) -> Draft:
     """fp32, or bf16 where the hardware has units for it, whatever the model's size.
 
@@ -384,7 +389,11 @@ def choose_precision(draft: Draft) -> Draft:
             )
         case "bf16" if on_gpu and not has_bf16:
             return draft.refusing(
-                path, asked, f"{device} does not compute in bf16", "set it to fp32 or fp16", "NotSupported"
+                path,
+                asked,
+                f"{device} does not compute in bf16",
+                "set it to fp32" if _splits_layers(draft.spec) else "set it to fp32 or fp16",
+                "NotSupported",
             )
         case _:
             slower = (
