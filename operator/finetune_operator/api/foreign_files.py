@@ -92,6 +92,10 @@ def _told(path: str, tool: str, given: Mapping[str, JsonValue], spec: Mapping[st
         known = find_value(f"spec.{name}", value) if path else None
         for field, instead in known.instead.items() if known is not None else ():
             fields[field], values[field] = [name], f": {instead}"
+        for inner, field, taken in named_inside(name, name, value) if path and name not in given else ():
+            if not field.endswith(f".{inner}"):
+                fields.setdefault(field, []).append(inner)
+                values[field] = values.get(field) or taken
     for name, value in given.items():
         row = find_name(name, path)
         if row is None:
@@ -102,6 +106,8 @@ def _told(path: str, tool: str, given: Mapping[str, JsonValue], spec: Mapping[st
                 for inner, field, taken in named_inside(name, name, value):
                     fields.setdefault(field, []).append(inner)
                     values[field] = values.get(field) or taken
+            else:
+                left_out.append(name)
         elif row.field is None:
             left_out.append(name)
         else:
@@ -118,7 +124,7 @@ def _told(path: str, tool: str, given: Mapping[str, JsonValue], spec: Mapping[st
     if path and "spec.task" not in fields and "task" not in spec:
         begin = "begin with spec.task, e.g. text-generation; "
     written = f"here {', '.join(pairs[:_MOST])}" if pairs else ""
-    rest = f"; leave out {', '.join(left_out[:_MOST])}, and what else is not named here" if left_out else ""
+    rest = f"; leave out {', '.join(left_out[:_MOST])}" if left_out else ""
     return Problem(
         path, None, f"this is a configuration of {tool}, which has other names than a {KIND}",
         f"{begin}{written}{rest}; docs/names.md lists all names", reason="Unknown",

@@ -42,7 +42,8 @@ _CLOSER = 0.84
 _MOST_PLACES = 3
 _ANYWHERE = ("name", "key", "path", "url", "ref", "enabled", "degree")
 """Names of fields that say nothing of what they are for without the object that they stand in."""
-_MOST_NAMES = 6
+_MOST_INSIDE = 16
+"""Names of an object that a message translates."""
 _UNITS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgtpe])(i?)b?(?:ytes?)?", re.IGNORECASE)
 _CORES = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*v?(?:cores?|cpus?)", re.IGNORECASE)
 _HUB_ADDRESS = re.compile(
@@ -58,6 +59,8 @@ _NAMED_BY = {
 _REVISION = re.compile(r"([^@?#]+)(?:@([\w./-]*\w)|\?revision=([\w./-]*\w))(?:[#&].*)?")
 _CONTAINERS = ("template", "spec", "metadata", "containers")
 """Objects of Kubernetes that say nothing of what is in them."""
+_HUB_SLASHES = 3
+"""Of hf://organisation/name; a file or a configuration may follow in addresses of other tools."""
 _STOPPING_METRIC = "spec.training.earlyStopping.metric"
 _COLUMNS = "spec.dataset.columns."
 _COLUMN_WORDS = (
@@ -278,22 +281,37 @@ def _inner(field: str, value: Mapping[str, JsonValue]) -> Iterator[str]:
         yield f"{name} is {place}" + (given if len(values) == 1 else "")
 
 
-def named_inside(parent: str, above: str, value: Mapping[str, JsonValue]) -> Iterator[tuple[str, str, str]]:
+def named_inside(parent: str, above: str, value: JsonValue) -> Iterator[tuple[str, str, str]]:
     """Names in an object called `above`, the field of ours that has their meaning, and the value it takes: `: VALUE`.
 
     `parent` is the object of ours that the outermost one is looked for in.
     """
-    for name, given in list(value.items())[:_MOST_NAMES]:
+    for name, given in list(value.items())[:_MOST_INSIDE] if isinstance(value, dict) else ():
         row = find_name(name, above or parent) or (None if name in _ANYWHERE else find_name(name, parent))
         places = _places(name, ()) if row is None else ()
-        inside = list(named_inside(parent, name, given)) if isinstance(given, dict) else []
+        inside = list(_own_inside(places, name, given) or named_inside(parent, name, given))
         shown = f"{above}.{name}" if above and above not in _CONTAINERS else name
         if row is not None and row.field is not None and (row.value is not None or not inside):
             yield shown, row.field, taken_value(row, given)
         elif inside:
             yield from inside
         elif len(places) == 1 and name not in _CONTAINERS:
-            yield shown, ".".join(places[0]), ""
+            place = ".".join(places[0])
+            shape = _shape_at(place)
+            yield shown, place, f": {_shown(given, place)}" if shape is not None and accepts(shape, given) else ""
+
+
+def _own_inside(places: Sequence[tuple[str, ...]], name: str, given: JsonValue) -> list[tuple[str, str, str]]:
+    """The same of an object that has the name of one of ours, whose fields it has, too."""
+    if len(places) != 1 or not isinstance(given, dict):
+        return []
+    found = []
+    for child, value in given.items():
+        shape = _shape_at(".".join((*places[0], child)))
+        if shape is not None:
+            place = ".".join((*places[0], child))
+            found.append((f"{name}.{child}", place, f": {_shown(value, place)}" if accepts(shape, value) else ""))
+    return found
 
 
 def taken_value(row: ForeignName, given: JsonValue) -> str:
@@ -337,6 +355,8 @@ def _set(field: str, value: JsonValue) -> str:
 
 def _uri_of(field: str, shape: Shape, value: JsonValue) -> str | None:
     """What was written as a URI that the field takes; None: it is none and no name or path that becomes one."""
+    if isinstance(value, str) and value.startswith("hf://") and value.count("/") > _HUB_SLASHES:
+        value = "/".join(value.split("/")[: _HUB_SLASHES + 1])
     if isinstance(value, str) and not is_secret_name(value) and accepts(shape, value):
         return str(json.loads(describe_value(value, limit=200)))
     begins = [f"{scheme}://" for scheme in served_schemes(field.removeprefix("spec."), None)]

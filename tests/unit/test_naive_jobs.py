@@ -1,0 +1,50 @@
+"""Jobs that beginners wrote without knowing our messages, and what became of them by reading the first message alone.
+
+`jobs/naive` has the files as they were written; `jobs/naive-mended` has them as somebody mended them who saw nothing but
+the file and its message. `messages.txt` records every message: a change of a hint is reviewed as a change of that file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune_operator.api.settings import LOCAL_SETTINGS
+from finetune_operator.cli.inputs import Inputs, read_inputs
+
+JOBS = Path(__file__).parent / "jobs"
+NAIVE = sorted(path.name for path in (JOBS / "naive").glob("*.yaml"))
+MENDED = sorted(path.name for path in (JOBS / "naive-mended").glob("*.yaml"))
+VALID = ("112.yaml", "113.yaml", "114.yaml", "115.yaml", "116.yaml", "117.yaml", "118.yaml", "119.yaml", "120.yaml")
+"""What is wrong with these needs a model, a node or the data: `finetune plan` and prepare tell it."""
+
+
+def inputs_of(folder: str, name: str) -> Inputs:
+    return read_inputs([JOBS / folder / name], LOCAL_SETTINGS)
+
+
+def messages(name: str) -> str:
+    inputs = inputs_of("naive", name)
+    told = [f"{each.path}: {each.value}: {each.rule}. {each.way_out}" for _, each in inputs.problems]
+    return "\n".join([name, *(f"  {line}" for line in (*inputs.notes, *told))]).replace(f"{JOBS}/", "")
+
+
+def test_messages_about_naive_jobs_are_those_on_record(golden: Callable[[str, str], None]) -> None:
+    assert len(NAIVE) == 130
+    golden("jobs/naive/messages.txt", "\n".join(map(messages, NAIVE)) + "\n")
+
+
+@pytest.mark.parametrize("name", NAIVE)
+def test_naive_job_has_a_problem(name: str) -> None:
+    assert bool(inputs_of("naive", name).problems) == (name not in VALID)
+
+
+@pytest.mark.parametrize("name", MENDED)
+def test_job_that_was_mended_by_its_first_message_is_valid(name: str) -> None:
+    assert [problem.path for _, problem in inputs_of("naive-mended", name).problems] == []
+
+
+def test_nearly_all_naive_jobs_were_mended_at_the_first_try() -> None:
+    assert len(MENDED) >= 0.95 * len(NAIVE)
