@@ -165,6 +165,7 @@ def workload(value: JsonValue) -> Problem | None:
         f"write a {KIND} (apiVersion: {API_VERSION}), which names task, model and dataset, and has its containers "
         "written: spec has `task: text-classification`, `model: {uri: hf://...}`, `dataset: {uri: hf://...}` and "
         "`training: {epochs: 3}`, say; a limit of nvidia.com/gpu is spec.resources.gpusPerNode, replicas are "
-        "spec.resources.nodes, and a program of yours is spec.training.script; docs/names.md lists all names",
+        "spec.resources.nodes, backoffLimit is spec.runPolicy.maxRestarts, and a program of yours is "
+        "spec.training.script; docs/names.md lists all names",
         reason="Unknown",
     )  # fmt: skip

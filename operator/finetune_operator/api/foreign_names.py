@@ -241,7 +241,11 @@ NAMES: tuple[ForeignName, ...] = (
         ("warmup_ratio", "warmup_proportion", "lr_warmup_ratio"), EVERYBODY, "spec.training.warmupSteps",
         "a share of all steps below 1, and a count from 1 on",
     ),
-    ForeignName(("lr_warmup_steps", "num_warmup_steps", "warmup"), EVERYBODY, "spec.training.warmupSteps"),
+    ForeignName(
+        ("lr_warmup_steps", "num_warmup_steps", "warmup_num_steps", "warmup"), f"{EVERYBODY}, {DEEPSPEED}",
+        "spec.training.warmupSteps",
+    ),
+    ForeignName(("warmup_max_lr",), DEEPSPEED, "spec.training.learningRate"),
     ForeignName(
         ("gradient_clip_val", "gradient_clipping", "clip_grad_norm", "grad_clip", "max_norm"), f"{HF}, {DEEPSPEED}",
         "spec.training.maxGradNorm",
@@ -435,8 +439,8 @@ NAMES: tuple[ForeignName, ...] = (
         "spec.resources.processesPerNode",
     ),
     ForeignName(
-        ("num_processes", "world_size"), HF, "spec.resources.processesPerNode",
-        "the processes of one node, where accelerate counts those of all", same=False,
+        ("num_processes", "world_size"), HF, "spec.resources.gpusPerNode",
+        "a process each, of one node; accelerate counts those of all nodes", same=False,
     ),
     ForeignName(
         ("limits", "requests"), KUBERNETES, None,
@@ -456,7 +460,7 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(("shm", "shm_size"), KUBERNETES, "spec.resources.sharedMemory"),
     ForeignName(
-        ("container_image", "trainer_image", "docker_image"), KUBERNETES, "spec.image"
+        ("container_image", "trainer_image", "docker_image", "image"), KUBERNETES, "spec.image"
     ),
     ForeignName(
         ("command", "args", "entrypoint", "script"), KUBERNETES, "spec.training.script",
@@ -505,6 +509,8 @@ NAMES: tuple[ForeignName, ...] = (
         "spec.storage.workspace", "pvc:// before the claim's name",
     ),
     ForeignName(("disk", "disk_size", "storage_size"), KUBERNETES, "spec.storage.size"),
+    ForeignName(("pull_policy",), KUBERNETES, "spec.imagePullPolicy"),
+    ForeignName(("pull_secrets", "image_pull_secret"), KUBERNETES, "spec.template.imagePullSecrets", same=False),
     ForeignName(("storage_class",), KUBERNETES, "spec.storage.storageClassName"),
     ForeignName(("service_account",), KUBERNETES, "spec.template.serviceAccountName"),
     ForeignName(
@@ -622,9 +628,13 @@ VALUES: tuple[ForeignValue, ...] = (
         EVERYBODY, {"spec.training.scheduler": "cosine"},
     ),
     ForeignValue(
-        "spec.training.scheduler", ("linear-with-warmup", "linear-decay", "warmuplr", "warmupdecaylr"),
+        "spec.training.scheduler", ("linear-with-warmup", "linear-decay", "warmupdecaylr"),
         f"{HF}, {DEEPSPEED}",
         {"spec.training.scheduler": "linear"}, "its warm-up is spec.training.warmupSteps",
+    ),
+    ForeignValue(
+        "spec.training.scheduler", ("warmuplr",), DEEPSPEED, {"spec.training.scheduler": "constant_with_warmup"},
+        "its warm-up is spec.training.warmupSteps",
     ),
     ForeignValue("spec.training.scheduler", ("none", "no", False), HF, {"spec.training.scheduler": "constant"}),
     ForeignValue(

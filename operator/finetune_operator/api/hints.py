@@ -275,7 +275,7 @@ def _inner(field: str, value: Mapping[str, JsonValue]) -> Iterator[str]:
 
     A field that takes several of them is named without a value: replicas of masters and of workers are added up.
     """
-    found = list(named_inside(field.split(".")[-2], "", value))
+    found = list(dict.fromkeys(named_inside(field.split(".")[-2], "", value)))
     for name, place, given in found:
         values = {other for _, other_place, other in found if other_place == place}
         yield f"{name} is {place}" + (given if len(values) == 1 else "")
@@ -289,7 +289,8 @@ def named_inside(parent: str, above: str, value: JsonValue) -> Iterator[tuple[st
     for name, given in list(value.items())[:_MOST_INSIDE] if isinstance(value, dict) else ():
         row = find_name(name, above or parent) or (None if name in _ANYWHERE else find_name(name, parent))
         places = _places(name, ()) if row is None else ()
-        inside = list(_own_inside(places, name, given) or named_inside(parent, name, given))
+        first = given[0] if isinstance(given, list) and given and isinstance(given[0], dict) else given
+        inside = list(_own_inside(places, name, given) or named_inside(parent, name, first))
         shown = f"{above}.{name}" if above and above not in _CONTAINERS else name
         if row is not None and row.field is not None and (row.value is not None or not inside):
             yield shown, row.field, taken_value(row, given)
@@ -441,7 +442,7 @@ def wrong_value(
             return rule, f"write {{{name}: {_shown(value, name)}}}"
     field = ".".join(str(part) for part in path)
     meant = meant_value(shape, field, value, _shown)
-    if meant is not None and isinstance(value, dict) and len(path) > 2 and not isinstance(shape.body, Items):
+    if meant is not None and isinstance(value, dict) and len(path) > 1 and not isinstance(shape.body, Items):
         meant = "; ".join([meant, *(part for part in _inner(field, value) if f" is {field}" not in part)])
     return rule, meant or way_out
 

@@ -1019,8 +1019,8 @@ RULES: tuple[Rule, ...] = (
         "with zeroStage would divide layers, which spec.model.adapter.method qlora packs as a whole",
         "set it to auto, single or ddp and leave zeroStage out, or set spec.model.adapter.method to lora",
         advice=lambda spec: (
-            "set spec.model.adapter.method to lora, or set it to auto, single or ddp and leave zeroStage"
-            + (" and spec.parallelism.offload out" if _offloads(spec) else " out")
+            "set it to auto, single or ddp and leave zeroStage"
+            f"{' and spec.parallelism.offload' * _offloads(spec)} out, or set spec.model.adapter.method to lora"
         ),
         reads=("model.adapter.method", "parallelism.strategy", "parallelism.zeroStage"),
     ),
