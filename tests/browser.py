@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+"""The program; None where there is none."""
 WIDTHS = (360, 768, 1280)
 SECONDS = 120
 _MEASURE = """<!DOCTYPE html><meta charset="utf-8"><body><pre id="said">none</pre><script>
@@ -75,8 +77,7 @@ def seen(page: Path, folder: Path, *, dark: bool = False) -> list[Seen]:
     """The page at WIDTHS; skips the test where there is no Chromium. `folder`: an empty one for the browser."""
     from suite_plugins.patience import patient
 
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if program is None:
+    if CHROMIUM is None:
         pytest.skip("needs Chromium to look at the page")
     around = folder / "around.html"
     around.write_text(_MEASURE % (json.dumps(WIDTHS), json.dumps(page.as_uri())), encoding="utf-8")
@@ -90,7 +91,7 @@ def seen(page: Path, folder: Path, *, dark: bool = False) -> list[Seen]:
     options += [f"--user-data-dir={folder / 'profile'}", "--timeout=60000", "--dump-dom"]
     options += ["--blink-settings=preferredColorScheme=0"] if dark else []
     ran = subprocess.run(
-        [program, *options, around.as_uri()], capture_output=True, text=True, timeout=patient(SECONDS), check=True
+        [CHROMIUM, *options, around.as_uri()], capture_output=True, text=True, timeout=patient(SECONDS), check=True
     )
     found = re.search(r'<pre id="said">(.*?)</pre>', ran.stdout, re.DOTALL)
     assert found is not None, ran.stdout[:2000]

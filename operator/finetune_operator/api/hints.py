@@ -270,7 +270,7 @@ def _joined(hint: str) -> str:
     return "" if not hint else f", {hint}" if hint.startswith("which ") else f" ({hint})"
 
 
-def _inner(field: str, value: Mapping[str, JsonValue]) -> Iterator[str]:
+def _inner(field: str, value: dict[str, JsonValue]) -> Iterator[str]:
     """What the fields of an object that is no field here are called in the place of `field`, with their values.
 
     A field that takes several of them is named without a value: replicas of masters and of workers are added up.

@@ -4,12 +4,12 @@ written."""
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from browser import CHROMIUM, WIDTHS
 from finetune_contract.choices import Stage
 from finetune_operator.cli.cluster import Connection
 from finetune_operator.cli.ui.jobs import ClusterJobs
@@ -21,11 +21,9 @@ from ui_support import Client, api_server, history_lines, serving, write_run
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed (make install)")
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed (apt-get install chromium)")
 WAIT = patient(60) * 1000
 """Milliseconds."""
-WIDTHS = (360, 768, 1280)
 JOB_PAGES = ("/job/team/reviews", "/job/team/broken")
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
 
