@@ -179,7 +179,8 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(
         ("max_seq_length", "max_seq_len", "cutoff_len", "sequence_len", "block_size", "model_max_length", "seq_length",
-         "seq_len", "max_source_length", "max_input_length", "max_prompt_length", "max_len", "context_length"),
+         "seq_len", "max_source_length", "max_length", "max_input_length", "max_prompt_length", "max_len",
+         "context_length"),
         EVERYBODY, "spec.preparation.maxLength", "a count of tokens",
     ),
     ForeignName(("sample_packing", "pack_sequences"), f"{AXOLOTL}, {FACTORY}", "spec.preparation.packing"),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pydantic import JsonValue
 
 from finetune_operator.api.foreign_names import find_value, plain
-from finetune_operator.api.problems import holds_secret
+from finetune_operator.api.problems import holds_secret, is_secret_name
 from finetune_operator.api.shapes import Boolean, Fields, Items, Map, Number, Shape, Text, accepts
 
 _MINUS = re.compile("[\u2010-\u2015\u2212]")
@@ -36,6 +36,7 @@ _TRUE_WORDS = {
     **dict.fromkeys(("yes", "on", "y", "true", "always", "enabled"), True),
     **dict.fromkeys(("no", "off", "n", "false", "never", "disabled"), False),
 }
+_SECRET_NAME = re.compile(r"[a-z0-9](?:[a-z0-9.-]*[a-z0-9])?")
 _KINDS = ("type", "name", "mode", "kind", "method", "scheduler_type")
 """Fields of an object that hold the word which a field here takes alone."""
 
@@ -72,7 +73,7 @@ def meant_value(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str 
             lists = [each for each in value.values() if accepts(shape, each)]
             return write(lists[0] if len(lists) == 1 else list(value.values())) or "write a list"
         case Fields(fields), str():
-            return _object(fields, value, shown)
+            return _object(fields, value, leaf, shown)
         case Fields() | Text(), [only] if not isinstance(only, list):
             return "write its one item without the list"
         case Fields() | Text(), list():
@@ -144,7 +145,7 @@ def _whole(text: str) -> Iterator[float | int]:
         yield number
 
 
-def _object(fields: Mapping[str, Shape], value: str, shown: Shown) -> str | None:
+def _object(fields: Mapping[str, Shape], value: str, leaf: str, shown: Shown) -> str | None:
     """The hint for text in the place of an object: the field of it that the text belongs to."""
     if (found := _COUNT_OF.fullmatch(value.strip())) is not None:
         for number in _whole(found[1]):
@@ -156,7 +157,8 @@ def _object(fields: Mapping[str, Shape], value: str, shown: Shown) -> str | None
         minutes = max(1, round(float(duration[1]) * _SECONDS[duration[2].lower()] / 60))
         return f"write {{minutes: {minutes}}}"
     if set(fields) == {"name", "key"}:
-        return "write {name: my-secret, key: token}, with the names of your Secret and of its key"
+        name = value if _SECRET_NAME.fullmatch(value) and not is_secret_name(leaf) else "my-secret"
+        return f"write {{name: {name}, key: token}}, with the names of your Secret and of its key"
     takers = [name for name, inner in fields.items() if isinstance(inner.body, Items) and accepts(inner, [value])]
     if len(takers) == 1:
         return f"write {{{takers[0]}: [{shown(value, takers[0])}]}}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from finetune_contract.choices import OptimizerName
+from finetune_contract.choices import OptimizerName, Task
 from finetune_operator.api.copied import settle
 from finetune_operator.api.types import FineTuneJobSpec
 
@@ -23,6 +23,15 @@ LARGE_BATCH = 4096
 """Rows of a step above which a fine-tuning takes few steps and learns little. Published: 16 and 32 (Devlin et al.,
 2018), 64 (Touvron et al., Llama 2, 2023, instructions), 128 (Raffel et al., T5, 2020), 1,024 (Ouyang et al., 2022).
 """
+ENCODERS = ("bert", "electra", "longformer", "mpnet", "minilm")
+"""Parts of names of models without a decoder; BERT stands for RoBERTa, DeBERTa, DistilBERT and ModernBERT, too."""
+WRITING: Mapping[Task, str] = {
+    "text-generation": "gpt2 or Qwen/Qwen2.5-0.5B",
+    "preference-tuning": "Qwen/Qwen2.5-0.5B-Instruct",
+    "summarization": "google-t5/t5-small",
+    "translation": "google-t5/t5-small",
+}
+"""Tasks whose answers are written, with small models that can."""
 MOST_NOTICES = 20
 """Told of one job; they go into the status of an object, and nobody reads more."""
 
@@ -39,6 +48,22 @@ def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:
     training = spec.training
     if training is None or spec.script is not None:
         return
+    adapter = spec.model.adapter
+    if adapter.method == "none" and adapter.model_fields_set and "method" not in adapter.model_fields_set:
+        yield (
+            "spec.model.adapter has no method, so that all weights are trained; method: lora, dora or qlora trains an "
+            "adapter"
+        )
+    name = spec.model.uri.rpartition("/")[2].lower()
+    if (
+        spec.task in WRITING
+        and "2bert" not in name
+        and (encoder := next((each for each in ENCODERS if each in name), None)) is not None
+    ):
+        yield (
+            f"spec.model.uri: {spec.model.uri} is called after {encoder}, whose models read text and write none; "
+            f"{spec.task} needs a model that writes, such as {WRITING[spec.task]}"
+        )
     most = HIGH_RATES[training.optimizer]
     if training.learning_rate > most:
         yield (
