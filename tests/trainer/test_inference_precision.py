@@ -148,7 +148,7 @@ def test_each_task_is_evaluated_and_predicts_in_bf16_about_as_in_fp32(
     card = (paths.model / "README.md").read_text(encoding="utf-8")
     assert ("test split in bf16." in card) == ("## Results" in card)
     write_report(job, None, paths)
-    assert "test split in bf16, beside" in (paths.root / "report.html").read_text(encoding="utf-8")
+    assert "test split in bf16" in (paths.root / "report.html").read_text(encoding="utf-8")
     assert [(measured[each].get("computed_in"), told[each].get("computed_in")) for each in measured] == [
         (None, None),
         ("bf16", "bf16"),

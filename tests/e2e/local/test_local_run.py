@@ -239,6 +239,7 @@ def two_processes(finetune: Any) -> Callable[[], tuple[Any, Path, list[psutil.Pr
     job["spec"]["parallelism"] = {"strategy": "ddp"}
     job["spec"]["resources"] = {"processesPerNode": 2}
     job["spec"]["checkpoints"] = {"every": {"steps": 1_000_000}}
+    job["spec"]["preparation"] = {"maxLength": 64}  # the plan takes it for all rows, on a machine that others fill
     finetune.write("pair.yaml", job)
     folder = finetune.folder / "runs/pair"
 

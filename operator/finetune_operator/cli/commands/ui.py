@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -78,6 +79,8 @@ def ui(
             "Another finetune ui may run there; name another port, or --port 0 for any free one."
         )
         raise typer.Exit(1) from None
+    # A shell that starts this in the background has it ignore Ctrl-C, which is all that ends it in order.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with server:
         out().print(f"{workspace} at {server.url()}\nCtrl-C ends it.", soft_wrap=True)
         if browser and sys.stdout.isatty():
