@@ -168,7 +168,7 @@ def endure(cluster: Cluster, seen: Seen, team: str, noise: str, storing: Future[
         seen.seconds.append((datetime.fromisoformat(job["status"]["completionTime"]) - begun).total_seconds())
     seen.stored = storing.result()
     seen.storing = time.monotonic() - began
-    while seen.name == "hostile" and unjudged(cluster, noise):
+    while seen.name == "hostile" and unjudged(cluster, noise) != 0:
         time.sleep(2)
     seen.judged = time.monotonic() - began
 
@@ -177,11 +177,13 @@ def ended(api: Api, path: str) -> bool:
     return all(job.get("status", {}).get("phase") in ("Succeeded", "Failed") for job in api.items(path))
 
 
-def unjudged(cluster: Cluster, namespace: str) -> int:
-    """Jobs that are not refused yet, by kubectl: Python could not read them."""
+def unjudged(cluster: Cluster, namespace: str) -> int | None:
+    """Count the jobs that are not refused yet, by kubectl: Python could not read them. None: the API server, which is
+    full of them, did not answer in time.
+    """
     each = '{range .items[*]}{.status.conditions[?(@.type=="Accepted")].status}{"\\n"}{end}'
-    found = cluster.must("get", PLURAL, "-n", namespace, "-o", f"jsonpath={each}")
-    return sum(line != "False" for line in found.splitlines())
+    found = cluster.kubectl("get", PLURAL, "-n", namespace, "-o", f"jsonpath={each}")
+    return None if found.returncode else sum(line != "False" for line in found.stdout.splitlines())
 
 
 def main() -> None:

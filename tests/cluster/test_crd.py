@@ -20,6 +20,7 @@ from finetune_operator.api.shapes import Number, Text, leaves, spec_shape
 from finetune_operator.api.types import FineTuneJobSpec
 from finetune_operator.api.validation import validate_job
 from finetune_operator.documents import read_documents
+from suite_plugins.waiting import wait_until
 
 JOBS = Path(__file__).parents[1] / "unit" / "jobs"
 EXAMPLES = Path(__file__).parents[2] / "manifests" / "examples"
@@ -153,7 +154,10 @@ def api(cluster: Cluster) -> Iterator[Cluster]:
     ],
 )
 def test_finetune_explain_says_what_kubectl_explain_says(api: Cluster, path: str) -> None:
-    theirs = read(api.must("explain", f"finetunejob.{path}".rstrip(".")))
+    # The API server describes a new kind some moments after it serves it.
+    explained = ["explain", f"finetunejob.{path}".rstrip(".")]
+    wait_until(lambda: api.kubectl(*explained).returncode == 0, "kubectl explains the kind", 120)
+    theirs = read(api.must(*explained))
     ours = read(as_text(find_field(path), recursive=False))
     if path == "":  # the API server describes these three for every kind
         for name in ("apiVersion", "kind", "metadata"):
