@@ -141,5 +141,7 @@ def test_workspace_of_kaito_is_told_as_a_whole() -> None:
 
 def test_value_that_looks_like_a_credential_is_not_repeated() -> None:
     token = "hf_" + "a" * 34
+    modules = problems_of({"model": {"uri": "hf://a/b", "lora_target_modules": [token]}})
+    assert not any(token in hint for hint in modules.values())
     for metrics in (token, [token]):
         assert not any(token in hint for hint in problems_of({"evaluation": {"metrics": metrics}}).values())

@@ -20,7 +20,7 @@ from finetune_contract.arguments import FREE
 from finetune_contract.hub import is_hub_name
 from finetune_operator.api.foreign_names import ForeignName, ForeignValue, find_name, find_value, plain
 from finetune_operator.api.meant_values import meant_value
-from finetune_operator.api.problems import PathPart, describe_value, is_secret_name
+from finetune_operator.api.problems import HIDDEN, SECRET_TEXT, PathPart, describe_value, is_secret_name
 from finetune_operator.api.shapes import (
     Boolean,
     Fields,
@@ -376,7 +376,7 @@ def _instead(row: ForeignValue) -> str:
 def _shown(value: JsonValue, field: str) -> str:
     """A value as it is written in YAML; nothing of a credential."""
     if isinstance(value, dict | list):
-        return json.dumps(value, ensure_ascii=False)
+        return SECRET_TEXT.sub(HIDDEN, json.dumps(value, ensure_ascii=False))
     shown = describe_value(value, field.split("."))
     return shown[1:-1] if isinstance(value, str) and re.fullmatch(r"[A-Za-z][\w.:/-]*", value) else shown
 
