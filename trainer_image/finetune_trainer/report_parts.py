@@ -1,4 +1,4 @@
-"""What the head of report.html and its sections on the result show: gate, confusion matrix, examples, lengths, cost.
+"""Values for the head and result sections of report.html: gate, confusion matrix, examples, lengths, cost.
 
 Everything here turns what stages have left into text and numbers for the template; nothing is measured here.
 """

@@ -1,4 +1,4 @@
-"""What a full volume is told by: the path, what was to be written there, and the space that was left for it."""
+"""Report a full volume: the path, the size that was to be written, and the space that was left."""
 
 from __future__ import annotations
 

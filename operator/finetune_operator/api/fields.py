@@ -15,7 +15,7 @@ from typing import Generic, TypeAlias, TypeVar
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from finetune_operator.api.foreign_names import find_value
-from finetune_operator.api.hints import missing, unknown_name, wrong_value
+from finetune_operator.api.hints import NameHint, missing, unknown_name, wrong_value
 from finetune_operator.api.meant_values import plain_meaning
 from finetune_operator.api.problems import MOST_PROBLEMS, PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.shapes import Fields, Items, Map, Shape, Text, find
@@ -38,9 +38,9 @@ class Read(Generic[Model]):
     faults: tuple[Path, ...] = ()
     """Paths of the faulty fields, from the object."""
     gone: frozenset[Path] = frozenset()
-    placed: frozenset[Path] = frozenset()
-    """Paths of faulty fields in whose place what they mean was read."""
     """Paths of what was taken out for them."""
+    placed: frozenset[Path] = frozenset()
+    """Paths of faulty fields whose plain meaning was read in their place."""
 
 
 def read_fields(
@@ -132,10 +132,8 @@ def _field_problem(
     value = value_at(document, path)
     shape = find(root, path)
     if kind == "extra_forbidden" or shape is None:
-        above = find(root, path[:-1])
-        names = tuple(above.body.fields) if above and isinstance(above.body, Fields) else ()
-        task = document.get("task") if isinstance(document, dict) else None
-        return unknown_field(full, value, names, of_job=prefix == ("spec",), task=task)
+        hint = _name_hint(root, path, document, prefix)
+        return _unknown(full, value, hint)
     if kind == "missing":
         return Problem(format_path(full), None, "is required", missing(shape, full, schemes), reason="Required")
     rule, way_out = wrong_value(shape, full, value, schemes)
@@ -143,12 +141,23 @@ def _field_problem(
     return Problem(format_path(full), describe_value(value, full), rule, way_out, reason=reason)
 
 
-def unknown_field(
-    path: Path, value: JsonValue, names: Sequence[str], *, of_job: bool = False, task: JsonValue = None
-) -> Problem:
+def unknown_field(path: Path, value: JsonValue, names: Sequence[str], *, of_job: bool = False) -> Problem:
     """The problem of a field that the API has not; `of_job`: it stands in a FineTuneJob, in no object of Kubernetes."""
-    way_out = unknown_name(path, value, names, of_job=of_job, task=task).text
-    return Problem(format_path(path), describe_value(value, path), "there is no such field", way_out, reason="Unknown")
+    return _unknown(path, value, unknown_name(path, value, names, of_job=of_job))
+
+
+def _unknown(path: Path, value: JsonValue, hint: NameHint) -> Problem:
+    return Problem(
+        format_path(path), describe_value(value, path), "there is no such field", hint.text, reason="Unknown"
+    )
+
+
+def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> NameHint:
+    """Find the hint for the unknown field at `path` of a document that stands at `prefix`."""
+    above = find(root, path[:-1])
+    names = tuple(above.body.fields) if above and isinstance(above.body, Fields) else ()
+    task = document.get("task") if isinstance(document, dict) else None
+    return unknown_name((*prefix, *path), value_at(document, path), names, of_job=prefix == ("spec",), task=task)
 
 
 def value_at(value: JsonValue, path: Path) -> JsonValue:
@@ -180,10 +189,7 @@ def _meant(root: Shape, path: Path, kind: str, document: JsonValue, prefix: Path
             return (path, row.instead[field]) if list(row.instead) == [field] else (None, None)
         meant = plain_meaning(shape, value)
         return (None, None) if meant is None else (path, meant)
-    above = find(root, path[:-1])
-    names = tuple(above.body.fields) if above and isinstance(above.body, Fields) else ()
-    task = document.get("task") if isinstance(document, dict) else None
-    hint = unknown_name((*prefix, *path), value, names, of_job=True, task=task)
+    hint = _name_hint(root, path, document, prefix)
     place = tuple(hint.place.split(".")[1:]) if hint.place is not None else ()
     return (place, value) if place and find(root, place) is not None else (None, None)
 

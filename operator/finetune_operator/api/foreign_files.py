@@ -88,34 +88,35 @@ def _told(path: str, tool: str, given: Mapping[str, JsonValue], spec: Mapping[st
     fields: dict[str, list[str]] = {}
     values: dict[str, str] = {}
     left_out = []
+
+    def translate(name: str, field: str, taken: str = "") -> None:
+        fields.setdefault(field, []).append(name)
+        values[field] = values.get(field) or taken
+
     for name, value in spec.items():
         known = find_value(f"spec.{name}", value) if path else None
         for field, instead in known.instead.items() if known is not None else ():
             fields[field], values[field] = [name], f": {instead}"
         for inner, field, taken in named_inside(name, name, value) if path and name not in given else ():
             if not field.endswith(f".{inner}"):
-                fields.setdefault(field, []).append(inner)
-                values[field] = values.get(field) or taken
+                translate(inner, field, taken)
     for name, value in given.items():
         row = find_name(name, path)
         if row is None:
             place = place_of(name, (path,) if path else ())
             if place is not None:
-                fields.setdefault(place, []).append(name)
+                translate(name, place)
             elif isinstance(value, dict):
                 for inner, field, taken in named_inside(name, name, value):
-                    fields.setdefault(field, []).append(inner)
-                    values[field] = values.get(field) or taken
+                    translate(inner, field, taken)
             else:
                 left_out.append(name)
         elif row.field is None:
             left_out.append(name)
         else:
-            fields.setdefault(row.field, []).append(name)
-            values[row.field] = values.get(row.field) or taken_value(row, _address(value))
-            for inner, field, taken in named_inside(name, name, value) if isinstance(value, dict) else ():
-                fields.setdefault(field, []).append(inner)
-                values[field] = values.get(field) or taken
+            translate(name, row.field, taken_value(row, _address(value)))
+            for inner, field, taken in named_inside(name, name, value):
+                translate(inner, field, taken)
     pairs = [
         f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {field}{values.get(field, '')}"
         for field, names in fields.items()

@@ -82,7 +82,7 @@ def meant_value(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str 
             return write(names[0])
         case Number(integer=True), list() if leaf == "nodes":
             return f"write their number, {len(value)}; a node is chosen by spec.template.nodeSelector"
-        case Fields() | Map(), str() if re.search(r"\.(json|ya?ml)$", value):
+        case Map(), str() if re.search(r"\.(json|ya?ml)$", value):
             strategy = ", and set spec.parallelism.strategy to deepspeed" if leaf == "deepspeedConfig" else ""
             return f"write the fields of that file here{strategy}"
     return _word(shape, path, value, shown)

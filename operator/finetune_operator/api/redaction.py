@@ -31,7 +31,7 @@ starts only where a name starts: started at each `-` of a name, it takes time qu
 _OPTION = re.compile(rf"(?i)(?<![a-z0-9_\-])(--[a-z0-9_\-]*?{SECRET_WORD}[ \t]+)(?!-)({_QUOTED}|\S+)")
 """`--api-key ...` in a command line."""
 _SIGNATURE = re.compile(r"(?i)([?&;](?:amp;)?(?:sig|[a-z0-9\-]{0,20}signature)=)[^\s&;\"']+")
-"""Of an address that is a key by itself, as object stores sign them."""
+"""Query parameters of signed addresses of object stores, which are credentials."""
 _COOKIE = re.compile(r"(?i)(\bcookie[\"']?\s*:\s*[\"']?)[^\s\"'][^\r\n\"']*")
 _LEAST = 4
 """Shorter values are words that are everywhere; taking them out would leave nothing readable."""

@@ -82,7 +82,7 @@ class Comparison:
     metrics: tuple[Figure, ...]
     figures: tuple[Figure, ...]
     notes: tuple[str, ...]
-    """What a reader of the tables must know."""
+    """Warnings about the tables, for their reader."""
 
     def data(self, *, every: bool) -> dict[str, Any]:
         """For `-o json`. `every`: also settings that do not differ."""
@@ -232,7 +232,7 @@ def _figures(runs: Sequence[Run]) -> Iterator[Figure]:
 
 
 def _total_seconds(run: Run) -> float | None:
-    """Of a finished run: the time of others says nothing."""
+    """Duration of a finished run; an unfinished one has none to compare."""
     return sum(run.seconds.values()) if run.state == "finished" else None
 
 

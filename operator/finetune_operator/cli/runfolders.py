@@ -1,4 +1,4 @@
-"""What lies in the folder of a run on this machine, however far it came.
+"""Read the folder of a run on this machine, finished or not.
 
 Nothing here fails because of what a folder holds: a file that is missing, cut off or not what it should be is told as a
 problem of the run, and the other files count. Nothing is written.
@@ -21,7 +21,7 @@ from finetune_operator.api.types import FailureStatus
 from finetune_operator.cli.workspace import FAILURE_FILE, LOCAL_STAGES, finished
 
 NO_SETTINGS = ("schemaVersion", "name", "run")
-"""Of job.json: what differs between any two runs and changes nothing."""
+"""Fields of job.json that differ between any two runs and change nothing."""
 
 
 class NoRunError(Exception):

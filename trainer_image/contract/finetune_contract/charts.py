@@ -61,7 +61,7 @@ class Curve:
     dots: bool = False
     """Whether each value has a dot with a text of its own: for few values."""
     mean: bool = False
-    """Whether a noisy curve is drawn faintly behind its running mean."""
+    """True for a noisy curve that is drawn faintly behind its running mean."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ class Answer(Generic[Value]):
 
     @property
     def waiting(self) -> bool:
-        """Whether nothing has been said yet."""
+        """True until something is printed."""
         return self.value is None and self.error is None
 
 

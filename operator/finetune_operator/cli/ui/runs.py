@@ -222,7 +222,7 @@ class Workspace:
             return f"plan.json is damaged or of another version of finetune ({place or 'plan.json'}: {first['msg']})"
 
     def job_file(self, name: str) -> JsonValue:
-        """What the trainer was told (job.json); None when that cannot be read."""
+        """The trainer's job.json; None when it cannot be read."""
         return _json(self._root(name), "job.json", [])
 
     def compared(self, run: Run) -> runfolders.Run:
