@@ -207,3 +207,20 @@ def _edits(path: str, given: Any) -> dict[str, Any]:
     """A value for the blamed field, or edits by their paths."""
     by_path = isinstance(given, dict) and given and all(str(name).startswith(("spec.", "metadata.")) for name in given)
     return given if by_path else {path: given}
+
+
+def job_document(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a small job with these fields of its spec; None leaves a field out."""
+    whole = {
+        "task": "text-classification",
+        "model": {"uri": "hf://a/b"},
+        "dataset": {"uri": "hf://c/d"},
+        "training": {},
+        **spec,
+    }
+    return {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {"name": "a"},
+        "spec": {name: value for name, value in whole.items() if value is not None},
+    }

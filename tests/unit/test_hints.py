@@ -30,7 +30,7 @@ from finetune_operator.api.types import ObjectMeta
 from finetune_operator.api.validation import validate_job
 from finetune_operator.cli.main import app
 from finetune_operator.documents import read_documents
-from mending import alternatives, apply, mend, parts, without_gone
+from mending import alternatives, apply, job_document, mend, parts, without_gone
 
 JOBS = Path(__file__).parent / "jobs"
 BAD = sorted(path.stem for path in (JOBS / "bad").glob("*.yaml"))
@@ -41,19 +41,7 @@ ROUNDS = 3
 
 
 def job(**spec: Any) -> dict[str, Any]:
-    whole = {
-        "task": "text-classification",
-        "model": {"uri": "hf://a/b"},
-        "dataset": {"uri": "hf://c/d"},
-        "training": {},
-        **spec,
-    }
-    return {
-        "apiVersion": "finetune.dev/v1alpha1",
-        "kind": "FineTuneJob",
-        "metadata": {"name": "a"},
-        "spec": {name: value for name, value in whole.items() if value is not None},
-    }
+    return job_document(spec)
 
 
 def problems_of(value: Any, settings: Settings = LOCAL_SETTINGS) -> list[Problem]:

@@ -8,6 +8,7 @@ import pytest
 
 from finetune_operator.api.settings import LOCAL_SETTINGS
 from finetune_operator.api.validation import validate_job
+from mending import job_document
 
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a share in per cent": ({"training": {"warmupSteps": "10%"}}, "training.warmupSteps", "write 0.1"),
@@ -98,19 +99,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 def problems_of(spec: dict[str, Any]) -> dict[str, str]:
-    whole = {
-        "task": "text-classification",
-        "model": {"uri": "hf://a/b"},
-        "dataset": {"uri": "hf://c/d"},
-        "training": {},
-        **spec,
-    }
-    document = {
-        "apiVersion": "finetune.dev/v1alpha1",
-        "kind": "FineTuneJob",
-        "metadata": {"name": "a"},
-        "spec": whole,
-    }
+    document = job_document(spec)
     return {problem.path: problem.way_out for problem in validate_job(document, LOCAL_SETTINGS)[1]}
 
 

@@ -20,7 +20,7 @@ from finetune_operator.api.types import FineTuneJob
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Adaptation, Facts, PlanRefused
-from mending import Edit, alternatives, apply, without_gone
+from mending import Edit, alternatives, apply, job_document, without_gone
 from planning_support.cases import BERT, llama_1b
 
 PLANNING = Path(planning.__path__[0])
@@ -240,19 +240,7 @@ CASES: dict[str, Case] = {
 
 
 def document(spec: Mapping[str, Any]) -> dict[str, Any]:
-    whole = {
-        "task": "text-classification",
-        "model": {"uri": "hf://org/model"},
-        "dataset": {"uri": "hf://org/reviews"},
-        "training": {},
-        **spec,
-    }
-    return {
-        "apiVersion": "finetune.dev/v1alpha1",
-        "kind": "FineTuneJob",
-        "metadata": {"name": "a"},
-        "spec": {name: value for name, value in whole.items() if value is not None},
-    }
+    return job_document({"model": {"uri": "hf://org/model"}, "dataset": {"uri": "hf://org/reviews"}, **spec})
 
 
 def problems_of(written: dict[str, Any], known: Mapping[str, Any]) -> tuple[Problem, ...]:
