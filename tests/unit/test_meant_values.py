@@ -58,7 +58,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a share for a split": (
         {"dataset": {"uri": "hf://a/b", "splits": {"validation": 0.1}}}, "dataset.splits.validation",
-        "leave it out: 5 % of train are set aside where no split is named validation",
+        "leave it out: 5 % of train are set aside where no split is named validation; a Hub data set also has "
+        "slices such as train[90%:]",
     ),
     "a claim without its scheme": (
         {"storage": {"workspace": "results"}}, "storage.workspace", "write pvc://results",

@@ -94,9 +94,14 @@ def _listed(value: str) -> list[JsonValue]:
 
 
 def plain_meaning(shape: Shape, value: JsonValue) -> JsonValue:
-    """Read what can only mean one value here: "3", "10%", "yes", "a, b", a block that is true; None: nothing can."""
+    """Read what can only mean one value here: "3", "10%", "yes", "a, b", a block that is true; None: nothing can.
+
+    Of a list where one text goes, its first item is read, as an example of those that can be written.
+    """
     if isinstance(value, bool) and isinstance(shape.body, Fields) and "enabled" in shape.body.fields:
         return {"enabled": value}
+    if isinstance(value, list) and value and isinstance(shape.body, Text):
+        return value[0] if accepts(shape, value[0]) else None
     if not isinstance(value, str) or len(value) > _LONGEST or holds_secret(value):
         return None
     match shape.body:

@@ -34,6 +34,7 @@ from finetune_operator.api.types import (
     DNS_SUBDOMAIN_PATTERN,
     AdapterSpec,
     CheckpointEverySpec,
+    ColumnsSpec,
     FineTuneJobSpec,
     GateSpec,
     GenerationSpec,
@@ -557,6 +558,59 @@ def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:
         advice=lambda spec: (
             f"leave it out, or set spec.task to {' or '.join(tasks)}; {spec.task} reads {_columns_read(spec.task)}"
         ),
+    )
+
+
+_FORMS = {"text": ("text",), "source": ("source", "target"), "messages": ("messages",)}
+"""Columns of text-generation by the form of its rows; a data set has one form, `text` where it names none."""
+
+
+def _forms(columns: ColumnsSpec) -> tuple[str, ...]:
+    given = columns.model_dump(exclude_none=True)
+    return tuple(form for form, roles in _FORMS.items() if given.keys() & set(roles))
+
+
+def _form_rule(block: str) -> Rule:
+    """Rows of text-generation have one form, and those to predict that of the rows that are trained on."""
+
+    def holds(spec: FineTuneJobSpec) -> bool:
+        if spec.task != "text-generation":
+            return True
+        own = spec.dataset if block == "dataset" else spec.predict.dataset if spec.predict else None
+        named = () if own is None else _forms(own.columns)
+        learnt = named if spec.dataset is None or block == "dataset" else _forms(spec.dataset.columns) or ("text",)
+        return len(named) < 2 and set(named) <= set(learnt)
+
+    def advice(spec: FineTuneJobSpec) -> str:
+        own = spec.dataset if block == "dataset" else spec.predict.dataset if spec.predict else None
+        named = () if own is None else _forms(own.columns)
+        if len(named) == 1 and spec.dataset is not None:
+            return f"name {' and '.join(_FORMS[(*_forms(spec.dataset.columns), 'text')[0]])} here, or leave it out"
+        if own is not None and named == ("text", "source") and own.columns.source is None:
+            return "rename text to source, or leave target out to learn all of the text"
+        return f"keep {', or '.join(' and '.join(_FORMS[form]) for form in named)}, and leave the rest out"
+
+    def cel(block: str, form: str) -> str:
+        return "(" + " || ".join(f"has(self.{block}.columns.{role})" for role in _FORMS[form]) + ")"
+
+    named = f"[{', '.join(cel(block, form) for form in _FORMS)}].filter(named, named).size()"
+    checked = f"{named} < 2"
+    if block != "dataset":
+        plain = f"({cel('dataset', 'text')} || (!{cel('dataset', 'source')} && !{cel('dataset', 'messages')}))"
+        learnt = {form: cel("dataset", form) for form in _FORMS} | {"text": plain}
+        same = " && ".join(f"(!{cel(block, form)} || {learnt[form]})" for form in _FORMS)
+        checked += f" && (!has(self.dataset) || ({same}))"
+    present = "has(self.predict) && has(self.predict.dataset)" if block != "dataset" else "has(self.dataset)"
+    return Rule(
+        name=f"{block}-rows-have-one-form",
+        path=f"{block}.columns",
+        cel=f"self.task != 'text-generation' || !({present}) || ({checked})",
+        holds=holds,
+        text="mixes forms of rows; text-generation reads text, or source and target, or messages"
+        + ("" if block == "dataset" else ", here the same as in spec.dataset"),
+        way_out="name the columns of one form",
+        advice=advice,
+        reads=("task", *dict.fromkeys(("dataset", block))),
     )
 
 
@@ -1617,6 +1671,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *(_reserved_rule(block) for block in ("labels", "annotations")),
     *(_labels_rule(block) for block in ("dataset", "predict.dataset")),
+    *(_form_rule(block) for block in ("dataset", "predict.dataset")),
     *(
         _column_rule(column, tasks, block)
         for block in ("dataset", "predict.dataset")

@@ -454,11 +454,23 @@ _ANSWERS = frozenset({"label", "tags", "answers", "target", "chosen", "rejected"
 """What is to be predicted: rows to predict have it only when the job says so."""
 
 
-def data_source(task: Task, dataset: DatasetSpec, with_answers: bool = True) -> DataSource:
+def predicted_source(spec: FineTuneJobSpec) -> DataSource | None:
+    """The rows of `predict.dataset`. Of text-generation they have the form of the trained rows, which the trainer takes
+    from those where no column is named.
+    """
+    rows = None if spec.predict is None else spec.predict.dataset
+    return None if rows is None else data_source(spec.task, rows, False, spec.dataset is not None)
+
+
+def data_source(
+    task: Task, dataset: DatasetSpec, with_answers: bool = True, has_trained_rows: bool = False
+) -> DataSource:
     """The trainer's form of a data set, with the task's own column names where the job gives none."""
     given = dataset.columns.model_dump(by_alias=False, exclude_none=True)
     names = [name for name in _TASK_COLUMNS[task] if with_answers or name not in _ANSWERS]
-    if task == "text-generation" and given.keys() & _INSTEAD_OF_TEXT:
+    if task == "text-generation" and has_trained_rows and not given:
+        names = []
+    elif task == "text-generation" and given.keys() & _INSTEAD_OF_TEXT:
         names = ["source", "target"] if "messages" not in given else []
         names = [name for name in names if with_answers or name not in _ANSWERS]
     columns = {name: name for name in names} | given
@@ -518,9 +530,8 @@ def _prediction(draft: Draft) -> Prediction | None:
     asked = draft.spec.predict
     if asked is None:
         return None
-    dataset = None if asked.dataset is None else data_source(draft.spec.task, asked.dataset, with_answers=False)
     return Prediction(
-        dataset=dataset,
+        dataset=predicted_source(draft.spec),
         output=asked.output,
         columns=asked.columns,
         device=draft.inference_device,
