@@ -29,6 +29,7 @@ from finetune_contract.choices import (
 )
 from finetune_contract.metrics import GREATEST, LEAST, LOSS, LOWER_IS_BETTER, METRICS, metrics_of, stopping_metrics_of
 from finetune_operator.api.problems import describe_value
+from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.shapes import Number, Shape, find, spec_shape
 from finetune_operator.api.types import (
     DNS_SUBDOMAIN_PATTERN,
@@ -755,6 +756,56 @@ def _stays_inside(path: str, read: Callable[[ScriptSpec], str | None]) -> Rule:
     )
 
 
+SIZES: Mapping[str, tuple[str, str]] = {
+    "resources.memory": ("64Mi", "16Gi"),
+    "resources.sharedMemory": ("1Mi", "8Gi"),
+    "resources.accelerator.memory": ("1Gi", "80Gi"),
+    "storage.size": ("1Mi", "100Gi"),
+}
+"""Field -> the least that can be meant, and a usual value. An interpreter that has imported torch takes 200 MiB."""
+MOST_CORES = 2048
+"""Above the largest machines of the clouds, which have 1,920."""
+
+
+def _size_of(spec: FineTuneJobSpec, path: str) -> str | None:
+    value: object = spec
+    for part in path.split("."):
+        value = getattr(value, to_snake(part), None)
+    return value if isinstance(value, str) and value != "auto" else None
+
+
+def _size_rule(path: str, least: str, usual: str) -> Rule:
+    """A size that is too small to be meant: its unit was forgotten, or is `m`, a thousandth."""
+
+    def advice(spec: FineTuneJobSpec) -> str:
+        found = re.fullmatch(r"0*([1-9][0-9]*)(m?)", _size_of(spec, path) or "")
+        if found is None:
+            return f"write a size such as {usual}"
+        units = ("Mi", "Gi") if found[2] or int(found[1]) >= 1024 else ("Gi",)
+        meant = (f"{found[1]}{unit}" for unit in units)
+        return f"write {next((each for each in meant if parse_quantity(each) >= parse_quantity(least)), usual)}"
+
+    def holds(spec: FineTuneJobSpec) -> bool:
+        size = _size_of(spec, path)
+        return size is None or parse_quantity(size) >= parse_quantity(least)
+
+    return Rule(
+        name=f"{path}-has-a-unit",
+        path=path,
+        cel=None,
+        holds=holds,
+        text=f"is less than {least}: a number without a unit counts bytes",
+        way_out=f"write a size such as {usual}",
+        advice=advice,
+        reads=(path,),
+    )
+
+
+def _cores_advice(spec: FineTuneJobSpec) -> str:
+    found = re.fullmatch(r"([0-9]+)", spec.resources.cpu or "")
+    return f"write {found[1]}m, which is {int(found[1]) / 1000:g}" if found else "write a number of cores such as 4"
+
+
 _CLAIM_PATTERN = rf"^pvc://{DNS_SUBDOMAIN_PATTERN.strip('^$')}(/.*)?$".replace("\\", "\\\\")
 """As it stands in a CEL text, where a backslash is written twice."""
 _LEADS_OUT = "/[.][.](/|$)"
@@ -1430,14 +1481,16 @@ RULES: tuple[Rule, ...] = (
     ),
     _claim_rule("storage.workspace", "has(self.storage.workspace)", lambda spec: spec.storage.workspace),
     _claim_rule("storage.cache", "has(self.storage.cache)", lambda spec: spec.storage.cache),
+    *(_size_rule(path, least, usual) for path, (least, usual) in SIZES.items()),
     Rule(
-        "storage-size-is-not-zero",
-        "storage.size",
+        "cpu-counts-cores",
+        "resources.cpu",
         None,
-        lambda spec: re.search("[1-9]", spec.storage.size) is not None,
-        "has to be more than nothing",
-        "write a size such as 100Gi",
-        reads=("storage.size",),
+        lambda spec: spec.resources.cpu is None or parse_quantity(spec.resources.cpu) <= MOST_CORES,
+        f"counts cores, and no machine has more than {MOST_CORES:,}",
+        "write a number of cores such as 4, or of thousandths such as 4000m",
+        advice=_cores_advice,
+        reads=("resources.cpu",),
     ),
     Rule(
         "columns-differ",
