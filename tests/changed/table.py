@@ -80,7 +80,6 @@ TABLE = Table(
             (f"{TRAINER}/__main__.py",),
             "runs jobs, which start",
         ),
-        Link((f"{OPERATOR}/cli/stage_process.py",), (f"{OPERATOR}/cli/supervise.py",), "starts"),
         Link(
             (f"{TRAINER}/launching/launch.py",), (f"{TRAINER}/__main__.py", f"{TRAINER}/launching/elastic.py"), "starts"
         ),
