@@ -319,7 +319,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     ],
     "storage-size": [
         ("spec.storage.storageClassName", "Invalid", "must be a name of small letters, digits, - and ., with a"),
-        ("spec.storage.size", "Invalid", "has to be more than nothing"),
+        ("spec.storage.size", "Invalid", "is less than 1Mi: a number without a unit counts bytes"),
     ],
     "template-labels": [
         ("spec.template.labels", "Invalid", "cannot have keys that begin with finetune.dev/, training"),
