@@ -11,7 +11,8 @@ from pydantic import TypeAdapter
 
 from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
-from finetune_operator.api.types import FineTuneJob, LauncherName
+from finetune_operator.api.types import FineTuneJob
+from finetune_operator.launchers.rows import TRAINING
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.types import Facts
@@ -24,8 +25,8 @@ PROGRESS = ProgressEndpoint(
     "-----BEGIN CERTIFICATE-----\nbm90IGEgY2VydGlmaWNhdGU=\n-----END CERTIFICATE-----\n",
     "finetune-system",
 )
-LAUNCHERS: tuple[LauncherName, ...] = ("pytorchjob", "mpijob", "job")
 FOLDER = Path(__file__).parent / "golden"
+LAUNCHERS = TRAINING
 CASES = sorted(file.stem for file in FOLDER.glob("*.yaml"))
 JSON = TypeAdapter[Any](Any)
 

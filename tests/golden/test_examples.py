@@ -13,11 +13,11 @@ import pytest
 from examples import EXAMPLES, IN_CLUSTER, LOCAL, example_job
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
 from finetune_operator.cli.console import emit
+from finetune_operator.launchers.registry import render
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, JobPlan
 from finetune_operator.rendering.contract import files
-from finetune_operator.rendering.manifests import render
 from golden_cases import FOLDER, LAUNCHERS, golden_context
 
 

@@ -10,10 +10,10 @@ import yaml
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Spark
-from finetune_operator.api.types import LauncherName
 from finetune_operator.cli.console import emit
+from finetune_operator.launchers.registry import render, stage
+from finetune_operator.launchers.rows import LauncherName
 from finetune_operator.planning.plan import plan
-from finetune_operator.rendering.manifests import render, stage
 from finetune_operator.rendering.types import Attempt
 from golden_cases import CASES, FOLDER, LAUNCHERS, golden_context, read_case
 
@@ -60,7 +60,7 @@ def test_a_preparation_by_spark_is_the_one_on_record(
     job = job.model_copy(update={"spec": job.spec.model_copy(update={"preparation": preparation})})
     spark = Spark(image="registry.example.com/team/trainer-spark:1", serviceAccountName="spark-driver")
     settings = settings.model_copy(update={"spark": spark})
-    made = plan(job, replace(facts, served=LAUNCHERS, spark=True), settings)
+    made = plan(job, replace(facts, served=(*LAUNCHERS, "sparkapplication")), settings)
     manifests = stage(made, golden_context(job, settings), Attempt(Stage.PREPARE))
     assert [each["kind"] for each in manifests] == ["ConfigMap", "SparkApplication"]
     emit(manifests, "yaml")
