@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, get_args
 
-from finetune_contract.choices import AdapterMethod, Precision, Stage, Task
+from finetune_contract.choices import AdapterMethod, Precision, Task
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
 from finetune_operator.api.support import ROWS, served_words
@@ -24,7 +24,7 @@ from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, PlanRefused
 
 TASKS: tuple[Task, ...] = get_args(Task)
-LAUNCHERS = tuple(each.name for each in launchers.LAUNCHERS if Stage.TRAIN in each.stages)
+LAUNCHERS = tuple(each.name for each in launchers.LAUNCHERS if "train" in each.stages)
 WORKING_LAUNCHERS = tuple(name for name in served_words("launcher", LAUNCHERS) if name in LAUNCHERS)
 LOCAL = "`finetune run`"
 """The launcher that is no field: processes of the machine on which the command runs."""

@@ -1,7 +1,8 @@
 """The facts of each launcher, one row each.
 
 Validation, planning, discovery, rights, metrics, help and documentation read these rows, and none of them names a
-launcher itself. How a launcher's manifest is made and its status read is a module of `launchers.kinds`.
+launcher itself. How a launcher's manifest is made and its status read is a module of `launchers.kinds`. Nothing is
+imported here, as `finetune --help` reads the rows.
 """
 
 from __future__ import annotations
@@ -9,11 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from finetune_contract.choices import Stage
-
 TrainingLauncher: TypeAlias = Literal["pytorchjob", "mpijob", "trainjob", "jobset", "job"]
 """The launchers that spec.launcher can name."""
 LauncherName: TypeAlias = Literal["pytorchjob", "mpijob", "trainjob", "jobset", "job", "sparkapplication"]
+StageName: TypeAlias = Literal["prepare", "train", "evaluate", "predict"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Launcher:
     """The controller that an administrator installs for it, as part of a sentence."""
     manifest: str = ""
     """What the operator makes of it, for docs/operator.md."""
-    stages: tuple[Stage, ...] = (Stage.TRAIN,)
+    stages: tuple[StageName, ...] = ("train",)
     """Stages that it can run."""
     supported: bool = True
     """False: the API accepts its name, and validation refuses it as not supported in this version."""
@@ -138,7 +138,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "jobs",
         installed_by="Kubernetes' own Job controller",
         manifest="Indexed Job with a headless Service",
-        stages=(Stage.PREPARE, Stage.TRAIN, Stage.EVALUATE, Stage.PREDICT),
+        stages=("prepare", "train", "evaluate", "predict"),
         built_in=True,
         index_label="batch.kubernetes.io/job-completion-index",
         pod_suffix="-9999",
@@ -151,7 +151,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
         "SparkApplication",
         "sparkapplications",
         installed_by="the Kubeflow Spark Operator",
-        stages=(Stage.PREPARE,),
+        stages=("prepare",),
         engine="spark",
         pod_suffix="-driver",
         driver="-driver",
@@ -160,7 +160,7 @@ LAUNCHERS: tuple[Launcher, ...] = (
 """In the order in which spec.launcher auto prefers those that the API server serves."""
 
 SUPPORTED: tuple[Launcher, ...] = tuple(each for each in LAUNCHERS if each.supported)
-TRAINING: tuple[LauncherName, ...] = tuple(each.name for each in SUPPORTED if Stage.TRAIN in each.stages)
+TRAINING: tuple[LauncherName, ...] = tuple(each.name for each in SUPPORTED if "train" in each.stages)
 """Supported launchers of a training, by preference."""
 BUILT_IN: tuple[LauncherName, ...] = tuple(each.name for each in SUPPORTED if each.built_in)
 ENGINES: tuple[LauncherName, ...] = tuple(each.name for each in SUPPORTED if each.engine is not None)
@@ -176,9 +176,9 @@ def launcher(name: str) -> Launcher:
     raise LookupError(f"there is no launcher {name}")
 
 
-def launcher_of(stage: Stage, training: str = "job", engine: str = "auto") -> Launcher:
+def launcher_of(stage: str, training: str = "job", engine: str = "auto") -> Launcher:
     """Return what runs `stage` where `training` runs the training and `engine` prepares. LookupError as `launcher`."""
-    if stage is Stage.TRAIN:
+    if stage == "train":
         return launcher(training)
     asked = (each for each in SUPPORTED if stage in each.stages and engine == each.engine)
     return next(asked, launcher("job"))
