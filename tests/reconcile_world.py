@@ -20,7 +20,7 @@ from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.report import FailureReport, MeasuredFacts, TrainerReport
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus
-from finetune_operator.launchers.rows import LauncherName
+from finetune_operator.launchers.rows import SUPPORTED, LauncherName
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.reconcile.children import child_view
 from finetune_operator.reconcile.decide import decide
@@ -33,7 +33,7 @@ NOT_FOR_PEOPLE = re.compile(
     r"\bNone\b|\bTrue\b|\bFalse\b|<[A-Z]\w+[.:]|\b(FailureClass|OperatorCause|Stage)\.|\w+\(\w+="
 )
 """What Python calls things."""
-CHILD_KINDS = ("Job", "PyTorchJob", "MPIJob", "SparkApplication")
+CHILD_KINDS = tuple(each.kind for each in SUPPORTED)
 BERT = model_facts(
     {
         "model_type": "bert",

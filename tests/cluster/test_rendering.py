@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from cluster_support.control_plane import Cluster
+from finetune_operator.launchers.rows import SUPPORTED
 
 MANIFESTS = Path(__file__).parents[1] / "golden" / "manifests"
 OF_EXAMPLES = MANIFESTS.with_name("examples")
@@ -43,11 +44,7 @@ SURROUNDINGS: list[dict[str, Any]] = [
         for name in PRIORITY_CLASSES
     ),
 ]
-CUSTOM = {
-    "PyTorchJob": "pytorchjobs.kubeflow.org",
-    "MPIJob": "mpijobs.kubeflow.org",
-    "SparkApplication": "sparkapplications.sparkoperator.k8s.io",
-}
+CUSTOM = {each.kind: f"{each.plural}.{each.group}" for each in SUPPORTED if not each.built_in}
 
 
 @pytest.fixture(scope="module")
