@@ -18,12 +18,13 @@ from pydantic import TypeAdapter
 from examples import EXAMPLES, LOCAL, example_job
 from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings, Spark
-from finetune_operator.api.types import FineTuneJob, LauncherName
+from finetune_operator.api.types import FineTuneJob
+from finetune_operator.launchers.registry import render
+from finetune_operator.launchers.rows import TRAINING, LauncherName
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, JobPlan
-from finetune_operator.rendering.manifests import render
 from finetune_operator.rendering.types import Manifest, Owner, ProgressEndpoint, RenderContext
 
 NAMESPACE = "finetune-golden"
@@ -33,8 +34,8 @@ PROGRESS = ProgressEndpoint(
     "-----BEGIN CERTIFICATE-----\nbm90IGEgY2VydGlmaWNhdGU=\n-----END CERTIFICATE-----\n",
     "finetune-system",
 )
-LAUNCHERS: tuple[LauncherName, ...] = ("pytorchjob", "mpijob", "job")
 FOLDER = Path(__file__).parent / "golden"
+LAUNCHERS = TRAINING
 CASES = sorted(file.stem for file in FOLDER.glob("*.yaml"))
 NAME = "golden"
 """Name of every job on record that is named after its file, so that names are no differences."""
@@ -95,7 +96,7 @@ def prepared_by_spark() -> tuple[FineTuneJob, Facts, Settings]:
     preparation = job.spec.preparation.model_copy(update={"engine": "spark", "workers": 4})
     job = job.model_copy(update={"spec": job.spec.model_copy(update={"preparation": preparation})})
     spark = Spark(image="registry.example.com/team/trainer-spark:1", serviceAccountName="spark-driver")
-    return job, replace(facts, spark=True), settings.model_copy(update={"spark": spark})
+    return job, replace(facts, served=(*LAUNCHERS, "sparkapplication")), settings.model_copy(update={"spark": spark})
 
 
 @functools.cache
@@ -118,6 +119,7 @@ def golden_manifests(name: str) -> dict[LauncherName, tuple[Manifest, ...]]:
     found: dict[LauncherName, tuple[Manifest, ...]] = {}
     for launcher in launchers:
         spec = job.spec.model_copy(update={"launcher": launcher})
-        made = plan(job.model_copy(update={"spec": spec}), replace(facts, served=LAUNCHERS), settings)
+        served = tuple(dict.fromkeys((*LAUNCHERS, *facts.served)))
+        made = plan(job.model_copy(update={"spec": spec}), replace(facts, served=served), settings)
         found[launcher] = render(made, golden_context(job, settings))
     return found

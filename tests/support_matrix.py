@@ -16,14 +16,15 @@ from finetune_contract.choices import AdapterMethod, Precision, Task
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
 from finetune_operator.api.support import ROWS, served_words
-from finetune_operator.api.types import API_VERSION, KIND, LauncherName
+from finetune_operator.api.types import API_VERSION, KIND
 from finetune_operator.api.validation import validate_job
+from finetune_operator.launchers import rows as launchers
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, PlanRefused
 
 TASKS: tuple[Task, ...] = get_args(Task)
-LAUNCHERS: tuple[LauncherName, ...] = get_args(LauncherName)
+LAUNCHERS = tuple(each.name for each in launchers.LAUNCHERS if "train" in each.stages)
 WORKING_LAUNCHERS = tuple(name for name in served_words("launcher", LAUNCHERS) if name in LAUNCHERS)
 LOCAL = "`finetune run`"
 """The launcher that is no field: processes of the machine on which the command runs."""

@@ -101,7 +101,11 @@ TABLE = Table(
             ("images/*", ".dockerignore", "operator/*", "trainer_image/*", "manifests/operator/*"),
             "runs the images, which hold",
         ),
-        Link((f"{OPERATOR}/rendering/templates.py",), (f"{OPERATOR}/rendering/templates/*",), "fills in"),
+        Link(
+            (f"{OPERATOR}/rendering/templates.py",),
+            (f"{OPERATOR}/rendering/templates/*", f"{OPERATOR}/launchers/templates/*"),
+            "fills in",
+        ),
         Link((f"{OPERATOR}/cli/ui/pages.py",), (f"{OPERATOR}/cli/ui/templates/*",), "fills in"),
         Link((f"{OPERATOR}/cli/ui/server.py",), (f"{OPERATOR}/cli/ui/static/*",), "sends"),
         Link((f"{CONTRACT}/plans.py",), (f"{CONTRACT}/tensor_families.json",), "reads"),

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cluster_support.control_plane import Cluster
-from finetune_operator.api.types import LauncherName
 from finetune_operator.cli.yaml_text import documents as yaml_text
+from finetune_operator.launchers.rows import SUPPORTED, LauncherName
 from golden_cases import JOBS, NAMESPACE, golden_manifests
 
 RENDERED = [(job, launcher) for job in JOBS for launcher in golden_manifests(job)]
@@ -38,11 +38,7 @@ SURROUNDINGS: list[dict[str, Any]] = [
         for name in PRIORITY_CLASSES
     ),
 ]
-CUSTOM = {
-    "PyTorchJob": "pytorchjobs.kubeflow.org",
-    "MPIJob": "mpijobs.kubeflow.org",
-    "SparkApplication": "sparkapplications.sparkoperator.k8s.io",
-}
+CUSTOM = {each.kind: f"{each.plural}.{each.group}" for each in SUPPORTED if not each.built_in}
 
 
 @pytest.fixture(scope="module")

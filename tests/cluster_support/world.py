@@ -23,20 +23,12 @@ from cluster_support.operator_process import OperatorProcess
 from finetune_contract.report import KubeflowMetric, KubeflowStatus, KubeflowUpdate
 from finetune_operator.api.crd import crd, crd_yaml
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+from finetune_operator.launchers.rows import SUPPORTED
 from finetune_operator.rendering.types import JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL
 from suite_plugins.patience import patient
 
-FOREIGN_CRDS = (
-    "kubeflow.org_pytorchjobs.yaml",
-    "kubeflow.org_mpijobs.yaml",
-    "sparkoperator.k8s.io_sparkapplications.yaml",
-)
-CHILD_KINDS: tuple[tuple[str, str], ...] = (
-    ("batch/v1", "jobs"),
-    ("kubeflow.org/v1", "pytorchjobs"),
-    ("kubeflow.org/v2beta1", "mpijobs"),
-    ("sparkoperator.k8s.io/v1beta2", "sparkapplications"),
-)
+FOREIGN_CRDS = tuple(f"{each.group}_{each.plural}.yaml" for each in SUPPORTED if not each.built_in)
+CHILD_KINDS = tuple((each.api_version, each.plural) for each in SUPPORTED)
 OTHER_KINDS: tuple[tuple[str, str], ...] = (
     ("v1", "configmaps"),
     ("v1", "services"),

@@ -16,6 +16,7 @@ from finetune_contract.job import Batch, CheckpointSchedule, Columns, Strategy, 
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Price, Settings
 from finetune_operator.api.types import FineTuneJob
+from finetune_operator.launchers.rows import BUILT_IN, ENGINES
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
@@ -1123,6 +1124,7 @@ def test_spark_prepares_where_there_is_no_cluster():
     assert planned({"preparation": {"workers": 3}}).trainer.preparation.engine == "local"
 
 
+SPARK_SERVED = (*BUILT_IN, *ENGINES)
 SPARK_SETTINGS = Settings.model_validate({"spark": {"image": "spark:1", "serviceAccountName": "spark-driver"}})
 
 
@@ -1141,11 +1143,11 @@ def test_in_a_cluster_spark_needs_its_operator_and_what_an_administrator_grants_
         "have an administrator set spark.image and spark.serviceAccountName (docs/data.md), or set it to job or auto",
     )
     assert refused(spark) == [not_served, not_granted]
-    assert refused(spark, spark=True) == [not_granted]
+    assert refused(spark, served=SPARK_SERVED) == [not_granted]
     assert refused(spark, SPARK_SETTINGS) == [not_served]
     # What has prepared goes on without: no other stage needs it.
     assert planned(spark, prepared=True).trainer.preparation.engine == "spark"
-    result = planned(spark, SPARK_SETTINGS, spark=True)
+    result = planned(spark, SPARK_SETTINGS, served=SPARK_SERVED)
     assert (result.trainer.preparation.engine, result.trainer.preparation.pods) == ("spark", 4)
     assert result.reasons[1] == (
         "preparation by Spark's driver and 3 executors, as asked; they write to one claim, which the nodes have to "
@@ -1176,7 +1178,7 @@ def test_pods_prepare_in_a_cluster_and_processes_of_the_machine_without_one():
 def test_what_evaluates_the_model_of_a_program_prepares_in_one_pod(engine):
     script = {"script": {"git": {"url": "https://github.com/a/b"}}}
     asked = {"training": script, "evaluation": {}, "preparation": {"engine": engine, "workers": 3}}
-    assert refused(asked, SPARK_SETTINGS, spark=True) == [
+    assert refused(asked, SPARK_SETTINGS, served=SPARK_SERVED) == [
         (
             "spec.preparation.engine",
             f'"{engine}"',

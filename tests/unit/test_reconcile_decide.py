@@ -198,12 +198,12 @@ GRANTED = Settings.model_validate({"spark": {"image": "spark:1", "serviceAccount
 
 def prepared_by_spark() -> World:
     """Spark prepares, and then neither settings nor cluster grant it any more."""
-    world = World(settings=GRANTED, spark=True)
+    world = World(settings=GRANTED, served=("job", "sparkapplication"))
     world.spec["preparation"] = {"engine": "spark", "workers": 2}
     world.settle()
     assert world.children[world.start()]["kind"] == "SparkApplication"
     world.settle()
-    world.settings, world.spark = Settings(), False
+    world.settings, world.served = Settings(), ("job",)
     world.settle()
     return world
 

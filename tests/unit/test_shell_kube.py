@@ -17,7 +17,6 @@ from finetune_operator.shell.kube import (
     FIRST_DELAY_SECONDS,
     JOB,
     POD,
-    SPARK_APPLICATION,
     TRIES,
     AlreadyExistsError,
     ApiError,
@@ -417,13 +416,12 @@ def test_launchers_are_what_the_server_serves():
     def served(*names: str) -> Answer:
         return 200, {"kind": "APIResourceList", "resources": [{"name": name} for name in names]}, {}
 
-    ask = call(lambda kube: kube.served_launchers(), served("pytorchjobs", "mpijobs"), (404, status(404, "x"), {}))
+    absent = (404, status(404, "x"), {})
+    ask = call(lambda kube: kube.served_launchers(), served("pytorchjobs", "mpijobs"), absent, absent)
     assert ask.value == ("pytorchjob", "job")
-    ask = call(lambda kube: kube.served_launchers(), served("tfjobs"), served("mpijobs"))
-    assert ask.value == ("mpijob", "job")
-    ask = call(lambda kube: kube.serves(SPARK_APPLICATION), served("sparkapplications"))
-    assert (ask.value, ask.server.asked[0][1]) == (True, "/apis/sparkoperator.k8s.io/v1beta2")
-    assert call(lambda kube: kube.serves(SPARK_APPLICATION), (404, status(404, "x"), {})).value is False
+    ask = call(lambda kube: kube.served_launchers(), served("tfjobs"), served("mpijobs"), served("sparkapplications"))
+    assert ask.value == ("mpijob", "job", "sparkapplication")
+    assert ask.server.asked[-1][1] == "/apis/sparkoperator.k8s.io/v1beta2"
 
 
 def test_a_kind_without_rights_is_refused_before_it_is_asked_for():

@@ -44,6 +44,7 @@ from finetune_operator.api.types import (
     PreferenceSpec,
     ScriptSpec,
 )
+from finetune_operator.launchers.rows import SUPPORTED
 
 Holds = Callable[[FineTuneJobSpec], bool]
 
@@ -67,8 +68,7 @@ COLUMN_TASKS: Mapping[str, tuple[Task, ...]] = {
 
 RESERVED_PREFIXES = (
     "finetune.dev/",
-    "training.kubeflow.org/",
-    "batch.kubernetes.io/",
+    *dict.fromkeys(prefix for each in SUPPORTED for prefix in each.reserved.label_prefixes),
     "app.kubernetes.io/managed-by",
     "app.kubernetes.io/component",
 )

@@ -24,6 +24,7 @@ from finetune_contract.choices import (
     Task,
 )
 from finetune_contract.pods import preparing_pods
+from finetune_operator.launchers.rows import TrainingLauncher, to_come
 
 GROUP = "finetune.dev"
 VERSION = "v1alpha1"
@@ -39,7 +40,6 @@ MAX_INT = 2**31 - 1
 
 Auto: TypeAlias = Literal["auto"]
 Scheme: TypeAlias = Literal["hf", "s3", "gs", "az", "pvc", "file", "pkg"]
-LauncherName: TypeAlias = Literal["pytorchjob", "mpijob", "trainjob", "jobset", "job"]
 StrategyChoice: TypeAlias = Literal["auto", "single", "ddp", "fsdp", "deepspeed"]
 
 # Kubernetes' own rules, from apimachinery's validation: RFC 1123 labels and subdomains, resource quantities.
@@ -896,10 +896,10 @@ class FineTuneJobSpec(SpecModel):
     resources: ResourcesSpec = Field(
         default=ResourcesSpec(), description="What the job takes. Left out: one node, CPU only."
     )
-    launcher: Literal["auto", "pytorchjob", "mpijob", "trainjob", "jobset", "job"] = Field(
+    launcher: Literal["auto", TrainingLauncher] = Field(
         default="auto",
-        description="What runs the training's pods. Default auto: what the cluster serves, else plain Jobs. "
-        "trainjob and jobset are not supported yet.",
+        description="What runs the training's pods. Default auto: what the cluster serves, else plain Jobs."
+        + to_come("not supported yet"),
     )
     storage: StorageSpec = Field(
         default=StorageSpec(), description="Where results lie. Left out: a claim made for the job."

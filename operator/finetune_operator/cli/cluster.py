@@ -21,9 +21,9 @@ from pydantic import Field, ValidationError
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.json_text import loads
+from finetune_operator.api.objects import Meta, Raw
 from finetune_operator.api.types import API_VERSION, GROUP, PLURAL, FineTuneJobStatus
 from finetune_operator.reconcile.observed import pod_view
-from finetune_operator.reconcile.raw import Meta, Raw
 from finetune_operator.reconcile.types import PodView
 from finetune_operator.rendering.pods import CONTAINER_NAME
 from finetune_operator.rendering.types import JOB_LABEL, UID_LABEL

@@ -22,6 +22,7 @@ from rich.console import Console
 from finetune_operator.api.redaction import Redactor
 from finetune_operator.cli.cluster import Cluster, ClusterError, ClusterJob, as_shown
 from finetune_operator.cli.jobview import Page, print_page, utc_now
+from finetune_operator.launchers.rows import SUPPORTED
 
 T = TypeVar("T")
 
@@ -29,10 +30,7 @@ KINDS = {
     "pods": "v1",
     "services": "v1",
     "configmaps": "v1",
-    "jobs": "batch/v1",
-    "pytorchjobs": "kubeflow.org/v1",
-    "mpijobs": "kubeflow.org/v2beta1",
-    "sparkapplications": "sparkoperator.k8s.io/v1beta2",
+    **{each.plural: each.api_version for each in SUPPORTED},
     "networkpolicies": "networking.k8s.io/v1",
 }
 """Plural -> API version of what a job has."""

@@ -16,14 +16,8 @@ from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitF
 from finetune_contract.job import Adapter, Batch, CheckpointSchedule, Strategy, World
 from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.settings import Settings
-from finetune_operator.api.types import (
-    Capacity,
-    FineTuneJob,
-    FineTuneJobSpec,
-    LauncherName,
-    ScriptSpec,
-    TrainingSpec,
-)
+from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobSpec, ScriptSpec, TrainingSpec
+from finetune_operator.launchers.rows import LauncherName
 from finetune_operator.planning.types import Adaptation, MemoryEstimate, PlanLauncher
 
 Value = TypeVar("Value")
@@ -71,8 +65,7 @@ class Draft:
     job: FineTuneJob
     local: bool
     served: tuple[LauncherName, ...]
-    spark: bool
-    """Whether SparkApplications are served."""
+    """Launchers whose kinds the cluster serves."""
     prepared: bool
     """Whether prepare has succeeded."""
     settings: Settings

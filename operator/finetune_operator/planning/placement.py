@@ -12,20 +12,11 @@ from dataclasses import replace
 from finetune_contract.choices import StrategyName
 from finetune_contract.job import World
 from finetune_contract.layout import ENV_CHECKPOINT_SECRET
+from finetune_operator.api.problems import any_of
 from finetune_operator.api.rules import asked_strategy, least_processes
-from finetune_operator.api.types import (
-    FineTuneJobSpec,
-    LauncherName,
-    RunPolicySpec,
-    StorageSpec,
-    TemplateSpec,
-)
+from finetune_operator.api.types import FineTuneJobSpec, RunPolicySpec, StorageSpec, TemplateSpec
+from finetune_operator.launchers.rows import TRAINING, launcher
 from finetune_operator.planning.draft import Draft
-
-LAUNCHER_ORDER: tuple[LauncherName, ...] = ("pytorchjob", "mpijob", "job")
-"""What `auto` prefers, among those that can be rendered: PyTorchJob is the most widely installed and brings its own
-rendezvous; MPIJob needs an ssh server and a launcher pod beside the workers; plain Jobs are always there.
-"""
 
 
 def check_place(draft: Draft) -> Draft:
@@ -95,33 +86,26 @@ def _without_effect(spec: FineTuneJobSpec) -> list[str]:
     return [*(name for name, is_set in blocks.items() if is_set), *policies]
 
 
-_RUN_BY: dict[LauncherName, str] = {
-    "pytorchjob": "the Kubeflow Training Operator, which serves PyTorchJob (kubeflow.org/v1)",
-    "mpijob": "the MPI Operator, which serves MPIJob (kubeflow.org/v2beta1)",
-    "job": "Kubernetes' own Job controller (batch/v1)",
-}
-"""What an administrator installs for each of `LAUNCHER_ORDER`."""
-
-
 def choose_launcher(draft: Draft) -> Draft:
-    """`local` without a cluster, the named one if it is served, else the first served one of `LAUNCHER_ORDER`."""
-    asked, served = draft.spec.launcher, draft.served
+    """`local` without a cluster, the named one if it is served, else the first served one of `TRAINING`."""
+    asked, served = draft.spec.launcher, tuple(name for name in draft.served if name in TRAINING)
     if draft.local:
         draft = replace(draft, launcher="local")
         if asked == "auto":
             return draft.because("launcher local: the stages run as processes of this machine")
         return draft.because(f"launcher local: there is no cluster here; in one, {asked} would run the training")
     if asked != "auto":
-        if asked not in LAUNCHER_ORDER:
+        if asked not in TRAINING:
             return draft.refusing(
                 ("launcher",),
                 asked,
                 "it cannot be rendered yet",
-                f"set launcher to {' or '.join(['auto', *(name for name in LAUNCHER_ORDER if name in served)])}",
+                f"set launcher to {' or '.join(['auto', *(name for name in TRAINING if name in served)])}",
                 "NotYetSupported",
             )
         if asked not in served:
-            install = f"install {_RUN_BY[asked]}"
+            row = launcher(asked)
+            install = f"install {row.installed_by}, which serves {row.served_as}"
             return draft.refusing(
                 ("launcher",),
                 asked,
@@ -130,17 +114,17 @@ def choose_launcher(draft: Draft) -> Draft:
                 "NotSupported",
             )
         return replace(draft, launcher=asked).because(f"launcher {asked}: as asked")
-    chosen = next((name for name in LAUNCHER_ORDER if name in served), None)
+    chosen = next((name for name in TRAINING if name in served), None)
     if chosen is None:
         return draft.refusing(
             ("launcher",),
             asked,
-            f"the cluster has to serve {', '.join(LAUNCHER_ORDER[:-1])} or {LAUNCHER_ORDER[-1]}",
+            f"the cluster has to serve {any_of(TRAINING)}",
             "let the operator create Jobs",
             "NotSupported",
         )
     return replace(draft, launcher=chosen).because(
-        f"launcher {chosen}: the first of {', '.join(LAUNCHER_ORDER)} that is served"
+        f"launcher {chosen}: the first of {', '.join(TRAINING)} that is served"
     )
 
 

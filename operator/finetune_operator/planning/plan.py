@@ -34,6 +34,7 @@ from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.rules import asked_strategy
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import DatasetSpec, FineTuneJob, FineTuneJobSpec
+from finetune_operator.launchers.rows import launcher_of
 from finetune_operator.planning.adapters import choose_adapter
 from finetune_operator.planning.batch import check_batch
 from finetune_operator.planning.capacity import choose_capacity
@@ -149,7 +150,6 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         job=job,
         local=facts.local,
         served=facts.served,
-        spark=facts.spark,
         prepared=facts.prepared,
         settings=settings,
         adaptation=adaptation,
@@ -268,12 +268,13 @@ def choose_engine(draft: Draft) -> Draft:
 def _by_spark(draft: Draft) -> Draft:
     """A SparkApplication, and what it needs of the cluster and of the settings until it has succeeded."""
     path, instead = ("preparation", "engine"), "set it to job or auto"
-    if not (draft.spark or draft.prepared):
+    row = launcher_of(Stage.PREPARE, engine="spark")
+    if not (row.name in draft.served or draft.prepared):
         draft = draft.refusing(
             path,
             "spark",
-            "the cluster has to serve SparkApplication (sparkoperator.k8s.io/v1beta2)",
-            f"install the Kubeflow Spark Operator, or {instead}",
+            f"the cluster has to serve {row.served_as}",
+            f"install {row.installed_by}, or {instead}",
             "NotSupported",
         )
     granted = draft.settings.spark.image is not None and draft.settings.spark.service_account_name is not None

@@ -11,9 +11,7 @@ What is used, and so what the Roles in manifests/operator grant:
 |---|---|---|---|---|
 | finetune.dev | finetunejobs | get list watch delete | jobs | get after a conflict; delete for the time to live |
 | finetune.dev | finetunejobs/status | patch | jobs | status, by server-side apply |
-| batch | jobs | get list watch create delete | jobs | attempts |
-| kubeflow.org | pytorchjobs mpijobs | get list watch create delete | jobs | attempts |
-| sparkoperator.k8s.io | sparkapplications | get list watch create delete | jobs | attempts at prepare |
+| of launchers/rows.py | those of its rows | get list watch create delete | jobs | attempts |
 | "" | configmaps services persistentvolumeclaims | get create | jobs | beside attempts; get when a name is taken |
 | networking.k8s.io | networkpolicies | get create | jobs | before the first attempt; get when a name is taken |
 | "" | pods | list watch | jobs | reports, causes |
@@ -53,7 +51,7 @@ from kubernetes.aio import client, config
 from pydantic import JsonValue
 
 from finetune_operator.api.json_text import loads
-from finetune_operator.api.types import LauncherName
+from finetune_operator.launchers.rows import BUILT_IN, SUPPORTED, LauncherName
 from finetune_operator.reconcile.times import stamp
 from finetune_operator.rendering.types import FIELD_OWNER, Manifest
 from finetune_operator.shell.clock import ClusterClock
@@ -122,10 +120,10 @@ class Resource:
 
 
 FINETUNE_JOB = Resource("finetune.dev/v1alpha1", "FineTuneJob", "finetunejobs")
-JOB = Resource("batch/v1", "Job", "jobs")
-PYTORCH_JOB = Resource("kubeflow.org/v1", "PyTorchJob", "pytorchjobs")
-MPI_JOB = Resource("kubeflow.org/v2beta1", "MPIJob", "mpijobs")
-SPARK_APPLICATION = Resource("sparkoperator.k8s.io/v1beta2", "SparkApplication", "sparkapplications")
+LAUNCHER_RESOURCES: Mapping[LauncherName, Resource] = {
+    each.name: Resource(each.api_version, each.kind, each.plural) for each in SUPPORTED
+}
+JOB = LAUNCHER_RESOURCES["job"]
 POD = Resource("v1", "Pod", "pods")
 CONFIG_MAP = Resource("v1", "ConfigMap", "configmaps")
 SERVICE = Resource("v1", "Service", "services")
@@ -144,10 +142,7 @@ TOKEN_REVIEW = Resource("authentication.k8s.io/v1", "TokenReview", "tokenreviews
 
 RESOURCES: tuple[Resource, ...] = (
     FINETUNE_JOB,
-    JOB,
-    PYTORCH_JOB,
-    MPI_JOB,
-    SPARK_APPLICATION,
+    *LAUNCHER_RESOURCES.values(),
     POD,
     CONFIG_MAP,
     SERVICE,
@@ -162,7 +157,6 @@ RESOURCES: tuple[Resource, ...] = (
 _BY_KIND = {(each.api_version, each.kind): each for each in RESOURCES}
 OPENID = "openid"
 """What requests about the issuer of tokens are about, which is no resource."""
-LAUNCHER_RESOURCES: Mapping[LauncherName, Resource] = {"pytorchjob": PYTORCH_JOB, "mpijob": MPI_JOB, "job": JOB}
 
 
 def resource_of(api_version: str, kind: str) -> Resource:
@@ -487,10 +481,10 @@ class Kube:
         return body.decode("utf-8", "replace")
 
     async def served_launchers(self) -> tuple[LauncherName, ...]:
-        """Launchers whose kinds the API server serves. Plain Jobs always are."""
+        """Launchers whose kinds the API server serves."""
         served: list[LauncherName] = []
         for launcher, resource in LAUNCHER_RESOURCES.items():
-            if resource is JOB or await self.serves(resource):
+            if launcher in BUILT_IN or await self.serves(resource):
                 served.append(launcher)
         return tuple(served)
 

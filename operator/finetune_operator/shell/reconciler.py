@@ -264,7 +264,6 @@ class Reconciler:
             logs=tuple(sorted(memory.logs.items())),
             last_logs=tuple(sorted(memory.last_logs.items())),
             served=self._discovery.served,
-            spark=self._discovery.spark,
             refusals=memory.refusals,
             moved=None if attempt is None else book.moved(*attempt),
             heard_since=self._state.heard_since(),

@@ -14,7 +14,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from finetune_contract.choices import Stage
-from finetune_operator.api.types import LauncherName, ProgressStatus
+from finetune_operator.api.types import ProgressStatus
+from finetune_operator.launchers.rows import LauncherName
 from finetune_operator.reconcile.figures import Fleet, fleet
 from finetune_operator.reconcile.types import JobView, PodView
 from finetune_operator.rendering.types import Manifest, ProgressEndpoint

@@ -27,7 +27,7 @@ from aiohttp import web
 from pydantic import JsonValue
 
 from finetune_operator.api.settings import Settings
-from finetune_operator.api.types import LauncherName
+from finetune_operator.launchers.rows import LauncherName
 from finetune_operator.reconcile.admission import NoReviewError, answer
 from finetune_operator.reconcile.types import JobView
 from finetune_operator.rendering.types import Manifest

@@ -11,8 +11,9 @@ from box_support.box import Box
 from box_support.team import Team, stage_of
 from box_support.watching import watching
 from cluster_support.access import Object
+from finetune_operator.launchers.rows import SUPPORTED, TRAINING
 
-KINDS = {"pytorchjob": "PyTorchJob", "mpijob": "MPIJob", "job": "Job"}
+KINDS = {each.name: each.kind for each in SUPPORTED if each.name in TRAINING}
 ROWS = 267
 """Rows of the test split of Rotten Tomatoes on the claim."""
 
