@@ -20,9 +20,10 @@ from cluster_support.access import Access, kubeconfig_text, wait_until
 from finetune_contract.choices import Stage
 from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.settings import Progress, ProgressTokens, Settings
+from finetune_operator.kubernetes_api.client import connect
 from finetune_operator.rendering.types import ATTEMPT_LABEL, JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL, UID_LABEL
 from finetune_operator.shell.certificates import SECRET_NAME
-from finetune_operator.shell.kube import KEYS_PATH, Kube, connect
+from finetune_operator.shell.kube import KEYS_PATH, Kube
 from finetune_operator.shell.metrics import Metrics
 from finetune_operator.shell.progress_protocol import BODY_LIMIT_BYTES
 from finetune_operator.shell.queue import JobKey, WorkQueue

@@ -11,7 +11,8 @@ import logging
 import time
 
 from finetune_operator.api.types import LauncherName
-from finetune_operator.shell.kube import LAUNCHER_RESOURCES, SPARK_APPLICATION, Kube, Resource
+from finetune_operator.kubernetes_api.resources import LAUNCHER_RESOURCES, SPARK_APPLICATION, Resource
+from finetune_operator.shell.kube import Kube
 
 log = logging.getLogger(__name__)
 
