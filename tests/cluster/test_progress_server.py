@@ -174,7 +174,7 @@ async def replica(
 ) -> AsyncIterator[Replica]:
     """A replica that leads, or stands by for the one that does. `limited`: without any right in the cluster."""
     settings = Settings(progress=Progress(tokens=tokens))
-    api = await connect(given.limited if limited else given.cluster.kubeconfig)
+    api, _ = await connect("finetune-operator", given.limited if limited else given.cluster.kubeconfig, None)
     metrics = Metrics()
     state = OperatorState(
         settings=settings,

@@ -281,7 +281,7 @@ def test_a_list_whose_first_page_is_forgotten_is_begun_anew():
 
 
 def test_a_page_that_is_too_long_is_asked_for_in_smaller_ones(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("finetune_operator.kubernetes_api.client.PAGE_BYTES", 1_000)
+    monkeypatch.setattr("finetune_operator.kubernetes_api.client.ANSWER_BYTES", 1_000)
     long: Answer = (200, {"metadata": {"resourceVersion": "7"}, "items": [{"text": "x" * 2_000}]}, {})
     pages: list[Answer] = [
         (200, {"metadata": {"resourceVersion": "7", "continue": mark}, "items": [{"metadata": {"name": mark}}]}, {})
@@ -297,7 +297,7 @@ def test_a_page_that_is_too_long_is_asked_for_in_smaller_ones(monkeypatch: pytes
 
 
 def test_an_object_that_is_too_long_alone_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("finetune_operator.kubernetes_api.client.PAGE_BYTES", 1_000)
+    monkeypatch.setattr("finetune_operator.kubernetes_api.client.ANSWER_BYTES", 1_000)
     long: Answer = (200, {"metadata": {"resourceVersion": "7"}, "items": [{"text": "x" * 2_000}]}, {})
     ran = call(lambda kube: kube.list_objects(POD), long)
 

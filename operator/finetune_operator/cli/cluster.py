@@ -19,20 +19,8 @@ from pydantic import Field, ValidationError
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.types import GROUP, FineTuneJobStatus
-from finetune_operator.kubernetes_api.configuration import is_configured
-from finetune_operator.kubernetes_api.errors import (
-    ApiError,
-    ForbiddenError,
-    GoneError,
-    NamespaceTerminatingError,
-    NoAnswerError,
-    NoClusterError,
-    NotFoundError,
-    TooManyRequestsError,
-    UnauthorizedError,
-    UnavailableError,
-    in_one_line,
-)
+from finetune_operator.kubernetes_api import errors
+from finetune_operator.kubernetes_api.errors import ApiError, NoClusterError, NotFoundError, in_one_line
 from finetune_operator.kubernetes_api.resources import EVENT, FINETUNE_JOB, POD, Resource
 from finetune_operator.reconcile.observed import pod_view
 from finetune_operator.reconcile.raw import Meta, Raw
@@ -150,20 +138,13 @@ async def connect(connection: Connection) -> AsyncIterator[Cluster]:
             "install finetune-operator[operator]"
         ) from missing
     try:
-        api, namespace = await connect_client(
-            MANAGER, connection.kubeconfig, connection.context, proxies_of_environment=True
-        )
+        api, namespace = await connect_client(MANAGER, connection.kubeconfig, connection.context, proxies=True)
     except NoClusterError as error:
         raise ClusterError(str(error)) from error
     async with api:
         # A person sees at once that the cluster is away, and what follows a job tries again by itself.
         client = KubernetesClient(api, MANAGER, tries=1, connect_seconds=CONNECT_SECONDS)
         yield Cluster(client, connection.namespace or namespace)
-
-
-def is_known(connection: Connection) -> bool:
-    """Return whether there is a kubeconfig, or this is a pod."""
-    return is_configured(connection.kubeconfig)
 
 
 # -------------------------------------------------------------------------------------------------------------- reading
@@ -246,7 +227,7 @@ class Cluster:
         """
         version, fields = int(job.metadata.resource_version), f"metadata.name={job.name}"
         events = self._client.watch(FINETUNE_JOB, version, job.metadata.namespace, fields=fields)
-        with self._in_words(), suppress(GoneError):
+        with self._in_words(), suppress(errors.GoneError):
             async with aclosing(events):
                 async for event in events:
                     if event.type != "BOOKMARK":
@@ -293,19 +274,19 @@ def _in_words(error: ApiError, server: str) -> ClusterError:
     """Return what a person reads."""
     cause = error.__cause__
     match error:
-        case NoAnswerError() if isinstance(cause, TimeoutError):
+        case errors.NoAnswerError() if isinstance(cause, TimeoutError):
             return UnreachableError(f"the API server at {server} does not answer in time")
-        case NoAnswerError():
+        case errors.NoAnswerError():
             return UnreachableError(
                 f"the API server at {server} cannot be reached: {in_one_line(cause or error)}. "
                 "Is the cluster up, and is this the right --context?"
             )
-        case TooManyRequestsError() | UnavailableError():
+        case errors.TooManyRequestsError() | errors.UnavailableError():
             text = f"the API server at {server} cannot answer now ({error.code}: {error.message})"
             return UnreachableError(text, error.code)
-        case UnauthorizedError():
+        case errors.UnauthorizedError():
             text = f"the API server at {server} does not accept the kubeconfig's credentials; log in again"
-        case ForbiddenError() | NamespaceTerminatingError():
+        case errors.ForbiddenError() | errors.NamespaceTerminatingError():
             text = f"not allowed: {error.message}. Ask the cluster's administrator for that right, or name another -n"
         case _:
             text = f"the API server at {server} answered {error.code}: {error.message}"

@@ -22,20 +22,14 @@ from rich.console import Console
 from finetune_operator.api.redaction import Redactor
 from finetune_operator.cli.cluster import Cluster, ClusterError, ClusterJob, as_shown
 from finetune_operator.cli.jobview import Page, print_page, utc_now
-from finetune_operator.kubernetes_api.resources import (
-    CONFIG_MAP,
-    JOB,
-    MPI_JOB,
-    NETWORK_POLICY,
-    POD,
-    PYTORCH_JOB,
-    SERVICE,
-    SPARK_APPLICATION,
-)
+from finetune_operator.kubernetes_api import resources
 
 T = TypeVar("T")
 
-KINDS = (POD, SERVICE, CONFIG_MAP, JOB, PYTORCH_JOB, MPI_JOB, SPARK_APPLICATION, NETWORK_POLICY)
+KINDS = (
+    resources.POD, resources.SERVICE, resources.CONFIG_MAP, resources.JOB, resources.PYTORCH_JOB, resources.MPI_JOB,
+    resources.SPARK_APPLICATION, resources.NETWORK_POLICY,
+)  # fmt: skip
 """What a job has."""
 LOG_LINES = 5000
 """Of each pod, the last ones."""

@@ -23,18 +23,10 @@ from kubernetes.aio import client
 from pydantic import JsonValue
 
 from finetune_operator.api.json_text import loads
+from finetune_operator.kubernetes_api import errors
 from finetune_operator.kubernetes_api.answers import Lines, Page, WatchEvent, delay, event_of, page_of
 from finetune_operator.kubernetes_api.configuration import configure
-from finetune_operator.kubernetes_api.errors import (
-    ApiError,
-    GoneError,
-    NoAnswerError,
-    NotFoundError,
-    TooLongError,
-    TooManyRequestsError,
-    UnavailableError,
-    error_of,
-)
+from finetune_operator.kubernetes_api.errors import ApiError, UnavailableError, error_of
 from finetune_operator.kubernetes_api.resources import POD, Resource, resource_of
 from finetune_operator.rendering.types import Manifest
 
@@ -49,9 +41,9 @@ WATCH_SECONDS = 300
 SILENCE_SECONDS = 150.0
 """Of a watch. The server sends a bookmark about once a minute; two that are missing mean a dead connection."""
 PAGE = 500
-PAGE_BYTES = 16 * 1024 * 1024
-"""Of one page of a list; a longer one is requested again with fewer objects. One object has about 3 MiB at most, and
-anybody who may create jobs may store many of that size.
+ANSWER_BYTES = 16 * 1024 * 1024
+"""Longest answer; a longer page of a list is requested again with fewer objects. One object has about 3 MiB at most,
+and anybody who may create jobs may store many of that size.
 """
 SMALLER = 8
 AT_ONCE_BYTES = 128 * 1024
@@ -59,33 +51,19 @@ AT_ONCE_BYTES = 128 * 1024
 LOG_LINE_BYTES = 1024 * 1024
 """A longer line of a log is passed on in parts: what runs in a pod decides when a line ends."""
 MERGE_PATCH = "application/merge-patch+json"
-_METHODS: Mapping[Verb, str] = {
-    "get": "GET",
-    "list": "GET",
-    "watch": "GET",
-    "create": "POST",
-    "update": "PUT",
-    "patch": "PATCH",
-    "delete": "DELETE",
-}
+_METHODS: Mapping[Verb, str] = {"create": "POST", "update": "PUT", "patch": "PATCH", "delete": "DELETE"}
+"""All others are GET."""
 
 
 async def connect(
-    manager: str,
-    kubeconfig: Path | None = None,
-    context: str | None = None,
-    *,
-    pool: int | None = None,
-    proxies_of_environment: bool = False,
+    manager: str, kubeconfig: Path | None, context: str | None, pool: int | None = None, *, proxies: bool = False
 ) -> tuple[client.ApiClient, str]:
     """Return a client for the configured cluster, and the namespace of its context. NoClusterError.
 
-    `manager` is the user agent. At most `pool` connections are open at once (None: the library's default). Without
-    `proxies_of_environment` aiohttp does not read ~/.netrc before each request.
+    `manager` is the user agent. At most `pool` connections are open at once (None: the library's default). `proxies`:
+    take them from the environment; aiohttp then reads ~/.netrc before each request.
     """
-    configuration = client.Configuration(
-        connection_pool_maxsize=pool, client_session_kwargs={"trust_env": proxies_of_environment}
-    )
+    configuration = client.Configuration(connection_pool_maxsize=pool, client_session_kwargs={"trust_env": proxies})
     namespace = await configure(configuration, kubeconfig, context)
     api = client.ApiClient(configuration=configuration)
     api.user_agent = f"{manager}/{distribution_version('finetune-operator')}"
@@ -105,8 +83,6 @@ class Request:
     content_type: str = "application/json"
     seconds: float | None = REQUEST_SECONDS
     """Of the whole answer; None: as long as it goes on."""
-    most: int | None = None
-    """Longest answer in bytes; None: any."""
     tries: int | None = None
     """None: as often as the client does."""
 
@@ -143,11 +119,7 @@ class KubernetesClient:
         return await self._json(Request("get", path, counted))
 
     async def list_objects(
-        self,
-        resource: Resource,
-        namespace: str | None = None,
-        labels: str | None = None,
-        fields: str | None = None,
+        self, resource: Resource, namespace: str | None = None, labels: str | None = None, fields: str | None = None
     ) -> tuple[list[Manifest], int]:
         """Return all objects, of one namespace or of all, and their resource version: for lists that fit in memory."""
         items: list[Manifest] = []
@@ -160,11 +132,7 @@ class KubernetesClient:
         return items, version
 
     async def pages(
-        self,
-        resource: Resource,
-        namespace: str | None = None,
-        labels: str | None = None,
-        fields: str | None = None,
+        self, resource: Resource, namespace: str | None = None, labels: str | None = None, fields: str | None = None
     ) -> AsyncGenerator[Page, None]:
         """Yield the same in pages, so that no more than one is in memory. The list starts again, with a page that is
         the first again, when the server no longer has the version of the first page.
@@ -175,15 +143,15 @@ class KubernetesClient:
             query = _given(
                 {"limit": str(limit), "labelSelector": labels, "fieldSelector": fields, "continue": next_page}
             )
-            request = Request("list", path, resource.plural, query, seconds=LIST_SECONDS, most=PAGE_BYTES)
+            request = Request("list", path, resource.plural, query, seconds=LIST_SECONDS)
             try:
                 answer = await self._json(request)
-            except GoneError:
+            except errors.GoneError:
                 left, next_page = left - 1, ""
                 if not left:
                     raise
                 continue
-            except TooLongError:
+            except errors.TooLongError:
                 if limit == 1:
                     raise
                 limit = max(1, limit // SMALLER)
@@ -266,7 +234,7 @@ class KubernetesClient:
             body["dryRun"] = ["All"]
         try:
             left = await self._json(Request("delete", resource.path(namespace, name), resource.plural, body=body))
-        except NotFoundError:
+        except errors.NotFoundError:
             return None
         return left if left.get("kind") == resource.kind else None
 
@@ -293,7 +261,7 @@ class KubernetesClient:
                 answer = await self._once(request)
             except ApiError as error:
                 self._count(request, error.code, began)
-                if attempt == tries or not isinstance(error, TooManyRequestsError | UnavailableError):
+                if attempt == tries or not isinstance(error, errors.TooManyRequestsError | UnavailableError):
                     raise
                 await self.sleep(delay(attempt, error.retry_after, random.random()))
             else:
@@ -307,7 +275,7 @@ class KubernetesClient:
                 answer = await _whole(request, response)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self._failed()
-            raise NoAnswerError(str(request), 0, "", f"no answer: {error or type(error).__name__}") from error
+            raise errors.NoAnswerError(str(request), 0, "", f"no answer: {error or type(error).__name__}") from error
         if response.status >= 300:
             raise error_of(str(request), response.status, answer, response.headers.get("Retry-After"))
         self._answered()
@@ -323,7 +291,7 @@ class KubernetesClient:
                 self._count(request, answer.status, began)
                 if answer.status >= 300:
                     retry_after = answer.headers.get("Retry-After")
-                    raise error_of(str(request), answer.status, await answer.read(), retry_after)
+                    raise error_of(str(request), answer.status, await _whole(request, answer), retry_after)
                 self._answered()
                 async for chunk in answer.content.iter_any():
                     for line in lines.take(chunk):
@@ -331,7 +299,7 @@ class KubernetesClient:
                 if lines.rest:
                     yield lines.rest
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise NoAnswerError(str(request), 0, "", f"broken: {error or type(error).__name__}") from error
+            raise errors.NoAnswerError(str(request), 0, "", f"broken: {error or type(error).__name__}") from error
 
     @asynccontextmanager
     async def _sent(
@@ -340,7 +308,7 @@ class KubernetesClient:
         """The answer to one request, whose body is still to be read."""
         timeout = aiohttp.ClientTimeout(request.seconds, sock_connect=self.connect_seconds, sock_read=silence_seconds)
         method, url, headers, sent, _ = await self.api.param_serialize(
-            _METHODS[request.verb],
+            _METHODS.get(request.verb, "GET"),
             request.path,
             query_params=list(request.query.items()),
             header_params={"Accept": "application/json, */*", "Content-Type": request.content_type},
@@ -379,13 +347,11 @@ async def _parsed(text: bytes) -> JsonValue:
 
 
 async def _whole(request: Request, response: aiohttp.ClientResponse) -> bytes:
-    """Return the body. TooLongError when it is longer than was asked for."""
-    if request.most is None:
-        return await response.read()
+    """Return the body. TooLongError."""
     body = bytearray()
     async for chunk in response.content.iter_any():
         body += chunk
-        if len(body) > request.most:
+        if len(body) > ANSWER_BYTES:
             response.close()
-            raise TooLongError(str(request), 0, "", f"the answer has more than {request.most:,} bytes")
+            raise errors.TooLongError(str(request), 0, "", f"the answer has more than {ANSWER_BYTES:,} bytes")
     return bytes(body)

@@ -41,31 +41,14 @@ EVENT = Resource("v1", "Event", "events")
 NETWORK_POLICY = Resource("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 SECRET = Resource("v1", "Secret", "secrets")
 LEASE = Resource("coordination.k8s.io/v1", "Lease", "leases")
-WEBHOOK = Resource(
-    "admissionregistration.k8s.io/v1",
-    "ValidatingWebhookConfiguration",
-    "validatingwebhookconfigurations",
-    namespaced=False,
-)
+_WEBHOOK = "ValidatingWebhookConfiguration"
+WEBHOOK = Resource("admissionregistration.k8s.io/v1", _WEBHOOK, f"{_WEBHOOK.lower()}s", namespaced=False)
 TOKEN_REVIEW = Resource("authentication.k8s.io/v1", "TokenReview", "tokenreviews", namespaced=False)
 
-RESOURCES: tuple[Resource, ...] = (
-    FINETUNE_JOB,
-    JOB,
-    PYTORCH_JOB,
-    MPI_JOB,
-    SPARK_APPLICATION,
-    POD,
-    CONFIG_MAP,
-    SERVICE,
-    CLAIM,
-    NETWORK_POLICY,
-    EVENT,
-    SECRET,
-    LEASE,
-    TOKEN_REVIEW,
-    WEBHOOK,
-)
+RESOURCES = (
+    FINETUNE_JOB, JOB, PYTORCH_JOB, MPI_JOB, SPARK_APPLICATION, POD, CONFIG_MAP, SERVICE, CLAIM, NETWORK_POLICY, EVENT,
+    SECRET, LEASE, TOKEN_REVIEW, WEBHOOK,
+)  # fmt: skip
 _BY_KIND = {(each.api_version, each.kind): each for each in RESOURCES}
 OPENID = "openid"
 """What requests about the issuer of tokens are about, which is no resource."""

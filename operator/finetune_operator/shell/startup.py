@@ -191,7 +191,7 @@ async def run(options: Options, decide: Decide) -> None:
         loop.add_signal_handler(number, stopping.set)
     watches = FOLLOWED_KINDS * max(1, len(options.settings.namespaces))
     pool = 2 * options.workers + SPARE_CONNECTIONS + watches
-    api, _ = await connect(FIELD_OWNER, options.kubeconfig, options.context, pool=pool)
+    api, _ = await connect(FIELD_OWNER, options.kubeconfig, options.context, pool)
     try:
         metrics = Metrics(options.settings.currency)
         servers = Servers(
