@@ -12,30 +12,27 @@ import yaml
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
-from finetune_operator.shell.kube import (
-    FINETUNE_JOB,
-    FIRST_DELAY_SECONDS,
-    JOB,
-    POD,
-    TRIES,
+from finetune_operator.kubernetes_api.answers import FIRST_DELAY_SECONDS
+from finetune_operator.kubernetes_api.client import TRIES
+from finetune_operator.kubernetes_api.errors import (
     AlreadyExistsError,
     ApiError,
     ConflictError,
     ForbiddenError,
     GoneError,
     InvalidError,
-    Kube,
     NamespaceTerminatingError,
+    NoAnswerError,
     NotFoundError,
     TooLongError,
     TooManyRequestsError,
     UnauthorizedError,
     UnavailableError,
     WebhookError,
-    as_yaml,
     error_of,
-    resource_of,
 )
+from finetune_operator.kubernetes_api.resources import FINETUNE_JOB, JOB, POD, resource_of
+from finetune_operator.shell.kube import Kube, as_yaml
 from finetune_operator.shell.serving import KubeKeys
 from finetune_operator.shell.token_keys import KeysUnavailableError
 
@@ -284,7 +281,7 @@ def test_a_list_whose_first_page_is_forgotten_is_begun_anew():
 
 
 def test_a_page_that_is_too_long_is_asked_for_in_smaller_ones(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("finetune_operator.shell.kube.PAGE_BYTES", 1_000)
+    monkeypatch.setattr("finetune_operator.kubernetes_api.client.ANSWER_BYTES", 1_000)
     long: Answer = (200, {"metadata": {"resourceVersion": "7"}, "items": [{"text": "x" * 2_000}]}, {})
     pages: list[Answer] = [
         (200, {"metadata": {"resourceVersion": "7", "continue": mark}, "items": [{"metadata": {"name": mark}}]}, {})
@@ -300,7 +297,7 @@ def test_a_page_that_is_too_long_is_asked_for_in_smaller_ones(monkeypatch: pytes
 
 
 def test_an_object_that_is_too_long_alone_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("finetune_operator.shell.kube.PAGE_BYTES", 1_000)
+    monkeypatch.setattr("finetune_operator.kubernetes_api.client.ANSWER_BYTES", 1_000)
     long: Answer = (200, {"metadata": {"resourceVersion": "7"}, "items": [{"text": "x" * 2_000}]}, {})
     ran = call(lambda kube: kube.list_objects(POD), long)
 
@@ -460,7 +457,7 @@ WATCH_ERRORS: dict[str, tuple[Answer, type[ApiError]]] = {
     "no rights": ((403, status(403, "Forbidden"), {}), ForbiddenError),
     "a line that is no event": ((200, "<html>\n", {}), UnavailableError),
     "an event without a version": ((200, json.dumps({"type": "ADDED", "object": {}}) + "\n", {}), UnavailableError),
-    "no answer": ((0, "", {}), UnavailableError),
+    "no answer": ((0, "", {}), NoAnswerError),
 }  # fmt: skip
 
 

@@ -10,8 +10,9 @@ import asyncio
 import logging
 import time
 
+from finetune_operator.kubernetes_api.resources import LAUNCHER_RESOURCES, Resource
 from finetune_operator.launchers.rows import BUILT_IN, LauncherName
-from finetune_operator.shell.kube import LAUNCHER_RESOURCES, Kube, Resource
+from finetune_operator.shell.kube import Kube
 
 log = logging.getLogger(__name__)
 
