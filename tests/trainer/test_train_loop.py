@@ -171,7 +171,7 @@ def test_label_smoothing_is_in_the_loss_of_the_whole_global_batch(here, bench):
     import torch
 
     from finetune_trainer.data.prepared import PreparedData
-    from finetune_trainer.tasks.base import task_module
+    from finetune_trainer.tasks.registry import task_module
     from finetune_trainer.training.order import EpochOrder
 
     run = here.spread("single", 1, micro=4).with_training(max_steps=1, label_smoothing=0.3)

@@ -12,7 +12,7 @@ from finetune_operator.api.rules import COLUMN_TASKS, RULES
 from finetune_operator.cli.checking import data_question
 from finetune_trainer.data.prepare import parts_of
 from finetune_trainer.failures import StageError
-from finetune_trainer.tasks.base import task_module
+from finetune_trainer.tasks.registry import task_module
 from planning_support.cases import job
 
 

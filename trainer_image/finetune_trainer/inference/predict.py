@@ -27,7 +27,8 @@ from finetune_trainer.data.prepared import PreparedData, PreparedSplit, arrow_ta
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.runner import Means, answers_of, model_to_use
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.base import Answer, task_module, task_of
+from finetune_trainer.tasks.base import Answer
+from finetune_trainer.tasks.registry import task_module, task_of
 from finetune_trainer.uris import Uri, local_path
 
 _CHUNK_ROWS = 4096

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from finetune_trainer.data.prepared import PreparedData, PreparedSplit
-    from finetune_trainer.tasks.base import Answer, Objective
+    from finetune_trainer.tasks.base import Answer, Objective, Writer
     from finetune_trainer.tasks.figures import Confusion
-    from finetune_trainer.tasks.writing import Writer
 
 
 def labels_of(config: PretrainedConfig, head: str) -> tuple[str, ...] | None:

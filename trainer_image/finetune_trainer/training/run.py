@@ -41,7 +41,8 @@ from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.strategies.base import Strategy, tied_names
 from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
-from finetune_trainer.tasks.base import TaskModule, compared, task_of
+from finetune_trainer.tasks.base import TaskModule, compared
+from finetune_trainer.tasks.registry import task_of
 from finetune_trainer.training.activations import InHostMemory, OnDevice
 from finetune_trainer.training.arguments import refused_arguments, training_arguments
 from finetune_trainer.training.dealing import Deal
