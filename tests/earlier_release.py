@@ -12,16 +12,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-COMMIT_FILE = Path(__file__).with_name("upgrade-from")
-"""Holds the commit: the last one whose jobs and checkpoints this tree has to continue."""
+COMMIT = "f169ec4c4c4df50ab40e205882dd858788b6fc1b"
+"""The last release, whose jobs and checkpoints this tree continues; set it anew with each release."""
 
 
 def unpack(folder: Path, *paths: str) -> Path:
     """Write these paths of the earlier release into `folder`; the test is skipped without git's history."""
-    commit = COMMIT_FILE.read_text(encoding="utf-8").strip()
-    archive = subprocess.run(["git", "-C", str(ROOT), "archive", commit, *paths], capture_output=True, check=False)
+    archive = subprocess.run(["git", "-C", str(ROOT), "archive", COMMIT, *paths], capture_output=True, check=False)
     if archive.returncode:
-        pytest.skip(f"git's history does not hold commit {commit[:7]}: {archive.stderr.decode().strip()}")
+        pytest.skip(f"git's history does not hold commit {COMMIT[:7]}: {archive.stderr.decode().strip()}")
     with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as content:
         content.extractall(folder, filter="data")
     return folder

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from earlier_release import python_path, unpack
 
 from cluster_support.access import Api, Object
 from cluster_support.control_plane import Cluster
@@ -24,6 +23,7 @@ from cluster_support.world import (
     stage_of,
     states,
 )
+from earlier_release import python_path, unpack
 from finetune_operator.api.types import API_VERSION, PLURAL
 
 PATIENT_SETTINGS = merged(SETTINGS, {"limits": {"restartDelaySeconds": 3600, "restartDelayMostSeconds": 3600}})
