@@ -14,4 +14,4 @@ TOOLS = SHARED / "tools"
 
 def missing(part: Path) -> str:
     """Return the reason why a test that needs this part is skipped."""
-    return f"{VARIABLE} names no folder with {part.relative_to(SHARED)}, and ../shared has none"
+    return f"{part} is not there; set {VARIABLE} to a folder that has {part.relative_to(SHARED)}"
