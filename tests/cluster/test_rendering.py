@@ -15,6 +15,7 @@ from cluster_support.control_plane import Cluster
 from finetune_operator.cli.yaml_text import documents as yaml_text
 from finetune_operator.launchers.rows import SUPPORTED, LauncherName
 from golden_cases import JOBS, NAMESPACE, golden_manifests
+from suite_plugins.shared import CRDS, missing
 
 RENDERED = [(job, launcher) for job in JOBS for launcher in golden_manifests(job)]
 PRIORITY_CLASSES = ("finetune-golden-high",)
@@ -96,7 +97,7 @@ def pods_of(manifests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def needs(cluster: Cluster, manifests: Sequence[dict[str, Any]]) -> None:
     for kind in {each["kind"] for each in manifests} & CUSTOM.keys():
         if cluster.kubectl("get", "crd", CUSTOM[kind]).returncode != 0:
-            pytest.skip(f"the cluster does not serve {kind}, and ../shared/crds is not there to install it")
+            pytest.skip(f"the cluster does not serve {kind}; {missing(CRDS)}")
 
 
 def test_there_are_manifests_of_every_kind_of_child():

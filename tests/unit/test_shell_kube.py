@@ -12,7 +12,7 @@ import yaml
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
-from finetune_operator.kubernetes_api.answers import FIRST_DELAY_SECONDS
+from finetune_operator.kubernetes_api.answers import FIRST_DELAY_SECONDS, Lines
 from finetune_operator.kubernetes_api.client import TRIES
 from finetune_operator.kubernetes_api.errors import (
     AlreadyExistsError,
@@ -278,6 +278,22 @@ def test_a_list_whose_first_page_is_forgotten_is_begun_anew():
     ran = call(lambda kube: kube.list_objects(POD), first, (410, status(410, "Expired"), {}), whole)
 
     assert ran.value == ([], 9)
+
+
+def test_an_item_of_a_list_that_is_no_object_costs_that_item_only():
+    page: Answer = (200, {"metadata": {"resourceVersion": "7"}, "items": [None, 3, {"metadata": {"name": "a"}}]}, {})
+    items, _ = call(lambda kube: kube.list_objects(POD), page).value
+    assert [item["metadata"]["name"] for item in items] == ["a"]
+
+
+def test_an_answer_that_is_no_list_is_an_error():
+    assert isinstance(call(lambda kube: kube.list_objects(POD), OK).error, UnavailableError)
+
+
+def test_a_log_line_without_an_end_is_passed_on_in_parts():
+    lines = Lines(longest=4)
+    taken = [line for chunk in (b"ab\ncd", b"efgh", b"i\nj") for line in lines.take(chunk)]
+    assert (taken, lines.rest) == ([b"ab", b"cdefgh", b"i"], b"j")
 
 
 def test_a_page_that_is_too_long_is_asked_for_in_smaller_ones(monkeypatch: pytest.MonkeyPatch):
