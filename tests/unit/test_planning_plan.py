@@ -536,6 +536,25 @@ def test_no_way_out_of_fp8_leads_to_an_adapter_that_does_not_multiply_in_it():
     assert "deepspeed" not in ways
 
 
+@pytest.mark.parametrize(
+    ("parallelism", "gpus", "way"),
+    [
+        ({}, 1, "set model.adapter.method to lora, which trains"),
+        ({"strategy": "fsdp"}, 1, "set model.adapter.method to lora and parallelism.strategy to auto, which trains"),
+        ({"tensor": 2}, 2, "set model.adapter.method to lora and leave parallelism out, which trains"),
+    ],
+    ids=["a free strategy", "a strategy that holds no adapter", "split layers"],
+)
+def test_adapter_is_offered_where_it_fits_and_the_model_does_not(parallelism, gpus, way):
+    hardware = parse_hardware(f"gpus={gpus},gpu=L4,memory=24Gi,hostMemory=64Gi")
+    spec = {"task": "text-generation", "resources": {"gpusPerNode": gpus}, "parallelism": parallelism}
+    (problem,) = refused(spec, hardware=hardware, model=LLAMA_7B)
+    assert way in problem[3]
+    model = {"uri": "hf://a/b", "adapter": {"method": "lora"}}
+    followed = {**spec, "model": model, "parallelism": {}}
+    assert planned(followed, hardware=hardware, model=LLAMA_7B).memory.total_bytes <= 24 * 2**30
+
+
 def test_fp8_is_estimated_faster_than_bf16_when_it_is_compiled_and_slower_else():
     def seconds(precision: str, **arguments: Any) -> float:
         spec = in_fp8(training={"precision": precision, "arguments": arguments})

@@ -722,15 +722,20 @@ def _greater_ways_out(draft: Draft) -> Iterator[str]:
         "lora": "trains a small part of the weights",
         "qlora": "trains a small part of the weights and holds others in 4 bits",
     }
-    for method, what in methods.items():
-        if adapter.method != "none" and method == "lora":
-            continue
-        model = draft.spec.model.model_copy(update={"adapter": adapter.model_copy(update={"method": method})})
-        changed = choose_adapter(with_spec(draft, draft.spec.model_copy(update={"model": model})))
-        found = None if changed.problems else first_fit(changed, asked, micro_batches(changed))
-        if found is not None:
-            yield f"set model.adapter.method to {method}, which {what} ({found.strategy.label}, {_takes(draft, found)})"
-            return
+    free = ParallelismSpec(placement=asked.placement)
+    freed = "leave parallelism out" if asked.replica_ranks > 1 else _set_free(asked).removeprefix("set ")
+    for parallelism, step in ((asked, ""), *(((free, f" and {freed}"),) if freed else ())):
+        for method, what in methods.items():
+            if adapter.method != "none" and method == "lora":
+                continue
+            model = draft.spec.model.model_copy(update={"adapter": adapter.model_copy(update={"method": method})})
+            spec = draft.spec.model_copy(update={"model": model, "parallelism": parallelism})
+            changed = choose_adapter(with_spec(draft, spec))
+            found = None if changed.problems else first_fit(changed, parallelism, micro_batches(changed))
+            if found is not None:
+                takes = f"{found.strategy.label}, {_takes(draft, found)}"
+                yield f"set model.adapter.method to {method}{step}, which {what} ({takes})"
+                return
 
 
 def _more(draft: Draft, best: Fit) -> str:
