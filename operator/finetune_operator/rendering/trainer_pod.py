@@ -26,7 +26,15 @@ from finetune_contract.layout import (
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.types import JobPlan
 from finetune_operator.rendering.claims import Storage, storage
-from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, fingerprint, stage_files
+from finetune_operator.rendering.contract import (
+    DEEPSPEED_FILE,
+    JOB_FILE,
+    Starter,
+    fingerprint,
+    launch_arguments,
+    stage_arguments,
+    stage_files,
+)
 from finetune_operator.rendering.deepspeed import OFFLOAD_FOLDER, deepspeed_config, uses_offload_folder
 from finetune_operator.rendering.pods import (
     Container,
@@ -150,7 +158,7 @@ class StagePods:
         return world.processes_per_node
 
     @property
-    def starter(self) -> Literal["process", "index", "torchrun", "mpirun"]:
+    def starter(self) -> Starter:
         """What starts the ranks."""
         world = self.plan.trainer.world
         if self.stage is Stage.PREPARE and self.plan.trainer.preparation.engine == "job":
@@ -203,7 +211,7 @@ def _container(pods: StagePods, role: Role, folders: Storage) -> Container:
     container = Container(
         image=spec.image or defaults.image,
         image_pull_policy=spec.image_pull_policy or defaults.image_pull_policy,
-        command=_launch(pods, folders),
+        command=("python", "-m", "finetune_trainer", *_launch(pods, folders)),
         env=(*_environment(pods, role, folders), *_secrets(pods)),
         env_from_secret=None if spec.secrets.storage is None else spec.secrets.storage.name,
         mounts=_mounts(pods, folders),
@@ -222,16 +230,8 @@ def _container(pods: StagePods, role: Role, folders: Storage) -> Container:
 
 
 def _launch(pods: StagePods, folders: Storage) -> tuple[str, ...]:
-    deepspeed = ("--deepspeed", f"{CONFIG}/{DEEPSPEED_FILE}") if DEEPSPEED_FILE in pods.files else ()
-    return (
-        *("python", "-m", "finetune_trainer", "launch", *_stage_arguments(pods, folders)),
-        *deepspeed,
-        *("--with", pods.starter),
-    )
-
-
-def _stage_arguments(pods: StagePods, folders: Storage) -> tuple[str, ...]:
-    return (pods.stage.value, "--job", f"{CONFIG}/{JOB_FILE}", "--workspace", folders.workspace)
+    deepspeed = f"{CONFIG}/{DEEPSPEED_FILE}" if DEEPSPEED_FILE in pods.files else None
+    return launch_arguments(pods.stage, f"{CONFIG}/{JOB_FILE}", folders.workspace, pods.starter, deepspeed)
 
 
 # ---------------------------------------------------------------------------------------------------------------- Spark
@@ -239,7 +239,8 @@ def _stage_arguments(pods: StagePods, folders: Storage) -> tuple[str, ...]:
 
 def spark_arguments(pods: StagePods) -> tuple[str, ...]:
     """Of the trainer's own program, which Spark's driver runs in its process."""
-    return _stage_arguments(pods, storage(pods.context.spec, pods.names, pods.stage))
+    folders = storage(pods.context.spec, pods.names, pods.stage)
+    return stage_arguments(pods.stage, f"{CONFIG}/{JOB_FILE}", folders.workspace)
 
 
 def spark_driver(pods: StagePods) -> Pod:
