@@ -223,7 +223,7 @@ class JobPaths:
 
     @property
     def reports(self) -> Path:
-        """`<stage>-<rank>.json`: the reports of a local run."""
+        """`<stage>-<rank>.json`: what the launcher of each stage of a local run reports, of the rank that decided it."""
         return self.root / "reports"
 
     @property
