@@ -223,7 +223,7 @@ class JobPaths:
 
     @property
     def reports(self) -> Path:
-        """`<stage>-<rank>.json`: what the launcher of each stage of a local run reports, of the rank that decided it."""
+        """`<stage>-<rank>.json`: reports of the launchers of a local run; by the rank that each is about."""
         return self.root / "reports"
 
     @property
