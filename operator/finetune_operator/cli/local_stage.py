@@ -24,6 +24,7 @@ from finetune_contract.report import TrainerReport
 from finetune_operator.api.types import FailureStatus
 from finetune_operator.cli.measure import TRAINER
 from finetune_operator.planning.types import JobPlan
+from finetune_operator.rendering.contract import Starter, launch_arguments
 
 KILL_SECONDS = 10
 LOG_LINES = 15
@@ -32,14 +33,11 @@ LOG_BYTES = 4096
 
 def stage_command(stage: Stage, paths: JobPaths, planned: JobPlan) -> list[str]:
     """The command line of a stage: its launcher, with torchrun for a training of several processes."""
-    training, world = planned.trainer.training, planned.trainer.world
-    several = stage is Stage.TRAIN and world is not None and world.size > 1
-    command = [sys.executable, "-m", TRAINER, "launch", stage.value]
-    command += ["--job", str(paths.job), "--workspace", str(paths.root.parent)]
-    command += ["--attached", "--with", "torchrun" if several else "process"]
-    if stage is Stage.TRAIN and training is not None and training.strategy.name == "deepspeed":
-        command += ["--deepspeed", str(paths.deepspeed)]
-    return command
+    world = planned.trainer.world
+    starter: Starter = "torchrun" if stage is Stage.TRAIN and world is not None and world.size > 1 else "process"
+    deepspeed = str(paths.deepspeed) if stage is Stage.TRAIN and paths.deepspeed.exists() else None
+    arguments = launch_arguments(stage, str(paths.job), str(paths.root.parent), starter, deepspeed)
+    return [sys.executable, "-m", TRAINER, *arguments, "--attached"]
 
 
 class StageProcess:

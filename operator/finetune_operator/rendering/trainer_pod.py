@@ -25,7 +25,15 @@ from finetune_operator.launchers.rows import launcher
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.types import JobPlan
 from finetune_operator.rendering.claims import Storage, storage
-from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, fingerprint, stage_files
+from finetune_operator.rendering.contract import (
+    DEEPSPEED_FILE,
+    JOB_FILE,
+    Starter,
+    fingerprint,
+    launch_arguments,
+    stage_arguments,
+    stage_files,
+)
 from finetune_operator.rendering.deepspeed import OFFLOAD_FOLDER, deepspeed_config, uses_offload_folder
 from finetune_operator.rendering.pods import (
     Container,
@@ -155,7 +163,7 @@ class StagePods:
         return world.processes_per_node
 
     @property
-    def starter(self) -> Literal["process", "index", "torchrun", "mpirun"]:
+    def starter(self) -> Starter:
         """What starts the ranks."""
         world = self.plan.trainer.world
         if self.stage is Stage.PREPARE and self.plan.trainer.preparation.engine == "job":
@@ -207,7 +215,7 @@ def _container(pods: StagePods, role: Role, folders: Storage) -> Container:
     return Container(
         image=spec.image or defaults.image,
         image_pull_policy=spec.image_pull_policy or defaults.image_pull_policy,
-        command=_launch(pods),
+        command=("python", "-m", "finetune_trainer", *_launch(pods, folders)),
         env=(*_environment(pods, role, folders), *_secrets(pods)),
         env_from_secret=None if spec.secrets.storage is None else spec.secrets.storage.name,
         mounts=_mounts(pods, folders),
@@ -217,19 +225,15 @@ def _container(pods: StagePods, role: Role, folders: Storage) -> Container:
     )
 
 
-def _launch(pods: StagePods) -> tuple[str, ...]:
-    deepspeed = ("--deepspeed", f"{CONFIG}/{DEEPSPEED_FILE}") if DEEPSPEED_FILE in pods.files else ()
-    return (
-        *("python", "-m", "finetune_trainer", "launch", *stage_arguments(pods)),
-        *deepspeed,
-        *("--with", pods.starter),
-    )
+def _launch(pods: StagePods, folders: Storage) -> tuple[str, ...]:
+    deepspeed = f"{CONFIG}/{DEEPSPEED_FILE}" if DEEPSPEED_FILE in pods.files else None
+    return launch_arguments(pods.stage, f"{CONFIG}/{JOB_FILE}", folders.workspace, pods.starter, deepspeed)
 
 
-def stage_arguments(pods: StagePods) -> tuple[str, ...]:
-    """Of the trainer's program."""
+def program_arguments(pods: StagePods) -> tuple[str, ...]:
+    """Of the trainer's own program, for a launcher that starts it by itself."""
     folders = storage(pods.context.spec, pods.names, pods.stage)
-    return (pods.stage.value, "--job", f"{CONFIG}/{JOB_FILE}", "--workspace", folders.workspace)
+    return stage_arguments(pods.stage, f"{CONFIG}/{JOB_FILE}", folders.workspace)
 
 
 # ---------------------------------------------------------------------------------------------------------- environment

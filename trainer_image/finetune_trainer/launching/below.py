@@ -2,8 +2,8 @@
 
 The first process of a container gets the kubelet's SIGTERM and inherits every orphan. torchrun puts its ranks into
 sessions of their own and tokenisers start pools, so neither a process group nor a parent's death reaches all of them:
-this process adopts what loses its parent and at the end kills whatever is still there. It imports neither pydantic nor
-torch, so that the program starts at once.
+this process adopts what loses its parent and at the end kills whatever is still there. What it needs only then (psutil)
+is imported then, so that the program starts at once.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
-
-import psutil
+from typing import IO, TYPE_CHECKING
 
 from finetune_contract.layout import DEFAULT_GRACE_SECONDS, ENV_GRACE_SECONDS, FailureClass
+
+if TYPE_CHECKING:
+    import psutil
 
 MARGIN_SECONDS = 5
 """What each layer keeps of the grace period for its own end: the agent of the launcher's, the launcher of the pod's."""
@@ -140,9 +141,7 @@ class Below:
             self._ask(self._program.pid)
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
-        for process in _alive_below():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        _kill(_alive_below())
 
 
 def _terminate(pid: int) -> None:
@@ -169,12 +168,18 @@ def _wait_for(program: subprocess.Popen[bytes]) -> int:
 def kill_everything_below() -> None:
     """Until nobody is left: what is killed may have started another before, and its children come to us."""
     while below := _alive_below():
-        for process in below:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        _kill(below)
         _bury()
         time.sleep(_KILL_AGAIN_SECONDS)
     _bury()
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    import psutil
+
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _bury() -> None:
@@ -184,6 +189,8 @@ def _bury() -> None:
 
 
 def _alive_below() -> list[psutil.Process]:
+    import psutil
+
     def alive(process: psutil.Process) -> bool:
         try:
             return bool(process.status() != psutil.STATUS_ZOMBIE)

@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import socket
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +23,6 @@ from typing import TYPE_CHECKING
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import ENV_INDEX, ENV_REPORT, EXIT_OK, FailureClass, JobPaths
-from finetune_trainer.console import settle_console
 from finetune_trainer.launching.below import MARGIN_SECONDS, Below, End, grace_seconds
 
 if TYPE_CHECKING:
@@ -51,7 +47,6 @@ def launch(argv: Sequence[str]) -> int:
     """Run what `argv` says, report, and return the exit code."""
     started = time.monotonic()
     arguments = _parse(argv)
-    settle_console(0)
     try:
         ranks: Ranks | BaseException = _LAUNCHERS[arguments.launcher](arguments)
     except BaseException as error:
@@ -197,6 +192,10 @@ def _torchrun(arguments: argparse.Namespace) -> Ranks:
 
 def _mpirun(arguments: argparse.Namespace) -> Ranks:
     """mpirun starts the ranks of all pods, so all reports are read here."""
+    import shutil
+    import socket
+    import uuid
+
     from finetune_trainer.jobs import read_job, world_of
     from finetune_trainer.launching import mpi
 

@@ -12,7 +12,7 @@ from finetune_operator.launchers.kinds.base import PodTemplate, Verdict
 from finetune_operator.rendering.manifests import metadata
 from finetune_operator.rendering.pods import CONTAINER_NAME, Pod, Resources
 from finetune_operator.rendering.templates import document
-from finetune_operator.rendering.trainer_pod import StagePods, stage_arguments, stage_pod
+from finetune_operator.rendering.trainer_pod import StagePods, program_arguments, stage_pod
 from finetune_operator.rendering.types import MANAGED_BY, Manifest
 
 
@@ -26,7 +26,7 @@ def render(pods: StagePods) -> tuple[Manifest, ...]:
         "sparkapplication",
         metadata=metadata(pods),
         image=settings.image,
-        arguments=list(stage_arguments(pods)),
+        arguments=list(program_arguments(pods)),
         container=CONTAINER_NAME,
         executors=pods.plan.trainer.preparation.workers,
         # The driver asks the API server for executors.
