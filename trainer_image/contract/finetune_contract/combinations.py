@@ -157,6 +157,12 @@ class Constraint:
     hint: str
     """What to change."""
 
+    def value(self, choices: Choices) -> Value | None:
+        """Return the value of the field to blame; None where no single choice is made by it."""
+        terms = (*self.when, *self.needs)
+        made = (each.choice for each in terms if FIELDS[each.choice] == (self.field,))
+        return next((getattr(choices, choice) for choice in made), None)
+
     def holds(self, choices: Choices) -> bool:
         """Whether the choices, as far as they are made, keep the constraint."""
         return not all(term.is_met(choices) for term in self.when) or all(
@@ -310,8 +316,8 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "parallelism.strategy",
         when=(none_of("model_ranks", 1),),
         needs=(one_of("strategy", "ddp"), one_of("zero_stage")),
-        rule="with zeroStage does not go together with spec.parallelism.tensor or pipeline.degree above 1, "
-        "beside which there are replicas of the model (ddp)",
+        rule="has to be ddp or auto, without zeroStage, with spec.parallelism.tensor or pipeline.degree above 1, "
+        "beside which there are replicas of the model",
         hint="set strategy to ddp or auto and leave zeroStage out, or set tensor and pipeline.degree to 1",
     ),
     Constraint(
@@ -368,7 +374,8 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         "parallelism.strategy",
         when=(one_of("adapter", "qlora"),),
         needs=(one_of("strategy", *WHOLE_STRATEGIES), one_of("zero_stage")),
-        rule="with zeroStage would divide layers, which spec.model.adapter.method qlora packs as a whole",
+        rule="has to be single, ddp or auto, without zeroStage, with spec.model.adapter.method qlora, which packs "
+        "layers as a whole",
         hint="set it to auto, single or ddp and leave zeroStage and spec.parallelism.offload out, "
         "or set spec.model.adapter.method to lora",
     ),
