@@ -153,6 +153,12 @@ class Draft:
         return self.spec.preparation.max_length or min(self.model.max_positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
 
     @property
+    def gpus_per_node(self) -> int:
+        """GPUs of a node that the job gets."""
+        asked = self.spec.resources.gpus_per_node
+        return self.hardware.gpus_per_node if asked == "auto" else asked
+
+    @property
     def inference_device(self) -> Device:
         """What evaluate and predict compute on."""
         return "cpu" if self.spec.resources.gpus_per_node == 0 else self.hardware.device

@@ -1,7 +1,6 @@
 """Where a job runs: the launcher, and the processes of the training.
 
-Refuses more processes than GPUs, hardware that the node does not have, a `single` strategy over several processes, and
-without a cluster what only a cluster has: none of them could take effect as written.
+Refuses hardware that the node does not have, and without a cluster what only a cluster has.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ def choose_world(draft: Draft) -> Draft:
             "NotSupported",
         )
     asked = asked_strategy(draft.spec.parallelism)
-    gpus = hardware.gpus_per_node if resources.gpus_per_node == "auto" else resources.gpus_per_node
+    gpus = draft.gpus_per_node
     if resources.gpus_per_node == "auto":
         if gpus > 1 and asked == "single":
             gpus = 1
@@ -167,22 +166,6 @@ def choose_world(draft: Draft) -> Draft:
             f"set gpusPerNode to {fewer}, or plan for other hardware",
         )
     draft, processes = _processes(draft, gpus, asked)
-    world_size = resources.nodes * processes
-    if asked == "single" and world_size > 1:
-        draft = draft.refusing(
-            ("parallelism", "strategy"),
-            "single",
-            f"it runs one process, and {resources.nodes} node(s) x {processes} process(es) are {world_size}",
-            "set strategy to auto or ddp, or ask for 1 node and 1 process",
-        )
-    if draft.loops and world_size % draft.replica_ranks:
-        fitting = least_processes(draft.spec)
-        draft = draft.refusing(
-            ("resources", "processesPerNode"),
-            resources.processes_per_node,
-            f"{resources.nodes} node(s) x {processes} process(es) have to be a multiple of {_degrees(draft)}",
-            f"ask for a multiple of {fitting} processes{' and GPUs' if gpus else ''} a node, or change the degrees",
-        )
     threads = max(1, hardware.cpu_cores // processes)
     world = World(
         nodes=resources.nodes,
@@ -194,24 +177,10 @@ def choose_world(draft: Draft) -> Draft:
     return replace(draft, world=world).because(f"{threads} thread{'s' if threads > 1 else ''} a process: {sharing}")
 
 
-def _degrees(draft: Draft) -> str:
-    """The processes that read the same rows, as a product."""
-    if draft.spec.parallelism.sequence > 1:
-        return f"parallelism.sequence = {draft.replica_ranks}"
-    return f"parallelism.tensor x pipeline.degree = {draft.replica_ranks}"
-
-
 def _processes(draft: Draft, gpus: int, asked: StrategyName | None) -> tuple[Draft, int]:
     """Processes on each node, and why."""
     wanted, cores = draft.spec.resources.processes_per_node, draft.hardware.cpu_cores
     if wanted != "auto":
-        if gpus and wanted > gpus:
-            return draft.refusing(
-                ("resources", "processesPerNode"),
-                wanted,
-                f"a GPU runs one process, and a node has {gpus}",
-                f"set processesPerNode to {gpus} or to auto",
-            ), wanted
         note = ""
         if gpus > wanted:
             note = f"; {gpus - wanted} of {gpus} GPUs stay idle"

@@ -152,10 +152,6 @@ class TaskModule(Protocol):
     """Columns of features, as long as `input_ids`, that a pack of several features has one after the other (see
     `data/packing.py`); empty for tasks whose features cannot share a sequence.
     """
-    sliced: bool
-    """Whether tokens of a row may be on several processes (see `data/slices.py`): labels are of the following
-    token, and an answer has one value for each of them.
-    """
     writer: Writer | None
     """How the model writes, for tasks whose answers are text of its own."""
     objective: Objective | None

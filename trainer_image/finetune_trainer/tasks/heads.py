@@ -41,7 +41,6 @@ class WithHead:
     auto: str
     """Class of transformers that makes them, AutoModelForTokenClassification for one."""
     packed: tuple[str, ...] = ()
-    sliced: bool = False
     writer: Writer | None = None
     objective: Objective | None = None
 
