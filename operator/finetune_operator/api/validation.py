@@ -49,7 +49,8 @@ from finetune_operator.api.problems import (
     describe_value,
     format_path,
 )
-from finetune_operator.api.rules import RULES, Rule
+from finetune_operator.api.rules import RULES
+from finetune_operator.api.rules.base import Rule
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.shapes import spec_shape
 from finetune_operator.api.support import served_schemes, unsupported
