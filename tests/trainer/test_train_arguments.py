@@ -117,7 +117,7 @@ def loop_of(bench, tmp_path: Path) -> Callable[..., TrainingLoop]:
         from finetune_trainer.data.prepared import PreparedData
         from finetune_trainer.progress import NoProgress
         from finetune_trainer.strategies.single import Single
-        from finetune_trainer.tasks.base import task_of
+        from finetune_trainer.tasks.registry import task_of
         from finetune_trainer.training.arguments import training_arguments
         from finetune_trainer.training.interruption import Interruption
         from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
