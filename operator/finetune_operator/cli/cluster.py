@@ -315,6 +315,11 @@ def parse_job(value: dict[str, Any]) -> ClusterJob:
         ) from error
 
 
+def _version(item: Mapping[str, Any]) -> int:
+    """Version of an object; 0: the server tells none."""
+    return int(item["metadata"].get("resourceVersion", 0))
+
+
 def _happening(item: Mapping[str, Any]) -> Happening:
     series: Mapping[str, Any] = item.get("series") or {}
     times = (series.get("lastObservedTime"), item.get("lastTimestamp"), item.get("eventTime"))
