@@ -235,9 +235,7 @@ class Cluster:
 
     async def events(self, job: ClusterJob) -> tuple[Happening, ...]:
         """The job's events, oldest first; times have whole seconds, so that versions decide among those of one."""
-        by_version = sorted(
-            await self.raw_events(job), key=lambda item: int(item["metadata"].get("resourceVersion", 0))
-        )
+        by_version = sorted(await self.raw_events(job), key=_version)
         return tuple(sorted(map(_happening, by_version), key=lambda event: event.time))
 
     async def pods(self, job: ClusterJob) -> tuple[PodView, ...]:
