@@ -235,9 +235,7 @@ class Cluster:
 
     async def events(self, job: ClusterJob) -> tuple[Happening, ...]:
         """The job's events, oldest first; times have whole seconds, so that versions decide among those of one."""
-        by_version = sorted(
-            await self.raw_events(job), key=lambda item: int(item["metadata"].get("resourceVersion", 0))
-        )
+        by_version = sorted(await self.raw_events(job), key=_version)
         return tuple(sorted(map(_happening, by_version), key=lambda event: event.time))
 
     async def pods(self, job: ClusterJob) -> tuple[PodView, ...]:
@@ -313,6 +311,11 @@ def parse_job(value: dict[str, Any]) -> ClusterJob:
             f"FineTuneJob {name} has a status that this version of finetune cannot read ({place}: {first['msg']}); "
             f"install the version that the cluster's operator has ({GROUP})"
         ) from error
+
+
+def _version(item: Mapping[str, Any]) -> int:
+    """Version of an object; 0: the server tells none."""
+    return int(item["metadata"].get("resourceVersion", 0))
 
 
 def _happening(item: Mapping[str, Any]) -> Happening:
