@@ -204,19 +204,21 @@ class _Within(NoProgress):
 def _answered(given: _Given, parts: Parts, done: _Done, paths: JobPaths) -> _Done:
     """All parts in the order of the rows; computes what is not there yet."""
     answerer: Answerer | None = None
+    reused = 0
     for shard in given.source.shards():
         facts = parts.facts(shard.key)
         if facts is None:
             rows = shard.read()
-            if answerer is None:
-                if done.rows:
-                    log.info("%s rows were answered by an earlier attempt.", f"{done.rows:,}")
-                answerer = _answerer(given, paths)
+            answerer = answerer or _answerer(given, paths)
             facts = parts.write(shard, rows, answerer.answers(shard, rows, done.within(rows.count)))
+        else:
+            reused += facts.rows
         done.add(shard.key, facts)
         if done.rows >= _LEAST_TO_JUDGE and done.bad > _allowed(given.job, done.total()):
             return done  # the rest would not make it right
     done.end()
+    if reused:
+        log.info("%s of %s rows were answered by an earlier attempt.", f"{reused:,}", f"{done.rows:,}")
     return done
 
 
