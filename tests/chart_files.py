@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from finetune_operator.api.settings import Settings
+from finetune_operator.launchers.rows import SUPPORTED
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "charts" / "finetune-operator"
@@ -366,6 +367,16 @@ def rights() -> dict[str, list[Any]]:
 PARTS = {"app.kubernetes.io/name": "finetune-operator", "app.kubernetes.io/part-of": "finetune-operator"}
 FROM_CHART = "# Generated from charts/finetune-operator/files by `make generate`; do not edit.\n"
 HEAD = "# Generated from manifests/operator by `make generate`; do not edit.\n"
+
+
+def launcher_rights() -> str:
+    """The rules of manifests/operator on what runs the stages, as rows of a YAML list."""
+    groups = sorted({each.group for each in SUPPORTED})
+    plurals = {group: ", ".join(each.plural for each in SUPPORTED if each.group == group) for group in groups}
+    return "".join(
+        f"  - apiGroups: [{group}]\n    resources: [{plurals[group]}]\n    verbs: [get, list, watch, create, delete]\n"
+        for group in groups
+    )
 
 
 def chart_rights() -> str:

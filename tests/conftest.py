@@ -1,9 +1,10 @@
 """For all tests. Golden files: whole answers, kept beside the tests that compare with them;
-`pytest tests/golden tests/chart --update-golden` writes them again.
+`pytest tests/golden tests/chart --update-golden` writes them again (docs/tests.md).
 """
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Callable
 
@@ -14,6 +15,9 @@ pytest_plugins = ["suite_plugins.fuzz", "suite_plugins.patience", "suite_plugins
 # Before anything imports torch, and for the programs that tests start. Threads that have nothing to do wait by spinning
 # otherwise; with models as tiny as those of tests that was two thirds of all the time that they took.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+MOST_LINES = 60
+"""Lines of a difference that a failed comparison shows."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,8 +33,27 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
     def check(name: str, text: str) -> None:
         file = folder / name
         if update:
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(text, encoding="utf-8")
         assert file.is_file(), f"{name} is missing: run with --update-golden, and read the difference"
-        assert text == file.read_text(encoding="utf-8"), f"{name} differs: --update-golden writes it anew"
+        recorded = file.read_text(encoding="utf-8")
+        if text != recorded:
+            pytest.fail(
+                f"{name} differs: --update-golden writes it anew\n{_changed_lines(recorded, text)}", pytrace=False
+            )
 
     return check
+
+
+def _changed_lines(before: str, after: str) -> str:
+    """Return the lines that differ, below the line that is the head of them: the last one that is not indented."""
+    old, new = before.split("\n"), after.split("\n")
+    shown: list[str] = []
+    for kind, start, end, new_start, new_end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+        if kind == "equal":
+            continue
+        head = next((line for line in reversed(old[: start + 1]) if line and not line.startswith((" ", "-"))), "")
+        shown += [head] if head not in shown else []
+        shown += [f"- {line}" for line in old[start:end]] + [f"+ {line}" for line in new[new_start:new_end]]
+    more = [f"... and {len(shown) - MOST_LINES} lines more"] if len(shown) > MOST_LINES else []
+    return "\n".join([*shown[:MOST_LINES], *more])

@@ -145,8 +145,8 @@ def _preload() -> None:
     import finetune_operator.cli.local
     import finetune_operator.cli.measure
     import finetune_operator.cli.reviewing
+    import finetune_operator.launchers.registry
     import finetune_operator.planning.plan
-    import finetune_operator.rendering.manifests
 
     del requests, yaml, finetune_operator
 

@@ -24,6 +24,7 @@ from finetune_operator.api.shapes import (
     spec_shape,
 )
 from finetune_operator.api.support import ROWS
+from finetune_operator.launchers.rows import TRAINING
 
 NASTY = (
     "{{ job }}", "{% raw %}", "$(HOME)", "$$(HOME)", "${PATH}", "`id`", "it's", '"hi"', "a\nb", "a\r\nb",
@@ -80,7 +81,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "resources.memory": st.sampled_from(["16Gi", "64Gi", "512Mi"]),
     "resources.accelerator.memory": st.sampled_from(["80Gi", "16Gi"]),
     "resources.elastic": st.just({"minNodes": 1, "maxNodes": 2}),
-    "launcher": st.sampled_from(["auto", "pytorchjob", "mpijob", "job", "trainjob"]),
+    "launcher": st.sampled_from(["auto", *TRAINING, "trainjob"]),
     "endpoint": st.just({}),
     "spot.enabled": st.sampled_from([False, False, True]),
     "secrets.hubToken": st.sampled_from([{"name": "hub"}, {"name": "hub", "key": "t"}]),

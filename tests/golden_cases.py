@@ -1,21 +1,31 @@
-"""Reads the jobs of `tests/golden`: each `<name>.yaml` there holds a job and the facts it is planned with."""
+"""Reads and renders the jobs that are on record: those of `tests/golden`, where each `<name>.yaml` holds a job and the
+facts it is planned with, and those of `manifests/examples`.
+
+For an example in a cluster nothing is known of model, data and nodes, and every launcher is served; the quickstart is
+planned for two cores.
+"""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import TypeAdapter
 
+from examples import EXAMPLES, LOCAL, example_job
 from finetune_contract.facts import DataFacts, SplitFacts
-from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
-from finetune_operator.api.types import FineTuneJob, LauncherName
+from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings, Spark
+from finetune_operator.api.types import FineTuneJob
+from finetune_operator.launchers.registry import render
+from finetune_operator.launchers.rows import TRAINING, LauncherName
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.facts import parse_hardware
-from finetune_operator.planning.types import Facts
-from finetune_operator.rendering.types import Owner, ProgressEndpoint, RenderContext
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.types import Facts, JobPlan
+from finetune_operator.rendering.types import Manifest, Owner, ProgressEndpoint, RenderContext
 
 NAMESPACE = "finetune-golden"
 OWNER_UID = "6f1c9a52-0f0e-4a59-9a34-2b1d7c5e8f00"
@@ -24,9 +34,14 @@ PROGRESS = ProgressEndpoint(
     "-----BEGIN CERTIFICATE-----\nbm90IGEgY2VydGlmaWNhdGU=\n-----END CERTIFICATE-----\n",
     "finetune-system",
 )
-LAUNCHERS: tuple[LauncherName, ...] = ("pytorchjob", "mpijob", "job")
 FOLDER = Path(__file__).parent / "golden"
+LAUNCHERS = TRAINING
 CASES = sorted(file.stem for file in FOLDER.glob("*.yaml"))
+NAME = "golden"
+"""Name of every job on record that is named after its file, so that names are no differences."""
+SPARK = "prepared-by-spark"
+"""The job `gpu-gang-with-everything`, prepared by Spark."""
+JOBS = (*CASES, SPARK, *(f"examples/{name}" for name in EXAMPLES))
 JSON = TypeAdapter[Any](Any)
 
 
@@ -57,3 +72,54 @@ def read_case(name: str) -> tuple[FineTuneJob, Facts, Settings]:
 def golden_context(job: FineTuneJob, settings: Settings) -> RenderContext:
     """The surroundings of all manifests on record."""
     return RenderContext(NAMESPACE, job.spec, settings, Owner(job.name, OWNER_UID), PROGRESS)
+
+
+def golden_job(name: str) -> tuple[FineTuneJob, Facts, Settings]:
+    """Return a job of JOBS, and what it is planned with."""
+    folder, _, file = name.rpartition("/")
+    if name == SPARK:
+        job, facts, settings = prepared_by_spark()
+    elif not folder:
+        job, facts, settings = read_case(file)
+    elif file in LOCAL:
+        hardware = parse_hardware("cpu=2,hostMemory=8Gi")
+        job, facts, settings = example_job(file), Facts(hardware=hardware, local=True), LOCAL_SETTINGS
+    else:
+        job, facts, settings = example_job(file), Facts(served=LAUNCHERS), CLUSTER_SETTINGS
+    if job.name in (*CASES, *EXAMPLES):
+        job = job.model_copy(update={"metadata": job.metadata.model_copy(update={"name": NAME})})
+    return job, facts, settings
+
+
+def prepared_by_spark() -> tuple[FineTuneJob, Facts, Settings]:
+    job, facts, settings = read_case("gpu-gang-with-everything")
+    preparation = job.spec.preparation.model_copy(update={"engine": "spark", "workers": 4})
+    job = job.model_copy(update={"spec": job.spec.model_copy(update={"preparation": preparation})})
+    spark = Spark(image="registry.example.com/team/trainer-spark:1", serviceAccountName="spark-driver")
+    return job, replace(facts, served=(*LAUNCHERS, "sparkapplication")), settings.model_copy(update={"spark": spark})
+
+
+@functools.cache
+def golden_plan(name: str) -> JobPlan:
+    return plan(*golden_job(name))
+
+
+@functools.cache
+def golden_manifests(name: str) -> dict[LauncherName, tuple[Manifest, ...]]:
+    """Return launcher -> all objects of the job: of every launcher for a job of `tests/golden` that trains, of the one
+    that the plan names for all others, and nothing for a job of this machine.
+    """
+    job, facts, settings = golden_job(name)
+    if facts.local:
+        return {}
+    if name not in CASES:
+        launchers = (golden_plan(name).launcher,)
+    else:
+        launchers = LAUNCHERS if job.spec.training is not None else ("job",)
+    found: dict[LauncherName, tuple[Manifest, ...]] = {}
+    for launcher in launchers:
+        spec = job.spec.model_copy(update={"launcher": launcher})
+        served = tuple(dict.fromkeys((*LAUNCHERS, *facts.served)))
+        made = plan(job.model_copy(update={"spec": spec}), replace(facts, served=served), settings)
+        found[launcher] = render(made, golden_context(job, settings))
+    return found

@@ -19,7 +19,8 @@ from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.report import FailureReport, MeasuredFacts, TrainerReport
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
-from finetune_operator.api.types import FineTuneJobStatus, LauncherName, ProgressStatus
+from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus
+from finetune_operator.launchers.rows import SUPPORTED, LauncherName
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.reconcile.children import child_view
 from finetune_operator.reconcile.decide import decide
@@ -32,7 +33,7 @@ NOT_FOR_PEOPLE = re.compile(
     r"\bNone\b|\bTrue\b|\bFalse\b|<[A-Z]\w+[.:]|\b(FailureClass|OperatorCause|Stage)\.|\w+\(\w+="
 )
 """What Python calls things."""
-CHILD_KINDS = ("Job", "PyTorchJob", "MPIJob", "SparkApplication")
+CHILD_KINDS = tuple(each.kind for each in SUPPORTED)
 BERT = model_facts(
     {
         "model_type": "bert",
@@ -90,7 +91,6 @@ class World:
     spec: dict[str, Any] = field(default_factory=lambda: json.loads(json.dumps(SPEC)))
     settings: Settings = CLUSTER_SETTINGS
     served: tuple[LauncherName, ...] = ("job",)
-    spark: bool = False
     now: datetime = NOON
     generation: int = 1
     deleting: bool = False
@@ -142,7 +142,7 @@ class World:
         children = tuple(view for raw in self.children.values() if (view := child_view(raw)) is not None)
         pods = tuple(view for raw in self.pods.values() if (view := pod_view(raw)) is not None)
         seen = Observed(
-            children, pods, self.progress, served=self.served, spark=self.spark, refusals=self.refusals,
+            children, pods, self.progress, served=self.served, refusals=self.refusals,
             moved=self.moved, heard_since=self.heard_since,
         )  # fmt: skip
         self.last_logs = {name: text for name, text in self.last_logs.items() if name in {one.name for one in pods}}

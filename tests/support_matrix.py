@@ -13,17 +13,19 @@ from functools import cache
 from typing import Any, get_args
 
 from finetune_contract.choices import AdapterMethod, Precision, Task
+from finetune_contract.combinations import CONSTRAINTS, FIELDS, Term
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
 from finetune_operator.api.support import ROWS, served_words
-from finetune_operator.api.types import API_VERSION, KIND, LauncherName
+from finetune_operator.api.types import API_VERSION, KIND
 from finetune_operator.api.validation import validate_job
+from finetune_operator.launchers import rows as launchers
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, PlanRefused
 
 TASKS: tuple[Task, ...] = get_args(Task)
-LAUNCHERS: tuple[LauncherName, ...] = get_args(LauncherName)
+LAUNCHERS = tuple(each.name for each in launchers.LAUNCHERS if "train" in each.stages)
 WORKING_LAUNCHERS = tuple(name for name in served_words("launcher", LAUNCHERS) if name in LAUNCHERS)
 LOCAL = "`finetune run`"
 """The launcher that is no field: processes of the machine on which the command runs."""
@@ -164,6 +166,38 @@ def table(notes: Notes, corner: str, rows: Mapping[str, Mapping[str, Mapping[str
     yield ""
 
 
+def words(term: Term) -> str:
+    """A term of a constraint as Markdown: the field that makes the choice, and its values."""
+    name = f"`{_NAMES.get(term.choice) or ' x '.join(FIELDS[term.choice])}`"
+    values = " or ".join(f"`{str(value).lower()}`" for value in term.values)
+    match term.values:
+        case () | (True,):
+            return f"{name} set" if term.excluded or term.values else f"no {name}"
+        case (1,):
+            return f"{name} {'above ' * term.excluded}1"
+        case _:
+            return f"{name} {'other than ' * term.excluded}{values}{', by name' * term.chosen}"
+
+
+_NAMES = {
+    "task": "task",
+    "offload": "offload.optimizer + offload.parameters",
+    "torch_compile": "arguments.torch_compile",
+    "liger": "arguments.use_liger_kernel",
+    "device": "device",
+}
+"""Choices that are no field by themselves."""
+
+
+def together() -> Iterator[str]:
+    """The table of constraints: what a choice needs of the others."""
+    yield "| Choice | Needs |"
+    yield "|---|---|"
+    for constraint in CONSTRAINTS:
+        yield f"| {' and '.join(map(words, constraint.when))} | {'; '.join(map(words, constraint.needs))} |"
+    yield ""
+
+
 PLACES = {
     **{node: Combination(node=node) for node in NODES},
     "2 nodes": Combination(nodes=2),
@@ -260,6 +294,12 @@ def support_matrix() -> str:
                 for node in NODES
             },
         ),
+        "## What goes together",
+        "",
+        "What validation, the plan and the trainer check. A choice that is left open (`auto`) goes with everything, "
+        "except where a value is needed by name. Device `cuda`: GPUs.",
+        "",
+        *together(),
         "## Fields without behaviour yet",
         "",
         f"{', '.join(f'`spec.{row.path}`' for row in ROWS)}: [docs/api.md](api.md#not-supported-yet) tells which "

@@ -205,14 +205,15 @@ class Api:
             return self.refuses, json.dumps({"message": "no"}).encode()
         by_name = {f"{JOBS}/{job['metadata']['name']}": job for job in self.jobs}
         uid = query.get("labelSelector", [""])[0].rpartition("=")[2]
+        listed = {"metadata": {"resourceVersion": "1"}}
         answers: dict[str, Any] = {
-            JOBS: {"items": self.jobs},
+            JOBS: {**listed, "items": self.jobs},
             **by_name,
-            "/api/v1/namespaces/team/events": {"items": [
+            "/api/v1/namespaces/team/events": {**listed, "items": [
                 {"metadata": {"creationTimestamp": TIME}, "type": "Normal", "reason": "AttemptStarted",
                  "message": "attempt 2"}
             ]},
-            "/api/v1/namespaces/team/pods": {"items": [POD] if uid == "1" else []},
+            "/api/v1/namespaces/team/pods": {**listed, "items": [POD] if uid == "1" else []},
         }  # fmt: skip
         if path.endswith("/log"):
             return 200, self.log.encode()

@@ -16,8 +16,9 @@ import pytest
 import yaml
 
 from finetune_operator.api.settings import OPERATOR_IMAGE, TRAINER_IMAGE
+from finetune_operator.launchers.kinds.mpijob import SSH_KEYS
 from finetune_operator.rendering.pods import USER_ID
-from finetune_operator.rendering.trainer_pod import HOME, SSH_KEYS
+from finetune_operator.rendering.trainer_pod import HOME
 from suite_plugins.patience import patient
 
 ROOT = Path(__file__).parents[2]

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+import grimp
 import pytest
 
 from suite_plugins.patience import patient
@@ -40,6 +42,17 @@ def test_imports_point_down_only() -> None:
     assert kept is not None
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     assert int(kept.group(1)) == len(contracts) >= 5
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    """Imports inside of functions and those for type checkers count: both tie the modules together for a reader."""
+    graph = grimp.build_graph("finetune_contract", "finetune_operator", "finetune_trainer", cache_dir=None)
+    assert len(graph.modules) > 150
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in sorted(graph.modules)}
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
 
 
 def test_imports_of_the_tests_own_modules_are_sorted_with_those_of_the_project() -> None:

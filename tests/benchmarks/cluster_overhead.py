@@ -29,10 +29,11 @@ from box_support.inputs import ROTTEN_TOMATOES, copy_real_inputs, readable_by_al
 from box_support.team import INPUTS, Team, stage_of
 from cluster_support.access import Object
 from finetune_operator.api.types import API_VERSION, KIND
+from finetune_operator.launchers.rows import TRAINING
 from finetune_operator.reconcile.times import moment, seconds_since
 
 BASELINE = "finetune run"
-LAUNCHERS = ("pytorchjob", "mpijob", "job")
+LAUNCHERS = TRAINING
 STAGES = ("prepare", "train", "evaluate", "predict")
 
 

@@ -35,9 +35,10 @@ from cluster_support.world import fresh_namespace, install_kinds
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from finetune_operator.api.validation import validate_job
+from finetune_operator.launchers.registry import stage
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts
-from finetune_operator.rendering.manifests import shared, stage
+from finetune_operator.rendering.manifests import shared
 from finetune_operator.rendering.types import Attempt, Owner, RenderContext
 
 GENERATORS = 16

@@ -22,13 +22,14 @@ import pytest
 import yaml
 
 from cluster_support.access import Api, Object
-from cluster_support.control_plane import ROOT, SHARED, Cluster, assets_folder, audited, free_port
+from cluster_support.control_plane import ROOT, Cluster, assets_folder, audited, free_port
 from cluster_support.operator_process import NAMESPACE
 from finetune_operator.rendering.pods import CONTAINER_NAME
 from suite_plugins.patience import patient
+from suite_plugins.shared import TOOLS
+from suite_plugins.shared import missing as without
 from suite_plugins.times import spent
 
-TOOLS = SHARED / "tools"
 PROCESS_KUBELET = TOOLS / "process-kubelet"
 OPERATOR, TRAINER = "finetune-operator", "finetune-trainer"
 IMAGES = (OPERATOR, TRAINER)
@@ -273,7 +274,7 @@ def why_no_box() -> str | None:
 def _why_no_nodes() -> str | None:
     """The same, but for the programs of the control plane."""
     if not (TOOLS / "cluster").is_file():
-        return "FINETUNE_TEST_KUBECONFIG is not set and ../shared/tools/cluster is not there"
+        return f"FINETUNE_TEST_KUBECONFIG is not set and {without(TOOLS / 'cluster')}"
     if os.geteuid() != 0:
         return "FINETUNE_TEST_KUBECONFIG is not set and a cluster in a box needs root"
     missing = [

@@ -6,9 +6,9 @@ import json
 import shutil
 from pathlib import Path
 
-from cluster_support.control_plane import SHARED
+from suite_plugins.shared import DATA
 
-ROTTEN_TOMATOES = SHARED / "data" / "rotten_tomatoes"
+ROTTEN_TOMATOES = DATA / "rotten_tomatoes"
 SHARE = 4
 
 

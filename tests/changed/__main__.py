@@ -49,11 +49,12 @@ class Suite:
 def why_no_cluster() -> str | None:
     """Name what this machine lacks for an API server; None when it has everything."""
     from cluster_support.control_plane import CONTROL_PLANE, assets_folder
+    from suite_plugins.shared import missing
 
     if os.environ.get("FINETUNE_TEST_KUBECONFIG"):
         return None
     if not CONTROL_PLANE.is_file():
-        return "FINETUNE_TEST_KUBECONFIG is not set and ../shared/tools/control-plane is not there"
+        return f"FINETUNE_TEST_KUBECONFIG is not set and {missing(CONTROL_PLANE)}"
     if not (assets_folder() / "kube-apiserver").is_file():
         return "FINETUNE_TEST_KUBECONFIG is not set and KUBEBUILDER_ASSETS has no kube-apiserver"
     return None

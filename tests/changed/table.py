@@ -80,7 +80,6 @@ TABLE = Table(
             (f"{TRAINER}/__main__.py",),
             "runs jobs, which start",
         ),
-        Link((f"{OPERATOR}/cli/stage_process.py",), (f"{OPERATOR}/cli/supervise.py",), "starts"),
         Link(
             (f"{TRAINER}/launching/launch.py",), (f"{TRAINER}/__main__.py", f"{TRAINER}/launching/elastic.py"), "starts"
         ),
@@ -102,7 +101,11 @@ TABLE = Table(
             ("images/*", ".dockerignore", "operator/*", "trainer_image/*", "manifests/operator/*"),
             "runs the images, which hold",
         ),
-        Link((f"{OPERATOR}/rendering/templates.py",), (f"{OPERATOR}/rendering/templates/*",), "fills in"),
+        Link(
+            (f"{OPERATOR}/rendering/templates.py",),
+            (f"{OPERATOR}/rendering/templates/*", f"{OPERATOR}/launchers/templates/*"),
+            "fills in",
+        ),
         Link((f"{OPERATOR}/cli/ui/pages.py",), (f"{OPERATOR}/cli/ui/templates/*",), "fills in"),
         Link((f"{OPERATOR}/cli/ui/server.py",), (f"{OPERATOR}/cli/ui/static/*",), "sends"),
         Link((f"{CONTRACT}/plans.py",), (f"{CONTRACT}/tensor_families.json",), "reads"),

@@ -294,7 +294,9 @@ def test_cel_agrees_with_python_on_every_column_and_task(api: Cluster) -> None:
             for block in ("dataset", "predict"):
                 name = f"c{number}-{task}-{block}"
                 dataset = {"uri": "hf://c/d", "columns": {column: "x"}}
-                patch = {"dataset": dataset} if block == "dataset" else {"predict": {"dataset": dataset}}
+                # Rows to predict have the form of those that are trained on.
+                same = {"dataset": dataset} if task in readers else {}
+                patch = {"dataset": dataset} if block == "dataset" else {"predict": {"dataset": dataset}, **same}
                 jobs.append(job(name, {"task": task, **patch}))
                 if task not in readers:
                     expected.add(name)

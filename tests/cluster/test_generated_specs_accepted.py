@@ -15,9 +15,10 @@ from cluster_support.world import fresh_namespace
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.api.validation import validate_job
+from finetune_operator.launchers.registry import render
+from finetune_operator.launchers.rows import TRAINING
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, PlanRefused
-from finetune_operator.rendering.manifests import render
 from finetune_operator.rendering.types import RenderContext
 from generated_specs import specs
 from suite_plugins.fuzz import examples, scaled
@@ -27,7 +28,6 @@ RENDERED = 60
 """Jobs whose objects are tried too, of each launcher in turn."""
 BATCH = 500
 """Documents of one request."""
-LAUNCHERS = ("pytorchjob", "mpijob", "job")
 
 
 @functools.cache
@@ -75,7 +75,7 @@ def test_what_generated_specs_become_is_taken_by_the_api_server(cluster: Cluster
     with fresh_namespace(cluster) as namespace:
         for number, (_, job) in enumerate(accepted()):
             try:
-                planned = plan(job, Facts(served=(LAUNCHERS[number % 3], "job")), CLUSTER_SETTINGS)
+                planned = plan(job, Facts(served=(TRAINING[number % len(TRAINING)], "job")), CLUSTER_SETTINGS)
             except PlanRefused:
                 continue
             rendered += 1

@@ -17,7 +17,7 @@ import yaml
 from chart_files import CHART, ROOT, rights
 from chart_rendering import NAMESPACE, RELEASE, VALUE_SETS, Object, complete_chart, helm, one, render
 from cluster_support.access import Api, kubeconfig_text, path_of, wait_until
-from cluster_support.control_plane import SHARED, Cluster
+from cluster_support.control_plane import Cluster
 from cluster_support.operator_process import USER, OperatorProcess
 from cluster_support.plays import RUNS, SUCCEEDS
 from cluster_support.stand_ins import running_stand_ins
@@ -26,6 +26,7 @@ from finetune_operator.api.settings_check import check_settings
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from finetune_operator.shell.kube import KEYS_PATH
 from suite_plugins.patience import patient
+from suite_plugins.shared import CRDS, missing
 
 MONITORING = ("servicemonitors", "podmonitors", "prometheusrules")
 TEAM, OTHER = "team-a", "team-b"
@@ -42,9 +43,9 @@ def cluster(own_cluster: Cluster) -> Cluster:
 @pytest.fixture(scope="module")
 def ready(cluster: Cluster) -> Cluster:
     """With the kinds and namespaces that the sets of values speak of."""
-    files = [SHARED / "crds" / f"monitoring.coreos.com_{name}.yaml" for name in MONITORING]
+    files = [CRDS / f"monitoring.coreos.com_{name}.yaml" for name in MONITORING]
     if not all(file.is_file() for file in files):
-        pytest.skip("the kinds of the Prometheus operator are not at hand: ../shared/crds")
+        pytest.skip(missing(files[0]))
     install_kinds(cluster)
     for file in files:
         cluster.must("apply", "--server-side", "-f", str(file))

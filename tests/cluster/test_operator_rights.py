@@ -19,6 +19,7 @@ from cluster_support.operator_process import ACCOUNT, MANIFESTS, NAMESPACE, USER
 from cluster_support.plays import RUNS, WRONG_COLUMN
 from cluster_support.world import SETTINGS, World, condition, namespace_for_pods
 from finetune_operator.api.types import API_VERSION, PLURAL
+from finetune_operator.launchers.rows import SUPPORTED, TRAINING
 from finetune_operator.rendering.types import PROGRESS_AUDIENCE, STAGE_LABEL
 
 ROLES = ("Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
@@ -53,12 +54,9 @@ FOREIGN: dict[str, tuple[str, str, str, Object, Object]] = {
 KIND_OF = {
     "persistentvolumeclaims": "PersistentVolumeClaim",
     "configmaps": "ConfigMap",
-    "jobs": "Job",
     "services": "Service",
     "networkpolicies": "NetworkPolicy",
-    "pytorchjobs": "PyTorchJob",
-    "mpijobs": "MPIJob",
-    "sparkapplications": "SparkApplication",
+    **{each.plural: each.kind for each in SUPPORTED},
 }
 
 
@@ -167,7 +165,7 @@ def tell_of_secrets(world: World) -> None:
 
 def whole_jobs(world: World) -> None:
     """One of each launcher to the end, one that fails, and one whose time to live is over."""
-    for launcher in ("job", "pytorchjob", "mpijob"):
+    for launcher in TRAINING:
         world.apply(f"whole-{launcher}", {"launcher": launcher, "resources": {"nodes": 2}})
         world.wait_phase(f"whole-{launcher}", "Succeeded")
         world.kubelet.playbook.set(f"stopped-{launcher}", "train", RUNS)

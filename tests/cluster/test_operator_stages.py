@@ -16,6 +16,8 @@ from cluster_support.operator_process import USER
 from cluster_support.plays import RUNS, SUCCEEDS, Play
 from cluster_support.world import BASE, History, World, condition, conditions, merged, stage_of, states
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+from finetune_operator.launchers.rows import TRAINING, LauncherName
+from finetune_operator.launchers.rows import launcher as row_of
 
 ONE_EACH = dict.fromkeys(("prepare", "train", "evaluate", "predict"), ("Succeeded", 1))
 
@@ -120,22 +122,17 @@ def test_the_users_object_gets_a_status_and_nothing_else(finished: Finished) -> 
 
 
 SPARK = ("sparkoperator.k8s.io/v1beta2", "sparkapplications")
-LAUNCHERS = {
-    "a PyTorchJob over two nodes": ("pytorchjob", 2, "kubeflow.org/v1", "pytorchjobs"),
-    "an MPIJob over two nodes": ("mpijob", 2, "kubeflow.org/v2beta1", "mpijobs"),
-    "an Indexed Job over two nodes": ("job", 2, "batch/v1", "jobs"),
-}
 
 
-@pytest.mark.parametrize("case", LAUNCHERS)
-def test_training_runs_under_the_launcher_that_was_asked_for(world: World, case: str) -> None:
-    launcher, nodes, version, plural = LAUNCHERS[case]
+@pytest.mark.parametrize("launcher", TRAINING)
+def test_training_runs_under_the_launcher_that_was_asked_for(world: World, launcher: LauncherName) -> None:
+    row, nodes = row_of(launcher), 2
     world.kubelet.playbook.set("gang", "train", Play(lasts=0.5))
     world.apply("gang", {"launcher": launcher, "resources": {"nodes": nodes}})
     status = world.wait_phase("gang", "Succeeded")
     assert states(status) == ONE_EACH
     assert status["plan"]["launcher"] == launcher
-    names = [item["metadata"]["name"] for item in world.of_job("gang", version, plural)]
+    names = [item["metadata"]["name"] for item in world.of_job("gang", row.api_version, row.plural)]
     assert "gang-train-1" in names
     assert stage_of(status, "train")["child"]["name"] == "gang-train-1"  # type: ignore[index]
 

@@ -20,9 +20,10 @@ from cluster_support.access import Access, kubeconfig_text, wait_until
 from finetune_contract.choices import Stage
 from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.settings import Progress, ProgressTokens, Settings
+from finetune_operator.kubernetes_api.client import connect
 from finetune_operator.rendering.types import ATTEMPT_LABEL, JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL, UID_LABEL
 from finetune_operator.shell.certificates import SECRET_NAME
-from finetune_operator.shell.kube import KEYS_PATH, Kube, connect
+from finetune_operator.shell.kube import KEYS_PATH, Kube
 from finetune_operator.shell.metrics import Metrics
 from finetune_operator.shell.progress_protocol import BODY_LIMIT_BYTES
 from finetune_operator.shell.queue import JobKey, WorkQueue
@@ -173,7 +174,7 @@ async def replica(
 ) -> AsyncIterator[Replica]:
     """A replica that leads, or stands by for the one that does. `limited`: without any right in the cluster."""
     settings = Settings(progress=Progress(tokens=tokens))
-    api = await connect(given.limited if limited else given.cluster.kubeconfig)
+    api, _ = await connect("finetune-operator", given.limited if limited else given.cluster.kubeconfig, None)
     metrics = Metrics()
     state = OperatorState(
         settings=settings,

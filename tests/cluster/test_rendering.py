@@ -1,27 +1,23 @@
-"""What is rendered, on a real API server: every object on record is taken under strict field validation, and every pod
+"""The objects of all golden jobs on a real API server: it takes each one under strict field validation, and every pod
 that controllers would make of it in a namespace that enforces PodSecurity `restricted`.
 """
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-import yaml
 
 from cluster_support.control_plane import Cluster
+from finetune_operator.cli.yaml_text import documents as yaml_text
+from finetune_operator.launchers.rows import SUPPORTED, LauncherName
+from golden_cases import JOBS, NAMESPACE, golden_manifests
+from suite_plugins.shared import CRDS, missing
 
-MANIFESTS = Path(__file__).parents[1] / "golden" / "manifests"
-OF_EXAMPLES = MANIFESTS.with_name("examples")
-RECORDED = [
-    *sorted(MANIFESTS.glob("*.yaml")),
-    *sorted(OF_EXAMPLES.glob("*.manifests.yaml")),
-    MANIFESTS.with_name("spark") / "prepare.yaml",
-]
-NAMESPACE = "finetune-golden"
+RENDERED = [(job, launcher) for job in JOBS for launcher in golden_manifests(job)]
 PRIORITY_CLASSES = ("finetune-golden-high",)
 SURROUNDINGS: list[dict[str, Any]] = [
     {
@@ -43,16 +39,12 @@ SURROUNDINGS: list[dict[str, Any]] = [
         for name in PRIORITY_CLASSES
     ),
 ]
-CUSTOM = {
-    "PyTorchJob": "pytorchjobs.kubeflow.org",
-    "MPIJob": "mpijobs.kubeflow.org",
-    "SparkApplication": "sparkapplications.sparkoperator.k8s.io",
-}
+CUSTOM = {each.kind: f"{each.plural}.{each.group}" for each in SUPPORTED if not each.built_in}
 
 
 @pytest.fixture(scope="module")
 def namespace(cluster: Cluster, kinds: None) -> Iterator[str]:
-    """The namespace of the recorded manifests, with what their pods refer to."""
+    """The namespace of the golden jobs, with what their pods refer to."""
     for document in SURROUNDINGS:
         cluster.must("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(document))
     yield NAMESPACE
@@ -69,10 +61,6 @@ def dry_run(cluster: Cluster, text: str) -> tuple[list[str], list[str]]:
 def as_json(*documents: dict[str, Any]) -> str:
     """JSON, one after the other: PyYAML writes the text `1e3` without quotes, and kubectl reads a number."""
     return "\n".join(map(json.dumps, documents))
-
-
-def documents_in(path: Path) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
 
 
 def templates(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -92,7 +80,7 @@ def templates(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {f"{name}-{role.lower()}-0": replica["template"] for role, replica in replicas.items()}
 
 
-def pods_of(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def pods_of(manifests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     children = [each for each in manifests if "spec" in each and each["kind"] in ("Job", *CUSTOM)]
     return [
         {
@@ -106,29 +94,33 @@ def pods_of(manifests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def needs(cluster: Cluster, manifests: list[dict[str, Any]]) -> None:
+def needs(cluster: Cluster, manifests: Sequence[dict[str, Any]]) -> None:
     for kind in {each["kind"] for each in manifests} & CUSTOM.keys():
         if cluster.kubectl("get", "crd", CUSTOM[kind]).returncode != 0:
-            pytest.skip(f"the cluster does not serve {kind}, and ../shared/crds is not there to install it")
+            pytest.skip(f"the cluster does not serve {kind}; {missing(CRDS)}")
 
 
 def test_there_are_manifests_of_every_kind_of_child():
-    kinds = {document["kind"] for path in RECORDED for document in documents_in(path)}
+    kinds = {manifest["kind"] for job, launcher in RENDERED for manifest in golden_manifests(job)[launcher]}
     assert kinds == {"NetworkPolicy", "PersistentVolumeClaim", "ConfigMap", "Service", "Job", *CUSTOM}
 
 
-@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
-def test_the_api_server_takes_every_object_without_a_word(cluster: Cluster, namespace: str, path: Path):
-    manifests = documents_in(path)
+@pytest.mark.parametrize(("job", "launcher"), RENDERED)
+def test_the_api_server_takes_every_object_without_a_word(
+    cluster: Cluster, namespace: str, job: str, launcher: LauncherName
+):
+    manifests = golden_manifests(job)[launcher]
     needs(cluster, manifests)
-    created, said = dry_run(cluster, path.read_text(encoding="utf-8"))
+    created, said = dry_run(cluster, yaml_text(manifests))
     assert said == []
     assert [name.partition("/")[2] for name in created] == [each["metadata"]["name"] for each in manifests]
 
 
-@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
-def test_every_pod_is_admitted_where_pod_security_is_restricted(cluster: Cluster, namespace: str, path: Path):
-    pods = pods_of(documents_in(path))
+@pytest.mark.parametrize(("job", "launcher"), RENDERED)
+def test_every_pod_is_admitted_where_pod_security_is_restricted(
+    cluster: Cluster, namespace: str, job: str, launcher: LauncherName
+):
+    pods = pods_of(golden_manifests(job)[launcher])
     assert pods
     created, said = dry_run(cluster, as_json(*pods))
     assert said == []
@@ -136,7 +128,7 @@ def test_every_pod_is_admitted_where_pod_security_is_restricted(cluster: Cluster
 
 
 def test_a_misspelt_field_and_a_pod_that_may_gain_privileges_would_be_seen(cluster: Cluster, namespace: str):
-    job = next(each for each in documents_in(RECORDED[0]) if each["kind"] == "Job")
+    job = copy.deepcopy(next(each for each in golden_manifests("one-gpu")["job"] if each["kind"] == "Job"))
     (pod,) = pods_of([job])
     job["spec"]["backofLimit"] = 0
     pod["spec"]["containers"][0]["securityContext"]["allowPrivilegeEscalation"] = True

@@ -23,11 +23,11 @@ import pytest
 
 from cluster_support.access import Access, new_session, wait_until
 from suite_plugins.patience import patient, raise_to
+from suite_plugins.shared import TOOLS, missing
 from suite_plugins.times import spent
 
 ROOT = Path(__file__).parents[2]
-SHARED = ROOT.parent / "shared"
-CONTROL_PLANE = SHARED / "tools" / "control-plane"
+CONTROL_PLANE = TOOLS / "control-plane"
 
 SERVERS = ("etcd", "kube-apiserver", "kubectl")
 """What `control-plane` shall start; the controllers we start."""
@@ -230,7 +230,7 @@ def running_cluster(folder: Path, flags: str = "") -> Iterator[Cluster]:
         yield Cluster(kubectl, Path(given))
         return
     if not CONTROL_PLANE.is_file():
-        pytest.skip("FINETUNE_TEST_KUBECONFIG is not set and ../shared/tools/control-plane is not there")
+        pytest.skip(f"FINETUNE_TEST_KUBECONFIG is not set and {missing(CONTROL_PLANE)}")
     if not ((assets / "kube-apiserver").is_file() and ((assets / "etcd").is_file() or shutil.which("etcd"))):
         pytest.skip("FINETUNE_TEST_KUBECONFIG is not set and KUBEBUILDER_ASSETS has no kube-apiserver and etcd")
     servers = folder / "servers"

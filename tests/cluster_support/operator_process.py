@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -26,9 +27,9 @@ PROGRAM = Path(sys.executable).with_name("finetune-operator")
 MANIFESTS = ROOT / "manifests" / "operator"
 
 
-def install(cluster: Cluster) -> None:
+def install(cluster: Cluster, manifests: Path = MANIFESTS) -> None:
     """The operator's namespace and rights, out of the manifests that an administrator applies."""
-    rendered = yaml.safe_load_all(cluster.must("kustomize", str(MANIFESTS)))
+    rendered = yaml.safe_load_all(cluster.must("kustomize", str(manifests)))
     kinds = {"Namespace", "ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding"}
     documents = [document for document in rendered if document["kind"] in kinds]
     assert {document["kind"] for document in documents} == kinds
@@ -48,12 +49,14 @@ class OperatorProcess:
         ca: Path | None = None,
         name: str = "operator-0",
         options: Sequence[str] = (),
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`options` go to the command line as they are."""
+        """`options` go to the command line as they are; `environment` is set beside ours."""
         if not PROGRAM.is_file():
             pytest.skip(f"{PROGRAM.name} is not installed beside {Path(sys.executable).name}")
         self.http_port, self.progress_port = free_port(), free_port()
         self.folder, self._name, self._options = folder, name, tuple(options)
+        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
         self._log = folder / f"{name}.log"
         progress = {"url": f"https://127.0.0.1:{self.progress_port}", **settings.get("progress", {})}
@@ -84,6 +87,7 @@ class OperatorProcess:
             "POD_NAMESPACE": NAMESPACE,
             "POD_NAME": self._name,
             "POD_IP": "127.0.0.1",
+            **self._environment,
         }
         command = [
             str(PROGRAM),

@@ -16,27 +16,20 @@ import yaml
 
 from cluster_support.access import PATIENCE_SECONDS, Api, AsyncApi, Object, new_session, path_of, wait_until
 from cluster_support.background import Background
-from cluster_support.control_plane import SHARED, Cluster
+from cluster_support.control_plane import Cluster
 from cluster_support.gangs import Gangs
 from cluster_support.kubelet import ON_STAND_IN, STORAGE_CLASS, Kubelet
 from cluster_support.operator_process import OperatorProcess
 from finetune_contract.report import KubeflowMetric, KubeflowStatus, KubeflowUpdate
 from finetune_operator.api.crd import crd, crd_yaml
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+from finetune_operator.launchers.rows import SUPPORTED
 from finetune_operator.rendering.types import JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL
 from suite_plugins.patience import patient
+from suite_plugins.shared import CRDS
 
-FOREIGN_CRDS = (
-    "kubeflow.org_pytorchjobs.yaml",
-    "kubeflow.org_mpijobs.yaml",
-    "sparkoperator.k8s.io_sparkapplications.yaml",
-)
-CHILD_KINDS: tuple[tuple[str, str], ...] = (
-    ("batch/v1", "jobs"),
-    ("kubeflow.org/v1", "pytorchjobs"),
-    ("kubeflow.org/v2beta1", "mpijobs"),
-    ("sparkoperator.k8s.io/v1beta2", "sparkapplications"),
-)
+FOREIGN_CRDS = tuple(f"{each.group}_{each.plural}.yaml" for each in SUPPORTED if not each.built_in)
+CHILD_KINDS = tuple((each.api_version, each.plural) for each in SUPPORTED)
 OTHER_KINDS: tuple[tuple[str, str], ...] = (
     ("v1", "configmaps"),
     ("v1", "services"),
@@ -74,7 +67,7 @@ def install_kinds(cluster: Cluster) -> None:
     latter: those that are served already are left as they are, as an API server takes seconds to read them.
     """
     definitions = {f"{PLURAL}.finetune.dev": crd_yaml()}
-    for path in [SHARED / "crds" / name for name in FOREIGN_CRDS if (SHARED / "crds" / name).is_file()]:
+    for path in [CRDS / name for name in FOREIGN_CRDS if (CRDS / name).is_file()]:
         text = path.read_text()
         definitions[yaml.safe_load(text)["metadata"]["name"]] = text
     api = Api(cluster.access)

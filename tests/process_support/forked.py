@@ -42,7 +42,7 @@ LIBRARIES = (
     *(f"transformers.models.{family}.modeling_{family}" for family in MODELS),
     "transformers.models.bert.tokenization_bert",
 )
-PARTS = ("__main__", "adapters", "data.prepare", "inference.evaluate", "inference.predict", "reporting", "training.run")
+PARTS = ("adapters", "data.prepare", "inference.evaluate", "inference.predict", "rank", "reporting", "training.run")
 
 
 def preload() -> None:

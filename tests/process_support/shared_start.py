@@ -1,9 +1,9 @@
 """`finetune` whose trainer processes share one start: each is forked from a process that has imported everything.
 
-Importing torch and transformers is most of what a stage of a tiny model does. Here the command, its supervisor, the
+Importing torch and transformers is most of what a stage of a tiny model does. Here the command, its launchers, the
 elastic agent's decisions and the stages are the real ones, with their own arguments, environment, working directory,
 standard streams and exit codes; `sys.executable` of the command is a small program that asks for a fork where the
-trainer or torch's launcher is to be started, and is Python for all else.
+trainer or its elastic agent is to be started, and is Python for all else.
 
     with StartServer(folder) as server:
         subprocess.run([*server.finetune, "run", "job.yaml"])
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Self
 
 TESTS = Path(__file__).parents[1]
-MODULES = ("finetune_trainer", "torch.distributed.run")
+MODULES = ("finetune_trainer", "finetune_trainer.launching.elastic")
 ASKING = """#!{python} -IS
 import array, json, os, signal, socket, sys
 arguments = sys.argv[1:]
@@ -97,9 +97,11 @@ def main(address: str) -> None:
     from process_support.forked import preload
 
     preload()
-    import torch.distributed.run
+    import torch.distributed.launcher.api
 
-    del torch
+    import finetune_trainer.launching.elastic
+
+    del finetune_trainer, torch
     gc.collect()
     gc.freeze()
     server = socket.socket(socket.AF_UNIX)
@@ -177,10 +179,10 @@ def _become(asked: dict[str, Any]) -> None:
     code = 0
     try:
         if module == "finetune_trainer":
-            from finetune_trainer.__main__ import main as run
+            from finetune_trainer.__main__ import main
         else:
-            from torch.distributed.run import main as run
-        run(arguments)
+            from finetune_trainer.launching.elastic import main
+        main()
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune_trainer.data.batches import inference_batches, training_order
+from suite_plugins.shared import DATA, missing
 
-ROTTEN_TOMATOES = Path(__file__).parents[3] / "shared" / "data" / "rotten_tomatoes" / "train.jsonl"
+ROTTEN_TOMATOES = DATA / "rotten_tomatoes" / "train.jsonl"
 
 lengths = st.lists(st.integers(1, 512), min_size=1, max_size=400).map(lambda values: np.asarray(values, np.int64))
 worlds = st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4))
@@ -68,7 +67,7 @@ def padded_tokens(lengths: np.ndarray, order: np.ndarray) -> int:
 
 def test_padding_of_real_reviews_is_a_small_part_of_the_batches():
     if not ROTTEN_TOMATOES.exists():
-        pytest.skip(f"the rotten_tomatoes sample is not beside the project ({ROTTEN_TOMATOES.parent.name})")
+        pytest.skip(missing(ROTTEN_TOMATOES))
     words = np.asarray([line.count(" ") + 2 for line in ROTTEN_TOMATOES.open(encoding="utf-8")], np.int64)
     order = training_order(words, global_batch=32, micro_batch=8, ranks=2, seed=0, epoch=0, grouped=True)
     real = int(words[order].sum())

@@ -1075,7 +1075,7 @@ def test_roberta_like_models_hold_fewer_tokens_than_their_config_says(data):
 
 
 def test_a_batch_is_padded_to_its_own_longest_row(data, paths):
-    from finetune_trainer.tasks.base import task_module
+    from finetune_trainer.tasks.registry import task_module
 
     prepare(a_job(data), paths, NoProgress())
     prepared = PreparedData.open(paths)

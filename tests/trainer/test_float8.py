@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import Adapter, CheckpointSchedule, Strategy, TrainerJob
+from finetune_contract.job import CheckpointSchedule, TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.failures import StageError
 from trainer_support.forking import fork_server
@@ -315,24 +315,6 @@ def test_weights_are_not_taken_for_activations_when_these_are_offloaded():
 
 
 # ------------------------------------------------------------------------------------------------------------- refused
-
-LORA = Adapter(method="lora", rank=4, alpha=16, dropout=0.0)
-REFUSED = {
-    "strategy deepspeed": {"strategy": Strategy(name="deepspeed", zero_stage=2)},
-    "parallelism.tensor or pipeline": {"strategy": Strategy(name="ddp", tensor=2)},
-    "parallelism.sequence": {"strategy": Strategy(name="ddp", sequence=2)},
-    "model.adapter.method lora": {"adapter": LORA},
-}
-
-
-@pytest.mark.parametrize("others", REFUSED)
-def test_ways_to_train_in_which_fp8_was_not_seen_to_work_are_refused(others: str, bench):
-    from finetune_trainer.strategies.select import strategy_for
-
-    training = bench.job.training.model_copy(update={"precision": "fp8", **REFUSED[others]})
-    with pytest.raises(StageError, match=f"is fp8; this trainer supports fp32 and bf16 with {others}") as error:
-        strategy_for(training, None, Path("unused"))
-    assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "NotYetSupported")
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from finetune_trainer.inference.runner import answers_of
 from finetune_trainer.models import load_tokenizer
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.reporting import CONFUSION_FILE, SAMPLES_FILE, merge_metrics
-from finetune_trainer.tasks.base import task_module
+from finetune_trainer.tasks.registry import task_module
 from trainer_support.tasks import predictions, training_of, write_lines
 
 SMALL: dict[str, Any] = {"device": "cpu", "batch_tokens": 64}

@@ -21,7 +21,7 @@ from finetune_trainer.inference.predict import predict
 from finetune_trainer.inference.runner import model_to_use, reference_model
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.reporting import write_report
-from finetune_trainer.tasks.base import task_of
+from finetune_trainer.tasks.registry import task_of
 from trainer_support.tasks import (
     WORDS,
     predictions,

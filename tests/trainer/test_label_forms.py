@@ -19,7 +19,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.progress import NoProgress
-from finetune_trainer.tasks.base import task_module
+from finetune_trainer.tasks.registry import task_module
 from trainer_support.tasks import (
     INFERENCE,
     predictions,

@@ -12,7 +12,8 @@ import pytest
 from finetune_contract.job import Columns
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import StageError
-from finetune_trainer.tasks.base import Labels, Targets, task_module
+from finetune_trainer.tasks.base import Labels, Targets
+from finetune_trainer.tasks.registry import task_module
 
 COLUMNS = Columns(text="text", label="label")
 OPINIONS = {"-1": "negative", "1": "positive"}

@@ -424,3 +424,35 @@ def test_the_program_and_all_it_has_started_are_gone_at_the_end_of_the_grace_per
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
     assert output == "-9 True []\n"
+
+
+def attached(below: str, folder: Path) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A process that runs the Python program `below` attached, and the processes below it, which are two."""
+    file = folder / "children"
+    child = f"import os, time; open({str(file)!r}, 'w').close(); time.sleep(600)"
+    parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]{below}).wait()"
+    program = (
+        "import os, sys; from finetune_trainer.launching.below import Below; "
+        f"end = Below(attached=True).run([sys.executable, '-c', {parent!r}], os.environ); print(end.code, end.asked_at)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    wait_until(file.exists, "the program's child has started")
+    return process, psutil.Process(process.pid).children(recursive=True)
+
+
+def test_attached_launcher_kills_everything_when_its_standard_input_ends(tmp_path: Path):
+    process, below = attached(", start_new_session=True", tmp_path)
+    output, _ = process.communicate(timeout=TIMEOUT_SECONDS)
+    assert output == "-9 None\n"
+    assert left(below) == []
+
+
+def test_ranks_end_with_an_attached_launcher_that_is_killed(tmp_path: Path):
+    tied = ", preexec_fn=__import__('finetune_trainer.launching.below', fromlist=['']).end_with_parent"
+    process, below = attached(tied, tmp_path)
+    assert len(below) == 2
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not left(below), "they are gone")

@@ -5,7 +5,7 @@ what is refused, and what counts as being in effect.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune_contract.job import Adapter, Pipeline, Strategy
+from finetune_contract.job import Pipeline, Strategy
 from finetune_contract.layout import FailureClass
 from finetune_contract.plans import PIPELINE_FAMILIES, tensor_families
 from finetune_trainer.failures import StageError
@@ -279,48 +279,6 @@ def test_groups_of_all_processes_become_one_list_without_second_names():
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals
-
-SPREADS = ({"tensor": 2}, {"pipeline": Pipeline(degree=2, micro_batches=4)})
-REFUSED = {
-    "fsdp": ({"strategy": {"name": "fsdp"}}, "parallelism.strategy is fsdp, and tensor and pipeline parallelism"),
-    "deepspeed": (
-        {"strategy": {"name": "deepspeed", "zero_stage": 2}},
-        "parallelism.strategy is deepspeed, and tensor and pipeline parallelism",
-    ),
-    "an adapter": (
-        {"adapter": Adapter(method="lora", rank=4, alpha=8, dropout=0.0)},
-        "model.adapter.method is lora, and adapters are not trained with ddp",
-    ),
-    "an optimizer that looks at whole matrices": (
-        {"optimizer": "adafactor"},
-        "training.optimizer is adafactor, and only adamw and sgd",
-    ),
-    "activations recomputed in part": (
-        {"strategy": {"activation_checkpointing": "selective"}},
-        "parallelism.activationCheckpointing is selective, and with ddp",
-    ),
-    "activations in host memory": (
-        {"strategy": {"offload_activations": "cpu"}},
-        "activations are kept or computed again whole, and not moved",
-    ),
-    "torch_compile": ({"arguments": {"torch_compile": True}}, "training.arguments.torch_compile is True, and ddp"),
-}
-
-
-@pytest.mark.parametrize(("case", "spread"), product(REFUSED, SPREADS), ids=str)
-def test_what_does_not_go_together_is_refused_by_name(case: str, spread: dict[str, Any], bench):
-    changes, message = REFUSED[case]
-    if "optimizer" in changes and "tensor" not in spread:
-        return  # a stage has whole matrices
-    asked = {"name": "ddp", **changes.get("strategy", {}), **spread}
-    others = {name: value for name, value in changes.items() if name != "strategy"}
-    run = bench.with_training(**others, strategy=Strategy.model_validate(asked))
-    run = run.with_training(world=run.job.training.world.model_copy(update={"processes_per_node": 2}))
-    config = {"zero_optimization": {"stage": 2}} if asked["name"] == "deepspeed" else None
-    with pytest.raises(StageError) as refused:
-        strategy_for(run.job.training, config, run.paths.offload)
-    assert (refused.value.failure_class, refused.value.reason) == (FailureClass.CONFIG, "NotCombined")
-    assert message in refused.value.message
 
 
 def test_micro_batches_that_do_not_fill_whole_passes_are_refused(bench):

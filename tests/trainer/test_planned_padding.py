@@ -16,7 +16,7 @@ from finetune_operator.planning.padding import step_rows
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.progress import NoProgress
-from finetune_trainer.tasks.base import task_module
+from finetune_trainer.tasks.registry import task_module
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
 from trainer_support.tasks import DATA, WITHOUT_DATA, real_rows, task_job, training_of, write_lines
 

@@ -21,8 +21,9 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.progress import NoProgress
-from finetune_trainer.tasks.base import Coding, task_of
+from finetune_trainer.tasks.base import Coding
 from finetune_trainer.tasks.preference_tuning import PreferenceTuning
+from finetune_trainer.tasks.registry import task_of
 from finetune_trainer.training.order import EpochOrder
 from trainer_support.tasks import (
     DATA,

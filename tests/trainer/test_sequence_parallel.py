@@ -17,13 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune_contract.job import Adapter, CheckpointSchedule, Pipeline, Strategy
+from finetune_contract.job import Adapter, CheckpointSchedule, Strategy
 from finetune_contract.layout import FailureClass
 from finetune_contract.plans import SEQUENCE_FAMILIES
 from finetune_trainer.data.slices import NOT_LEARNT, ROW_POSITIONS, TokenSlice
 from finetune_trainer.failures import StageError
 from finetune_trainer.strategies.mesh import MeshShape
-from finetune_trainer.strategies.select import strategy_for
 from finetune_trainer.strategies.sequence import refuse_model
 from suite_plugins.selection import covering
 from trainer_support import grids
@@ -286,33 +285,12 @@ def refusal(call: Callable[[], object]) -> tuple[str, str]:
     return error.value.reason, error.value.message
 
 
-REFUSED = {
-    "tensor": ({"strategy": Strategy(name="ddp", sequence=2, tensor=2)}, "parallelism.tensor is 2, and"),
-    "a pipeline": (
-        {"strategy": Strategy(name="ddp", sequence=2, pipeline=Pipeline(degree=2, micro_batches=2))},
-        "parallelism.pipeline.degree is 2, and",
-    ),
-    "torch_compile": ({"arguments": {"torch_compile": True}}, "training.arguments.torch_compile is True, and"),
-    "Liger's kernels": ({"arguments": {"use_liger_kernel": True}}, "training.arguments.use_liger_kernel is True, and"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_go_together_is_refused_by_name(name: str, bench_of, tmp_path: Path) -> None:
-    changes, words = REFUSED[name]
-    training = divided(bench_of(Case("llama")), Case("llama")).with_training(**changes).job.training
-    reason, message = refusal(lambda: strategy_for(training, None, tmp_path))
-    assert reason == "NotCombined"
-    assert message.startswith(words)
-    assert "parallelism.sequence" in message
-
-
 def test_a_task_whose_rows_stay_whole_is_refused_by_name(bench, tmp_path: Path) -> None:
     run = divided(bench.at(tmp_path / "w"), Case("bert"))
     ended = run.run(processes=2)
     failure = ended.first_failure.failure
-    assert (failure.failure_class, failure.reason) == (FailureClass.CONFIG, "SequenceNotSupported")
-    assert "rows of text-classification are not divided" in failure.message
+    assert (failure.failure_class, failure.reason) == (FailureClass.CONFIG, "NotCombined")
+    assert "divides rows of text-generation only" in failure.message
 
 
 def model_of(family: str, **config: Any) -> Any:

@@ -14,6 +14,8 @@ from typing import Any
 
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import JobPaths
+from suite_plugins.shared import DATA as DATA
+from suite_plugins.shared import missing
 from suite_plugins.times import spent
 
 INFERENCE: dict[str, Any] = {"device": "cpu", "batch_tokens": 512}
@@ -188,9 +190,7 @@ TEMPLATE = (
 )
 
 
-DATA = Path(__file__).parents[3] / "shared" / "data"
-"""Real rows, where they are beside the project."""
-WITHOUT_DATA = "the sample data are not beside the project: ../shared/data"
+WITHOUT_DATA = missing(DATA)
 
 
 def real_rows(name: str, most: int) -> list[dict[str, Any]]:

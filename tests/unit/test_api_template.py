@@ -19,9 +19,9 @@ from finetune_operator.api.template import (
 )
 from finetune_operator.api.validation import validate_job
 from finetune_operator.documents import read_documents
+from finetune_operator.launchers.registry import render
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts
-from finetune_operator.rendering.manifests import render
 from finetune_operator.rendering.types import Owner, ProgressEndpoint, RenderContext
 
 JOBS = Path(__file__).parent / "jobs" / "good"

@@ -319,7 +319,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     ],
     "storage-size": [
         ("spec.storage.storageClassName", "Invalid", "must be a name of small letters, digits, - and ., with a"),
-        ("spec.storage.size", "Invalid", "has to be more than nothing"),
+        ("spec.storage.size", "Invalid", "is less than 1Mi: a number without a unit counts bytes"),
     ],
     "template-labels": [
         ("spec.template.labels", "Invalid", "cannot have keys that begin with finetune.dev/, training"),
@@ -445,6 +445,14 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     ],
     "yaml-alias-bomb": [
         ("", "NotSupported", "aliases must not make up nearly all of a document"),
+    ],
+    "split-forms": [
+        ("spec.dataset.splits.train", "Invalid", "write train[:80%], and train[80%:] for the split that gets the rest"),
+        ("spec.dataset.splits.validation", "Invalid", "write train[90%:], and train[:90%] for spec.dataset.splits.t"),
+        ("spec.dataset.splits.test", "Invalid", "is no name of a split, nor of a slice such as train[:80%]"),
+        ("spec.predict.dataset.splits.train", "Invalid", "write train"),
+        ("spec.predict.dataset.splits.validation", "Invalid", "is a share of rows, and a split of files is the name"),
+        ("spec.predict.dataset.splits.test", "Invalid", "is a share of rows, and a split of files is the name of"),
     ],
     "yaml-bad-indent": [
         ("", "Syntax", "did not find expected key"),

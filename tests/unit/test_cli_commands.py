@@ -15,12 +15,12 @@ import yaml
 
 from finetune_command import finetune as run_finetune
 from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.api.types import LauncherName
 from finetune_operator.cli.inputs import read_inputs
 from finetune_operator.cli.main import COMMANDS, load
+from finetune_operator.launchers.registry import render
+from finetune_operator.launchers.rows import LauncherName
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts
-from finetune_operator.rendering.manifests import render
 from finetune_operator.rendering.types import RenderContext
 from suite_plugins.patience import patient
 

@@ -10,7 +10,6 @@ from typing import get_args
 
 from finetune_contract.layout import ENV_KUBEFLOW_CA, ENV_KUBEFLOW_TOKEN, ENV_KUBEFLOW_URL
 from finetune_operator.api.types import ConditionType, Phase
-from finetune_operator.planning.placement import LAUNCHER_ORDER
 from finetune_operator.reconcile.remedies import REMEDIES, Remedy
 from finetune_operator.shell.progress_protocol import progress_of, update_of
 
@@ -47,11 +46,6 @@ def test_every_condition_and_every_phase_is_described() -> None:
     assert {row[0] for row in rows("condition")} == set(get_args(ConditionType))
     named = {phase for row in rows("phase") for phase in row[0].split(", ")}
     assert named | {"Queued", "Serving"} == set(get_args(Phase))
-
-
-def test_the_launchers_are_in_the_order_in_which_auto_takes_them() -> None:
-    told = [quoted(row[0])[0] for row in rows("launcher")]
-    assert told == [name for name in LAUNCHER_ORDER if name in told]
 
 
 def test_the_example_posts_what_the_progress_server_reads(monkeypatch, tmp_path: Path) -> None:

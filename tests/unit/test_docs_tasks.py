@@ -10,8 +10,8 @@ import pytest
 
 from finetune_contract.choices import Task
 from finetune_operator.api.rules import COLUMN_TASKS
-from finetune_trainer.tasks.base import task_module
 from finetune_trainer.tasks.label_forms import FORMS
+from finetune_trainer.tasks.registry import task_module
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
 LINES = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]

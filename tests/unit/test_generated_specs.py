@@ -14,15 +14,16 @@ from hypothesis import HealthCheck, given
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.api.validation import validate_job
+from finetune_operator.launchers.registry import render
+from finetune_operator.launchers.rows import TRAINING
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, PlanRefused
-from finetune_operator.rendering.manifests import render
 from finetune_operator.rendering.types import HASH_ANNOTATION, Manifest, Owner, ProgressEndpoint, RenderContext
 from generated_specs import NASTY, specs
 from suite_plugins.fuzz import examples, scaled
 
 EXAMPLES = scaled(1000)
-LAUNCHERS = ("pytorchjob", "mpijob", "job")
+LAUNCHERS = TRAINING
 FRAME = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": {"name": "fuzz"}}
 
 

@@ -58,7 +58,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a share for a split": (
         {"dataset": {"uri": "hf://a/b", "splits": {"validation": 0.1}}}, "dataset.splits.validation",
-        "leave it out: 5 % of train are set aside where no split is named validation",
+        "leave it out: 5 % of train are set aside where no split is named validation; a Hub data set also has "
+        "slices such as train[90%:]",
     ),
     "a claim without its scheme": (
         {"storage": {"workspace": "results"}}, "storage.workspace", "write pvc://results",
@@ -119,6 +120,45 @@ def test_problems_behind_a_quoted_number_are_told_at_once() -> None:
     found = problems_of({"resources": {"gpusPerNode": "none", "accelerator": {"memory": "80Gi"}}})
     assert found["spec.resources.gpusPerNode"] == "write 0"
     assert "spec.resources.accelerator" in found, "there is no accelerator without GPUs"
+
+
+BEHIND: dict[str, tuple[dict[str, Any], str]] = {
+    "a duration": (
+        {"spot": {"enabled": True, "maxRunSeconds": "8h", "maxWaitSeconds": 3600}}, "spec.spot.maxWaitSeconds",
+    ),
+    "a truth value": (
+        {"spot": {"enabled": "yes"}, "checkpoints": {"resume": "never"}}, "spec.checkpoints.resume",
+    ),
+    "a block switched on": ({"spot": True, "checkpoints": {"resume": "never"}}, "spec.checkpoints.resume"),
+    "a misspelt word": (
+        {"parallelism": {"strategy": "FSPD"}, "training": {"precision": "fp16"}}, "spec.training.precision",
+    ),
+    "a misspelt task": (
+        {"task": "Token_Classification", "dataset": {"uri": "hf://a/b", "columns": {"text": "t"}}},
+        "spec.dataset.columns.text",
+    ),
+    "a list for one name": (
+        {"task": "text-generation", "dataset": {"uri": "hf://a/b", "columns": {"source": ["a", "b"], "text": "t"}}},
+        "spec.dataset.columns",
+    ),
+    "a list as text": ({"evaluation": {"metrics": "accuracy, bananas"}}, "spec.evaluation.metrics"),
+    "an interval": (
+        {
+            "checkpoints": {"every": "30 min"},
+            "training": {"script": {"git": {"url": "https://github.com/a/b"}, "entryPoint": "t.py"}},
+        },
+        "spec.checkpoints.every",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BEHIND)
+def test_problem_behind_a_value_with_a_plain_meaning_is_told_at_once(case: str) -> None:
+    """Following the first message of the value brings nothing to light that was not told."""
+    spec, path = BEHIND[case]
+    found = problems_of(spec)
+    assert len(found) > 1 or "; it then " in found[path]
+    assert path in found
 
 
 def test_workspace_of_kaito_is_told_as_a_whole() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from finetune_operator.api.notices import notices
 from finetune_operator.api.types import FineTuneJobSpec
+from planning_support.cases import job
 
 
 def notices_of(uri: str = "hf://org/small", task: str = "text-generation", **model: Any) -> str:
@@ -36,3 +37,43 @@ def test_model_that_writes_no_text_is_told(name: str) -> None:
 @pytest.mark.parametrize("name", ["openai-community/gpt2", "patrickvonplaten/bert2bert_cnn_daily_mail"])
 def test_model_that_writes_text_is_not_told(name: str) -> None:
     assert notices_of(f"hf://{name}", task="summarization") == ""
+
+
+UNUSUAL: dict[str, tuple[dict[str, Any], str]] = {
+    "many epochs": ({"training": {"epochs": 1000}}, "spec.training.epochs: 1,000 passes over the data are very many"),
+    "a large batch": ({"training": {"globalBatchSize": 5000}}, "spec.training.globalBatchSize: 5,000 rows a step"),
+    "a low rate": ({"training": {"learningRate": 2e-9}}, "spec.training.learningRate: 2e-09 is so low"),
+    "a high rate": ({"training": {"learningRate": 2}}, "spec.training.learningRate: 2 is very high for adamw"),
+    "strong decay": ({"training": {"weightDecay": 1}}, "spec.training.weightDecay: 1 is very much"),
+    "many cores": ({"resources": {"cpu": "1000"}}, "spec.resources.cpu: 1,000 cores a pod"),
+    "a large rank": (
+        {"model": {"uri": "hf://a/b", "adapter": {"method": "lora", "rank": 2048}}},
+        "spec.model.adapter.rank: 2,048 is very large for an adapter",
+    ),
+    "the trained rows": (
+        {"dataset": {"uri": "hf://a/b", "splits": {"validation": "train"}}},
+        "spec.dataset.splits.validation: train is the split that is trained on",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNUSUAL)
+def test_value_that_looks_like_a_slip_is_told_once(case: str) -> None:
+    patch, sentence = UNUSUAL[case]
+    told = notices(job(patch).spec)
+    assert len(told) == 1
+    assert told[0].startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [
+        {"training": {"epochs": 100, "globalBatchSize": 4096, "weightDecay": 0.1, "learningRate": 1e-7}},
+        {"resources": {"cpu": "192000m"}},
+        {"dataset": {"uri": "hf://a/b", "splits": {"train": "train[:90%]", "validation": "train[90%:]"}}},
+        {"model": {"uri": "hf://a/b", "adapter": {"method": "lora", "rank": 256}}},
+    ],
+    ids=json.dumps,
+)
+def test_usual_values_are_not_told(patch: dict[str, Any]) -> None:
+    assert notices(job(patch).spec) == ()

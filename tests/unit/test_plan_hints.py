@@ -37,8 +37,6 @@ Case = tuple[dict[str, Any], dict[str, Any]]
 """Fields of the job, and what is known: fields of Facts, `settings`, `adaptation`, `as_known`."""
 
 CASES: dict[str, Case] = {
-    "nothing to do": ({"training": None}, {}),
-    "no rows": ({"dataset": None}, {}),
     "pods prepare for a program": (
         {
             "training": {"script": {"git": {"url": "https://github.com/a/b", "ref": "main"}, "entryPoint": "a.py"}},
@@ -49,16 +47,14 @@ CASES: dict[str, Case] = {
     ),
     "Spark is not served and not granted": ({"preparation": {"engine": "spark"}}, {}),
     "rows longer than positions": ({"preparation": {"maxLength": 1024}}, {}),
-    "packs of a classification": ({"preparation": {"packing": "always"}}, {}),
-    "fp8 on a CPU": ({"training": {"precision": "fp8"}}, {}),
-    "fp16 on a CPU": ({"training": {"precision": "fp16"}}, {}),
-    "fp16 with fsdp": ({"training": {"precision": "fp16"}, "parallelism": FSDP, **ON_GPUS}, {"hardware": GPUS}),
-    "fp8 with deepspeed": ({"training": {"precision": "fp8"}, "parallelism": DEEPSPEED, **ON_GPUS}, {"hardware": GPUS}),
+    "fp8 on a T4": (
+        {"training": {"precision": "fp8"}, **ON_ONE},
+        {"hardware": parse_hardware("gpu=T4")},
+    ),
     "bf16 on a T4": (
         {"training": {"precision": "bf16"}, **ON_ONE},
         {"hardware": parse_hardware("gpu=T4")},
     ),
-    "Liger on a CPU": ({"training": {"arguments": {"use_liger_kernel": True}}}, {}),
     "GPUs of nobody knows what node": ({"resources": {"gpusPerNode": "auto"}}, {"hardware": None}),
     "a claim without a cluster": ({"model": {"uri": "pvc://claim/model"}}, {"local": True}),
     "suspended without a cluster": ({"runPolicy": {"suspend": True}}, {"local": True}),
@@ -67,115 +63,15 @@ CASES: dict[str, Case] = {
     "no launcher is served": ({}, {"served": ()}),
     "two nodes without a cluster": ({"resources": {"nodes": 2}}, {"local": True}),
     "more GPUs than a node has": ({"resources": {"gpusPerNode": 16}}, {"hardware": GPUS}),
-    "single with two processes": (
-        {"parallelism": {"strategy": "single"}, "resources": {"processesPerNode": 2}},
-        {},
-    ),
-    "processes that the degrees do not divide": (
-        {**WRITES, "parallelism": {"tensor": 2}, "resources": {"gpusPerNode": 3}, "training": {"globalBatchSize": 33}},
-        {"hardware": GPUS, "model": LLAMA},
-    ),
-    "more processes than GPUs": ({"resources": {"gpusPerNode": 2, "processesPerNode": 4}}, {"hardware": GPUS}),
     "fewer rows than a step": ({"training": {"globalBatchSize": 100_000}}, {"data": ROWS}),
-    "half a warm-up step": ({"training": {"warmupSteps": 10.5}}, {}),
-    "no interval, or two": ({"checkpoints": {"every": {}}}, {}),
-    "a batch that ranks do not divide": ({"training": {"globalBatchSize": 100}, **ON_GPUS}, {"hardware": GPUS}),
-    "a batch that micro-batches do not divide": (
-        {"training": {"globalBatchSize": 96, "microBatchSize": 5}, **ON_GPUS},
-        {"hardware": GPUS},
-    ),
-    "4 bits, compiled": (
-        {
-            **WRITES, **ON_ONE,
-            "model": {"uri": "hf://a/b", "adapter": {"method": "qlora"}},
-            "training": {"arguments": {"torch_compile": True}},
-        },
-        {"hardware": GPUS, "model": LLAMA},
-    ),
-    "an adapter in fp8": (
-        {
-            **WRITES, **ON_ONE,
-            "model": {"uri": "hf://a/b", "adapter": {"method": "lora"}}, "training": {"precision": "fp8"},
-        },
-        {"hardware": GPUS, "model": LLAMA},
-    ),
     "layers of another model": (
         {**WRITES, "model": {"uri": "hf://a/b", "adapter": {"method": "lora", "targetModules": ["Wqkv"]}}, **ON_ONE},
         {"hardware": GPUS, "model": LLAMA},
-    ),
-    "ZeRO without deepspeed": ({"parallelism": {"strategy": "ddp", "zeroStage": 2}}, {}),
-    "keys of DeepSpeed without deepspeed": (
-        {"parallelism": {"strategy": "ddp", "deepspeedConfig": {"zero_optimization": {"overlap_comm": True}}}},
-        {},
-    ),
-    "adafactor over shards": ({"training": {"optimizer": "adafactor"}, "parallelism": FSDP}, {}),
-    "an offload that says how and not where": (
-        {
-            "parallelism": {
-                **DEEPSPEED, "deepspeedConfig": {"zero_optimization": {"offload_param": {"pin_memory": True}}}
-            }
-        },
-        {},
-    ),
-    "ddp does not offload": ({"parallelism": {"strategy": "ddp", "offload": {"optimizer": "cpu"}}}, {}),
-    "stage 0 does not offload": (
-        {"parallelism": {**DEEPSPEED, "zeroStage": 0, "offload": {"optimizer": "cpu"}}, **ON_GPUS},
-        {"hardware": GPUS},
-    ),
-    "stage 2 does not offload parameters": (
-        {"parallelism": {**DEEPSPEED, "zeroStage": 2, "offload": {"parameters": "cpu"}}, **ON_GPUS},
-        {"hardware": GPUS},
     ),
     "parameters in files on a CPU": (
         {"parallelism": {**DEEPSPEED, "zeroStage": 3, "offload": {"parameters": "nvme"}}},
         {},
     ),
-    "activations of a compiled model": (
-        {
-            "parallelism": {"strategy": "ddp", "offload": {"activations": "cpu"}},
-            "training": {"arguments": {"torch_compile": True}}, **ON_GPUS,
-        },
-        {"hardware": GPUS},
-    ),
-    "fsdp moves all together": (
-        {"parallelism": {**FSDP, "offload": {"optimizer": "cpu"}}, **ON_GPUS},
-        {"hardware": GPUS},
-    ),
-    "sgd on the host": (
-        {"parallelism": {**DEEPSPEED, "offload": {"optimizer": "cpu"}}, "training": {"optimizer": "sgd"}, **ON_GPUS},
-        {"hardware": GPUS},
-    ),
-    "ZeRO++ below stage 3": (
-        {
-            "parallelism": {
-                **DEEPSPEED, "zeroStage": 2, "deepspeedConfig": {"zero_optimization": {"zero_quantized_weights": True}}
-            },
-            **ON_GPUS,
-        },
-        {"hardware": GPUS},
-    ),
-    "ZeRO++ on a CPU": (
-        {
-            "parallelism": {
-                **DEEPSPEED, "zeroStage": 3, "deepspeedConfig": {"zero_optimization": {"zero_quantized_weights": True}}
-            }
-        },
-        {},
-    ),
-    "second shards across nodes": (
-        {
-            "parallelism": {
-                **DEEPSPEED, "zeroStage": 3, "deepspeedConfig": {"zero_optimization": {"zero_hpz_partition_size": 4}}
-            },
-            **ON_GPUS,
-        },
-        {"hardware": GPUS},
-    ),
-    "sharding without fsdp": (
-        {"parallelism": {"strategy": "ddp", "sharding": "hybrid"}, **ON_GPUS},
-        {"hardware": GPUS},
-    ),
-    "hybrid on one node": ({"parallelism": {**FSDP, "sharding": "hybrid"}, **ON_GPUS}, {"hardware": GPUS}),
     "all strategies have run out of memory": (
         {**ON_ONE, "parallelism": {"strategy": "single"}},
         {"hardware": GPUS, "adaptation": Adaptation(1, ("single", "single+activation-checkpointing"))},
@@ -188,18 +84,6 @@ CASES: dict[str, Case] = {
         {"training": None, "evaluation": {}, **WRITES, **ON_ONE, "model": {"uri": "hf://a/Model-70B"}},
         {"hardware": parse_hardware("gpu=T4"), "model": None, "as_known": True},
     ),
-    "a compiled model in parts": (
-        {**WRITES, **ON_GPUS, "parallelism": {"tensor": 2}, "training": {"arguments": {"torch_compile": True}}},
-        {"hardware": GPUS, "model": LLAMA},
-    ),
-    "selective recomputation of a model in parts": (
-        {**WRITES, **ON_GPUS, "parallelism": {"tensor": 2, "activationCheckpointing": "selective"}},
-        {"hardware": GPUS, "model": LLAMA},
-    ),
-    "fp16 of a model in parts": (
-        {**WRITES, **ON_GPUS, "parallelism": {"tensor": 2}, "training": {"precision": "fp16"}},
-        {"hardware": GPUS, "model": LLAMA},
-    ),
     "no tensor-parallel plan": (
         {**ON_GPUS, "parallelism": {"tensor": 2}},
         {"hardware": GPUS, "model": BERT.model_copy(update={"model_type": "unheard-of"})},
@@ -208,33 +92,17 @@ CASES: dict[str, Case] = {
         {**WRITES, **ON_GPUS, "parallelism": {"tensor": 8}},
         {"hardware": GPUS, "model": llama_1b("text-generation", num_attention_heads=28, num_key_value_heads=4)},
     ),
-    "adafactor over parts of matrices": (
-        {**WRITES, **ON_GPUS, "parallelism": {"tensor": 2}, "training": {"optimizer": "adafactor"}},
-        {"hardware": GPUS, "model": LLAMA},
-    ),
-    "preferences through a pipeline": (
-        {"task": "preference-tuning", **ON_GPUS, "parallelism": {"pipeline": {"degree": 2}}},
-        {"hardware": GPUS, "model": llama_1b("preference-tuning")},
-    ),
     "more stages than layers": (
         {**WRITES, **ON_GPUS, "parallelism": {"pipeline": {"degree": 8}}},
         {"hardware": GPUS, "model": llama_1b("text-generation", num_hidden_layers=4)},
     ),
-    "passes that rows do not fill": (
-        {**WRITES, **ON_GPUS, "parallelism": {"pipeline": {"degree": 2, "microBatches": 5}}},
-        {"hardware": GPUS, "model": LLAMA},
-    ),
-    "slices of a compiled model": (
-        {**WRITES, **ON_GPUS, "parallelism": {"sequence": 2}, "training": {"arguments": {"torch_compile": True}}},
-        {"hardware": GPUS, "model": LLAMA},
-    ),
-    "slices in fp8": (
-        {**WRITES, **ON_GPUS, "parallelism": {"sequence": 2}, "training": {"precision": "fp8"}},
-        {"hardware": GPUS, "model": LLAMA},
-    ),
     "slices that heads do not divide": (
         {**WRITES, **ON_GPUS, "parallelism": {"sequence": 8}},
         {"hardware": GPUS, "model": llama_1b("text-generation", num_attention_heads=28, num_key_value_heads=4)},
+    ),
+    "a batch that the node's GPUs do not divide": (
+        {"training": {"globalBatchSize": 100}, "resources": {"gpusPerNode": "auto"}},
+        {"hardware": GPUS},
     ),
 }  # fmt: skip
 
@@ -262,11 +130,8 @@ def problems_of(written: dict[str, Any], known: Mapping[str, Any]) -> tuple[Prob
 
 
 BY_HAND: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing to do": ({"spec.evaluation": {}}, "any of three blocks"),
-    "no rows": ({"spec.dataset": {"uri": "hf://c/d"}}, "the user's own data"),
     "GPUs of nobody knows what node": ({"spec.resources.gpusPerNode": 1}, "any number"),
     "a claim without a cluster": ({"spec.model.uri": "file:///models/m"}, "the user's own folder"),
-    "processes that the degrees do not divide": ({"spec.resources.gpusPerNode": 2}, "a multiple"),
     "no launcher is served": ({}, "a right of the operator's, granted outside of the job"),
 }
 """Hints that no reader can follow by itself: the edits of somebody who can, and what it takes to know them."""
@@ -299,7 +164,7 @@ def test_each_way_out_of_a_refusal_clears_it_and_one_leads_to_a_plan(case: str) 
             assert still(problem, after) == [], (edits, problem.way_out)
     firsts = [edits for problem in problems for edits in ways_out(case, problem)[:1]]
     whole = without_gone(apply(written, [edit for edits in firsts for edit in edits]))
-    assert [each.rule for each in problems_of(whole, known)] in ([], ["a job has to do something"])
+    assert [each.path for each in problems_of(whole, known)] in ([], ["spec.training"])  # nothing is left to do
 
 
 def test_hints_by_hand_belong_to_cases_whose_messages_cannot_be_read() -> None:
@@ -339,7 +204,7 @@ def test_the_cases_reach_every_place_where_the_planner_refuses() -> None:
     finally:
         sys.setprofile(None)
     wanted = [(name, lines) for name, lines in refusals() if name not in NOT_TOLD]
-    assert len(wanted) > 40
+    assert len(wanted) > 20
     assert [
         f"{name}:{lines.start}" for name, lines in wanted if not any((name, line) in reached for line in lines)
     ] == []

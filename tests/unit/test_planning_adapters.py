@@ -440,13 +440,6 @@ def test_deepspeeds_buckets_are_as_small_as_what_is_trained():
     assert config["zero_optimization"]["reduce_bucket_size"] == trained < 50_000_000  # type: ignore[index,call-overload]
 
 
-def test_weights_in_4_bits_are_not_compiled():
-    with pytest.raises(PlanRefused) as refused:
-        planned({"method": "qlora"}, arguments={"torch_compile": True})
-    (problem,) = refused.value.problems
-    assert (problem.path, problem.reason) == ("spec.training.arguments.torch_compile", "NotSupported")
-
-
 @pytest.mark.parametrize(
     ("adapter", "problem"),
     [

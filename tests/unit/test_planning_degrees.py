@@ -148,22 +148,22 @@ REFUSED: dict[str, tuple[ModelFacts | None, dict[str, Any], tuple[str, ...]]] = 
     "fp16": (
         FIFTY_BILLION,
         {"training": {"globalBatchSize": 64, "precision": "fp16"}},
-        ("parallelism.tensor is not chosen: a model that is spread by parallelism.tensor or pipeline is computed in",),
+        ("parallelism.tensor is not chosen: is fp32 or bf16 with spec.parallelism.tensor or pipeline.degree above 1",),
     ),
     "an optimizer of whole matrices": (
         FIFTY_BILLION,
         {"training": {"globalBatchSize": 64, "optimizer": "adafactor"}},
-        ("parallelism.tensor is not chosen: only adamw and sgd, which look at each element by itself",),
+        ("parallelism.tensor is not chosen: adafactor works on whole matrices, which spec.parallelism divides",),
     ),
     "a compiled model": (
         FIFTY_BILLION,
         {"training": {"globalBatchSize": 64, "arguments": {"torch_compile": True}}},
-        ("parallelism.tensor is not chosen: a model that is spread by parallelism.tensor or pipeline is not compiled",),
+        ("parallelism.tensor is not chosen: torch_compile does not go together with spec.parallelism.tensor",),
     ),
     "activations recomputed in part": (
         FIFTY_BILLION,
         {"parallelism": {"activationCheckpointing": "selective"}},
-        ("parallelism.tensor is not chosen: a model that is spread by parallelism.tensor or pipeline takes auto or",),
+        ("parallelism.tensor is not chosen: is auto, none or full with spec.parallelism.tensor or pipeline.degree",),
     ),
     "a model that nobody has read": (
         None,

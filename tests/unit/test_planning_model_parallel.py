@@ -193,35 +193,11 @@ REFUSED: dict[str, tuple[dict[str, Any], Any, str, str]] = {
     ),
     "micro-batches that make no whole passes": (
         {"parallelism": {"pipeline": {"degree": 2, "microBatches": 3}}}, LLAMA,
-        "spec.parallelism.pipeline.microBatches", "a replica's 16 rows of a step are no whole number of passes",
-    ),
-    "a loss that compares whole rows": (
-        {"task": "preference-tuning", "parallelism": {"pipeline": {"degree": 2}}}, LLAMA,
-        "spec.parallelism.pipeline.degree", "the loss of preference-tuning compares whole rows",
+        "spec.parallelism.pipeline.microBatches", "does not divide the micro-batches of a replica's step",
     ),
     "a world that the degrees do not divide": (
         {"parallelism": {"tensor": 2, "pipeline": {"degree": 3}}}, LLAMA,
-        "spec.resources.processesPerNode", "have to be a multiple of parallelism.tensor x pipeline.degree = 6",
-    ),
-    "a compiled model": (
-        {"parallelism": {"tensor": 2}, "training": {"arguments": {"torch_compile": True}}}, LLAMA,
-        "spec.training.arguments.torch_compile", "is not compiled",
-    ),
-    "activations recomputed in part": (
-        {"parallelism": {"tensor": 2, "activationCheckpointing": "selective"}}, LLAMA,
-        "spec.parallelism.activationCheckpointing", "takes auto or none or full",
-    ),
-    "activations in host memory": (
-        {"parallelism": {"pipeline": {"degree": 2}, "offload": {"activations": "cpu"}}}, LLAMA,
-        "spec.parallelism.offload.activations", "takes none",
-    ),
-    "fp16": (
-        {"parallelism": {"tensor": 2}, "training": {"precision": "fp16"}}, LLAMA,
-        "spec.training.precision", "is computed in fp32 or bf16",
-    ),
-    "an optimizer that looks at whole matrices": (
-        {"parallelism": {"tensor": 2}, "training": {"optimizer": "adafactor"}}, LLAMA,
-        "spec.training.optimizer", "only adamw and sgd",
+        "spec.resources.processesPerNode", "has to be a multiple of tensor x pipeline x sequence",
     ),
 }  # fmt: skip
 

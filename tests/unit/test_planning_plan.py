@@ -14,12 +14,13 @@ from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
 from finetune_contract.job import Batch, CheckpointSchedule, Columns, Strategy, World
 from finetune_operator.api.problems import Problem
+from finetune_operator.api.rules import HPZ, RULES
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Price, Settings
 from finetune_operator.api.types import FineTuneJob
+from finetune_operator.launchers.rows import BUILT_IN, ENGINES
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.strategy import HPZ
 from finetune_operator.planning.summary import Row, summarise
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
 from planning_support.cases import BERT, encoder, job
@@ -261,7 +262,7 @@ def test_rows_that_cannot_share_a_sequence_are_not_packed():
         (
             "spec.preparation.packing",
             '"always"',
-            "rows of text-classification cannot share a sequence",
+            "always is for text-generation: rows of other tasks cannot share a sequence",
             "set it to auto or never",
         )
     ]
@@ -372,8 +373,8 @@ def test_the_world(spec, hardware, world):
             (
                 "spec.resources.processesPerNode",
                 "3",
-                "a GPU runs one process, and a node has 2",
-                "set processesPerNode to 2 or to auto",
+                "cannot be more than spec.resources.gpusPerNode: a GPU takes one process",
+                "set it to auto or to the number of GPUs",
             ),
             id="more processes than GPUs",
         ),
@@ -383,8 +384,9 @@ def test_the_world(spec, hardware, world):
             (
                 "spec.parallelism.strategy",
                 '"single"',
-                "it runs one process, and 1 node(s) x 2 process(es) are 2",
-                "set strategy to auto or ddp, or ask for 1 node and 1 process",
+                "single is one process, and spec.resources asks for more",
+                "use ddp, fsdp, deepspeed or auto, or set spec.resources.nodes and spec.resources.processesPerNode "
+                "to 1",
             ),
             id="single over two processes",
         ),
@@ -403,6 +405,7 @@ def test_a_world_that_cannot_be_is_refused(spec, facts, problem):
 # ------------------------------------------------------------------------------------------------------------ precision
 
 T4 = parse_hardware("gpu=T4")
+NO_GPU = "needs a GPU, and spec.resources.gpusPerNode gives none"
 
 
 @pytest.mark.parametrize(
@@ -428,9 +431,9 @@ def test_precision_is_bf16_where_there_are_units_for_it_or_what_was_asked(asked,
     ("asked", "gpus", "hardware", "rule"),
     [
         ("bf16", 1, T4, "T4 does not compute in bf16"),
-        ("fp16", 0, TWO_CORES, "fp16 needs a GPU: accelerate scales no loss on a CPU, and few CPUs compute in it"),
+        ("fp16", 0, TWO_CORES, NO_GPU),
         ("fp8", 1, T4, "T4 has no units for it, as GPUs have from compute capability 8.9 on"),
-        ("fp8", 0, TWO_CORES, "the CPU has no units for it, as GPUs have from compute capability 8.9 on"),
+        ("fp8", 0, TWO_CORES, NO_GPU),
     ],
 )
 def test_a_precision_that_the_device_has_not_is_refused(asked, gpus, hardware, rule):
@@ -479,60 +482,30 @@ def test_fp8_is_trained_with_copies_or_shards_of_ordinary_weights(parallelism, f
     assert training(made).strategy.label == label
 
 
-@pytest.mark.parametrize(
-    ("spec", "problem"),
-    [
-        pytest.param(
-            {"parallelism": parallelism},
-            (
-                "spec.training.precision",
-                '"fp8"',
-                "layers multiply in fp8 with strategies single, ddp, fsdp, and deepspeed is asked for",
-            ),
-            id=f"DeepSpeed, {words}",
-        )
-        for words, parallelism in (("by name", {"strategy": "deepspeed"}), ("by a stage", {"zeroStage": 2}))
-    ]
-    + [
-        pytest.param(
-            {"model": {"uri": "hf://a/b", "adapter": {"method": "lora"}}},
-            (
-                "spec.model.adapter.method",
-                '"lora"',
-                "adapted layers do not multiply in fp8, which training.precision asks for",
-            ),
-            id="an adapter",
-        ),
-        pytest.param(
-            {"parallelism": {"tensor": 2}},
-            (
-                "spec.training.precision",
-                '"fp8"',
-                "a model that is spread by parallelism.tensor or pipeline is computed in fp32 or bf16",
-            ),
-            id="split layers",
-        ),
-        pytest.param(
-            {"task": "text-generation", "parallelism": {"sequence": 2}},
-            (
-                "spec.training.precision",
-                '"fp8"',
-                "rows that are divided among processes (parallelism.sequence) do not multiply in fp8",
-            ),
-            id="divided rows",
-        ),
-    ],
-)
-def test_fp8_is_refused_where_it_has_not_been_seen_to_work(spec, problem):
-    known = {"model": LLAMA} if spec.keys() & {"task", "parallelism"} else {}
-    assert [each[:3] for each in refused(in_fp8(**spec), hardware=EIGHT_H100, **known)] == [problem]
-
-
 def test_no_way_out_of_fp8_leads_to_an_adapter_that_does_not_multiply_in_it():
     facts = {"hardware": parse_hardware("gpu=L4,memory=64Gi"), "model": LLAMA_7B}
     ways = "; ".join(problem[3] for problem in refused(in_fp8(resources={"gpusPerNode": 1}), **facts))
     assert "adapter" not in ways
     assert "deepspeed" not in ways
+
+
+@pytest.mark.parametrize(
+    ("parallelism", "gpus", "way"),
+    [
+        ({}, 1, "set model.adapter.method to lora, which trains"),
+        ({"strategy": "fsdp"}, 1, "set model.adapter.method to lora and parallelism.strategy to auto, which trains"),
+        ({"tensor": 2}, 2, "set model.adapter.method to lora and leave parallelism out, which trains"),
+    ],
+    ids=["a free strategy", "a strategy that holds no adapter", "split layers"],
+)
+def test_adapter_is_offered_where_it_fits_and_the_model_does_not(parallelism, gpus, way):
+    hardware = parse_hardware(f"gpus={gpus},gpu=L4,memory=24Gi,hostMemory=64Gi")
+    spec = {"task": "text-generation", "resources": {"gpusPerNode": gpus}, "parallelism": parallelism}
+    (problem,) = refused(spec, hardware=hardware, model=LLAMA_7B)
+    assert way in problem[3]
+    model = {"uri": "hf://a/b", "adapter": {"method": "lora"}}
+    followed = {**spec, "model": model, "parallelism": {}}
+    assert planned(followed, hardware=hardware, model=LLAMA_7B).memory.total_bytes <= 24 * 2**30
 
 
 def test_fp8_is_estimated_faster_than_bf16_when_it_is_compiled_and_slower_else():
@@ -572,30 +545,24 @@ def test_the_global_batch_is_kept_exactly(spec, batch):
 
 
 @pytest.mark.parametrize(
-    ("spec", "rule", "way_out"),
+    ("spec", "hint"),
     [
+        pytest.param({"globalBatchSize": 33}, "use 32 or 34, multiples of 2 = 2 ranks", id="ranks do not divide it"),
+        pytest.param({"globalBatchSize": 1}, "use 2, multiples of 2 = 2 ranks", id="fewer rows than ranks"),
         pytest.param(
-            {"training": {"globalBatchSize": 33}, "parallelism": {"strategy": "ddp"}},
-            "it has to be a multiple of 2 = 2 ranks",
-            "set globalBatchSize to 32 or 34",
-            id="ranks do not divide it",
-        ),
-        pytest.param(
-            {"training": {"globalBatchSize": 1}, "parallelism": {"strategy": "ddp"}},
-            "it has to be a multiple of 2 = 2 ranks",
-            "set globalBatchSize to 2",
-            id="fewer rows than ranks",
-        ),
-        pytest.param(
-            {"training": {"globalBatchSize": 32, "microBatchSize": 5}, "parallelism": {"strategy": "ddp"}},
-            "it has to be a multiple of 10 = 5 rows of a micro-batch x 2 ranks",
-            "set globalBatchSize to 30 or 40, or microBatchSize to 4",
+            {"globalBatchSize": 32, "microBatchSize": 5},
+            "use 30 or 40, multiples of 10 = 2 ranks x 5 rows of a micro-batch; or set spec.training.microBatchSize "
+            "to 1",
             id="the micro-batch does not divide it",
         ),
     ],
 )
-def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(spec, rule, way_out):
-    assert refused(spec) == [("spec.training.globalBatchSize", str(spec["training"]["globalBatchSize"]), rule, way_out)]
+def test_a_global_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(spec, hint):
+    rule = "is kept exactly, so it has to be a multiple of the data-parallel ranks x spec.training.microBatchSize"
+    value = str(spec["globalBatchSize"])
+    assert refused({"training": spec, "parallelism": {"strategy": "ddp"}}) == [
+        ("spec.training.globalBatchSize", value, rule, hint)
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------- strategy
@@ -814,138 +781,61 @@ def test_a_free_choice_is_advised_together_with_what_would_forbid_it():
     ]
 
 
+DEEPSPEED_3 = {"strategy": "deepspeed", "zeroStage": 3}
+AS_ON_THE_NODE = {"gpusPerNode": "auto"}
+
+
 @pytest.mark.parametrize(
-    ("parallelism", "training_spec", "path", "rule"),
+    ("spec", "hardware", "rule"),
     [
-        (
-            {"strategy": "ddp", "zeroStage": 2},
-            {},
-            "spec.parallelism.zeroStage",
-            "only deepspeed has ZeRO stages, and strategy is ddp",
+        pytest.param(
+            {"parallelism": {**DEEPSPEED_3, "offload": {"parameters": "nvme"}}},
+            TWO_CORES,
+            "cpu-swaps-bf16-parameters",
+            id="fp32, as the CPU has no units for bf16",
         ),
-        (
-            {"strategy": "fsdp", "offload": {"optimizer": "cpu"}},
-            {},
-            "spec.parallelism.offload",
-            "fsdp moves parameters, gradients and optimizer state together, to host memory",
+        pytest.param(
+            {"parallelism": {**DEEPSPEED_3, "deepspeedConfig": {"zero_optimization": {HPZ: 3}}}},
+            TWO_CORES,
+            "zero-plus-plus-is-obeyed",
+            id="secondary shards that are not on one node",
         ),
-        (
-            {"offload": {"optimizer": "cpu"}},
-            {},
-            "spec.parallelism.offload.optimizer",
-            "only deepspeed and fsdp offload, and strategy is auto",
+        pytest.param(
+            {"parallelism": {"strategy": "fsdp", "sharding": "hybrid"}, "resources": AS_ON_THE_NODE},
+            EIGHT_H100,
+            "hybrid-sharding-needs-nodes",
+            id="hybrid sharding on one node",
         ),
-        (
-            {"strategy": "deepspeed", "zeroStage": 0, "offload": {"optimizer": "cpu"}},
-            {},
-            "spec.parallelism.offload.optimizer",
-            "ZeRO stage 0 does not offload",
+        pytest.param(
+            {"training": {"arguments": {"use_liger_kernel": True}}, "resources": AS_ON_THE_NODE},
+            TWO_CORES,
+            "liger-has-gpus-and-whole-rows",
+            id="kernels for GPUs that the node has not",
         ),
-        (
-            {"strategy": "deepspeed", "offload": {"optimizer": "cpu"}},
-            {"optimizer": "sgd"},
-            "spec.parallelism.offload.optimizer",
-            "DeepSpeed has an offloaded form of adamw only, and optimizer is sgd",
+        pytest.param(
+            {"training": {"precision": "fp16"}, "resources": AS_ON_THE_NODE},
+            TWO_CORES,
+            "precision-has-hardware",
+            id="a precision for GPUs that the node has not",
         ),
-        (
-            {"strategy": "ddp", "deepspeedConfig": {"wall_clock_breakdown": True}},
-            {},
-            "spec.parallelism.deepspeedConfig",
-            "only deepspeed reads it, and strategy is ddp",
+        pytest.param(
+            {"resources": {**AS_ON_THE_NODE, "processesPerNode": 9}, "training": {"globalBatchSize": 36}},
+            EIGHT_H100,
+            "one-process-per-gpu",
+            id="more processes than the node has GPUs",
         ),
-        (
-            {"zeroStage": 2, "deepspeedConfig": {"wall_clock_breakdown": True}},
-            {},
-            "spec.parallelism.deepspeedConfig",
-            "only deepspeed reads it, and strategy is auto",
-        ),
-        (
-            {"strategy": "deepspeed", "deepspeedConfig": {"wall_clock_brakedown": True}},
-            {},
-            "spec.parallelism.deepspeedConfig.wall_clock_brakedown",
-            "DeepSpeed knows no such key and would ignore it",
-        ),
-        (
-            {"strategy": "deepspeed", "zeroStage": 2, "offload": {"optimizer": "nvme"}},
-            {},
-            "spec.parallelism.offload.optimizer",
-            "ZeRO stage 2 does not do that",
-        ),
-        (
-            {"strategy": "deepspeed", "zeroStage": 1, "offload": {"parameters": "cpu"}},
-            {},
-            "spec.parallelism.offload.parameters",
-            "ZeRO stage 1 does not do that",
-        ),
-        (
-            {"strategy": "deepspeed", "deepspeedConfig": {"zero_optimization": {"offload_param": {"buffer_count": 3}}}},
-            {},
-            "spec.parallelism.deepspeedConfig.zero_optimization.offload_param",
-            "it says how to offload what parallelism.offload.parameters leaves on the device",
-        ),
-        (
-            {"strategy": "deepspeed", "offload": {"parameters": "nvme"}},
-            {"precision": "fp32"},
-            "spec.parallelism.offload.parameters",
-            "on a CPU DeepSpeed keeps parameters in files as bf16 only, and precision is fp32",
-        ),
-        (
-            {"offload": {"activations": "cpu"}},
-            {"arguments": {"torch_compile": True}},
-            "spec.parallelism.offload.activations",
-            "what torch.compile compiles as one saves nothing that could be moved",
-        ),
-        (
-            {"strategy": "deepspeed", "zeroStage": 2, "deepspeedConfig": {"zero_optimization": {HPZ: 2}}},
-            {},
-            f"spec.parallelism.deepspeedConfig.zero_optimization.{HPZ}",
-            "it is a part of ZeRO stage 3, and zeroStage is 2",
-        ),
-        (
-            {"strategy": "deepspeed", "zeroStage": 3, "deepspeedConfig": {"zero_optimization": {HPZ: 3}}},
-            {},
-            f"spec.parallelism.deepspeedConfig.zero_optimization.{HPZ}",
-            "the second shards belong on one node, which has 2 processes",
-        ),
-        (
-            {
-                "strategy": "deepspeed",
-                "zeroStage": 3,
-                "deepspeedConfig": {"zero_optimization": {"zero_quantized_weights": True}},
-            },
-            {},
-            "spec.parallelism.deepspeedConfig.zero_optimization.zero_quantized_weights",
-            "DeepSpeed quantizes on GPUs only",
-        ),
-        (
-            {},
-            {"arguments": {"use_liger_kernel": True}},
-            "spec.training.arguments.use_liger_kernel",
-            "Liger's kernels run on GPUs only",
-        ),
-        (
-            {"strategy": "fsdp"},
-            {"optimizer": "adafactor"},
-            "spec.training.optimizer",
-            "it works on whole matrices, which strategy fsdp divides or flattens",
-        ),
-        (
-            {"sharding": "grad-op"},
-            {},
-            "spec.parallelism.sharding",
-            "only fsdp has it, and strategy is auto",
-        ),
-        (
-            {"strategy": "fsdp", "sharding": "hybrid"},
-            {},
-            "spec.parallelism.sharding",
-            "hybrid divides inside a node and copies between nodes, and there is 1 node of 2 processes",
+        pytest.param(
+            {"parallelism": {"tensor": 3}, "resources": AS_ON_THE_NODE},
+            EIGHT_H100,
+            "model-parallel-divides-world",
+            id="degrees that the node's GPUs are no multiple of",
         ),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(parallelism, training_spec, path, rule):
-    problems = refused({"parallelism": parallelism, "training": training_spec})
-    assert [problem[::2] for problem in problems] == [(path, rule)]
+def test_what_the_node_decides_is_refused_in_the_words_of_validation(spec, hardware, rule):
+    broken = next(each for each in RULES if each.name == rule)
+    problems = refused(spec, hardware=hardware)
+    assert [problem[::2] for problem in problems] == [(f"spec.{broken.path}", broken.text)]
 
 
 def test_problems_of_one_group_are_reported_together():
@@ -954,10 +844,10 @@ def test_problems_of_one_group_are_reported_together():
         "parallelism": {"strategy": "single", "zeroStage": 2},
         "resources": {"processesPerNode": 2},
     }
-    assert [problem[0] for problem in refused(spec)] == [
+    assert sorted(problem[0] for problem in refused(spec)) == [
         "spec.parallelism.strategy",
-        "spec.training.precision",
         "spec.parallelism.zeroStage",
+        "spec.training.precision",
         "spec.training.warmupSteps",
     ]
 
@@ -1123,6 +1013,7 @@ def test_spark_prepares_where_there_is_no_cluster():
     assert planned({"preparation": {"workers": 3}}).trainer.preparation.engine == "local"
 
 
+SPARK_SERVED = (*BUILT_IN, *ENGINES)
 SPARK_SETTINGS = Settings.model_validate({"spark": {"image": "spark:1", "serviceAccountName": "spark-driver"}})
 
 
@@ -1141,11 +1032,11 @@ def test_in_a_cluster_spark_needs_its_operator_and_what_an_administrator_grants_
         "have an administrator set spark.image and spark.serviceAccountName (docs/data.md), or set it to job or auto",
     )
     assert refused(spark) == [not_served, not_granted]
-    assert refused(spark, spark=True) == [not_granted]
+    assert refused(spark, served=SPARK_SERVED) == [not_granted]
     assert refused(spark, SPARK_SETTINGS) == [not_served]
     # What has prepared goes on without: no other stage needs it.
     assert planned(spark, prepared=True).trainer.preparation.engine == "spark"
-    result = planned(spark, SPARK_SETTINGS, spark=True)
+    result = planned(spark, SPARK_SETTINGS, served=SPARK_SERVED)
     assert (result.trainer.preparation.engine, result.trainer.preparation.pods) == ("spark", 4)
     assert result.reasons[1] == (
         "preparation by Spark's driver and 3 executors, as asked; they write to one claim, which the nodes have to "
@@ -1176,7 +1067,7 @@ def test_pods_prepare_in_a_cluster_and_processes_of_the_machine_without_one():
 def test_what_evaluates_the_model_of_a_program_prepares_in_one_pod(engine):
     script = {"script": {"git": {"url": "https://github.com/a/b"}}}
     asked = {"training": script, "evaluation": {}, "preparation": {"engine": engine, "workers": 3}}
-    assert refused(asked, SPARK_SETTINGS, spark=True) == [
+    assert refused(asked, SPARK_SETTINGS, served=SPARK_SERVED) == [
         (
             "spec.preparation.engine",
             f'"{engine}"',

@@ -112,21 +112,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "spec.parallelism.sequence",
         "it has to divide the model's 8 key-value heads",
     ),
-    "a world that it does not divide": (
-        {"parallelism": {"sequence": 4}, "resources": {"gpusPerNode": 6}},
-        "spec.resources.processesPerNode",
-        "have to be a multiple of parallelism.sequence = 4",
-    ),
-    "a compiled model": (
-        {"parallelism": {"sequence": 2}, "training": {"arguments": {"torch_compile": True}}},
-        "spec.training.arguments.torch_compile",
-        "rows are divided among processes (parallelism.sequence)",
-    ),
-    "Liger's kernels": (
-        {"parallelism": {"sequence": 2}, "training": {"arguments": {"use_liger_kernel": True}}},
-        "spec.training.arguments.use_liger_kernel",
-        "rows are divided among processes (parallelism.sequence)",
-    ),
 }
 
 
@@ -280,8 +265,8 @@ NOT_CHOSEN: dict[str, tuple[Long, str, str]] = {
     ),
     "a compiled model": (
         Long(EIGHT_BILLION, EIGHT_H100, 131072, compiled(torch_compile=True)),
-        "parallelism.sequence is not chosen: rows are divided among processes (parallelism.sequence) as the model's "
-        "own code has them, without torch_compile",
+        "parallelism.sequence is not chosen: torch_compile does not go together with spec.parallelism.tensor, "
+        "pipeline, sequence and offload.activations",
         "leave training.arguments.torch_compile out and set parallelism.sequence to 8 (65.8 GiB of 79.6 GiB a GPU)",
     ),
     "Liger's kernels and fp8": (
@@ -291,8 +276,8 @@ NOT_CHOSEN: dict[str, tuple[Long, str, str]] = {
             131072,
             {"training": {**compiled(use_liger_kernel=True)["training"], "precision": "fp8"}},
         ),
-        "without use_liger_kernel, and rows that are divided among processes (parallelism.sequence) do not multiply in "
-        "fp8",
+        "fp8 does not go together with spec.parallelism.sequence above 1, and use_liger_kernel needs GPUs, and rows "
+        "that spec.parallelism.sequence does not divide",
         "leave training.arguments.use_liger_kernel out and set training.precision to bf16 and set parallelism.sequence "
         "to 8 (65.8 GiB of 79.6 GiB a GPU)",
     ),

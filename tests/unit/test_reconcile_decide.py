@@ -198,12 +198,12 @@ GRANTED = Settings.model_validate({"spark": {"image": "spark:1", "serviceAccount
 
 def prepared_by_spark() -> World:
     """Spark prepares, and then neither settings nor cluster grant it any more."""
-    world = World(settings=GRANTED, spark=True)
+    world = World(settings=GRANTED, served=("job", "sparkapplication"))
     world.spec["preparation"] = {"engine": "spark", "workers": 2}
     world.settle()
     assert world.children[world.start()]["kind"] == "SparkApplication"
     world.settle()
-    world.settings, world.spark = Settings(), False
+    world.settings, world.served = Settings(), ("job",)
     world.settle()
     return world
 
@@ -271,7 +271,28 @@ def test_progress_is_shown_while_a_stage_runs_and_whole_at_its_end():
     world.edit(suspend=True)  # nothing follows
     world.progress = None
     world.settle()
-    assert world.job().status.progress == ProgressStatus(step=9, total_steps=9, percent=100, remaining_seconds=0)
+    assert world.job().status.progress == ProgressStatus(step=9, total_steps=9, percent=100)
+
+
+def test_suspended_job_has_no_time_left():
+    world = training()
+    world.progress = ProgressStatus(step=5, total_steps=20, percent=25, loss=0.7, remaining_seconds=30)
+    world.settle()
+    world.edit(suspend=True)
+    world.settle()
+    assert world.phase == "Suspended"
+    assert world.job().status.progress == world.progress.model_copy(update={"remaining_seconds": None})
+
+
+def test_job_that_has_succeeded_has_no_time_left():
+    world = training()
+    for _ in ("train", "evaluate", "predict"):
+        world.succeed()
+        world.settle()
+    assert world.phase == "Succeeded"
+    ended = world.job().status.progress
+    assert ended is not None
+    assert (ended.percent, ended.remaining_seconds) == (100, None)
 
 
 def test_costs_are_counted_at_the_end_of_each_attempt():

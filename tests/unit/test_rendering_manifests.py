@@ -18,13 +18,15 @@ from jinja2 import UndefinedError
 from finetune_contract.choices import Stage
 from finetune_contract.job import TrainerJob
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
-from finetune_operator.api.types import FineTuneJob, LauncherName
+from finetune_operator.api.types import FineTuneJob
 from finetune_operator.cli.console import emit
+from finetune_operator.launchers.registry import render, stage
+from finetune_operator.launchers.rows import TRAINING, LauncherName
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
 from finetune_operator.rendering import templates
 from finetune_operator.rendering.contract import fingerprint, stage_files
-from finetune_operator.rendering.manifests import render, shared, stage
+from finetune_operator.rendering.manifests import shared
 from finetune_operator.rendering.pods import literal
 from finetune_operator.rendering.templates import document
 from finetune_operator.rendering.types import (
@@ -36,7 +38,7 @@ from finetune_operator.rendering.types import (
     RenderContext,
 )
 
-LAUNCHERS: tuple[LauncherName, ...] = ("pytorchjob", "mpijob", "job")
+LAUNCHERS = TRAINING
 OWNER = Owner("reviews", "uid-1")
 PROGRESS = ProgressEndpoint("https://progress.example:8443/", "CERTIFICATE\n")
 LONGEST_NAME = "9" * 63
@@ -298,7 +300,7 @@ def test_a_folder_name_with_a_variable_in_it_is_the_folder_of_that_name():
 
 
 def test_every_value_of_every_template_goes_through_the_filter():
-    files = sorted((Path(templates.__file__).parent / "templates").glob("*.jinja"))
+    files = sorted(Path(templates.__file__).parents[1].glob("*/templates/*.yaml.jinja"))
     values = [value for file in files for value in re.findall(r"\{\{(.*?)\}\}", file.read_text(encoding="utf-8"))]
     assert len(files) == 8
     assert len(values) > 20

@@ -10,14 +10,15 @@ import pytest
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
-from finetune_operator.api.types import Capacity, FineTuneJob, LauncherName
+from finetune_operator.api.types import Capacity, FineTuneJob
+from finetune_operator.launchers.registry import render, stage
+from finetune_operator.launchers.rows import TRAINING, LauncherName
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts
-from finetune_operator.rendering.manifests import render, stage
 from finetune_operator.rendering.spot import only_on
 from finetune_operator.rendering.types import Attempt, RenderContext
 
-LAUNCHERS: tuple[LauncherName, ...] = ("pytorchjob", "mpijob", "job")
+LAUNCHERS = TRAINING
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 PREFERRED = "preferredDuringSchedulingIgnoredDuringExecution"
 SITE = Settings.model_validate_json(

@@ -11,8 +11,9 @@ import pytest
 from aiohttp import web
 from kubernetes.aio import client
 
+from finetune_operator.kubernetes_api.resources import FINETUNE_JOB
 from finetune_operator.shell.clock import ClusterClock
-from finetune_operator.shell.kube import FINETUNE_JOB, Kube
+from finetune_operator.shell.kube import Kube
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 

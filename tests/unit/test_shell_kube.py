@@ -12,31 +12,27 @@ import yaml
 from aiohttp import web
 from kubernetes.aio.client import ApiClient, Configuration
 
-from finetune_operator.shell.kube import (
-    FINETUNE_JOB,
-    FIRST_DELAY_SECONDS,
-    JOB,
-    POD,
-    SPARK_APPLICATION,
-    TRIES,
+from finetune_operator.kubernetes_api.answers import FIRST_DELAY_SECONDS, Lines
+from finetune_operator.kubernetes_api.client import TRIES
+from finetune_operator.kubernetes_api.errors import (
     AlreadyExistsError,
     ApiError,
     ConflictError,
     ForbiddenError,
     GoneError,
     InvalidError,
-    Kube,
     NamespaceTerminatingError,
+    NoAnswerError,
     NotFoundError,
     TooLongError,
     TooManyRequestsError,
     UnauthorizedError,
     UnavailableError,
     WebhookError,
-    as_yaml,
     error_of,
-    resource_of,
 )
+from finetune_operator.kubernetes_api.resources import FINETUNE_JOB, JOB, POD, resource_of
+from finetune_operator.shell.kube import Kube, as_yaml
 from finetune_operator.shell.serving import KubeKeys
 from finetune_operator.shell.token_keys import KeysUnavailableError
 
@@ -284,8 +280,24 @@ def test_a_list_whose_first_page_is_forgotten_is_begun_anew():
     assert ran.value == ([], 9)
 
 
+def test_an_item_of_a_list_that_is_no_object_costs_that_item_only():
+    page: Answer = (200, {"metadata": {"resourceVersion": "7"}, "items": [None, 3, {"metadata": {"name": "a"}}]}, {})
+    items, _ = call(lambda kube: kube.list_objects(POD), page).value
+    assert [item["metadata"]["name"] for item in items] == ["a"]
+
+
+def test_an_answer_that_is_no_list_is_an_error():
+    assert isinstance(call(lambda kube: kube.list_objects(POD), OK).error, UnavailableError)
+
+
+def test_a_log_line_without_an_end_is_passed_on_in_parts():
+    lines = Lines(longest=4)
+    taken = [line for chunk in (b"ab\ncd", b"efgh", b"i\nj") for line in lines.take(chunk)]
+    assert (taken, lines.rest) == ([b"ab", b"cdefgh", b"i"], b"j")
+
+
 def test_a_page_that_is_too_long_is_asked_for_in_smaller_ones(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("finetune_operator.shell.kube.PAGE_BYTES", 1_000)
+    monkeypatch.setattr("finetune_operator.kubernetes_api.client.ANSWER_BYTES", 1_000)
     long: Answer = (200, {"metadata": {"resourceVersion": "7"}, "items": [{"text": "x" * 2_000}]}, {})
     pages: list[Answer] = [
         (200, {"metadata": {"resourceVersion": "7", "continue": mark}, "items": [{"metadata": {"name": mark}}]}, {})
@@ -301,7 +313,7 @@ def test_a_page_that_is_too_long_is_asked_for_in_smaller_ones(monkeypatch: pytes
 
 
 def test_an_object_that_is_too_long_alone_is_an_error(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("finetune_operator.shell.kube.PAGE_BYTES", 1_000)
+    monkeypatch.setattr("finetune_operator.kubernetes_api.client.ANSWER_BYTES", 1_000)
     long: Answer = (200, {"metadata": {"resourceVersion": "7"}, "items": [{"text": "x" * 2_000}]}, {})
     ran = call(lambda kube: kube.list_objects(POD), long)
 
@@ -417,13 +429,12 @@ def test_launchers_are_what_the_server_serves():
     def served(*names: str) -> Answer:
         return 200, {"kind": "APIResourceList", "resources": [{"name": name} for name in names]}, {}
 
-    ask = call(lambda kube: kube.served_launchers(), served("pytorchjobs", "mpijobs"), (404, status(404, "x"), {}))
+    absent = (404, status(404, "x"), {})
+    ask = call(lambda kube: kube.served_launchers(), served("pytorchjobs", "mpijobs"), absent, absent)
     assert ask.value == ("pytorchjob", "job")
-    ask = call(lambda kube: kube.served_launchers(), served("tfjobs"), served("mpijobs"))
-    assert ask.value == ("mpijob", "job")
-    ask = call(lambda kube: kube.serves(SPARK_APPLICATION), served("sparkapplications"))
-    assert (ask.value, ask.server.asked[0][1]) == (True, "/apis/sparkoperator.k8s.io/v1beta2")
-    assert call(lambda kube: kube.serves(SPARK_APPLICATION), (404, status(404, "x"), {})).value is False
+    ask = call(lambda kube: kube.served_launchers(), served("tfjobs"), served("mpijobs"), served("sparkapplications"))
+    assert ask.value == ("mpijob", "job", "sparkapplication")
+    assert ask.server.asked[-1][1] == "/apis/sparkoperator.k8s.io/v1beta2"
 
 
 def test_a_kind_without_rights_is_refused_before_it_is_asked_for():
@@ -462,7 +473,7 @@ WATCH_ERRORS: dict[str, tuple[Answer, type[ApiError]]] = {
     "no rights": ((403, status(403, "Forbidden"), {}), ForbiddenError),
     "a line that is no event": ((200, "<html>\n", {}), UnavailableError),
     "an event without a version": ((200, json.dumps({"type": "ADDED", "object": {}}) + "\n", {}), UnavailableError),
-    "no answer": ((0, "", {}), UnavailableError),
+    "no answer": ((0, "", {}), NoAnswerError),
 }  # fmt: skip
 
 

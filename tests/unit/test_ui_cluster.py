@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,16 @@ def test_the_page_of_a_failed_job_shows_cause_way_out_and_the_log_that_is_kept(c
     page = shown(client, "job", "team", "broken", word="MissingColumn")
     for part in ("no &lt;b&gt;text&lt;/b&gt;", "Name it.", "the last words", "the pods of prepare-1 are gone"):
         assert part in page
+
+
+def test_a_job_that_nests_too_deep_does_not_hide_the_others(client: Client, api: Api) -> None:
+    nested: dict[str, Any] = {}
+    for _ in range(400):
+        nested = {"a": nested}
+    metadata = {**TRAINING["metadata"], "name": "deep", "uid": "3"}
+    api.jobs.append({**TRAINING, "metadata": metadata, "spec": {**TRAINING["spec"], "training": nested}})
+    page = shown(client, word="deep")
+    assert "reviews" in page
 
 
 def test_progress_that_was_seen_becomes_a_curve(client: Client, api: Api) -> None:

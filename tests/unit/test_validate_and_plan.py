@@ -11,13 +11,14 @@ from finetune_operator.api.rules import asked_strategy, certain_processes, certa
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.api.validation import validate_job
+from finetune_operator.launchers.rows import ENGINES, TRAINING
 from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts, PlanRefused
 
 HARDWARE = parse_hardware("gpu=H100,memory=80Gi,gpus=64,cpu=2048,hostMemory=100000Gi")
 """So large that memory decides nothing."""
-FACTS = Facts(hardware=HARDWARE, served=("pytorchjob", "mpijob", "job"), spark=True, prepared=True)
+FACTS = Facts(hardware=HARDWARE, served=(*TRAINING, *ENGINES), prepared=True)
 DRAWN = 5000
 CHOICES: dict[str, tuple[Any, ...]] = {
     "task": ("text-classification", "text-generation", "preference-tuning"),

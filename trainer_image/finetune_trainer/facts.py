@@ -17,7 +17,7 @@ from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config, position_limit, resolve_model, stored_bytes
-from finetune_trainer.tasks.base import task_module
+from finetune_trainer.tasks.registry import task_module
 
 if TYPE_CHECKING:
     from torch import nn

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from finetune_contract.job import TrainerJob
+from finetune_contract.choices import Stage
+from finetune_contract.job import TrainerJob, World
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
 
@@ -30,3 +31,15 @@ def read_job(path: Path) -> TrainerJob:
             + "; ".join(f"{field}: {each['msg']} (found {str(each['input'])[:60]})" for field, each in where[:5]),
             "Operator and trainer image must be of versions that fit each other.",
         ) from error
+
+
+def world_of(job: TrainerJob, stage: str) -> World:
+    """The processes of `stage`, for a launcher of several; StageError CONFIG for a stage that is one process."""
+    if stage != Stage.TRAIN or job.world is None:
+        raise StageError(
+            FailureClass.CONFIG,
+            "OneProcessOnly",
+            f"Stage {stage} of job {job.name} is one process; torchrun and mpirun are for training.",
+            "Use --with process.",
+        )
+    return job.world

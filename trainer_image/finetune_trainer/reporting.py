@@ -189,7 +189,7 @@ def _cuda_version() -> str | None:
 
 def write_model_card(paths: JobPaths, job: TrainerJob, facts: DataFacts, metrics: Mapping[str, Any]) -> None:
     """Writes `model/README.md` with the front matter that the Hub reads. `metrics` is the content of metrics.json."""
-    from finetune_trainer.tasks.base import task_of
+    from finetune_trainer.tasks.registry import task_of
 
     evaluated = metrics.get("evaluate", {})
     scores = {name: value for name, value in evaluated.items() if isinstance(value, float) and name != "loss"}

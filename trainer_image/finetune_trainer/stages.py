@@ -95,7 +95,7 @@ def _prepare_alone(given: StageInput, leader: Leader | None = None) -> StageResu
     from finetune_trainer.models import pinned
 
     if given.job.training is not None:
-        _refuse_arguments(given.job.training)  # before a GPU is taken
+        _refuse_settings(given.job, given.job.training)  # before a GPU is taken
     job, commit = pinned(given.job)
     given = replace(given, job=job)
     if job.training is not None and job.training.precision == "fp8":
@@ -161,7 +161,7 @@ def _train(given: StageInput) -> StageResult:
     if training is not None:
         # All that can be refused is refused before seconds go into imports and the model.
         check_world(given.world, training.world, training.batch.data_parallel, training.strategy.replica_ranks)
-        _refuse_arguments(training)
+        _refuse_settings(given.job, training)
         device, threads, strategy = training.world.device, training.world.threads_per_process, training.strategy.name
         settle_environment(os.environ, given.world, device=device, threads=threads, strategy=strategy)
         connect(given.world, device, threads, strategy)
@@ -179,12 +179,14 @@ def _train(given: StageInput) -> StageResult:
     return StageResult(outcome.metrics, outcome.artifacts, outcome.fingerprint)
 
 
-def _refuse_arguments(training: Training) -> None:
+def _refuse_settings(job: TrainerJob, training: Training) -> None:
     from finetune_trainer.adapters import four_bits
+    from finetune_trainer.combinations import refuse_combinations
     from finetune_trainer.float8 import refuse_without_library
     from finetune_trainer.training.arguments import refuse_bad_arguments
     from finetune_trainer.training.tracking import refuse_missing_trackers
 
+    refuse_combinations(job, training)
     refuse_bad_arguments(training)
     refuse_missing_trackers(training.arguments, os.environ)
     if training.in_four_bits:

@@ -17,6 +17,7 @@ from finetune_operator.api.settings import Settings
 from finetune_operator.api.shapes import Fields, Items, Shape, sentence, shape_of, spec_shape, status_shape
 from finetune_operator.api.support import ROWS
 from finetune_operator.api.types import API_VERSION, KIND
+from finetune_operator.launchers.rows import SUPPORTED, TRAINING, to_come
 
 
 def api_reference() -> str:
@@ -189,3 +190,14 @@ def _default(shape: Shape) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+def launchers_table() -> str:
+    """The table of docs/operator.md: what `launcher: auto` takes, in this order."""
+    rows = [each for each in SUPPORTED if each.name in TRAINING]
+    lines = ["| launcher | runs train as | needs |", "|---|---|---|"]
+    for each in rows:
+        needs = "nothing" if each.built_in else each.installed_by.removeprefix("the ")
+        lines.append(f"| `{each.name}` | {each.manifest} | {needs} |")
+    lines += ["", "`launcher: auto` takes the first of these that the API server serves."]
+    return "\n".join(lines) + to_come("refused as not yet supported", "`") + "\n"

@@ -78,12 +78,13 @@ def read_fields(
                     faults[path] = _field_problem(shape, path, kind, value, prefix, schemes)
                 if not path or not isinstance(remainder, dict) or len(faults) >= MOST_PROBLEMS:
                     return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone), frozenset(placed))
-                place, meant = _meant(shape, path, kind, value, prefix)
+                place, meant = _meant(shape, path, kind, value, prefix, faults[path])
+                if place == path and path not in placed and _set(remainder, path, meant):
+                    placed.add(path)
+                    continue
                 taken_out = _take_out(shape, remainder, path, placeholders or {})
                 if place is None or not _put(remainder, place, meant):
                     gone.add(taken_out)
-                elif place == path:
-                    placed.add(path)
     return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone), frozenset(placed))
 
 
@@ -171,7 +172,9 @@ def value_at(value: JsonValue, path: Path) -> JsonValue:
     return value
 
 
-def _meant(root: Shape, path: Path, kind: str, document: JsonValue, prefix: Path) -> tuple[Path | None, JsonValue]:
+def _meant(
+    root: Shape, path: Path, kind: str, document: JsonValue, prefix: Path, problem: Problem
+) -> tuple[Path | None, JsonValue]:
     """Where in the document a field belongs that is under a wrong name or in a wrong place, and what its value means.
 
     It is read there, so that one look at a job finds what following the hint would bring to light. (None, None) where
@@ -183,15 +186,24 @@ def _meant(root: Shape, path: Path, kind: str, document: JsonValue, prefix: Path
     if kind != "extra_forbidden":
         shape, field = find(root, path), format_path((*prefix, *path))
         row = find_value(field, value)
-        if shape is None or shape.required or shape.body is None:
+        if shape is None or kind == "missing":
             return None, None
         if row is not None:
             return (path, row.instead[field]) if list(row.instead) == [field] else (None, None)
-        meant = plain_meaning(shape, value)
+        meant = plain_meaning(shape, value, problem.way_out)
         return (None, None) if meant is None else (path, meant)
     hint = _name_hint(root, path, document, prefix)
     place = tuple(hint.place.split(".")[1:]) if hint.place is not None else ()
     return (place, value) if place and find(root, place) is not None else (None, None)
+
+
+def _set(document: JsonValue, path: Path, value: JsonValue) -> bool:
+    """Replace the value that stands at `path`; False: no field of an object stands there."""
+    above = value_at(document, path[:-1])
+    if not isinstance(above, dict) or path[-1] not in above:
+        return False
+    above[str(path[-1])] = copy.deepcopy(value)
+    return True
 
 
 def _put(document: JsonValue, place: Path, value: JsonValue) -> bool:

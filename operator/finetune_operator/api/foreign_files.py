@@ -16,6 +16,7 @@ from finetune_operator.api.hints import named_inside, place_of, taken_value
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.shapes import Fields, spec_shape
 from finetune_operator.api.types import API_VERSION, KIND
+from finetune_operator.launchers.rows import LAUNCHERS
 
 DOCUMENT = ("apiVersion", "kind", "metadata", "spec", "status")
 ACCELERATE = "accelerate"
@@ -48,8 +49,8 @@ _MARKS: Mapping[str, frozenset[str]] = {
 }  # fmt: skip
 """Names by which a tool's configuration is told from others'."""
 _WORKLOADS = frozenset({
-    "Job", "CronJob", "Pod", "Deployment", "StatefulSet", "PyTorchJob", "MPIJob", "TFJob", "TrainJob", "JobSet",
-    "RayJob", "XGBoostJob", "PaddleJob", "JAXJob", "SparkApplication", "Workflow",
+    "CronJob", "Pod", "Deployment", "StatefulSet", "TFJob", "RayJob", "XGBoostJob", "PaddleJob", "JAXJob", "Workflow",
+    *(each.kind for each in LAUNCHERS),
 })  # fmt: skip
 
 

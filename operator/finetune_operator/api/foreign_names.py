@@ -17,6 +17,8 @@ from types import MappingProxyType
 
 from pydantic import JsonValue
 
+from finetune_operator.launchers.rows import SUPPORTED
+
 HF, AXOLOTL, FACTORY, DEEPSPEED, KUBERNETES = "Hugging Face", "axolotl", "LLaMA-Factory", "DeepSpeed", "Kubernetes"
 EVERYBODY = f"{HF}, {AXOLOTL}, {FACTORY}"
 
@@ -687,14 +689,15 @@ VALUES: tuple[ForeignValue, ...] = (
     ForeignValue("spec.resources.gpusPerNode", ("all", "max"), HF, {"spec.resources.gpusPerNode": "auto"}),
     ForeignValue("spec.resources.gpusPerNode", ("none", "cpu", False), HF, {"spec.resources.gpusPerNode": 0}),
     ForeignValue("spec.resources.processesPerNode", ("gpu", "all"), HF, {"spec.resources.processesPerNode": "auto"}),
-    ForeignValue("spec.launcher", ("mpirun", "mpi", "horovodrun"), HF, {"spec.launcher": "mpijob"}),
-    ForeignValue("spec.launcher", ("pytorch", "kubeflow", "training-operator"), KUBERNETES,
-        {"spec.launcher": "pytorchjob"}),
+    *(
+        ForeignValue("spec.launcher", each.foreign_names, each.foreign_tools, {"spec.launcher": each.name})
+        for each in SUPPORTED
+        if each.foreign_names
+    ),
     ForeignValue(
         "spec.launcher", ("torchrun", "accelerate", "deepspeed", "local", "none", "python", "kubernetes"),
         f"{HF}, {DEEPSPEED}", {"spec.launcher": "auto"},
     ),
-    ForeignValue("spec.launcher", ("batch", "k8s-job", "batch/v1"), KUBERNETES, {"spec.launcher": "job"}),
     ForeignValue("spec.launcher", ("slurm", "ray", "rayjob", "sagemaker"), HF, {},
         "leave it out: Kubernetes runs the pods"),
 )  # fmt: skip

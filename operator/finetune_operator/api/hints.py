@@ -423,7 +423,8 @@ def wrong_value(
         case Text() if isinstance(value, int | float) and path[:3] == ("spec", "dataset", "splits"):
             return (
                 "must be the name of a split, or of a file without its ending",
-                "leave it out: 5 % of train are set aside where no split is named validation",
+                "leave it out: 5 % of train are set aside where no split is named validation; a Hub data set also has "
+                "slices such as train[90%:]",
             )
         case Text(quantity=False) if isinstance(value, int | float):
             return "must be text", "put it in quotes"

@@ -10,10 +10,11 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+import yaml
 from pydantic import JsonValue
 
 from finetune_operator.api.foreign_names import find_value, plain
-from finetune_operator.api.problems import holds_secret, is_secret_name
+from finetune_operator.api.problems import HIDDEN, holds_secret, is_secret_name
 from finetune_operator.api.shapes import Boolean, Fields, Items, Map, Number, Shape, Text, accepts
 
 _MINUS = re.compile("[\u2010-\u2015\u2212]")
@@ -30,6 +31,8 @@ _SECONDS: Mapping[str, int] = {
     **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), 3600),
     **dict.fromkeys(("d", "day", "days"), 86400),
 }
+_NAMED_VALUE = re.compile(r"(?:write|did you mean) (\{[^{}]*\}|\[[^\[\]]*\]|\"[^\"]*\"|[\w.:/+-]*[\w/])(?=$|[,;?])")
+"""The start of a hint that names one value: what follows a comma is another form of the same."""
 _LONGEST = 60
 """Characters of a value that a message shows whole."""
 _TRUE_WORDS = {
@@ -93,22 +96,34 @@ def _listed(value: str) -> list[JsonValue]:
     return [part for part in re.split(r"\s*,\s*", value.strip().strip("[]")) if part]
 
 
-def plain_meaning(shape: Shape, value: JsonValue) -> JsonValue:
-    """Read what can only mean one value here: "3", "10%", "yes", "a, b", a block that is true; None: nothing can."""
-    if isinstance(value, bool) and isinstance(shape.body, Fields) and "enabled" in shape.body.fields:
-        return {"enabled": value}
-    if not isinstance(value, str) or len(value) > _LONGEST or holds_secret(value):
+def plain_meaning(shape: Shape, value: JsonValue, hint: str) -> JsonValue:
+    """Read the one value that the hint for `value` names, as in "write 28800" and "did you mean lora?"; None: it leaves
+    a choice. Of a list where one text goes, the first item is read, as an example of those that can be written.
+    """
+    if isinstance(value, list) and value and isinstance(shape.body, Text):
+        return value[0] if accepts(shape, value[0]) else None
+    if HIDDEN in hint:
         return None
-    match shape.body:
-        case Boolean():
-            return _TRUE_WORDS.get(value.lower())
-        case Items(Shape(body=Text())):
-            listed = _listed(value)
-            return listed if accepts(shape, listed) else None
-        case Number():
-            text = _MINUS.sub("-", value.strip())
-            return next((number for number in _numbers(text, "") if accepts(shape, number)), None)
-    return None
+    if hint == "remove the quotes" and isinstance(value, str):
+        return next((number for number in _whole(_MINUS.sub("-", value.strip())) if accepts(shape, number)), None)
+    named = _NAMED_VALUE.match(hint)
+    if named is None:
+        return None
+    try:
+        meant: JsonValue = yaml.safe_load(named[1])
+    except yaml.YAMLError:
+        return None
+    readings = (named[1], meant, *(_whole(named[1]) if isinstance(meant, str) else ()))
+    return next((each for each in readings if _takes(shape, each)), None)
+
+
+def _takes(shape: Shape, value: JsonValue) -> bool:
+    """Whether the field takes the value; of an object each of its fields."""
+    if not isinstance(shape.body, Fields) or not isinstance(value, dict):
+        return accepts(shape, value)
+    fields = shape.body.fields
+    missing = any(inner.required for name, inner in fields.items() if name not in value)
+    return not missing and all(name in fields and _takes(fields[name], inner) for name, inner in value.items())
 
 
 def _number(shape: Shape, leaf: str, value: str, shown: Shown) -> str | None:
@@ -128,7 +143,7 @@ def _numbers(text: str, leaf: str) -> Iterator[float | int]:
         yield from _numbers(found[1], leaf)
     if found := _PERCENT.fullmatch(text):
         yield float(found[1]) / 100
-    if leaf.endswith("Seconds") and (found := _DURATION.fullmatch(text)) and found[2].lower() in _SECONDS:
+    if "Seconds" in leaf and (found := _DURATION.fullmatch(text)) and found[2].lower() in _SECONDS:
         yield round(float(found[1]) * _SECONDS[found[2].lower()])
     elif found := _MULTIPLE.fullmatch(text):
         yield round(float(found[1]) * (1000 if found[2] in "kK" else 1_000_000))

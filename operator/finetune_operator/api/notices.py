@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 
 from finetune_contract.choices import OptimizerName, Task
 from finetune_operator.api.copied import settle
+from finetune_operator.api.fields import value_at
+from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.types import FineTuneJobSpec
 
 HIGH_RATES: Mapping[OptimizerName, float] = {"adamw": 0.01, "adafactor": 0.1, "sgd": 1.0}
@@ -19,10 +21,32 @@ rates are 1e-5 to 5e-5 for all weights (Devlin et al., 2018, appendix A.3) and 1
 which are clipped to a norm of 1.
 """
 
-LARGE_BATCH = 4096
-"""Rows of a step above which a fine-tuning takes few steps and learns little. Published: 16 and 32 (Devlin et al.,
-2018), 64 (Touvron et al., Llama 2, 2023, instructions), 128 (Raffel et al., T5, 2020), 1,024 (Ouyang et al., 2022).
+UNUSUAL: Mapping[str, tuple[float, str]] = {
+    "training.globalBatchSize": (
+        4096,
+        "rows a step are very many for fine-tuning, where 16 to 1,024 are usual; a train split with fewer rows is "
+        "refused; the default is 32",
+    ),
+    "training.epochs": (
+        100,
+        "passes over the data are very many for fine-tuning, where 1 to 10 are usual: rows are learnt by heart; the "
+        "default is 3, and spec.training.earlyStopping ends training that learns nothing more",
+    ),
+    "training.weightDecay": (0.5, "is very much, where 0 to 0.1 is usual: weights shrink to nothing"),
+    "training.labelSmoothing": (0.5, "is very much, where 0 to 0.1 is usual: wrong classes get most of the target"),
+    "model.adapter.rank": (
+        256, "is very large for an adapter, where 8 to 64 are usual, and saves little memory; the default is 16"
+    ),
+    "model.adapter.dropout": (0.5, "drops most of an adapter's input, where 0 to 0.1 is usual"),
+    "resources.cpu": (256, "cores a pod are more than most machines have; the unit m counts thousandths of one"),
+}  # fmt: skip
+"""Field -> the largest value that passes without a notice, and what is unusual above it. Rows of a step: 16 and 32
+(Devlin et al., 2018), 64 (Touvron et al., Llama 2, 2023, instructions), 128 (Raffel et al., T5, 2020), 1,024 (Ouyang et
+al., 2022). Epochs: 2 to 4 (Devlin et al.), 100 at most (Gururangan et al., 2020, on small corpora). Ranks: 1 to 64 (Hu
+et al., 2021), 256 (Biderman et al., 2024). Weight decay: 0.01 (Devlin et al.), 0.1 (Touvron et al.).
 """
+LOW_RATE = 1e-8
+"""Learning rates below change no weight that is kept as bf16 or fp32; the lowest published are 1e-7."""
 ENCODERS = ("bert", "electra", "longformer", "mpnet", "minilm")
 """Parts of names of models without a decoder; BERT stands for RoBERTa, DeBERTa, DistilBERT and ModernBERT, too."""
 WRITING: Mapping[Task, str] = {
@@ -70,8 +94,20 @@ def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:
             f"spec.training.learningRate: {training.learning_rate:g} is very high for {training.optimizer}, with which "
             f"training above {most:g} usually diverges; the default is 2e-5"
         )
-    if training.global_batch_size > LARGE_BATCH:
+    if training.learning_rate < LOW_RATE:
         yield (
-            f"spec.training.globalBatchSize: {training.global_batch_size:,} rows a step are very many for fine-tuning, "
-            f"where 16 to 1,024 are usual; a train split with fewer rows is refused; the default is 32"
+            f"spec.training.learningRate: {training.learning_rate:g} is so low that weights hardly change; the default "
+            "is 2e-5"
+        )
+    values = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
+    for path, (most, sentence) in UNUSUAL.items():
+        value = value_at(values, tuple(path.split(".")))
+        number = float(parse_quantity(value)) if isinstance(value, str) else value
+        if isinstance(number, int | float) and number > most:
+            yield f"spec.{path}: {number:,g} {sentence}"
+    splits = spec.dataset.splits if spec.dataset else None
+    if splits is not None and splits.validation is not None and splits.validation == (splits.train or "train"):
+        yield (
+            f"spec.dataset.splits.validation: {splits.validation} is the split that is trained on, so that validation "
+            "shows how well rows are remembered; left out, 5 % of train are set aside"
         )

@@ -102,6 +102,12 @@ def format_path(path: Sequence[PathPart]) -> str:
     return written
 
 
+def any_of(words: Sequence[object]) -> str:
+    """Return `words` as a choice: `a, b or c`."""
+    texts = [str(word) for word in words]
+    return " or ".join([", ".join(texts[:-1]), texts[-1]] if texts[1:] else texts)
+
+
 def describe_value(value: object, path: Sequence[PathPart] = (), limit: int = 60) -> str:
     """Show a value in at most about `limit` characters, and nothing of it when it may be a credential.
 

@@ -14,26 +14,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from math import gcd
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import JsonValue
 from pydantic.alias_generators import to_snake
 
-from finetune_contract.choices import (
-    FP8_STRATEGIES,
-    WHOLE_STRATEGIES,
-    WRITING_TASKS,
-    PipelineSchedule,
-    StrategyName,
-    Task,
-)
+from finetune_contract.choices import WRITING_TASKS, PipelineSchedule, StrategyName, Task
+from finetune_contract.combinations import CONSTRAINTS, FIELDS, Choices, Constraint, Term, Value
 from finetune_contract.metrics import GREATEST, LEAST, LOSS, LOWER_IS_BETTER, METRICS, metrics_of, stopping_metrics_of
 from finetune_operator.api.problems import describe_value
+from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.shapes import Number, Shape, find, spec_shape
 from finetune_operator.api.types import (
     DNS_SUBDOMAIN_PATTERN,
     AdapterSpec,
     CheckpointEverySpec,
+    ColumnsSpec,
     FineTuneJobSpec,
     GateSpec,
     GenerationSpec,
@@ -42,6 +38,7 @@ from finetune_operator.api.types import (
     PreferenceSpec,
     ScriptSpec,
 )
+from finetune_operator.launchers.rows import SUPPORTED
 
 Holds = Callable[[FineTuneJobSpec], bool]
 
@@ -65,8 +62,7 @@ COLUMN_TASKS: Mapping[str, tuple[Task, ...]] = {
 
 RESERVED_PREFIXES = (
     "finetune.dev/",
-    "training.kubeflow.org/",
-    "batch.kubernetes.io/",
+    *dict.fromkeys(prefix for each in SUPPORTED for prefix in each.reserved.label_prefixes),
     "app.kubernetes.io/managed-by",
     "app.kubernetes.io/component",
 )
@@ -197,7 +193,11 @@ def _global_batch_advice(spec: FineTuneJobSpec) -> str:
     ranks, micro = certain_ranks(spec), spec.training.micro_batch_size
     parts = [] if ranks in (None, 1) else [f"{ranks} ranks"]
     parts += [] if micro == "auto" else [f"{micro} row{'s' * (micro > 1)} of a micro-batch"]
-    return f"use {near}, multiples of {unit} = {' x '.join(parts)}"
+    smaller = ""
+    share, left = divmod(spec.training.global_batch_size, ranks or 1)
+    if micro != "auto" and not left:
+        smaller = f"; or set spec.training.microBatchSize to {gcd(share, micro)}"
+    return f"use {near}, multiples of {unit} = {' x '.join(parts)}{smaller}"
 
 
 def _degrees_advice(spec: FineTuneJobSpec) -> str:
@@ -305,6 +305,15 @@ def _passes_fit(spec: FineTuneJobSpec) -> bool:
     if total % ranks or not _global_batch_fits(spec) or not _replicas_divide(spec):
         return True  # another rule tells
     return passes_are_whole(spec.parallelism.pipeline, total // ranks, spec.training.micro_batch_size)
+
+
+def _passes_advice(spec: FineTuneJobSpec) -> str:
+    assert spec.training is not None
+    micro, ranks = spec.training.micro_batch_size, certain_ranks(spec) or _replicas_on_cpu(spec) or 1
+    share = spec.training.global_batch_size // ranks
+    passed = share if micro == "auto" else max(1, share // micro)
+    whole = ", a multiple of the degree" if spec.parallelism.pipeline.schedule == "interleaved" else ""
+    return f"set it to auto or to a divisor of {passed}, the micro-batches of a replica's step{whole}"
 
 
 HPZ = "zero_hpz_partition_size"
@@ -560,6 +569,59 @@ def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:
     )
 
 
+_FORMS = {"text": ("text",), "source": ("source", "target"), "messages": ("messages",)}
+"""Columns of text-generation by the form of its rows; a data set has one form, `text` where it names none."""
+
+
+def _forms(columns: ColumnsSpec) -> tuple[str, ...]:
+    given = columns.model_dump(exclude_none=True)
+    return tuple(form for form, roles in _FORMS.items() if given.keys() & set(roles))
+
+
+def _form_rule(block: str) -> Rule:
+    """Rows of text-generation have one form, and those to predict that of the rows that are trained on."""
+
+    def holds(spec: FineTuneJobSpec) -> bool:
+        if spec.task != "text-generation":
+            return True
+        own = spec.dataset if block == "dataset" else spec.predict.dataset if spec.predict else None
+        named = () if own is None else _forms(own.columns)
+        learnt = named if spec.dataset is None or block == "dataset" else _forms(spec.dataset.columns) or ("text",)
+        return len(named) < 2 and set(named) <= set(learnt)
+
+    def advice(spec: FineTuneJobSpec) -> str:
+        own = spec.dataset if block == "dataset" else spec.predict.dataset if spec.predict else None
+        named = () if own is None else _forms(own.columns)
+        if len(named) == 1 and spec.dataset is not None:
+            return f"name {' and '.join(_FORMS[(*_forms(spec.dataset.columns), 'text')[0]])} here, or leave it out"
+        if own is not None and named == ("text", "source") and own.columns.source is None:
+            return "rename text to source, or leave target out to learn all of the text"
+        return f"keep {', or '.join(' and '.join(_FORMS[form]) for form in named)}, and leave the rest out"
+
+    def cel(block: str, form: str) -> str:
+        return "(" + " || ".join(f"has(self.{block}.columns.{role})" for role in _FORMS[form]) + ")"
+
+    named = f"[{', '.join(cel(block, form) for form in _FORMS)}].filter(named, named).size()"
+    checked = f"{named} < 2"
+    if block != "dataset":
+        plain = f"({cel('dataset', 'text')} || (!{cel('dataset', 'source')} && !{cel('dataset', 'messages')}))"
+        learnt = {form: cel("dataset", form) for form in _FORMS} | {"text": plain}
+        same = " && ".join(f"(!{cel(block, form)} || {learnt[form]})" for form in _FORMS)
+        checked += f" && (!has(self.dataset) || ({same}))"
+    present = "has(self.predict) && has(self.predict.dataset)" if block != "dataset" else "has(self.dataset)"
+    return Rule(
+        name=f"{block}-rows-have-one-form",
+        path=f"{block}.columns",
+        cel=f"self.task != 'text-generation' || !({present}) || ({checked})",
+        holds=holds,
+        text="mixes forms of rows; text-generation reads text, or source and target, or messages"
+        + ("" if block == "dataset" else ", here the same as in spec.dataset"),
+        way_out="name the columns of one form",
+        advice=advice,
+        reads=("task", *dict.fromkeys(("dataset", block))),
+    )
+
+
 def _labels_rule(block: str) -> Rule:
     """Names of labels are given only to a task that has such labels; `block` is `dataset` or `predict.dataset`."""
 
@@ -701,6 +763,56 @@ def _stays_inside(path: str, read: Callable[[ScriptSpec], str | None]) -> Rule:
     )
 
 
+SIZES: Mapping[str, tuple[str, str]] = {
+    "resources.memory": ("64Mi", "16Gi"),
+    "resources.sharedMemory": ("1Mi", "8Gi"),
+    "resources.accelerator.memory": ("1Gi", "80Gi"),
+    "storage.size": ("1Mi", "100Gi"),
+}
+"""Field -> the least that can be meant, and a usual value. An interpreter that has imported torch takes 200 MiB."""
+MOST_CORES = 2048
+"""Above the largest machines of the clouds, which have 1,920."""
+
+
+def _size_of(spec: FineTuneJobSpec, path: str) -> str | None:
+    value: object = spec
+    for part in path.split("."):
+        value = getattr(value, to_snake(part), None)
+    return value if isinstance(value, str) and value != "auto" else None
+
+
+def _size_rule(path: str, least: str, usual: str) -> Rule:
+    """A size that is too small to be meant: its unit was forgotten, or is `m`, a thousandth."""
+
+    def advice(spec: FineTuneJobSpec) -> str:
+        found = re.fullmatch(r"0*([1-9][0-9]*)(m?)", _size_of(spec, path) or "")
+        if found is None:
+            return f"write a size such as {usual}"
+        units = ("Mi", "Gi") if found[2] or int(found[1]) >= 1024 else ("Gi",)
+        meant = (f"{found[1]}{unit}" for unit in units)
+        return f"write {next((each for each in meant if parse_quantity(each) >= parse_quantity(least)), usual)}"
+
+    def holds(spec: FineTuneJobSpec) -> bool:
+        size = _size_of(spec, path)
+        return size is None or parse_quantity(size) >= parse_quantity(least)
+
+    return Rule(
+        name=f"{path}-has-a-unit",
+        path=path,
+        cel=None,
+        holds=holds,
+        text=f"is less than {least}: a number without a unit counts bytes",
+        way_out=f"write a size such as {usual}",
+        advice=advice,
+        reads=(path,),
+    )
+
+
+def _cores_advice(spec: FineTuneJobSpec) -> str:
+    found = re.fullmatch(r"([0-9]+)", spec.resources.cpu or "")
+    return f"write {found[1]}m, which is {int(found[1]) / 1000:g}" if found else "write a number of cores such as 4"
+
+
 _CLAIM_PATTERN = rf"^pvc://{DNS_SUBDOMAIN_PATTERN.strip('^$')}(/.*)?$".replace("\\", "\\\\")
 """As it stands in a CEL text, where a backslash is written twice."""
 _LEADS_OUT = "/[.][.](/|$)"
@@ -737,10 +849,125 @@ _WORLD_FIELDS = (
 )
 """What the number of data-parallel ranks follows from."""
 _WORLD_UNKNOWN = f"has(self.resources.elastic) || {_PROCESSES} == 0"
-_ONE_PROCESS = "use ddp, fsdp, deepspeed or auto, or set spec.resources.nodes and spec.resources.processesPerNode to 1"
 _MICRO = "self.training.microBatchSize"
 _NO_ADAPTER = AdapterSpec()
 _NO_LOOP = "!has(self.training) || has(self.training.script)"
+
+
+# -------------------------------------------------------------------------------------------------- what goes together
+
+
+def choices_of(spec: FineTuneJobSpec) -> Choices:
+    """Return the choices that the spec makes; what it leaves to the plan or to the node stays open."""
+    training, parallelism, resources = spec.training, spec.parallelism, spec.resources
+    arguments = training.arguments if training is not None and _loops(spec) else {}
+    gpus = resources.gpus_per_node
+    return Choices(
+        task=spec.task if _loops(spec) else None,
+        packing=_unless_auto(spec.preparation.packing),
+        adapter=spec.model.adapter.method,
+        precision=None if training is None else _unless_auto(training.precision),
+        optimizer=None if training is None else training.optimizer,
+        torch_compile=bool(arguments.get("torch_compile")),
+        liger=bool(arguments.get("use_liger_kernel")),
+        strategy=_unless_auto(parallelism.strategy),
+        zero_stage=_unless_auto(parallelism.zero_stage),
+        sharding=parallelism.sharding,
+        offload_optimizer=parallelism.offload.optimizer,
+        offload_parameters=parallelism.offload.parameters,
+        offload_activations=parallelism.offload.activations,
+        checkpointing=_unless_auto(parallelism.activation_checkpointing),
+        tensor=parallelism.tensor,
+        pipeline=parallelism.pipeline.degree,
+        sequence=parallelism.sequence,
+        deepspeed_config=bool(parallelism.deepspeed_config),
+        device=None if gpus == "auto" else "cuda" if gpus else "cpu",
+        nodes=resources.nodes,
+        processes_per_node=certain_processes(spec),
+    )
+
+
+def _unless_auto(value: Any) -> Any:
+    return None if value == "auto" else value
+
+
+_OPEN = "auto"
+_TRAINED = "has(self.training) ? self.training.{} : 'auto'"
+_CEL: Mapping[str, tuple[str, Value | None]] = {
+    "task": ("has(self.training) && !has(self.training.script) ? self.task : 'auto'", _OPEN),
+    "packing": ("self.preparation.packing", _OPEN),
+    "adapter": ("self.model.adapter.method", None),
+    "precision": (_TRAINED.format("precision"), _OPEN),
+    "optimizer": (_TRAINED.format("optimizer"), _OPEN),
+    "strategy": ("self.parallelism.strategy", _OPEN),
+    "zero_stage": ("type(self.parallelism.zeroStage) == int ? int(self.parallelism.zeroStage) : -1", -1),
+    "sharding": ("self.parallelism.sharding", None),
+    "offload": ("self.parallelism.offload.optimizer + '+' + self.parallelism.offload.parameters", None),
+    "offload_optimizer": ("self.parallelism.offload.optimizer", None),
+    "offload_parameters": ("self.parallelism.offload.parameters", None),
+    "offload_activations": ("self.parallelism.offload.activations", None),
+    "checkpointing": ("self.parallelism.activationCheckpointing", _OPEN),
+    "tensor": ("self.parallelism.tensor", None),
+    "pipeline": ("self.parallelism.pipeline.degree", None),
+    "model_ranks": (_SPREAD, None),
+    "sequence": ("self.parallelism.sequence", None),
+    "device": (
+        "type(self.resources.gpusPerNode) != int ? 'auto' : int(self.resources.gpusPerNode) == 0 ? 'cpu' : 'cuda'",
+        _OPEN,
+    ),
+    "nodes": ("self.resources.nodes", None),
+    "processes_per_node": (_PROCESSES, 0),
+}
+"""Choice -> CEL of its value, and the value that stands for an open choice (None: it always has one). Keys of objects
+without declared fields are beyond CEL.
+"""
+_SCHEMA_AROUND: Mapping[str, Mapping[str, JsonValue]] = {
+    "deepspeed-config-needs-deepspeed": {
+        "anyOf": [
+            {"properties": {"strategy": {"enum": ["deepspeed"]}}},
+            {"properties": {"deepspeedConfig": {"maxProperties": 0}}},
+        ]
+    },
+}
+"""Constraint -> keywords that say it where CEL cannot."""
+
+
+def _table_rule(constraint: Constraint) -> Rule:
+    """A row of the table as a rule on `spec`."""
+    choices = [term.choice for term in (*constraint.when, *constraint.needs)]
+    fields = [field for choice in choices for field in FIELDS[choice]]
+    if "processes_per_node" in choices:
+        fields += _WORLD_FIELDS
+    return Rule(
+        name=constraint.name,
+        path=constraint.field,
+        cel=_constraint_cel(constraint) if _CEL.keys() >= set(choices) else None,
+        holds=lambda spec: constraint.holds(choices_of(spec)),
+        text=constraint.rule,
+        way_out=constraint.hint,
+        reads=tuple(dict.fromkeys(fields)),
+        schema_around=_SCHEMA_AROUND.get(constraint.name, {}),
+    )
+
+
+def _constraint_cel(constraint: Constraint) -> str:
+    """CEL of `Constraint.holds`."""
+    when = " && ".join(_term_cel(term, when_open=False) for term in constraint.when)
+    needs = " && ".join(_term_cel(term, when_open=not term.chosen) for term in constraint.needs)
+    return f"!({when}) || ({needs})"
+
+
+def _term_cel(term: Term, *, when_open: bool) -> str:
+    """CEL of whether the choice has a value that `term` asks for; `when_open`: what an open choice gives."""
+    value, open_value = _CEL[term.choice]
+    values = list(term.values)
+    if open_value is not None and when_open != term.excluded:
+        values.insert(0, open_value)
+    value = f"({value})" if " " in value else value
+    if len(values) == 1:
+        return f"{value} {'!=' if term.excluded else '=='} {values[0]!r}"
+    return f"!({value} in {values})" if term.excluded else f"{value} in {values}"
+
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -837,120 +1064,7 @@ RULES: tuple[Rule, ...] = (
     *(_script_rule(path, inference=True) for path in _INFERENCE_ONLY),
     _stays_inside("training.script.git.path", lambda script: script.git.path),
     _stays_inside("training.script.entryPoint", lambda script: script.entry_point),
-    Rule(
-        "zero-stage-needs-deepspeed",
-        "parallelism.zeroStage",
-        "self.parallelism.zeroStage == 'auto' || self.parallelism.strategy in ['deepspeed', 'auto']",
-        lambda spec: spec.parallelism.zero_stage == "auto" or spec.parallelism.strategy in ("deepspeed", "auto"),
-        "is a DeepSpeed setting and needs spec.parallelism.strategy deepspeed or auto",
-        "leave it out, or set spec.parallelism.strategy to deepspeed",
-    ),
-    Rule(
-        "offload-needs-a-strategy",
-        "parallelism.offload",
-        "(self.parallelism.offload.optimizer == 'none' && self.parallelism.offload.parameters == 'none')"
-        " || self.parallelism.strategy in ['deepspeed', 'fsdp']",
-        lambda spec: not _offloads(spec) or spec.parallelism.strategy in ("deepspeed", "fsdp"),
-        "moves optimizer state or parameters, which needs spec.parallelism.strategy deepspeed or fsdp",
-        "set spec.parallelism.strategy to deepspeed or fsdp, or leave the offload out",
-    ),
-    Rule(
-        "fsdp-offloads-together",
-        "parallelism.offload.parameters",
-        "self.parallelism.strategy != 'fsdp' || (self.parallelism.offload.optimizer != 'nvme'"
-        " && self.parallelism.offload.parameters != 'nvme'"
-        " && (self.parallelism.offload.optimizer == 'none' || self.parallelism.offload.parameters == 'cpu'))",
-        lambda spec: (
-            spec.parallelism.strategy != "fsdp"
-            or (spec.parallelism.offload.optimizer, spec.parallelism.offload.parameters)
-            in (("none", "none"), ("none", "cpu"), ("cpu", "cpu"))
-        ),
-        "is cpu or none with spec.parallelism.strategy fsdp, which moves optimizer state and parameters together",
-        "set spec.parallelism.offload.parameters and spec.parallelism.offload.optimizer to cpu, "
-        "or spec.parallelism.strategy to deepspeed",
-    ),
-    Rule(
-        "optimizer-offload-needs-zero",
-        "parallelism.offload.optimizer",
-        "self.parallelism.offload.optimizer == 'none' || self.parallelism.zeroStage != 0",
-        lambda spec: spec.parallelism.offload.optimizer == "none" or spec.parallelism.zero_stage != 0,
-        "needs a ZeRO stage from 1 to 3",
-        "set spec.parallelism.zeroStage to 1, 2, 3 or auto",
-    ),
-    Rule(
-        "nvme-offload-needs-stage-3",
-        "parallelism.offload.optimizer",
-        "self.parallelism.offload.optimizer != 'nvme' || self.parallelism.zeroStage == 'auto'"
-        " || self.parallelism.zeroStage == 3",
-        lambda spec: spec.parallelism.offload.optimizer != "nvme" or spec.parallelism.zero_stage in ("auto", 3),
-        "nvme needs ZeRO stage 3, the only one that swaps to files",
-        "set spec.parallelism.zeroStage to 3 or auto, or offload to cpu",
-    ),
-    Rule(
-        "parameter-offload-needs-stage-3",
-        "parallelism.offload.parameters",
-        "self.parallelism.offload.parameters == 'none' || self.parallelism.zeroStage == 'auto'"
-        " || self.parallelism.zeroStage == 3",
-        lambda spec: spec.parallelism.offload.parameters == "none" or spec.parallelism.zero_stage in ("auto", 3),
-        "needs ZeRO stage 3, the only one that divides parameters",
-        "set spec.parallelism.zeroStage to 3 or auto",
-    ),
-    Rule(
-        "sharding-needs-fsdp",
-        "parallelism.sharding",
-        "self.parallelism.sharding == 'full' || self.parallelism.strategy == 'fsdp'",
-        lambda spec: spec.parallelism.sharding == "full" or spec.parallelism.strategy == "fsdp",
-        "says what strategy fsdp divides, and spec.parallelism.strategy is another",
-        "leave it out, or set spec.parallelism.strategy to fsdp",
-    ),
-    Rule(
-        "hybrid-sharding-needs-nodes",
-        "parallelism.sharding",
-        f"self.parallelism.sharding != 'hybrid' || (self.resources.nodes > 1 && {_PROCESSES} != 1)",
-        lambda spec: (
-            spec.parallelism.sharding != "hybrid" or (spec.resources.nodes > 1 and certain_processes(spec) != 1)
-        ),
-        "hybrid divides inside a node and copies between nodes, which needs several nodes of several processes",
-        "set it to full, or use several nodes of several GPUs",
-        reads=("parallelism.sharding", *_WORLD_FIELDS),
-    ),
-    Rule(
-        "deepspeed-config-needs-deepspeed",
-        "parallelism.deepspeedConfig",
-        None,
-        lambda spec: not spec.parallelism.deepspeed_config or spec.parallelism.strategy == "deepspeed",
-        "needs spec.parallelism.strategy deepspeed",
-        "set spec.parallelism.strategy to deepspeed, or leave it out",
-        reads=("parallelism.deepspeedConfig", "parallelism.strategy"),
-        schema_around={
-            "anyOf": [
-                {"properties": {"strategy": {"enum": ["deepspeed"]}}},
-                {"properties": {"deepspeedConfig": {"maxProperties": 0}}},
-            ]
-        },
-    ),
-    Rule(
-        "single-is-one-process",
-        "parallelism.strategy",
-        f"self.parallelism.strategy != 'single' || (self.resources.nodes == 1 && {_PROCESSES} <= 1"
-        " && self.parallelism.sequence <= 1)",
-        lambda spec: (
-            spec.parallelism.strategy != "single"
-            or (spec.resources.nodes == 1 and certain_processes(spec) in (None, 1) and spec.parallelism.sequence == 1)
-        ),
-        "single is one process, and spec.resources or spec.parallelism.sequence asks for more",
-        _ONE_PROCESS,
-        advice=lambda spec: (
-            _ONE_PROCESS if spec.parallelism.sequence == 1 else "use ddp, or leave spec.parallelism.sequence out"
-        ),
-        reads=(
-            "parallelism.strategy",
-            "parallelism.sequence",
-            "resources.nodes",
-            "resources.processesPerNode",
-            "resources.gpusPerNode",
-        ),
-    ),
+    *(_table_rule(constraint) for constraint in CONSTRAINTS),
     Rule(
         "model-parallel-divides-world",
         "resources.processesPerNode",
@@ -960,69 +1074,6 @@ RULES: tuple[Rule, ...] = (
         "change the degrees, the nodes or the processes",
         advice=_degrees_advice,
         reads=_WORLD_FIELDS,
-    ),
-    Rule(
-        "model-parallel-has-replicas",
-        "parallelism.strategy",
-        f"({_SPREAD}) <= 1"
-        " || (self.parallelism.strategy in ['auto', 'ddp'] && type(self.parallelism.zeroStage) != int)",
-        lambda spec: (
-            spec.parallelism.model_ranks <= 1
-            or (spec.parallelism.strategy in ("auto", "ddp") and spec.parallelism.zero_stage == "auto")
-        ),
-        "with zeroStage does not go together with spec.parallelism.tensor or pipeline.degree above 1, "
-        "beside which there are replicas of the model (ddp)",
-        "set strategy to ddp or auto and leave zeroStage out, or set tensor and pipeline.degree to 1",
-        reads=(
-            "parallelism.strategy",
-            "parallelism.zeroStage",
-            "parallelism.tensor",
-            "parallelism.pipeline.degree",
-        ),
-    ),
-    Rule(
-        "model-parallel-trains-all-weights",
-        "model.adapter.method",
-        f"({_SPREAD}) <= 1 || self.model.adapter.method == 'none'",
-        lambda spec: spec.parallelism.model_ranks <= 1 or spec.model.adapter.method == "none",
-        "does not go together with spec.parallelism.tensor or pipeline.degree above 1",
-        "leave the adapter out, or spread the model by spec.parallelism.strategy fsdp or deepspeed",
-        reads=("model.adapter.method", "parallelism.tensor", "parallelism.pipeline.degree"),
-    ),
-    Rule(
-        "sequence-divides-rows-of-text",
-        "parallelism.sequence",
-        f"{_NO_LOOP} || self.parallelism.sequence <= 1 || self.task == 'text-generation'",
-        lambda spec: not _loops(spec) or spec.parallelism.sequence <= 1 or spec.task == "text-generation",
-        "divides rows of text-generation only",
-        "leave it out, and set spec.preparation.maxLength lower if memory is short",
-        reads=("parallelism.sequence", "task", "training.script"),
-    ),
-    Rule(
-        "sequence-has-whole-models",
-        "parallelism.sequence",
-        f"self.parallelism.sequence <= 1 || ({_SPREAD}) <= 1",
-        lambda spec: spec.parallelism.sequence <= 1 or spec.parallelism.model_ranks <= 1,
-        "does not go together with spec.parallelism.tensor or pipeline.degree above 1",
-        "set tensor and pipeline.degree to 1, and strategy to fsdp or deepspeed to divide the model",
-        reads=("parallelism.sequence", "parallelism.tensor", "parallelism.pipeline.degree"),
-    ),
-    Rule(
-        "qlora-keeps-layers-whole",
-        "parallelism.strategy",
-        "self.model.adapter.method != 'qlora'"
-        f" || (self.parallelism.strategy in {['auto', *WHOLE_STRATEGIES]} && type(self.parallelism.zeroStage) != int)",
-        lambda spec: (
-            spec.model.adapter.method != "qlora"
-            or (spec.parallelism.strategy in ("auto", *WHOLE_STRATEGIES) and spec.parallelism.zero_stage == "auto")
-        ),
-        "with zeroStage would divide layers, which spec.model.adapter.method qlora packs as a whole",
-        "set it to auto, single or ddp and leave zeroStage out, or set spec.model.adapter.method to lora",
-        advice=lambda spec: (
-            "set it to auto, single or ddp and leave zeroStage"
-            f"{' and spec.parallelism.offload' * _offloads(spec)} out, or set spec.model.adapter.method to lora"
-        ),
-        reads=("model.adapter.method", "parallelism.strategy", "parallelism.zeroStage"),
     ),
     Rule(
         "pipeline-settings-need-a-degree",
@@ -1376,14 +1427,16 @@ RULES: tuple[Rule, ...] = (
     ),
     _claim_rule("storage.workspace", "has(self.storage.workspace)", lambda spec: spec.storage.workspace),
     _claim_rule("storage.cache", "has(self.storage.cache)", lambda spec: spec.storage.cache),
+    *(_size_rule(path, least, usual) for path, (least, usual) in SIZES.items()),
     Rule(
-        "storage-size-is-not-zero",
-        "storage.size",
+        "cpu-counts-cores",
+        "resources.cpu",
         None,
-        lambda spec: re.search("[1-9]", spec.storage.size) is not None,
-        "has to be more than nothing",
-        "write a size such as 100Gi",
-        reads=("storage.size",),
+        lambda spec: spec.resources.cpu is None or parse_quantity(spec.resources.cpu) <= MOST_CORES,
+        f"counts cores, and no machine has more than {MOST_CORES:,}",
+        "write a number of cores such as 4, or of thousandths such as 4000m",
+        advice=_cores_advice,
+        reads=("resources.cpu",),
     ),
     Rule(
         "columns-differ",
@@ -1396,15 +1449,6 @@ RULES: tuple[Rule, ...] = (
         reads=("task", "dataset"),
     ),
     Rule(
-        "packing-is-of-text-generation",
-        "preparation.packing",
-        f"{_NO_LOOP} || self.preparation.packing != 'always' || self.task == 'text-generation'",
-        lambda spec: not _loops(spec) or spec.preparation.packing != "always" or spec.task == "text-generation",
-        "always is for text-generation: rows of other tasks cannot share a sequence",
-        "set it to auto or never",
-        reads=("preparation.packing", "task", "training.script"),
-    ),
-    Rule(
         "warmup-counts-whole-steps",
         "training.warmupSteps",
         "!has(self.training) || self.training.warmupSteps < 1.0"
@@ -1413,168 +1457,6 @@ RULES: tuple[Rule, ...] = (
         "from 1 on counts whole steps",
         "write a whole number, or a share of all steps below 1",
         advice=lambda spec: f"write {spec.training.warmup_steps:.0f}" if spec.training else "",
-    ),
-    Rule(
-        "precision-has-hardware",
-        "training.precision",
-        "!has(self.training) || !(self.training.precision in ['fp16', 'fp8']) || self.resources.gpusPerNode != 0",
-        lambda spec: (
-            spec.training is None or spec.training.precision not in ("fp16", "fp8") or spec.resources.gpus_per_node != 0
-        ),
-        "needs a GPU, and spec.resources.gpusPerNode is 0",
-        "set it to auto, fp32 or bf16, or set spec.resources.gpusPerNode",
-    ),
-    Rule(
-        "fp16-has-its-loss-scaled",
-        "training.precision",
-        "!has(self.training) || self.training.precision != 'fp16' || self.parallelism.strategy != 'fsdp'",
-        lambda spec: spec.training is None or spec.training.precision != "fp16" or spec.parallelism.strategy != "fsdp",
-        "fp16 does not go together with spec.parallelism.strategy fsdp, which computes in fp32 or bf16",
-        "set it to bf16, or spec.parallelism.strategy to deepspeed",
-    ),
-    Rule(
-        "fp8-has-a-strategy",
-        "training.precision",
-        "!has(self.training) || self.training.precision != 'fp8' || (self.parallelism.strategy != 'deepspeed'"
-        " && type(self.parallelism.zeroStage) != int)",
-        lambda spec: (
-            spec.training is None
-            or spec.training.precision != "fp8"
-            or asked_strategy(spec.parallelism) in (None, *FP8_STRATEGIES)
-        ),
-        f"fp8 goes together with spec.parallelism.strategy {', '.join(FP8_STRATEGIES)} or auto, without zeroStage",
-        "set it to bf16, or spec.parallelism.strategy to fsdp or auto and leave zeroStage out",
-        reads=("training.precision", "parallelism.strategy", "parallelism.zeroStage"),
-    ),
-    Rule(
-        "spread-models-have-a-precision",
-        "training.precision",
-        f"!has(self.training) || !(self.training.precision in ['fp16', 'fp8']) || ({_SPREAD}) <= 1",
-        lambda spec: (
-            spec.training is None or spec.training.precision not in ("fp16", "fp8") or spec.parallelism.model_ranks <= 1
-        ),
-        "is fp32 or bf16 with spec.parallelism.tensor or pipeline.degree above 1",
-        "set it to bf16",
-        reads=("training.precision", "parallelism.tensor", "parallelism.pipeline.degree"),
-    ),
-    Rule(
-        "slices-do-not-multiply-in-fp8",
-        "training.precision",
-        "!has(self.training) || self.training.precision != 'fp8' || self.parallelism.sequence <= 1",
-        lambda spec: spec.training is None or spec.training.precision != "fp8" or spec.parallelism.sequence <= 1,
-        "fp8 does not go together with spec.parallelism.sequence above 1",
-        "set it to bf16",
-    ),
-    Rule(
-        "adapters-do-not-multiply-in-fp8",
-        "training.precision",
-        "!has(self.training) || self.training.precision != 'fp8' || self.model.adapter.method == 'none'",
-        lambda spec: spec.training is None or spec.training.precision != "fp8" or spec.model.adapter.method == "none",
-        "fp8 does not go together with spec.model.adapter",
-        "set it to bf16, or leave spec.model.adapter out",
-    ),
-    Rule(
-        "adafactor-has-whole-matrices",
-        "training.optimizer",
-        "!has(self.training) || self.training.optimizer != 'adafactor'"
-        f" || (self.parallelism.strategy in {['auto', *WHOLE_STRATEGIES]} && type(self.parallelism.zeroStage) != int"
-        " && self.parallelism.tensor <= 1)",
-        lambda spec: (
-            spec.training is None
-            or spec.training.optimizer != "adafactor"
-            or (asked_strategy(spec.parallelism) in (None, *WHOLE_STRATEGIES) and spec.parallelism.tensor <= 1)
-        ),
-        "adafactor works on whole matrices, which spec.parallelism divides or flattens",
-        "set it to adamw or sgd, or spec.parallelism.strategy to ddp without zeroStage and tensor",
-        reads=("training.optimizer", "parallelism.strategy", "parallelism.zeroStage", "parallelism.tensor"),
-    ),
-    Rule(
-        "offloaded-optimizer-is-adamw",
-        "parallelism.offload.optimizer",
-        "!has(self.training) || self.parallelism.strategy != 'deepspeed' || self.training.optimizer == 'adamw'"
-        " || self.parallelism.offload.optimizer == 'none'",
-        lambda spec: (
-            spec.training is None
-            or spec.parallelism.strategy != "deepspeed"
-            or spec.training.optimizer == "adamw"
-            or spec.parallelism.offload.optimizer == "none"
-        ),
-        "moves the state of adamw only with DeepSpeed, and spec.training.optimizer is another",
-        "leave it out, or set spec.training.optimizer to adamw",
-    ),
-    Rule(
-        "cpu-swaps-bf16-parameters",
-        "parallelism.offload.parameters",
-        "!has(self.training) || self.parallelism.offload.parameters != 'nvme' || self.training.precision != 'fp32'"
-        " || self.resources.gpusPerNode != 0",
-        lambda spec: (
-            spec.training is None
-            or spec.parallelism.offload.parameters != "nvme"
-            or spec.training.precision != "fp32"
-            or spec.resources.gpus_per_node != 0
-        ),
-        "nvme keeps parameters as bf16 only where there is no GPU, and spec.training.precision is fp32",
-        "set it to cpu, or spec.training.precision to bf16",
-    ),
-    Rule(
-        "pairs-need-whole-rows",
-        "parallelism.pipeline.degree",
-        "!has(self.training) || self.task != 'preference-tuning' || self.parallelism.pipeline.degree <= 1",
-        lambda spec: not _loops(spec) or spec.task != "preference-tuning" or spec.parallelism.pipeline.degree <= 1,
-        "has to be 1 for preference-tuning, whose loss compares whole rows",
-        "leave it out, and spread the model by spec.parallelism.strategy fsdp or deepspeed",
-        reads=("parallelism.pipeline.degree", "task", "training.script"),
-    ),
-    Rule(
-        "spread-models-keep-activations",
-        "parallelism.activationCheckpointing",
-        f"({_SPREAD}) <= 1 || self.parallelism.activationCheckpointing != 'selective'",
-        lambda spec: spec.parallelism.model_ranks <= 1 or spec.parallelism.activation_checkpointing != "selective",
-        "is auto, none or full with spec.parallelism.tensor or pipeline.degree above 1",
-        "set it to auto",
-        reads=("parallelism.activationCheckpointing", "parallelism.tensor", "parallelism.pipeline.degree"),
-    ),
-    Rule(
-        "spread-models-offload-no-activations",
-        "parallelism.offload.activations",
-        f"({_SPREAD}) <= 1 || self.parallelism.offload.activations == 'none'",
-        lambda spec: spec.parallelism.model_ranks <= 1 or spec.parallelism.offload.activations == "none",
-        "does not go together with spec.parallelism.tensor or pipeline.degree above 1",
-        "leave it out",
-        reads=("parallelism.offload.activations", "parallelism.tensor", "parallelism.pipeline.degree"),
-    ),
-    Rule(
-        "compiled-models-are-whole",
-        "training.arguments",
-        None,
-        lambda spec: (
-            not (
-                _set_argument(spec, "torch_compile")
-                and (
-                    spec.parallelism.replica_ranks > 1
-                    or spec.parallelism.offload.activations != "none"
-                    or spec.model.adapter.method == "qlora"
-                )
-            )
-        ),
-        "torch_compile does not go together with spec.parallelism.tensor, pipeline, sequence and offload.activations, "
-        "nor with qlora",
-        "leave torch_compile out",
-        reads=("training.arguments", "parallelism", "model.adapter.method"),
-    ),
-    Rule(
-        "liger-has-gpus-and-whole-rows",
-        "training.arguments",
-        None,
-        lambda spec: (
-            not (
-                _set_argument(spec, "use_liger_kernel")
-                and (spec.resources.gpus_per_node == 0 or spec.parallelism.sequence > 1)
-            )
-        ),
-        "use_liger_kernel needs GPUs, and rows that spec.parallelism.sequence does not divide",
-        "leave use_liger_kernel out",
-        reads=("training.arguments", "parallelism.sequence", "resources.gpusPerNode"),
     ),
     Rule(
         "replicas-on-cpus-divide-the-batch",
@@ -1593,6 +1475,7 @@ RULES: tuple[Rule, ...] = (
         _passes_fit,
         "does not divide the micro-batches of a replica's step into whole passes",
         "set it to auto",
+        advice=_passes_advice,
         reads=("training", "parallelism.pipeline", *_WORLD_FIELDS),
     ),
     Rule(
@@ -1617,6 +1500,7 @@ RULES: tuple[Rule, ...] = (
     ),
     *(_reserved_rule(block) for block in ("labels", "annotations")),
     *(_labels_rule(block) for block in ("dataset", "predict.dataset")),
+    *(_form_rule(block) for block in ("dataset", "predict.dataset")),
     *(
         _column_rule(column, tasks, block)
         for block in ("dataset", "predict.dataset")

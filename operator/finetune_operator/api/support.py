@@ -13,9 +13,10 @@ from typing import get_args
 
 from pydantic import JsonValue
 
-from finetune_operator.api.problems import Problem, describe_value
+from finetune_operator.api.problems import Problem, any_of, describe_value
 from finetune_operator.api.shapes import Fields, Shape, find, spec_shape
 from finetune_operator.api.types import FineTuneJobSpec, Scheme
+from finetune_operator.launchers.rows import TRAINING
 
 SUPPORTED: tuple[str, ...] = (
     "task",
@@ -105,8 +106,7 @@ class Row:
         if self.schemes:
             return f"use {', '.join(f'{scheme}://' for scheme in schemes)}" if schemes else "leave it out"
         if self.values:
-            words = [str(value) for value in self.values]
-            return f"use {' or '.join([', '.join(words[:-1]), words[-1]] if words[1:] else words)}"
+            return f"use {any_of(self.values)}"
         return "leave it out"
 
 
@@ -114,7 +114,7 @@ ROWS: tuple[Row, ...] = (
     Row("model.uri", schemes=("hf", "file", "pkg", "pvc")),
     Row("dataset.uri", schemes=("hf", "file", "pkg", "pvc")),
     Row("resources.elastic"),
-    Row("launcher", values=("auto", "pytorchjob", "mpijob", "job")),
+    Row("launcher", values=("auto", *TRAINING)),
     Row("storage.workspace", schemes=("pvc",)),
     Row("storage.cache", schemes=("pvc",)),
     Row("checkpoints.uri"),

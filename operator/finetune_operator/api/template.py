@@ -28,6 +28,7 @@ from finetune_operator.api.problems import (
 from finetune_operator.api.shapes import Shape, shape_of
 from finetune_operator.api.syntax import LABEL_KEY_RULE, LABEL_VALUE_RULE, is_label_key, is_label_value, label_problems
 from finetune_operator.api.types import FineTuneJobSpec, SecretKeySpec, TemplateSpec
+from finetune_operator.launchers.rows import SUPPORTED
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -36,16 +37,21 @@ PROGRESS_AUDIENCE = "finetune.dev/progress"
 RESERVED_ENV = frozenset(
     {
         *("RANK", "LOCAL_RANK", "NODE_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-        *("PYTHONUNBUFFERED", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR", "K_MPI_JOB_ROLE"),
+        *("PYTHONUNBUFFERED", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"),
         *("JOB_COMPLETION_INDEX", "HOME", "HF_HOME"),
+        *(name for each in SUPPORTED for name in each.reserved.env),
     }
 )
-RESERVED_ENV_PREFIXES = ("MASTER_", "PET_", "TORCHELASTIC_", "OMPI_", "PRTE_", "KUBEFLOW_TRAINER_", "FINETUNE_")
+RESERVED_ENV_PREFIXES = (
+    *("MASTER_", "PET_", "TORCHELASTIC_"),
+    *(prefix for each in SUPPORTED for prefix in each.reserved.env_prefixes),
+    *("KUBEFLOW_TRAINER_", "FINETUNE_"),
+)
 TOKEN_ENV = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 RESERVED_VOLUMES = frozenset(
     {
         *("config", "workspace", "cache", "shm", "shared-memory", "tmp", "progress-token", "offload"),
-        *("ssh-auth", "mpi-job-config", "ssh-home"),
+        *(name for each in SUPPORTED for name in each.reserved.volumes),
     }
 )
 RESERVED_VOLUME_PREFIX = "claim-"

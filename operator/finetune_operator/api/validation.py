@@ -69,6 +69,11 @@ from finetune_operator.api.types import (
 _HUB_TOKEN = re.compile(rf"\b{HUB_TOKEN_PATTERN}")
 # Strict, because git and other readers disagree on unusual URLs: what is checked has to be what is fetched from.
 _GIT_URL = re.compile(r"https://(?P<host>[A-Za-z0-9.-]+)(:443)?/[A-Za-z0-9._~/%+-]+")
+_HUB_SPLIT = re.compile(r"\w+(\.\w+)*(\[(-?[\d_]+%?)?:(-?[\d_]+%?)?\])?(\([^)]*\))?")
+"""`_SUB_SPEC_RE` of `datasets/arrow_reader.py`."""
+_SLICE = re.compile(r"\[[^\[\]]*:[^\[\]]*\]$")
+_SHARE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?%|0?(?P<part>\.[0-9]+)")
+_DATA_ENDING = re.compile(r"\.(jsonl?|csv|tsv|txt|parquet|arrow)(\.(gz|zst|bz2|xz))?$")
 _LONGEST_ARGUMENT = 32_000
 """Linux takes arguments of 131,071 bytes, and a character has up to four of them in UTF-8."""
 _METADATA_HOSTS = frozenset({"metadata", "metadata.google.internal", "instance-data", "metadata.azure.com"})
@@ -323,6 +328,7 @@ def _across_fields(
     others = (
         *missing,
         *_hub_names(spec),
+        *_split_names(spec),
         *_settings(spec, settings),
         *allowed_problems(spec, settings),
         *_arguments(settled),
@@ -403,6 +409,42 @@ def _hub_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
             name = name.partition("@")[0].removeprefix("datasets/")
         if scheme == "hf" and not is_hub_name(name):
             yield Problem(path, describe_value(uri), "is no name of a repository on the Hub", hub_name_hint(path, name))
+
+
+def _split_names(spec: FineTuneJobSpec) -> Iterator[Problem]:
+    """Splits that nothing is called: shares, paths of files, and slices of what is not on the Hub."""
+    predicted = spec.predict.dataset if spec.predict else None
+    for block, rows in (("dataset", spec.dataset), ("predict.dataset", predicted)):
+        for role, name in rows.splits.model_dump(exclude_none=True).items() if rows is not None else ():
+            told = (_hub_split if rows is not None and rows.uri.startswith("hf://") else _file_split)(role, name)
+            if told is not None:
+                yield Problem(f"spec.{block}.splits.{role}", describe_value(name), *told)
+
+
+def _hub_split(role: str, name: str) -> tuple[str, str] | None:
+    """Rule and way out for what `datasets` reads as no split and no slice of one."""
+    share = _SHARE.fullmatch(name)
+    if share is None and all(_HUB_SPLIT.fullmatch(part) for part in re.split(r"\s*\+\s*", name)):
+        return None
+    rule = "is no name of a split, nor of a slice such as train[:80%]"
+    percent = 0 if share is None else round(100 * float(share["part"]) if share["part"] else float(share[1]))
+    if not 0 < percent < 100:
+        return rule, "write the name as the Hub shows it, or leave it out for the split that is called so"
+    if role == "train":
+        return rule, f"write train[:{percent}%], and train[{percent}%:] for the split that gets the rest"
+    return rule, f"write train[{100 - percent}%:], and train[:{100 - percent}%] for spec.dataset.splits.train"
+
+
+def _file_split(role: str, name: str) -> tuple[str, str] | None:
+    """Rule and way out for what is no file's name without its ending."""
+    if _SHARE.fullmatch(name) or _SLICE.search(name):
+        rule = "is a share of rows, and a split of files is the name of a file without its ending"
+        aside = ": 5 % of train are set aside where no split is named validation" if role == "validation" else ""
+        return rule, f"leave it out{aside}" + ("" if aside else ", and write the rows into files of their own")
+    stem = _DATA_ENDING.sub("", name.rpartition("/")[2])
+    if stem == name or not stem:
+        return None
+    return "is a split of files, which is a file's name without folder and ending", f"write {stem}"
 
 
 def _settings(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:

@@ -20,19 +20,18 @@ from rich.padding import Padding
 from rich.table import Table
 
 from finetune_contract.checked import CheckedData, CheckedSplit, TextLengths
-from finetune_contract.choices import Task
 from finetune_contract.job import Evaluation, Gate, Prediction, Preparation, TrainerJob
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import FailureReport
 from finetune_operator.api.problems import Problem
-from finetune_operator.api.types import EvaluationSpec, FineTuneJob, PredictSpec
+from finetune_operator.api.types import EvaluationSpec, FineTuneJob, FineTuneJobSpec, PredictSpec
 from finetune_operator.cli import hub
 from finetune_operator.cli.console import UsageError, err, print_trimmed
 from finetune_operator.cli.environment import trainer_environment, usable_cores
 from finetune_operator.cli.files import write_atomically
 from finetune_operator.cli.inputs import JobEntry, located
 from finetune_operator.cli.measure import TRAINER, source_of_model, trainer_is_installed
-from finetune_operator.planning.plan import data_source
+from finetune_operator.planning.plan import data_source, predicted_source
 
 _SHOWN_LABELS = 6
 _FIELD = re.compile(r"(?:dataset|predict|model|preparation|evaluation|training)(?:\.[A-Za-z]+)+(?= is )")
@@ -109,7 +108,7 @@ def data_question(job: FineTuneJob) -> TrainerJob:
         dataset=None if spec.dataset is None else data_source(spec.task, spec.dataset),
         preparation=Preparation(max_length=spec.preparation.max_length, stride=spec.preparation.stride),
         evaluation=None if spec.evaluation is None else _evaluation(spec.evaluation),
-        predict=None if spec.predict is None else _prediction(spec.task, spec.predict),
+        predict=None if spec.predict is None else _prediction(spec, spec.predict),
     )
 
 
@@ -123,9 +122,8 @@ def _evaluation(asked: EvaluationSpec) -> Evaluation:
     )
 
 
-def _prediction(task: Task, asked: PredictSpec) -> Prediction:
-    rows = None if asked.dataset is None else data_source(task, asked.dataset, with_answers=False)
-    return Prediction(dataset=rows, columns=asked.columns, device="cpu", batch_tokens=1)
+def _prediction(spec: FineTuneJobSpec, asked: PredictSpec) -> Prediction:
+    return Prediction(dataset=predicted_source(spec), columns=asked.columns, device="cpu", batch_tokens=1)
 
 
 def _problem(entry: JobEntry, failure: FailureReport) -> Problem:

@@ -22,20 +22,18 @@ from rich.console import Console
 from finetune_operator.api.redaction import Redactor
 from finetune_operator.cli.cluster import Cluster, ClusterError, ClusterJob, as_shown
 from finetune_operator.cli.jobview import Page, print_page, utc_now
+from finetune_operator.kubernetes_api import resources
 
 T = TypeVar("T")
 
-KINDS = {
-    "pods": "v1",
-    "services": "v1",
-    "configmaps": "v1",
-    "jobs": "batch/v1",
-    "pytorchjobs": "kubeflow.org/v1",
-    "mpijobs": "kubeflow.org/v2beta1",
-    "sparkapplications": "sparkoperator.k8s.io/v1beta2",
-    "networkpolicies": "networking.k8s.io/v1",
-}
-"""Plural -> API version of what a job has."""
+KINDS = (
+    resources.POD,
+    resources.SERVICE,
+    resources.CONFIG_MAP,
+    *resources.LAUNCHER_RESOURCES.values(),
+    resources.NETWORK_POLICY,
+)
+"""What a job has."""
 LOG_LINES = 5000
 """Of each pod, the last ones."""
 PACKAGES = ("finetune-operator", "finetune-contract", "kubernetes", "pydantic", "typer")
@@ -65,10 +63,10 @@ async def collect(cluster: Cluster, job: ClusterJob, tell: Callable[[str], None]
     found.files["job.json"] = job.raw
     events = await ask("events", cluster.raw_events(job))
     found.files["events.json"] = list(events or ())
-    for plural, api_version in KINDS.items():
-        objects = await ask(plural, cluster.objects(job, api_version, plural))
+    for kind in KINDS:
+        objects = await ask(kind.plural, cluster.objects(job, kind))
         if objects:
-            found.files[f"{plural}.json"] = [as_shown(one) for one in objects]
+            found.files[f"{kind.plural}.json"] = [as_shown(one) for one in objects]
     for pod in await ask("the job's pods", cluster.pods(job)) or ():
         lines = await ask(f"the log of {pod.name}", _log(cluster, job, pod))
         if lines:

@@ -8,7 +8,6 @@ that inherited them would wait for processes that do not exist.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -40,15 +39,7 @@ def trainer_environment(
         for name, value in base.items()
         if name not in LAUNCHER_VARIABLES | KUBEFLOW_VARIABLES and not name.startswith(LAUNCHER_PREFIXES)
     }
-    # DeepSpeed compiles its optimizer with the ninja that lies beside this interpreter, also when no venv is active.
-    path = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", os.defpath)])
-    ours = {
-        "PATH": path,
-        ENV_REPORT: str(report),
-        "OMP_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "true",
-        "PYTHONUNBUFFERED": "1",
-    }
+    ours = {ENV_REPORT: str(report), "OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true"}
     if progress is not None:
         ours[ENV_PROGRESS] = str(progress)
     if device == "cpu":

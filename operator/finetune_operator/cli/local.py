@@ -24,18 +24,17 @@ from pathlib import Path
 from typing import Any
 
 from finetune_contract.choices import Device, Stage
-from finetune_contract.layout import ENV_REPORT, FailureClass, JobPaths
+from finetune_contract.layout import DEFAULT_GRACE_SECONDS, ENV_GRACE_SECONDS, ENV_REPORT, FailureClass, JobPaths
 from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FailureStatus, FineTuneJob
 from finetune_operator.cli import hub
-from finetune_operator.cli.causes import first_cause
 from finetune_operator.cli.console import err, note, note_misfits
 from finetune_operator.cli.display import Display, Shown, Tail, latest
 from finetune_operator.cli.environment import trainer_environment, usable_cores
 from finetune_operator.cli.files import write_atomically
+from finetune_operator.cli.local_stage import Interrupts, StageProcess, failure_of, stage_command
 from finetune_operator.cli.measure import TRAINER, Measured, measure, own_hardware, trainer_is_installed
-from finetune_operator.cli.stage_process import GRACE_SECONDS, Interrupts, StageProcess
 from finetune_operator.cli.workspace import (
     AFTER_TRAINING,
     FAILURE_FILE,
@@ -57,8 +56,8 @@ from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files
 POLL_SECONDS = 0.1
 SECOND_PRESS_SECONDS = 1.0
 """`timeout` and some shells deliver one Ctrl-C twice; a second one counts only after this."""
-SHUTDOWN_SECONDS = 50
-"""What torchrun gives its workers; less than GRACE_SECONDS, so that it still ends in order."""
+GRACE_SECONDS = DEFAULT_GRACE_SECONDS
+"""Time to save a checkpoint after the first Ctrl-C or SIGTERM; the launcher ends everything before."""
 REPORT_SECONDS = 120
 
 
@@ -331,7 +330,7 @@ class _Run:
             display.end(stage, seconds, "stopped")
         else:
             display.end(stage, seconds, "failed")
-            failure = first_cause(stage, code, self._paths.reports, log)
+            failure = failure_of(stage, code, self._paths.reports, log)
             text = failure.model_dump_json(by_alias=True, exclude_none=True, indent=2)
             with contextlib.suppress(OSError):  # on a full disk the message on the screen has to do
                 write_atomically(self._paths.root / FAILURE_FILE, text + "\n")
@@ -375,7 +374,7 @@ class _Run:
         if stage is Stage.TRAIN and world is not None:
             threads = world.threads_per_process
         return trainer_environment(
-            {**os.environ, **hub.variables(_uris(self._request.job))},
+            {**os.environ, **hub.variables(_uris(self._request.job)), ENV_GRACE_SECONDS: str(GRACE_SECONDS)},
             device=device_of(self._request.job, self._result.plan),
             threads=threads,
             report=self._paths.reports / f"{stage}-{{rank}}.json",
@@ -402,26 +401,6 @@ def device_of(job: FineTuneJob, planned: JobPlan) -> Device:
     if planned.trainer.world is not None:
         return planned.trainer.world.device
     return "cpu" if job.spec.resources.gpus_per_node == 0 else planned.hardware.device
-
-
-def stage_command(stage: Stage, paths: JobPaths, planned: JobPlan) -> list[str]:
-    """The command line of a stage: torchrun for a training of several processes, else one process."""
-    program = ["-m", TRAINER, stage.value, "--job", str(paths.job), "--workspace", str(paths.root.parent)]
-    training, world = planned.trainer.training, planned.trainer.world
-    if stage is not Stage.TRAIN or world is None:
-        return [sys.executable, *program]
-    if training is not None and training.strategy.name == "deepspeed":
-        program += ["--deepspeed", str(paths.deepspeed)]
-    if world.size == 1:
-        return [sys.executable, *program]
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(world.processes_per_node),
-    ]
-    return [sys.executable, *torchrun, "--shutdown-timeout", str(SHUTDOWN_SECONDS), *program]
 
 
 def plan_changes(before: JobPlan, after: JobPlan) -> list[str]:

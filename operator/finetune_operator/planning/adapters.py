@@ -80,22 +80,6 @@ def choose_adapter(draft: Draft) -> Draft:
     asked, model = draft.spec.model.adapter, draft.model
     if asked.method == "none":
         return draft
-    if asked.method == "qlora" and draft.training.arguments.get("torch_compile"):
-        draft = draft.refusing(
-            ("training", "arguments", "torch_compile"),
-            True,
-            "weights in 4 bits, which model.adapter.method qlora asks for, are not compiled",
-            "leave it out, or set model.adapter.method to lora",
-            "NotSupported",
-        )
-    if draft.precision == "fp8":
-        draft = draft.refusing(
-            ("model", "adapter", "method"),
-            asked.method,
-            "adapted layers do not multiply in fp8, which training.precision asks for",
-            "leave the adapter out, or set training.precision to bf16",
-            "NotSupported",
-        )
     targets = None if asked.target_modules == "auto" else asked.target_modules
     unknown = [each for each in targets or () if not any(_matches(each, name) for name in model.linear_layers)]
     if unknown and draft.model_known and model.linear_layers:

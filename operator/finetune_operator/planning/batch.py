@@ -1,7 +1,6 @@
 """The arithmetic of one optimizer step: global batch = micro-batch x accumulation x data-parallel ranks, exactly.
 
-A global batch that the ranks do not divide is refused with the nearest ones that work: rounding it would change what is
-learned.
+A global batch that the ranks do not divide is refused by a rule: rounding it would change what is learned.
 """
 
 from __future__ import annotations
@@ -42,29 +41,6 @@ operations a byte.
 """
 GPU_WIDE = 2048
 """Hidden units above which a model is wide."""
-
-
-def check_batch(draft: Draft) -> Draft:
-    """Refuse a global batch that the ranks, or the micro-batch that the user fixed, do not divide."""
-    training, ranks = draft.training, draft.data_ranks
-    total, micro = training.global_batch_size, training.micro_batch_size
-    fixed = 1 if micro == "auto" else micro
-    unit = ranks * fixed
-    if total % unit == 0:
-        return draft
-    lower, upper = total // unit * unit, (total // unit + 1) * unit
-    nearest = f"{lower} or {upper}" if lower else f"{upper}"
-    product = (
-        f"{ranks} ranks" if micro == "auto" else f"{fixed} rows of a micro-batch x {ranks} rank{'s' * (ranks > 1)}"
-    )
-    way_out = f"set globalBatchSize to {nearest}"
-    if micro != "auto" and total % ranks == 0:
-        share = total // ranks
-        fitting = max(size for size in divisors(share) if size <= fixed)
-        way_out += f", or microBatchSize to {fitting}"
-    return draft.refusing(
-        ("training", "globalBatchSize"), total, f"it has to be a multiple of {unit} = {product}", way_out
-    )
 
 
 def divisors(number: int) -> tuple[int, ...]:

@@ -8,30 +8,14 @@ rows to be. Which of the degrees fit the memory is for others to say.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from finetune_contract.plans import PIPELINE_FAMILIES, SEQUENCE_FAMILIES
 from finetune_operator.api.problems import Problem
-from finetune_operator.api.rules import RULES
-from finetune_operator.api.types import FineTuneJobSpec, ParallelismSpec
-from finetune_operator.planning.batch import check_batch, divisors
+from finetune_operator.planning.batch import divisors
+from finetune_operator.planning.combinations import with_parallelism
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.model_parallel import check_model_parallel
 from finetune_operator.planning.sequence import check_sequence
-
-
-def with_spec(draft: Draft, spec: FineTuneJobSpec) -> Draft:
-    """The draft of a job with another spec, and as problems the rules that the spec breaks and its own does not."""
-    changed = replace(draft, job=draft.job.model_copy(update={"spec": spec}))
-    for rule in RULES:
-        if rule.holds(draft.spec) and not rule.holds(spec):
-            changed = changed.refusing(tuple(rule.path.split(".")), None, rule.text, rule.way_out)
-    return changed
-
-
-def with_parallelism(draft: Draft, parallelism: ParallelismSpec) -> Draft:
-    """`with_spec` of a job that differs in this alone."""
-    return with_spec(draft, draft.spec.model_copy(update={"parallelism": parallelism}))
 
 
 def with_degrees(draft: Draft, tensor: int, pipeline: int) -> Draft:
@@ -45,7 +29,7 @@ def with_degrees(draft: Draft, tensor: int, pipeline: int) -> Draft:
         rule = f"models of type {model.model_type} are not known to be cut into stages"
         way_out = "set the degree yourself, and the trainer looks at the model"
         changed = changed.refusing(("parallelism", "pipeline", "degree"), pipeline, rule, way_out)
-    return check_batch(check_model_parallel(changed))
+    return check_model_parallel(changed)
 
 
 def with_slices(draft: Draft, degree: int) -> Draft:
@@ -59,7 +43,7 @@ def with_slices(draft: Draft, degree: int) -> Draft:
         rule = f"rows of models of type {draft.model.model_type} are not known to be cut into slices"
         way_out = "set the degree yourself, and the trainer looks at the model"
         changed = changed.refusing(("parallelism", "sequence"), degree, rule, way_out)
-    return check_batch(check_sequence(changed))
+    return check_sequence(changed)
 
 
 def _unread(draft: Draft) -> Draft:

@@ -16,14 +16,8 @@ from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitF
 from finetune_contract.job import Adapter, Batch, CheckpointSchedule, Strategy, World
 from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.settings import Settings
-from finetune_operator.api.types import (
-    Capacity,
-    FineTuneJob,
-    FineTuneJobSpec,
-    LauncherName,
-    ScriptSpec,
-    TrainingSpec,
-)
+from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobSpec, ScriptSpec, TrainingSpec
+from finetune_operator.launchers.rows import LauncherName
 from finetune_operator.planning.types import Adaptation, MemoryEstimate, PlanLauncher
 
 Value = TypeVar("Value")
@@ -71,8 +65,7 @@ class Draft:
     job: FineTuneJob
     local: bool
     served: tuple[LauncherName, ...]
-    spark: bool
-    """Whether SparkApplications are served."""
+    """Launchers whose kinds the cluster serves."""
     prepared: bool
     """Whether prepare has succeeded."""
     settings: Settings
@@ -158,6 +151,12 @@ class Draft:
         if self.data is not None:
             return self.data.max_length
         return self.spec.preparation.max_length or min(self.model.max_positions or DEFAULT_LENGTH, DEFAULT_LENGTH)
+
+    @property
+    def gpus_per_node(self) -> int:
+        """GPUs of a node that the job gets."""
+        asked = self.spec.resources.gpus_per_node
+        return self.hardware.gpus_per_node if asked == "auto" else asked
 
     @property
     def inference_device(self) -> Device:

@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallelism: what goes together with them, how processes are ordered, and what they cost.
+"""Tensor and pipeline parallelism: which models allow them, how processes are ordered, and what they cost.
 
 T is the tensor-parallel degree, p the pipeline's, v the stages of one process, m the micro-batches of one pass of the
 schedule.
@@ -13,7 +13,7 @@ from finetune_contract.choices import RankOrder
 from finetune_contract.facts import ModelFacts
 from finetune_contract.job import Pipeline, Strategy
 from finetune_contract.plans import tensor_families
-from finetune_operator.api.rules import keeps_full, passes_are_whole
+from finetune_operator.api.rules import keeps_full
 from finetune_operator.api.types import ParallelismSpec, PipelineSpec
 from finetune_operator.planning.draft import Draft, decided
 
@@ -116,7 +116,7 @@ def fills(asked: PipelineSpec, sizes: tuple[int, ...], share: int) -> tuple[int,
 
 
 def check_model_parallel(draft: Draft) -> Draft:
-    """Refuse what does not go together with tensor and pipeline parallelism, or not with this model."""
+    """Refuse degrees of tensor and pipeline parallelism that the model does not allow."""
     asked = draft.spec.parallelism
     if draft.model_ranks == 1 or draft.world is None:
         return draft
@@ -124,30 +124,6 @@ def check_model_parallel(draft: Draft) -> Draft:
         draft = _check_tensor(draft)
     if asked.pipeline.degree > 1:
         draft = _check_pipeline(draft)
-    if draft.training.arguments.get("torch_compile"):
-        draft = draft.refusing(
-            ("training", "arguments", "torch_compile"),
-            True,
-            "a model that is spread by parallelism.tensor or pipeline is not compiled",
-            "leave it out",
-            "NotSupported",
-        )
-    for path, value, plain in (
-        (("parallelism", "activationCheckpointing"), asked.activation_checkpointing, ("auto", "none", "full")),
-        (("parallelism", "offload", "activations"), asked.offload.activations, ("none",)),
-        (("parallelism", "sharding"), asked.sharding, ("full",)),
-    ):
-        if value not in plain:
-            rule = f"a model that is spread by parallelism.tensor or pipeline takes {' or '.join(plain)}"
-            draft = draft.refusing(path, value, rule, f"set it to {plain[0]}", "NotSupported")
-    if draft.precision not in (None, "fp32", "bf16"):
-        draft = draft.refusing(
-            ("training", "precision"),
-            draft.precision,
-            "a model that is spread by parallelism.tensor or pipeline is computed in fp32 or bf16",
-            "set it to bf16",
-            "NotSupported",
-        )
     world, ranks = decided(draft.world), draft.model_ranks
     if draft.problems or world.size % ranks:
         return draft
@@ -189,14 +165,6 @@ def _check_tensor(draft: Draft) -> Draft:
         return draft.refusing(
             path, degree, f"it has to divide the model's {count} {what}", divisor_hint(degree, count, _dealt_out(model))
         )
-    if draft.training.optimizer not in ("adamw", "sgd"):
-        return draft.refusing(
-            ("training", "optimizer"),
-            draft.training.optimizer,
-            "only adamw and sgd, which look at each element by itself, go together with tensor parallelism",
-            "set it to adamw",
-            "NotSupported",
-        )
     return draft
 
 
@@ -220,14 +188,6 @@ def heads(model: ModelFacts) -> tuple[tuple[int, str], ...]:
 
 def _check_pipeline(draft: Draft) -> Draft:
     asked, model = draft.spec.parallelism.pipeline, draft.model
-    if draft.compares:
-        draft = draft.refusing(
-            ("parallelism", "pipeline", "degree"),
-            asked.degree,
-            f"the loss of {draft.spec.task} compares whole rows, and a pipeline's last stage computes the model's own",
-            "set it to 1, and spread the model by strategy fsdp or deepspeed",
-            "NotSupported",
-        )
     stages = spread(draft.spec.parallelism, Strategy(name="ddp")).pipeline
     assert stages is not None
     if draft.model_known and model.layers < stages.stages:
@@ -237,20 +197,6 @@ def _check_pipeline(draft: Draft) -> Draft:
             asked.degree,
             f"the model has {model.layers} layers for {stages.stages} stages{twice}",
             f"set it to {max(1, model.layers // stages.stages_per_process)} or less",
-        )
-    world = decided(draft.world)
-    total, micro = draft.training.global_batch_size, draft.training.micro_batch_size
-    if world.size % draft.model_ranks or total % draft.data_ranks:
-        return draft  # told elsewhere
-    share = total // draft.data_ranks
-    if not passes_are_whole(asked, share, micro):
-        return draft.refusing(
-            ("parallelism", "pipeline", "microBatches"),
-            asked.micro_batches,
-            f"a replica's {share} rows of a step are no whole number of passes of so many micro-batches"
-            + ("" if micro == "auto" else f" of {micro} rows"),
-            f"set it to auto or to a divisor of {share if micro == 'auto' else max(1, share // micro)}"
-            + (", a multiple of the degree" if asked.schedule == "interleaved" else ""),
         )
     return draft
 

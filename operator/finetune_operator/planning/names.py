@@ -13,14 +13,13 @@ import re
 from dataclasses import dataclass
 
 from finetune_contract.choices import Stage
+from finetune_operator.launchers.rows import LONGEST_POD_SUFFIX
 
 LABEL_LIMIT = 63
 """RFC 1035, section 2.3.4."""
-POD_SUFFIX = len("-worker-9999")
-"""The longest that launchers append: PyTorchJob's `-worker-<i>` for the 10,000 nodes that the API allows."""
 ATTEMPT_SUFFIX = len("-evaluate-99999")
 """The longest stage with an attempt of five digits."""
-BASE_LIMIT = LABEL_LIMIT - POD_SUFFIX - ATTEMPT_SUFFIX
+BASE_LIMIT = LABEL_LIMIT - LONGEST_POD_SUFFIX - ATTEMPT_SUFFIX
 HASH_LENGTH = 8
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 

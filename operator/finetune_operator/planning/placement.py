@@ -1,7 +1,6 @@
 """Where a job runs: the launcher, and the processes of the training.
 
-Refuses more processes than GPUs, hardware that the node does not have, a `single` strategy over several processes, and
-without a cluster what only a cluster has: none of them could take effect as written.
+Refuses hardware that the node does not have, and without a cluster what only a cluster has.
 """
 
 from __future__ import annotations
@@ -12,20 +11,11 @@ from dataclasses import replace
 from finetune_contract.choices import StrategyName
 from finetune_contract.job import World
 from finetune_contract.layout import ENV_CHECKPOINT_SECRET
+from finetune_operator.api.problems import any_of
 from finetune_operator.api.rules import asked_strategy, least_processes
-from finetune_operator.api.types import (
-    FineTuneJobSpec,
-    LauncherName,
-    RunPolicySpec,
-    StorageSpec,
-    TemplateSpec,
-)
+from finetune_operator.api.types import FineTuneJobSpec, RunPolicySpec, StorageSpec, TemplateSpec
+from finetune_operator.launchers.rows import TRAINING, launcher
 from finetune_operator.planning.draft import Draft
-
-LAUNCHER_ORDER: tuple[LauncherName, ...] = ("pytorchjob", "mpijob", "job")
-"""What `auto` prefers, among those that can be rendered: PyTorchJob is the most widely installed and brings its own
-rendezvous; MPIJob needs an ssh server and a launcher pod beside the workers; plain Jobs are always there.
-"""
 
 
 def check_place(draft: Draft) -> Draft:
@@ -95,33 +85,26 @@ def _without_effect(spec: FineTuneJobSpec) -> list[str]:
     return [*(name for name, is_set in blocks.items() if is_set), *policies]
 
 
-_RUN_BY: dict[LauncherName, str] = {
-    "pytorchjob": "the Kubeflow Training Operator, which serves PyTorchJob (kubeflow.org/v1)",
-    "mpijob": "the MPI Operator, which serves MPIJob (kubeflow.org/v2beta1)",
-    "job": "Kubernetes' own Job controller (batch/v1)",
-}
-"""What an administrator installs for each of `LAUNCHER_ORDER`."""
-
-
 def choose_launcher(draft: Draft) -> Draft:
-    """`local` without a cluster, the named one if it is served, else the first served one of `LAUNCHER_ORDER`."""
-    asked, served = draft.spec.launcher, draft.served
+    """`local` without a cluster, the named one if it is served, else the first served one of `TRAINING`."""
+    asked, served = draft.spec.launcher, tuple(name for name in draft.served if name in TRAINING)
     if draft.local:
         draft = replace(draft, launcher="local")
         if asked == "auto":
             return draft.because("launcher local: the stages run as processes of this machine")
         return draft.because(f"launcher local: there is no cluster here; in one, {asked} would run the training")
     if asked != "auto":
-        if asked not in LAUNCHER_ORDER:
+        if asked not in TRAINING:
             return draft.refusing(
                 ("launcher",),
                 asked,
                 "it cannot be rendered yet",
-                f"set launcher to {' or '.join(['auto', *(name for name in LAUNCHER_ORDER if name in served)])}",
+                f"set launcher to {' or '.join(['auto', *(name for name in TRAINING if name in served)])}",
                 "NotYetSupported",
             )
         if asked not in served:
-            install = f"install {_RUN_BY[asked]}"
+            row = launcher(asked)
+            install = f"install {row.installed_by}, which serves {row.served_as}"
             return draft.refusing(
                 ("launcher",),
                 asked,
@@ -130,17 +113,17 @@ def choose_launcher(draft: Draft) -> Draft:
                 "NotSupported",
             )
         return replace(draft, launcher=asked).because(f"launcher {asked}: as asked")
-    chosen = next((name for name in LAUNCHER_ORDER if name in served), None)
+    chosen = next((name for name in TRAINING if name in served), None)
     if chosen is None:
         return draft.refusing(
             ("launcher",),
             asked,
-            f"the cluster has to serve {', '.join(LAUNCHER_ORDER[:-1])} or {LAUNCHER_ORDER[-1]}",
+            f"the cluster has to serve {any_of(TRAINING)}",
             "let the operator create Jobs",
             "NotSupported",
         )
     return replace(draft, launcher=chosen).because(
-        f"launcher {chosen}: the first of {', '.join(LAUNCHER_ORDER)} that is served"
+        f"launcher {chosen}: the first of {', '.join(TRAINING)} that is served"
     )
 
 
@@ -156,7 +139,7 @@ def choose_world(draft: Draft) -> Draft:
             "NotSupported",
         )
     asked = asked_strategy(draft.spec.parallelism)
-    gpus = hardware.gpus_per_node if resources.gpus_per_node == "auto" else resources.gpus_per_node
+    gpus = draft.gpus_per_node
     if resources.gpus_per_node == "auto":
         if gpus > 1 and asked == "single":
             gpus = 1
@@ -183,22 +166,6 @@ def choose_world(draft: Draft) -> Draft:
             f"set gpusPerNode to {fewer}, or plan for other hardware",
         )
     draft, processes = _processes(draft, gpus, asked)
-    world_size = resources.nodes * processes
-    if asked == "single" and world_size > 1:
-        draft = draft.refusing(
-            ("parallelism", "strategy"),
-            "single",
-            f"it runs one process, and {resources.nodes} node(s) x {processes} process(es) are {world_size}",
-            "set strategy to auto or ddp, or ask for 1 node and 1 process",
-        )
-    if draft.loops and world_size % draft.replica_ranks:
-        fitting = least_processes(draft.spec)
-        draft = draft.refusing(
-            ("resources", "processesPerNode"),
-            resources.processes_per_node,
-            f"{resources.nodes} node(s) x {processes} process(es) have to be a multiple of {_degrees(draft)}",
-            f"ask for a multiple of {fitting} processes{' and GPUs' if gpus else ''} a node, or change the degrees",
-        )
     threads = max(1, hardware.cpu_cores // processes)
     world = World(
         nodes=resources.nodes,
@@ -210,24 +177,10 @@ def choose_world(draft: Draft) -> Draft:
     return replace(draft, world=world).because(f"{threads} thread{'s' if threads > 1 else ''} a process: {sharing}")
 
 
-def _degrees(draft: Draft) -> str:
-    """The processes that read the same rows, as a product."""
-    if draft.spec.parallelism.sequence > 1:
-        return f"parallelism.sequence = {draft.replica_ranks}"
-    return f"parallelism.tensor x pipeline.degree = {draft.replica_ranks}"
-
-
 def _processes(draft: Draft, gpus: int, asked: StrategyName | None) -> tuple[Draft, int]:
     """Processes on each node, and why."""
     wanted, cores = draft.spec.resources.processes_per_node, draft.hardware.cpu_cores
     if wanted != "auto":
-        if gpus and wanted > gpus:
-            return draft.refusing(
-                ("resources", "processesPerNode"),
-                wanted,
-                f"a GPU runs one process, and a node has {gpus}",
-                f"set processesPerNode to {gpus} or to auto",
-            ), wanted
         note = ""
         if gpus > wanted:
             note = f"; {gpus - wanted} of {gpus} GPUs stay idle"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
-from finetune_contract.choices import FP8_STRATEGIES, Precision, Stage, Task
+from finetune_contract.choices import Precision, Stage, Task
 from finetune_contract.job import (
     Columns,
     DataSource,
@@ -31,12 +31,12 @@ from finetune_operator.api.copied import settle
 from finetune_operator.api.notices import notices
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import parse_quantity
-from finetune_operator.api.rules import asked_strategy
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import DatasetSpec, FineTuneJob, FineTuneJobSpec
+from finetune_operator.launchers.rows import launcher_of
 from finetune_operator.planning.adapters import choose_adapter
-from finetune_operator.planning.batch import check_batch
 from finetune_operator.planning.capacity import choose_capacity
+from finetune_operator.planning.combinations import check_rules
 from finetune_operator.planning.cost import cost_problems, estimate_training
 from finetune_operator.planning.devices import has_fp8
 from finetune_operator.planning.draft import Draft, Lengths, decided
@@ -47,7 +47,7 @@ from finetune_operator.planning.placement import check_place, choose_launcher, c
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
 from finetune_operator.planning.script import SCRIPT, choose_script, script_order
 from finetune_operator.planning.sequence import check_sequence
-from finetune_operator.planning.strategy import check_parallelism, choose_strategy
+from finetune_operator.planning.strategy import choose_strategy
 from finetune_operator.planning.types import Adaptation, Estimate, Facts, JobPlan, PlanRefused
 
 Phase: TypeAlias = Callable[[Draft], Draft]
@@ -73,15 +73,13 @@ def plan(
     first = (choose_stages, choose_engine, choose_inference, check_place, check_lengths)
     draft = _walk(draft, *first, choose_packing, choose_launcher)
     if draft.script is not None:
-        draft = _walk(draft, choose_world, choose_script, choose_capacity, check_inference)
+        draft = _walk(draft, choose_world, check_rules, choose_script, choose_capacity, check_inference)
     elif draft.loops:
-        draft = _walk(
-            draft, choose_world, choose_precision, check_kernels, choose_adapter, check_parallelism, choose_steps
-        )
-        draft = _walk(draft, check_model_parallel, check_sequence, check_batch, choose_checkpoints, choose_capacity)
+        draft = _walk(draft, choose_world, choose_precision, check_rules, choose_adapter, choose_steps)
+        draft = _walk(draft, check_model_parallel, check_sequence, choose_checkpoints, choose_capacity)
         draft = _walk(draft, choose_strategy, check_inference)
     else:
-        draft = _walk(draft, check_inference)
+        draft = _walk(draft, check_rules, check_inference)
     return _finish(draft)
 
 
@@ -149,7 +147,6 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         job=job,
         local=facts.local,
         served=facts.served,
-        spark=facts.spark,
         prepared=facts.prepared,
         settings=settings,
         adaptation=adaptation,
@@ -194,21 +191,7 @@ def choose_stages(draft: Draft) -> Draft:
     spec = draft.spec
     stages: list[Stage] = []
     predicts = spec.predict is not None
-    own_rows = spec.predict is not None and spec.predict.dataset is not None
-    needs_rows = [
-        name
-        for name, wanted in (
-            ("training", spec.training is not None),
-            ("evaluation", spec.evaluation is not None),
-            ("predict", predicts and not own_rows),
-        )
-        if wanted
-    ]
-    if needs_rows and spec.dataset is None:
-        draft = draft.refusing(
-            ("dataset",), None, f"{' and '.join(needs_rows)} need rows", "set dataset.uri", "Required"
-        )
-    if needs_rows or own_rows:
+    if spec.training is not None or spec.evaluation is not None or predicts:
         stages.append(Stage.PREPARE)
     if spec.training is not None:
         stages.append(Stage.TRAIN)
@@ -219,14 +202,6 @@ def choose_stages(draft: Draft) -> Draft:
         stages.append(Stage.PREDICT)
     if spec.endpoint is not None:
         stages.append(Stage.SERVE)
-    if not stages:
-        draft = draft.refusing(
-            (),
-            None,
-            "a job has to do something",
-            "set training, evaluation or predict ({} takes the defaults)",
-            "Required",
-        )
     return replace(draft, stages=tuple(stages)).because(
         f"stages {' -> '.join(stage.value for stage in stages)}: what the job asks for and what that needs"
     )
@@ -268,12 +243,13 @@ def choose_engine(draft: Draft) -> Draft:
 def _by_spark(draft: Draft) -> Draft:
     """A SparkApplication, and what it needs of the cluster and of the settings until it has succeeded."""
     path, instead = ("preparation", "engine"), "set it to job or auto"
-    if not (draft.spark or draft.prepared):
+    row = launcher_of(Stage.PREPARE, engine="spark")
+    if not (row.name in draft.served or draft.prepared):
         draft = draft.refusing(
             path,
             "spark",
-            "the cluster has to serve SparkApplication (sparkoperator.k8s.io/v1beta2)",
-            f"install the Kubeflow Spark Operator, or {instead}",
+            f"the cluster has to serve {row.served_as}",
+            f"install {row.installed_by}, or {instead}",
             "NotSupported",
         )
     granted = draft.settings.spark.image is not None and draft.settings.spark.service_account_name is not None
@@ -314,15 +290,7 @@ def choose_packing(draft: Draft) -> Draft:
     if not draft.loops or asked == "never":
         return draft
     if task != "text-generation":
-        if asked == "auto":
-            return draft
-        return draft.refusing(
-            ("preparation", "packing"),
-            asked,
-            f"rows of {task} cannot share a sequence",
-            "set it to auto or never",
-            "NotSupported",
-        )
+        return draft
     given = draft.spec.dataset.columns.model_dump(exclude_none=True) if draft.spec.dataset else {}
     if asked == "auto" and given.keys() & _INSTEAD_OF_TEXT:
         return draft
@@ -365,9 +333,7 @@ def choose_precision(draft: Draft) -> Draft:
             elif not has_bf16:
                 why += ", and emulated it is 2 to 4 times slower"
             return replace(draft, precision=chosen).because(f"precision {chosen}: {why}")
-        case "fp8" if on_gpu and has_fp8(device):
-            return _choose_fp8(draft, device)
-        case "fp8":
+        case "fp8" if on_gpu and not has_fp8(device):
             return draft.refusing(
                 path,
                 asked,
@@ -375,17 +341,12 @@ def choose_precision(draft: Draft) -> Draft:
                 "set it to auto, fp32 or bf16",
                 "NotSupported",
             )
-        case "fp16" if not on_gpu:
-            return draft.refusing(
-                path,
-                asked,
-                "fp16 needs a GPU: accelerate scales no loss on a CPU, and few CPUs compute in it",
-                "set it to auto, fp32 or bf16",
-                "NotSupported",
-            )
-        case "fp16" if draft.spec.parallelism.strategy == "fsdp":
-            return draft.refusing(
-                path, asked, "fsdp computes in fp32 or bf16", "set it to bf16, or strategy to deepspeed", "NotSupported"
+        case "fp8" if on_gpu:
+            compiled = draft.training.arguments.get("torch_compile")
+            slower = "" if compiled else "; without training.arguments.torch_compile that is slower than bf16"
+            return replace(draft, precision="fp8").because(
+                f"precision fp8: as asked; {device} has units for it, and linear layers of the blocks multiply in it, "
+                f"with all else in bf16{slower}"
             )
         case "bf16" if on_gpu and not has_bf16:
             return draft.refusing(
@@ -400,39 +361,6 @@ def choose_precision(draft: Draft) -> Draft:
                 "; the CPU has no units for it, so it is slower than fp32" if asked == "bf16" and not has_bf16 else ""
             )
             return replace(draft, precision=asked).because(f"precision {asked}: as asked{slower}")
-
-
-def _choose_fp8(draft: Draft, device: str) -> Draft:
-    """fp8 on a device that has units for it, unless a strategy is asked for with which it has not been seen to work."""
-    strategy = asked_strategy(draft.spec.parallelism)
-    if strategy not in (None, *FP8_STRATEGIES):
-        return draft.refusing(
-            ("training", "precision"),
-            "fp8",
-            f"layers multiply in fp8 with strategies {', '.join(FP8_STRATEGIES)}, and {strategy} is asked for",
-            "set it to bf16, or parallelism.strategy to fsdp or auto",
-            "NotSupported",
-        )
-    compiled = draft.training.arguments.get("torch_compile")
-    slower = "" if compiled else "; without training.arguments.torch_compile that is slower than bf16"
-    return replace(draft, precision="fp8").because(
-        f"precision fp8: as asked; {device} has units for it, and linear layers of the blocks multiply in it, with all "
-        f"else in bf16{slower}"
-    )
-
-
-def check_kernels(draft: Draft) -> Draft:
-    """Refuse kernels that would not be used."""
-    world = draft.world
-    if world is None or world.device == "cuda" or not draft.training.arguments.get("use_liger_kernel"):
-        return draft
-    return draft.refusing(
-        ("training", "arguments", "use_liger_kernel"),
-        True,
-        "Liger's kernels run on GPUs only",
-        "leave it out, or set resources.gpusPerNode",
-        "NotSupported",
-    )
 
 
 # --------------------------------------------------------------------------------------------------------------- finish
@@ -454,11 +382,23 @@ _ANSWERS = frozenset({"label", "tags", "answers", "target", "chosen", "rejected"
 """What is to be predicted: rows to predict have it only when the job says so."""
 
 
-def data_source(task: Task, dataset: DatasetSpec, with_answers: bool = True) -> DataSource:
+def predicted_source(spec: FineTuneJobSpec) -> DataSource | None:
+    """The rows of `predict.dataset`. Of text-generation they have the form of the trained rows, which the trainer takes
+    from those where no column is named.
+    """
+    rows = None if spec.predict is None else spec.predict.dataset
+    return None if rows is None else data_source(spec.task, rows, False, spec.dataset is not None)
+
+
+def data_source(
+    task: Task, dataset: DatasetSpec, with_answers: bool = True, has_trained_rows: bool = False
+) -> DataSource:
     """The trainer's form of a data set, with the task's own column names where the job gives none."""
     given = dataset.columns.model_dump(by_alias=False, exclude_none=True)
     names = [name for name in _TASK_COLUMNS[task] if with_answers or name not in _ANSWERS]
-    if task == "text-generation" and given.keys() & _INSTEAD_OF_TEXT:
+    if task == "text-generation" and has_trained_rows and not given:
+        names = []
+    elif task == "text-generation" and given.keys() & _INSTEAD_OF_TEXT:
         names = ["source", "target"] if "messages" not in given else []
         names = [name for name in names if with_answers or name not in _ANSWERS]
     columns = {name: name for name in names} | given
@@ -518,9 +458,8 @@ def _prediction(draft: Draft) -> Prediction | None:
     asked = draft.spec.predict
     if asked is None:
         return None
-    dataset = None if asked.dataset is None else data_source(draft.spec.task, asked.dataset, with_answers=False)
     return Prediction(
-        dataset=dataset,
+        dataset=predicted_source(draft.spec),
         output=asked.output,
         columns=asked.columns,
         device=draft.inference_device,

@@ -73,10 +73,6 @@ def choose_steps(draft: Draft) -> Draft:
 
 def _with_warmup(draft: Draft, per_epoch: int, total: int) -> Draft:
     warmup = draft.training.warmup_steps
-    if warmup >= 1 and warmup != int(warmup):
-        return draft.refusing(
-            ("training", "warmupSteps"), warmup, "from 1 on it counts whole steps", f"set it to {round(warmup)}"
-        )
     steps = int(warmup) if warmup >= 1 else _round_up(warmup * total)
     if 0 < warmup < 1:
         draft = draft.because(f"{steps} warm-up steps: {warmup:g} of {total}")
@@ -92,10 +88,6 @@ def choose_checkpoints(draft: Draft) -> Draft:
     asked, steps = draft.spec.checkpoints, decided(draft.steps)
     minutes: float | None = None
     within: float | None = None
-    if asked.every != "auto" and (asked.every.steps is None) == (asked.every.minutes is None):
-        return draft.refusing(
-            ("checkpoints", "every"), None, "it takes exactly one of steps and minutes", "set one, or leave every out"
-        )
     if asked.every != "auto" and asked.every.steps is not None:
         every = asked.every.steps
         draft = draft.because(f"a checkpoint every {every} steps: as asked")

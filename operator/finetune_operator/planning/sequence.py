@@ -1,5 +1,5 @@
-"""Sequence parallelism: neighbouring processes read the same rows, each a slice of their tokens. What goes together
-with it, and with which models.
+"""Sequence parallelism: neighbouring processes read the same rows, each a slice of their tokens. Which models
+allow it.
 """
 
 from __future__ import annotations
@@ -7,33 +7,12 @@ from __future__ import annotations
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.model_parallel import divisor_hint, heads
 
-WHOLE_ROWS = ("torch_compile", "use_liger_kernel")
-"""Of `training.arguments`, what does not go together with slices."""
-
 
 def check_sequence(draft: Draft) -> Draft:
-    """Refuse what does not go together with slices of rows, or not with this model."""
+    """Refuse slices that do not divide the model's heads."""
     path, degree = ("parallelism", "sequence"), draft.spec.parallelism.sequence
     if degree == 1 or draft.world is None:
         return draft
-    for name in WHOLE_ROWS:
-        if draft.training.arguments.get(name):
-            draft = draft.refusing(
-                ("training", "arguments", name),
-                True,
-                "rows are divided among processes (parallelism.sequence) as the model's own code has them, without "
-                f"{name}",
-                "leave it out",
-                "NotSupported",
-            )
-    if draft.precision == "fp8":
-        draft = draft.refusing(
-            ("training", "precision"),
-            "fp8",
-            "rows that are divided among processes (parallelism.sequence) do not multiply in fp8",
-            "set it to bf16",
-            "NotSupported",
-        )
     model = draft.model
     uneven = [(count, what) for count, what in heads(model) if count % degree]
     if draft.model_known and uneven:

@@ -12,18 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from finetune_contract.choices import (
-    FP8_STRATEGIES,
-    WHOLE_STRATEGIES,
-    AdapterMethod,
-    CheckpointingMode,
-    OffloadDevice,
-    Stage,
-)
+from finetune_contract.choices import AdapterMethod, CheckpointingMode, OffloadDevice, Stage
+from finetune_contract.combinations import Choices, broken
 from finetune_contract.job import Strategy, World
-from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.quantities import human_bytes, human_count
-from finetune_operator.api.rules import HPZ, QUANTIZED, asked_strategy, secondary_shards, zero_plus_plus
+from finetune_operator.api.rules import asked_strategy, secondary_shards
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
 from finetune_operator.planning import memory
 from finetune_operator.planning.adapters import choose_adapter
@@ -35,12 +28,12 @@ from finetune_operator.planning.batch import (
     less_padded,
     micro_batches,
 )
+from finetune_operator.planning.combinations import decided_choices, with_parallelism, with_spec
 from finetune_operator.planning.cost import step_time
-from finetune_operator.planning.degrees import obstacles, slices, spreads, with_parallelism, with_spec
+from finetune_operator.planning.degrees import obstacles, slices, spreads
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.facts import assumed_memory
 from finetune_operator.planning.model_parallel import explain_pipeline, filled, spread
-from finetune_operator.planning.sequence import WHOLE_ROWS
 from finetune_operator.planning.types import MemoryEstimate
 
 MOST_NODES = 4096
@@ -56,151 +49,7 @@ class Fit:
     memory: MemoryEstimate
 
 
-def check_parallelism(draft: Draft) -> Draft:
-    """Refuse settings that contradict each other."""
-    asked = draft.spec.parallelism
-    if asked.strategy != "deepspeed":
-        if asked.zero_stage != "auto" and asked.strategy != "auto":
-            draft = draft.refusing(
-                ("parallelism", "zeroStage"),
-                asked.zero_stage,
-                f"only deepspeed has ZeRO stages, and strategy is {asked.strategy}",
-                "leave zeroStage out, or set strategy to deepspeed",
-            )
-        if asked.deepspeed_config:
-            draft = draft.refusing(
-                ("parallelism", "deepspeedConfig"),
-                asked.deepspeed_config,
-                f"only deepspeed reads it, and strategy is {asked.strategy}",
-                "leave deepspeedConfig out, or set strategy to deepspeed",
-            )
-    draft = replace(draft, problems=(*draft.problems, *override_problems(asked.deepspeed_config)))
-    name = asked_strategy(asked)
-    if draft.training.optimizer == "adafactor" and name not in (None, *WHOLE_STRATEGIES):
-        draft = draft.refusing(
-            ("training", "optimizer"),
-            "adafactor",
-            f"it works on whole matrices, which strategy {name} divides or flattens",
-            "set it to adamw or sgd, or parallelism.strategy to ddp",
-        )
-    return _check_sharding(_check_zero_plus_plus(_check_offload(draft)))
-
-
-def _check_offload(draft: Draft) -> Draft:
-    """An offload that the strategy has not."""
-    asked, training = draft.spec.parallelism, draft.training
-    given = {"optimizer": asked.offload.optimizer, "parameters": asked.offload.parameters}
-    moved = {name: where for name, where in given.items() if where != "none"}
-    sections = asked.deepspeed_config.get("zero_optimization")
-    for name, section in (("optimizer", "offload_optimizer"), ("parameters", "offload_param")):
-        keys = sections.get(section) if isinstance(sections, dict) else None
-        if name not in moved and isinstance(keys, dict) and "device" not in keys:
-            draft = draft.refusing(
-                ("parallelism", "deepspeedConfig", "zero_optimization", section),
-                keys,
-                f"it says how to offload what parallelism.offload.{name} leaves on the device",
-                f"set parallelism.offload.{name} to cpu or nvme, or leave it out",
-            )
-    for name, where in moved.items():
-        path = ("parallelism", "offload", name)
-        if asked.strategy not in ("deepspeed", "fsdp"):
-            draft = draft.refusing(
-                path,
-                where,
-                f"only deepspeed and fsdp offload, and strategy is {asked.strategy}",
-                "set strategy to deepspeed or fsdp, or leave offload out",
-            )
-        elif asked.zero_stage == 0:
-            draft = draft.refusing(path, where, "ZeRO stage 0 does not offload", "set zeroStage to 1, 2, 3 or auto")
-        elif asked.strategy == "deepspeed" and (name, where) != ("optimizer", "cpu") and asked.zero_stage in (1, 2):
-            draft = draft.refusing(
-                path, where, f"ZeRO stage {asked.zero_stage} does not do that", "set zeroStage to 3 or auto"
-            )
-    on_cpu = draft.world is not None and draft.world.device == "cpu"
-    if moved.get("parameters") == "nvme" and on_cpu and draft.precision == "fp32":
-        draft = draft.refusing(
-            ("parallelism", "offload", "parameters"),
-            "nvme",
-            "on a CPU DeepSpeed keeps parameters in files as bf16 only, and precision is fp32",
-            "set it to cpu, or training.precision to bf16",
-        )
-    if asked.offload.activations != "none" and training.arguments.get("torch_compile"):
-        draft = draft.refusing(
-            ("parallelism", "offload", "activations"),
-            asked.offload.activations,
-            "what torch.compile compiles as one saves nothing that could be moved",
-            "leave it out, or training.arguments.torch_compile",
-        )
-    if asked.strategy == "fsdp" and moved and (asked.offload.parameters != "cpu" or asked.offload.optimizer == "nvme"):
-        draft = draft.refusing(
-            ("parallelism", "offload"),
-            moved,
-            "fsdp moves parameters, gradients and optimizer state together, to host memory",
-            "set offload.parameters to cpu, or strategy to deepspeed",
-        )
-    if asked.strategy == "deepspeed" and "optimizer" in moved and training.optimizer != "adamw":
-        draft = draft.refusing(
-            ("parallelism", "offload", "optimizer"),
-            moved["optimizer"],
-            f"DeepSpeed has an offloaded form of adamw only, and optimizer is {training.optimizer}",
-            "set training.optimizer to adamw, or offload.optimizer to none",
-        )
-    return draft
-
-
-def _check_zero_plus_plus(draft: Draft) -> Draft:
-    """Keys of ZeRO++ where DeepSpeed would not obey them."""
-    asked, world = draft.spec.parallelism, draft.world
-    keys = asked.deepspeed_config.get("zero_optimization")
-    if not isinstance(keys, dict) or world is None:
-        return draft
-    above = ("parallelism", "deepspeedConfig", "zero_optimization")
-    for key in zero_plus_plus(asked):
-        if asked.zero_stage != 3:
-            draft = draft.refusing(
-                (*above, key),
-                keys[key],
-                f"it is a part of ZeRO stage 3, and zeroStage is {asked.zero_stage}",
-                "set parallelism.zeroStage to 3, or leave it out",
-            )
-        elif key in QUANTIZED and world.device == "cpu":
-            draft = draft.refusing(
-                (*above, key),
-                keys[key],
-                "DeepSpeed quantizes on GPUs only",
-                "leave it out, or use GPUs",
-                "NotSupported",
-            )
-        elif key == HPZ and keys[key] != world.processes_per_node:
-            draft = draft.refusing(
-                (*above, key),
-                keys[key],
-                f"the second shards belong on one node, which has {world.processes_per_node} processes",
-                f"set it to {world.processes_per_node}, or leave it out",
-            )
-    return draft
-
-
-def _check_sharding(draft: Draft) -> Draft:
-    """A kind of sharding without fsdp, or without processes to do it."""
-    asked, world = draft.spec.parallelism, draft.world
-    path, value = ("parallelism", "sharding"), asked.sharding
-    if value != "full" and asked.strategy != "fsdp":
-        way_out = "leave sharding out, or set strategy to fsdp"
-        return draft.refusing(path, value, f"only fsdp has it, and strategy is {asked.strategy}", way_out)
-    if value == "hybrid" and world is not None and (world.nodes == 1 or world.processes_per_node == 1):
-        return draft.refusing(
-            path,
-            value,
-            "hybrid divides inside a node and copies between nodes, and there "
-            f"{'is' if world.nodes == 1 else 'are'} {world.nodes} node{'s' * (world.nodes > 1)} of "
-            f"{world.processes_per_node} process{'es' * (world.processes_per_node > 1)}",
-            "set sharding to full, or use several nodes of several processes",
-        )
-    return draft
-
-
-def ladder(asked: ParallelismSpec, world: World, offload_allowed: bool = True) -> Iterator[Strategy]:
+def ladder(asked: ParallelismSpec, world: World) -> Iterator[Strategy]:
     """The strategies that the spec leaves open, the cheapest first.
 
     Sharding comes before recomputation (a third more arithmetic), and both before offload (each step waits for the
@@ -210,7 +59,7 @@ def ladder(asked: ParallelismSpec, world: World, offload_allowed: bool = True) -
     modes: tuple[CheckpointingMode, ...] = ("none", "full")
     if asked.activation_checkpointing != "auto":
         modes = (asked.activation_checkpointing,)
-    for optimizer, parameters in _offloads(asked, world, offload_allowed):
+    for optimizer, parameters in _offloads(asked, world):
         changes = {
             "offload_optimizer": optimizer,
             "offload_parameters": parameters,
@@ -221,29 +70,21 @@ def ladder(asked: ParallelismSpec, world: World, offload_allowed: bool = True) -
             if optimizer != "none" and asked_strategy(asked) is None and world.size == 1:
                 bases += [Strategy(name="deepspeed", zero_stage=2 if parameters == "none" else 3)]
             for base in bases:
-                if _offloads_so(base, optimizer, parameters):
-                    yield spread(asked, base.model_copy(update={"activation_checkpointing": mode, **changes}))
+                rung = spread(asked, base.model_copy(update={"activation_checkpointing": mode, **changes}))
+                if not broken(Choices().with_strategy(rung)):
+                    yield rung
 
 
-def _offloads(asked: ParallelismSpec, world: World, allowed: bool) -> tuple[tuple[OffloadDevice, OffloadDevice], ...]:
+def _offloads(asked: ParallelismSpec, world: World) -> tuple[tuple[OffloadDevice, OffloadDevice], ...]:
     """Where optimizer state and parameters may lie, the cheapest first."""
     name, given = asked_strategy(asked), asked.offload
     if name == "fsdp" and given.parameters == "cpu":
         return (("cpu", "cpu"),)
     if (given.optimizer, given.parameters) != ("none", "none"):
         return ((given.optimizer, given.parameters),)
-    if asked.model_ranks > 1 or world.device == "cpu" or name not in (None, "deepspeed") or not allowed:
+    if asked.model_ranks > 1 or world.device == "cpu" or name not in (None, "deepspeed"):
         return (("none", "none"),)
     return (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
-
-
-def _offloads_so(base: Strategy, optimizer: OffloadDevice, parameters: OffloadDevice) -> bool:
-    """Whether a strategy offloads these; see `Strategy.offload_parameters`."""
-    if (optimizer, parameters) == ("none", "none"):
-        return True
-    if base.name == "deepspeed":
-        return base.zero_stage == 3 or (bool(base.zero_stage) and (optimizer, parameters) == ("cpu", "none"))
-    return base.name == "fsdp" and (optimizer, parameters) == ("cpu", "cpu")
 
 
 def _sharding(asked: ParallelismSpec, world: World) -> Iterator[Strategy]:
@@ -289,16 +130,13 @@ def fits(draft: Draft, estimated: MemoryEstimate) -> bool:
 
 
 def _open(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
-    """The ladder, as far as the optimizer, the adapter and the precision go."""
-    optimizer, adapter = draft.training.optimizer, draft.adapter
-    found = ladder(asked, decided(draft.world), offload_allowed=optimizer == "adamw")
-    undivided = optimizer == "adafactor" or (adapter is not None and adapter.method == "qlora")
-    if draft.precision == "fp8":
+    """The ladder, as far as the other choices of the job go together with it."""
+    world, choices = decided(draft.world), decided_choices(draft)
+    found = ladder(asked, world)
+    if draft.precision == "fp8" and asked_strategy(asked) is None and world.size > 1:
         # Where all is left open fsdp takes the place of DeepSpeed's stages.
-        if asked_strategy(asked) is None and decided(draft.world).size > 1:
-            found = chain(found, ladder(asked.model_copy(update={"strategy": "fsdp"}), decided(draft.world)))
-        found = (rung for rung in found if rung.name in FP8_STRATEGIES)
-    return tuple(rung for rung in found if not undivided or rung.name in WHOLE_STRATEGIES)
+        found = chain(found, ladder(asked.model_copy(update={"strategy": "fsdp"}), world))
+    return tuple(rung for rung in found if not broken(choices.with_strategy(rung)))
 
 
 def rungs(draft: Draft, asked: ParallelismSpec) -> tuple[Strategy, ...]:
@@ -685,8 +523,9 @@ def _shorter_rows(draft: Draft, seen: set[str]) -> Iterator[str]:
     job that asks for slices has only when it asks for them as well.
     """
     spec, training = draft.spec, draft.training
-    kept = {name: value for name, value in training.arguments.items() if name not in WHOLE_ROWS}
-    steps = [f"leave training.arguments.{name} out" for name in WHOLE_ROWS if training.arguments.get(name)]
+    whole = ("torch_compile", "use_liger_kernel")
+    kept = {name: value for name, value in training.arguments.items() if name not in whole}
+    steps = [f"leave training.arguments.{name} out" for name in whole if training.arguments.get(name)]
     precision = draft.precision
     if precision == "fp8":
         precision = "bf16"
@@ -707,7 +546,7 @@ def _greater_ways_out(draft: Draft) -> Iterator[str]:
     asked, adapter = draft.spec.parallelism, draft.spec.model.adapter
     for devices in ({"optimizer": "nvme"}, {"optimizer": "nvme", "parameters": "nvme"}):
         moved = ParallelismSpec.model_validate({"strategy": "deepspeed", "offload": devices})
-        changed = check_parallelism(with_parallelism(draft, moved))
+        changed = with_parallelism(draft, moved)
         if decided(draft.world).device == "cuda" and (chosen := next(_fitting((changed,)), None)) is not None:
             disk = human_bytes(chosen[1].memory.disk_bytes)
             what = " and ".join(f"parallelism.offload.{name} to nvme" for name in devices)
@@ -722,15 +561,20 @@ def _greater_ways_out(draft: Draft) -> Iterator[str]:
         "lora": "trains a small part of the weights",
         "qlora": "trains a small part of the weights and holds others in 4 bits",
     }
-    for method, what in methods.items():
-        if adapter.method != "none" and method == "lora":
-            continue
-        model = draft.spec.model.model_copy(update={"adapter": adapter.model_copy(update={"method": method})})
-        changed = choose_adapter(with_spec(draft, draft.spec.model_copy(update={"model": model})))
-        found = None if changed.problems else first_fit(changed, asked, micro_batches(changed))
-        if found is not None:
-            yield f"set model.adapter.method to {method}, which {what} ({found.strategy.label}, {_takes(draft, found)})"
-            return
+    free = ParallelismSpec(placement=asked.placement)
+    freed = "leave parallelism out" if asked.replica_ranks > 1 else _set_free(asked).removeprefix("set ")
+    for parallelism, step in ((asked, ""), *(((free, f" and {freed}"),) if freed else ())):
+        for method, what in methods.items():
+            if adapter.method != "none" and method == "lora":
+                continue
+            model = draft.spec.model.model_copy(update={"adapter": adapter.model_copy(update={"method": method})})
+            spec = draft.spec.model_copy(update={"model": model, "parallelism": parallelism})
+            changed = choose_adapter(with_spec(draft, spec))
+            found = None if changed.problems else first_fit(changed, parallelism, micro_batches(changed))
+            if found is not None:
+                takes = f"{found.strategy.label}, {_takes(draft, found)}"
+                yield f"set model.adapter.method to {method}{step}, which {what} ({takes})"
+                return
 
 
 def _more(draft: Draft, best: Fit) -> str:

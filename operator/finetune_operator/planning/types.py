@@ -16,7 +16,8 @@ from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts
 from finetune_contract.job import TrainerJob
 from finetune_operator.api.problems import Problem
-from finetune_operator.api.types import Capacity, LauncherName
+from finetune_operator.api.types import Capacity
+from finetune_operator.launchers.rows import BUILT_IN, LauncherName
 
 PlanLauncher: TypeAlias = LauncherName | Literal["local"]
 
@@ -32,10 +33,8 @@ class Facts:
     """Commit of the Hub that the model was at when prepare took it; the later stages take that one, too."""
     local: bool = False
     """True when the job runs as processes of this machine: the launcher is then `local`."""
-    served: tuple[LauncherName, ...] = ("job",)
-    """Launchers whose kinds the cluster serves; Jobs are there in every one."""
-    spark: bool = False
-    """Whether the cluster serves SparkApplications."""
+    served: tuple[LauncherName, ...] = BUILT_IN
+    """Launchers whose kinds the cluster serves."""
     prepared: bool = False
     """Whether prepare has succeeded, so that nothing is asked any more of what only it runs with."""
 

@@ -20,8 +20,9 @@ from finetune_operator.api.json_text import loads
 from finetune_operator.api.notices import notices
 from finetune_operator.api.problems import Problem, describe_value
 from finetune_operator.api.settings import Settings
-from finetune_operator.api.types import FineTuneJobSpec, LauncherName
+from finetune_operator.api.types import FineTuneJobSpec
 from finetune_operator.api.validation import validate_job
+from finetune_operator.launchers.rows import LauncherName
 from finetune_operator.reconcile.planned import problems_text
 from finetune_operator.reconcile.status import ended
 from finetune_operator.reconcile.types import JobView

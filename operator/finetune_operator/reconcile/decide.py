@@ -15,6 +15,7 @@ from finetune_contract.choices import Stage
 from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import Condition, ConditionType, FineTuneJobStatus, StageStatus
+from finetune_operator.launchers.registry import stage
 from finetune_operator.planning.types import PlanRefused
 from finetune_operator.reconcile.attempts import gone_after, settle
 from finetune_operator.reconcile.course import Course, Stalled, reference
@@ -36,7 +37,7 @@ from finetune_operator.reconcile.types import (
     Refusal,
 )
 from finetune_operator.reconcile.usage import attempt_over
-from finetune_operator.rendering.manifests import shared, stage
+from finetune_operator.rendering.manifests import shared
 from finetune_operator.rendering.types import Attempt, Manifest, ProgressEndpoint
 
 MANAGER = "finetune.dev/operator"

@@ -17,15 +17,17 @@ from pydantic import JsonValue, ValidationError
 
 from finetune_contract.choices import Stage
 from finetune_contract.report import TrainerReport, shortened
+from finetune_operator.api.objects import Meta
 from finetune_operator.api.problems import MOST_PROBLEMS, Problem
 from finetune_operator.api.redaction import Redactor
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJob, FineTuneJobStatus
 from finetune_operator.api.validation import validate_job
+from finetune_operator.launchers.rows import SUPPORTED
 from finetune_operator.reconcile.children import attempt_of
 from finetune_operator.reconcile.course import heard_by
 from finetune_operator.reconcile.failures import first_cause, reported_success, without_report
-from finetune_operator.reconcile.raw import Meta, RawPod
+from finetune_operator.reconcile.raw import RawPod
 from finetune_operator.reconcile.remedies import LOG_LIMIT, MOST_LOGS
 from finetune_operator.reconcile.silence import silence, witnesses
 from finetune_operator.reconcile.types import ChildView, Ended, JobView, Observed, PodView, Waiting
@@ -35,9 +37,8 @@ LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 """kubectl's copy of the whole object: what is wrong in it is told once, for the object itself."""
 TOLD_PROBLEMS = 20
 LONGEST_PATH = 300
-_INDEX_LABELS = ("batch.kubernetes.io/job-completion-index", "training.kubeflow.org/replica-index")
-_ROLE_LABEL = "training.kubeflow.org/job-role"
-_LAUNCHER_ROLE = "launcher"
+_INDEX_LABELS = tuple(dict.fromkeys(each.index_label for each in SUPPORTED if each.index_label is not None))
+_STARTERS = tuple(each.starter_pod for each in SUPPORTED if each.starter_pod is not None)
 _NOT_WAITING = frozenset({"", "ContainerCreating", "PodInitializing"})
 """What the kubelet calls waiting and is a start that goes on."""
 
@@ -198,8 +199,8 @@ def _deleting_since(metadata: Meta) -> datetime | None:
 
 
 def _index(labels: Mapping[str, str]) -> int | None:
-    """Node rank. The launcher of an MPIJob has a replica index too, and is no node."""
-    if labels.get(_ROLE_LABEL) == _LAUNCHER_ROLE:
+    """Node rank. A pod that starts the ranks may have an index too, and is no node."""
+    if any(labels.get(label) == value for label, value in _STARTERS):
         return None
     found = next((labels[label] for label in _INDEX_LABELS if label in labels), "")
     return int(found) if found.isascii() and found.isdecimal() else None

@@ -17,10 +17,10 @@ from finetune_contract.facts import DataFacts, ModelFacts
 from finetune_contract.job import CheckpointSchedule
 from finetune_contract.report import MeasuredFacts
 from finetune_operator.api.problems import Problem
-from finetune_operator.api.types import AdaptationStatus, EstimateStatus, LauncherName, MeasuredStatus, PlanStatus
+from finetune_operator.api.types import AdaptationStatus, EstimateStatus, MeasuredStatus, PlanStatus
+from finetune_operator.launchers.rows import ENGINES, TRAINING, LauncherName
 from finetune_operator.planning.adapt import next_adaptation
 from finetune_operator.planning.batch import batch_arithmetic
-from finetune_operator.planning.placement import LAUNCHER_ORDER
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Adaptation, Facts, JobPlan, PlanRefused
 from finetune_operator.reconcile.course import Course
@@ -56,16 +56,17 @@ def _facts(course: Course) -> Facts:
         data=_read(DataFacts, measured.data),
         model_revision=None if course.status.artifacts is None else course.status.artifacts.model_revision,
         served=_launchers(course),
-        # What has begun goes on, whatever is taken away later.
-        spark=course.observed.spark or course.started,
         prepared=any((one.name, one.state) == (Stage.PREPARE.value, "Succeeded") for one in course.status.stages),
     )
 
 
 def _launchers(course: Course) -> tuple[LauncherName, ...]:
-    chosen = course.status.plan.launcher if course.status.plan is not None and course.started else None
-    kept = tuple(name for name in LAUNCHER_ORDER if name == chosen)
-    return kept or course.observed.served
+    """Return the launchers of the plan: what has begun goes on, whatever is taken away later."""
+    served = course.observed.served
+    if not course.started:
+        return served
+    chosen = None if course.status.plan is None else course.status.plan.launcher
+    return (*(tuple(name for name in TRAINING if name == chosen) or served), *ENGINES)
 
 
 def _read(model: type[Model], value: dict[str, JsonValue] | None) -> Model | None:

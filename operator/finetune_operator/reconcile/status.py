@@ -67,9 +67,9 @@ def complete(course: Course) -> FineTuneJobStatus:
 
 
 def _known_progress(course: Course) -> ProgressStatus | None:
-    """What was told last; of a job that has failed no time is left to be told of."""
+    """Progress as it was told last, without time left for a job that has ended or is suspended."""
     told = course.status.progress
-    if told is None or course.end != "Failed":
+    if told is None or (course.end is None and not course.suspended):
         return told
     return told.model_copy(update={"remaining_seconds": None})
 

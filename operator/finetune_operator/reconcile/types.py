@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from finetune_contract.choices import Stage
 from finetune_contract.report import TrainerReport
 from finetune_operator.api.problems import Problem
-from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobStatus, LauncherName, ProgressStatus
+from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobStatus, ProgressStatus
+from finetune_operator.launchers.kinds.base import ChildState
+from finetune_operator.launchers.rows import BUILT_IN, LauncherName
 from finetune_operator.rendering.types import Manifest
-
-ChildState: TypeAlias = Literal["Pending", "Running", "Succeeded", "Failed", "Suspended"]
 
 
 @dataclass(frozen=True)
@@ -170,10 +170,8 @@ class Observed:
     """
     last_logs: tuple[tuple[str, str], ...] = ()
     """The same for pods that `leaving` named, read when their deletion began: with a pod its log goes."""
-    served: tuple[LauncherName, ...] = ("job",)
+    served: tuple[LauncherName, ...] = BUILT_IN
     """Launchers whose kinds the API server serves, as `planning.types.Facts.served` takes them."""
-    spark: bool = False
-    """Whether it serves SparkApplications."""
     refusals: tuple[Refusal, ...] = ()
     """What went wrong when the decision before this one was carried out."""
     pods_before: tuple[PodView, ...] = ()

@@ -1,4 +1,4 @@
-"""What a plan hands to the trainer: the texts of job.json and deepspeed.json.
+"""What a plan hands to the trainer: the texts of job.json and deepspeed.json, and the arguments that name them.
 
 Equal plans give equal bytes, so that the hash of the texts tells whether a running attempt still obeys the current
 plan.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from typing import Literal, TypeAlias
 
 from finetune_contract.choices import Stage
 from finetune_operator.planning.types import JobPlan
@@ -17,6 +18,8 @@ from finetune_operator.rendering.types import RenderContext
 
 JOB_FILE = "job.json"
 DEEPSPEED_FILE = "deepspeed.json"
+Starter: TypeAlias = Literal["process", "index", "torchrun", "mpirun"]
+"""What starts the ranks of a stage."""
 
 
 def files(plan: JobPlan) -> dict[str, str]:
@@ -38,6 +41,19 @@ def stage_files(plan: JobPlan, context: RenderContext, stage: Stage) -> dict[str
     if stage is not Stage.TRAIN:
         texts.pop(DEEPSPEED_FILE, None)
     return texts
+
+
+def stage_arguments(stage: Stage, job: str, workspace: str) -> tuple[str, ...]:
+    """Arguments of the trainer's program for one rank of `stage`."""
+    return (stage.value, "--job", job, "--workspace", workspace)
+
+
+def launch_arguments(
+    stage: Stage, job: str, workspace: str, starter: Starter, deepspeed: str | None
+) -> tuple[str, ...]:
+    """Arguments of the trainer's program for the launcher of the ranks of `stage`, in a pod or on this machine."""
+    config = () if deepspeed is None else ("--deepspeed", deepspeed)
+    return ("launch", *stage_arguments(stage, job, workspace), *config, "--with", starter)
 
 
 def fingerprint(texts: dict[str, str]) -> str:

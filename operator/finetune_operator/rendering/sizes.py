@@ -28,8 +28,6 @@ GPU = "nvidia.com/gpu"
 EFA = "vpc.amazonaws.com/efa"
 EFA_HUGE_PAGES = "5120Mi"
 """In 2 MiB pages, for the provider's bounce buffers: what AWS documents for one interface of EKS pods."""
-LAUNCHER = Resources(requests={"cpu": "100m", "memory": "512Mi"})
-"""The launcher of an MPIJob starts the ranks and waits."""
 
 
 def node_gpus(plan: JobPlan, spec: FineTuneJobSpec) -> int:

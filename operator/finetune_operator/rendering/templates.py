@@ -13,15 +13,15 @@ import json
 from typing import Any, Literal, NoReturn, TypeAlias
 
 import yaml
-from jinja2 import Environment, PackageLoader, StrictUndefined, pass_context
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, pass_context
 from jinja2.runtime import Context
 from pydantic import JsonValue
 
+from finetune_operator.launchers.rows import LauncherName
 from finetune_operator.rendering.types import Manifest
 
-TemplateName: TypeAlias = Literal[
-    "claim", "configmap", "networkpolicy", "service", "job", "pytorchjob", "mpijob", "sparkapplication"
-]
+TemplateName: TypeAlias = Literal["claim", "configmap", "networkpolicy", "service"] | LauncherName
+"""A launcher's template has the launcher's name."""
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 """The one in C where there is one: it reads some ten times as fast."""
@@ -71,7 +71,7 @@ def _put_in(read: Any, taken: list[JsonValue]) -> JsonValue:
 @functools.cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=PackageLoader("finetune_operator.rendering"),
+        loader=ChoiceLoader([PackageLoader(f"finetune_operator.{name}") for name in ("rendering", "launchers")]),
         undefined=StrictUndefined,
         autoescape=False,  # no HTML, and no text of users either
         trim_blocks=True,

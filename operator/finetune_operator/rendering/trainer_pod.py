@@ -6,27 +6,33 @@ who brings the rendezvous.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from finetune_contract.choices import Stage
 from finetune_contract.layout import (
     ENV_ATTEMPT,
     ENV_CACHE,
     ENV_CHECKPOINT_SECRET,
-    ENV_FORWARD,
     ENV_GRACE_SECONDS,
     ENV_KUBEFLOW_CA,
     ENV_KUBEFLOW_TOKEN,
     ENV_KUBEFLOW_URL,
     ENV_STACKS_SECONDS,
-    MPI_HOSTFILE,
-    SSH_PORT,
 )
+from finetune_operator.launchers.rows import launcher
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.types import JobPlan
 from finetune_operator.rendering.claims import Storage, storage
-from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, fingerprint, stage_files
+from finetune_operator.rendering.contract import (
+    DEEPSPEED_FILE,
+    JOB_FILE,
+    Starter,
+    fingerprint,
+    launch_arguments,
+    stage_arguments,
+    stage_files,
+)
 from finetune_operator.rendering.deepspeed import OFFLOAD_FOLDER, deepspeed_config, uses_offload_folder
 from finetune_operator.rendering.pods import (
     Container,
@@ -34,7 +40,6 @@ from finetune_operator.rendering.pods import (
     Mount,
     Pod,
     PodLabel,
-    Resources,
     Volume,
     avoiding,
     config_volume,
@@ -44,7 +49,6 @@ from finetune_operator.rendering.pods import (
 )
 from finetune_operator.rendering.sizes import (
     GPU,
-    LAUNCHER,
     network_environment,
     shared_memory,
     stage_device,
@@ -64,9 +68,6 @@ from finetune_operator.rendering.types import (
     RenderContext,
 )
 
-Role: TypeAlias = Literal["trainer", "mpi-launcher", "mpi-worker"]
-"""`trainer` in all launchers but MPIJob, where one pod starts the ranks and the others run them."""
-
 CONFIG = "/etc/finetune"
 CA_FILE = "ca.crt"
 TOKEN_FOLDER = "/var/run/secrets/finetune.dev/progress"
@@ -74,13 +75,24 @@ TOKEN_FILE = "token"
 HOME = "/tmp/home"
 """Libraries write caches below the home, and the root file system is read-only."""
 RENDEZVOUS_PORT = 29400
-PYTORCHJOB_PORT = {"pytorchjob-port": 23456}
-"""Name and default that the Training Operator looks for; the rendezvous listens there."""
-SSH_KEYS = "/home/mpiuser/.ssh"
-"""ssh looks for keys in the home that passwd names for the user, whatever HOME says."""
 JOB_UID_LABEL = "batch.kubernetes.io/controller-uid"
 """Which the Job controller sets (kubernetes `staging/src/k8s.io/api/batch/v1/types.go`)."""
 PRODUCT_LABEL = "nvidia.com/gpu.product"
+
+
+@dataclass(frozen=True)
+class Role:
+    """How one pod of an attempt differs from the others."""
+
+    home: Mapping[str, str] = field(default_factory=lambda: {"HOME": HOME})
+    """Variables that lead libraries to a home that can be written to."""
+    computes: bool = True
+    """False: it takes no GPU."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Further variables."""
+
+
+TRAINER = Role()
 
 
 @dataclass(frozen=True)
@@ -150,23 +162,22 @@ class StagePods:
         return world.processes_per_node
 
     @property
-    def starter(self) -> Literal["process", "index", "torchrun", "mpirun"]:
+    def starter(self) -> Starter:
         """What starts the ranks."""
         world = self.plan.trainer.world
         if self.stage is Stage.PREPARE and self.plan.trainer.preparation.engine == "job":
             return "index"
         if self.stage is not Stage.TRAIN or world is None:
             return "process"
-        if self.plan.launcher == "mpijob":
-            return "mpirun"
-        return "process" if world.size == 1 else "torchrun"
+        starter = launcher(self.plan.launcher).starter
+        return "process" if starter == "torchrun" and world.size == 1 else starter
 
 
-def stage_pod(pods: StagePods, role: Role = "trainer") -> Pod:
+def stage_pod(pods: StagePods, role: Role = TRAINER) -> Pod:
     """The pod template of one role, the user's own settings beside ours."""
     spec, settings, defaults = pods.context.spec, pods.context.settings, pods.context.settings.defaults
     folders, on_spot = storage(spec, pods.names, pods.stage), pods.attempt.capacity == "spot"
-    gpus = 0 if role == "mpi-launcher" else stage_gpus(pods.plan, spec, pods.stage)
+    gpus = stage_gpus(pods.plan, spec, pods.stage) if role.computes else 0
     product = spec.resources.accelerator.product
     template = spec.template
     return Pod(
@@ -200,10 +211,10 @@ def stage_pod(pods: StagePods, role: Role = "trainer") -> Pod:
 
 def _container(pods: StagePods, role: Role, folders: Storage) -> Container:
     spec, defaults = pods.context.spec, pods.context.settings.defaults
-    container = Container(
+    return Container(
         image=spec.image or defaults.image,
         image_pull_policy=spec.image_pull_policy or defaults.image_pull_policy,
-        command=_launch(pods, folders),
+        command=("python", "-m", "finetune_trainer", *_launch(pods, folders)),
         env=(*_environment(pods, role, folders), *_secrets(pods)),
         env_from_secret=None if spec.secrets.storage is None else spec.secrets.storage.name,
         mounts=_mounts(pods, folders),
@@ -211,60 +222,17 @@ def _container(pods: StagePods, role: Role, folders: Storage) -> Container:
         user_env=spec.template.env,
         user_mounts=spec.template.volume_mounts,
     )
-    match role:
-        case "trainer":
-            return container
-        case "mpi-launcher":
-            return replace(container, resources=LAUNCHER)
-        case "mpi-worker":
-            command = ("python", "-m", "finetune_trainer", "sshd")
-            return replace(container, command=command, ports={"ssh": SSH_PORT}, ready_port=SSH_PORT)
 
 
 def _launch(pods: StagePods, folders: Storage) -> tuple[str, ...]:
-    deepspeed = ("--deepspeed", f"{CONFIG}/{DEEPSPEED_FILE}") if DEEPSPEED_FILE in pods.files else ()
-    return (
-        *("python", "-m", "finetune_trainer", "launch", *_stage_arguments(pods, folders)),
-        *deepspeed,
-        *("--with", pods.starter),
-    )
+    deepspeed = f"{CONFIG}/{DEEPSPEED_FILE}" if DEEPSPEED_FILE in pods.files else None
+    return launch_arguments(pods.stage, f"{CONFIG}/{JOB_FILE}", folders.workspace, pods.starter, deepspeed)
 
 
-def _stage_arguments(pods: StagePods, folders: Storage) -> tuple[str, ...]:
-    return (pods.stage.value, "--job", f"{CONFIG}/{JOB_FILE}", "--workspace", folders.workspace)
-
-
-# ---------------------------------------------------------------------------------------------------------------- Spark
-
-
-def spark_arguments(pods: StagePods) -> tuple[str, ...]:
-    """Of the trainer's own program, which Spark's driver runs in its process."""
-    return _stage_arguments(pods, storage(pods.context.spec, pods.names, pods.stage))
-
-
-def spark_driver(pods: StagePods) -> Pod:
-    """The pod that runs the stage; Spark adds command and sizes. It asks the API server for executors."""
-    account = pods.context.settings.spark.service_account_name
-    return replace(_spark_pod(pods), service_account=account, api_token=True)
-
-
-def _spark_pod(pods: StagePods) -> Pod:
-    pod = stage_pod(pods)
-    container = replace(pod.container, image=spark_image(pods), command=(), resources=Resources({}))
-    return replace(pod, container=container)
-
-
-def spark_image(pods: StagePods) -> str:
-    """That of the settings."""
-    image = pods.context.settings.spark.image
-    assert image is not None, "a plan with Spark has one"
-    return image
-
-
-def spark_executor(pods: StagePods) -> Pod:
-    """A pod that tokenises. The labels of the attempt are the driver's alone: its end is the attempt's."""
-    labels = {**MANAGED_BY, **pods.context.job_labels(pods.plan.name)}
-    return replace(_spark_pod(pods), labels=labels)
+def program_arguments(pods: StagePods) -> tuple[str, ...]:
+    """Of the trainer's own program, for a launcher that starts it by itself."""
+    folders = storage(pods.context.spec, pods.names, pods.stage)
+    return stage_arguments(pods.stage, f"{CONFIG}/{JOB_FILE}", folders.workspace)
 
 
 # ---------------------------------------------------------------------------------------------------------- environment
@@ -278,7 +246,7 @@ def _environment(pods: StagePods, role: Role, folders: Storage) -> tuple[EnvVar,
         "TOKENIZERS_PARALLELISM": "true",
         "HF_HOME": folders.hub_cache,
         ENV_GRACE_SECONDS: str(pods.context.settings.defaults.termination_grace_seconds),
-        **_home(role),
+        **role.home,
     }
     if stage_device(plan, spec, pods.stage) == "cpu":
         # DeepSpeed looks for accelerators by itself; on a node with GPUs the plan may still say CPU.
@@ -288,9 +256,7 @@ def _environment(pods: StagePods, role: Role, folders: Storage) -> tuple[EnvVar,
     variables |= _stacks(pods)
     if pods.stage is Stage.TRAIN:
         variables |= network_environment(spec)
-    variables |= _rendezvous(pods) | _progress(pods)
-    if role == "mpi-launcher":
-        variables |= _mpi(pods, role)
+    variables |= {**_rendezvous(pods), **_progress(pods), **role.env}
     # Of the Job itself: another one has another uid, also when its name comes again.
     attempt = (EnvVar(ENV_ATTEMPT, PodLabel(JOB_UID_LABEL)),) if pods.starter == "index" else ()
     return (*(EnvVar(name, value) for name, value in variables.items()), *attempt)
@@ -305,24 +271,15 @@ def _stacks(pods: StagePods) -> dict[str, str]:
     return {ENV_STACKS_SECONDS: str(max(1, seconds // 2))} if seconds else {}
 
 
-def _home(role: Role) -> dict[str, str]:
-    """Ranks that sshd starts get their home from passwd, which is read-only: each cache is moved by its own name."""
-    if role == "trainer":
-        return {"HOME": HOME}
-    return {"XDG_CACHE_HOME": f"{HOME}/.cache", "TRITON_CACHE_DIR": f"{HOME}/.triton"}
-
-
 def _rendezvous(pods: StagePods) -> dict[str, str]:
-    """Where torchrun's agents meet. Each replica of a PyTorchJob has a Service of its name."""
+    """Where torchrun's agents meet."""
     if pods.starter != "torchrun":
         return {}
-    if pods.plan.launcher == "pytorchjob":
-        host = f"{pods.name}-worker-0"
-    else:
-        host = "127.0.0.1" if pods.service is None else f"{pods.name}-0.{pods.service}"
+    suffix = launcher(pods.plan.launcher).first_host
+    host = "127.0.0.1" if pods.service is None else f"{pods.name}-0.{pods.service}"
     return {
         "PET_RDZV_BACKEND": "c10d",
-        "PET_RDZV_ENDPOINT": f"{host}:{RENDEZVOUS_PORT}",
+        "PET_RDZV_ENDPOINT": f"{f'{pods.name}{suffix}' if suffix else host}:{RENDEZVOUS_PORT}",
         "PET_RDZV_ID": pods.name,
     }
 
@@ -340,20 +297,6 @@ def _progress(pods: StagePods) -> dict[str, str]:
         ENV_KUBEFLOW_URL: context.progress.base_url.rstrip("/") + path,
         ENV_KUBEFLOW_CA: f"{CONFIG}/{CA_FILE}",
         ENV_KUBEFLOW_TOKEN: f"{TOKEN_FOLDER}/{TOKEN_FILE}",
-    }
-
-
-def _mpi(pods: StagePods, role: Role) -> dict[str, str]:
-    """Open MPI 5 (PRRTE) reads other names than Open MPI 4; the MPI Operator sets OMPI_MCA_* and not these.
-
-    A session of ssh has none of the pod's variables: `launch` passes those of the contract on, and those named here.
-    """
-    forwarded = [*_home(role), *(str(variable["name"]) for variable in pods.context.spec.template.env)]
-    return {
-        "PRTE_MCA_prte_default_hostfile": MPI_HOSTFILE,
-        "PRTE_MCA_prte_set_default_slots": str(pods.processes_per_node),
-        "PRTE_MCA_prte_keep_fqdn_hostnames": "false",
-        ENV_FORWARD: ",".join(dict.fromkeys(forwarded)),
     }
 
 

@@ -192,10 +192,8 @@ def run(
     if home is None and leader_election:
         _usage("outside of a cluster, give --own-namespace, or --no-leader-election for a single process")
     # The Kubernetes client takes a second to import; check-settings and --help do without.
-    from kubernetes.aio.config import ConfigException
-
+    from finetune_operator.kubernetes_api.errors import ApiError, NoClusterError
     from finetune_operator.reconcile.decide import decide
-    from finetune_operator.shell.kube import ApiError
     from finetune_operator.shell.startup import Options
     from finetune_operator.shell.startup import run as run_operator
     from finetune_operator.shell.webhook import WebhookOptions
@@ -215,7 +213,7 @@ def run(
     )
     try:
         asyncio.run(run_operator(options, decide))
-    except ConfigException as error:
+    except NoClusterError as error:
         _fail(f"there is no cluster to be had: {error}", error)
     except (ApiError, OSError) as error:
         _fail(str(error), error)

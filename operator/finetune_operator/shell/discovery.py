@@ -1,4 +1,4 @@
-"""Which launchers the API server serves, and whether SparkApplications.
+"""Which launchers the API server serves.
 
 Asked again when a job has to be planned, but not more often than every few seconds, so that a training operator which
 is installed later is used without a restart. No right is needed for it.
@@ -10,8 +10,9 @@ import asyncio
 import logging
 import time
 
-from finetune_operator.api.types import LauncherName
-from finetune_operator.shell.kube import LAUNCHER_RESOURCES, SPARK_APPLICATION, Kube, Resource
+from finetune_operator.kubernetes_api.resources import LAUNCHER_RESOURCES, Resource
+from finetune_operator.launchers.rows import BUILT_IN, LauncherName
+from finetune_operator.shell.kube import Kube
 
 log = logging.getLogger(__name__)
 
@@ -25,16 +26,14 @@ class Discovery:
         self._kube = kube
         self._asked = float("-inf")
         self._asking = asyncio.Lock()
-        self.served: tuple[LauncherName, ...] = ("job",)
-        self.spark = False
+        self.served = BUILT_IN
         self.changed = asyncio.Event()
         """Set when other kinds are served than before; for one listener, who clears it."""
 
     @property
     def resources(self) -> tuple[Resource, ...]:
         """The kinds that attempts can be of."""
-        launchers = tuple(LAUNCHER_RESOURCES[launcher] for launcher in self.served)
-        return (*launchers, SPARK_APPLICATION) if self.spark else launchers
+        return tuple(LAUNCHER_RESOURCES[launcher] for launcher in self.served)
 
     async def served_now(self) -> tuple[LauncherName, ...]:
         """The fresh answer. ApiError."""
@@ -46,12 +45,11 @@ class Discovery:
         async with self._asking:
             if time.monotonic() < self._asked + FRESH_SECONDS:
                 return
-            served, spark = await self._kube.served_launchers(), await self._kube.serves(SPARK_APPLICATION)
-            if (served, spark) != (self.served, self.spark):
-                also = " and SparkApplications" if spark else ""
-                log.info("the API server serves the launchers %s%s", ", ".join(served), also)
+            served = await self._kube.served_launchers()
+            if served != self.served:
+                log.info("the API server serves the launchers %s", ", ".join(served))
                 self.changed.set()
-            self.served, self.spark = served, spark
+            self.served = served
             self._asked = time.monotonic()
 
     def outdated(self) -> None:

@@ -1,7 +1,7 @@
 """Follows jobs, what runs their attempts, and their pods: a list, and then a watch from the list's version on.
 
-One reader for all kinds. Whatever anybody stores is cut to bounds before it is parsed (json_text.py, kube.py); a watch
-that breaks goes on where it ended; and what ends with a fault of ours ends the whole task, which /healthz tells.
+One reader for all kinds. Whatever anybody stores is cut to bounds before it is parsed (kubernetes_api/client.py); a
+watch that breaks goes on where it ended; and what ends with a fault of ours ends the whole task, which /healthz tells.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import random
 import time
 from contextlib import aclosing
 
+from finetune_operator.kubernetes_api.answers import WatchEvent
+from finetune_operator.kubernetes_api.errors import ApiError, GoneError
+from finetune_operator.kubernetes_api.resources import FINETUNE_JOB, POD, Resource
 from finetune_operator.rendering.types import JOB_LABEL
 from finetune_operator.shell.discovery import Discovery
-from finetune_operator.shell.kube import FINETUNE_JOB, POD, ApiError, GoneError, Resource, WatchEvent
 from finetune_operator.shell.state import OperatorState
 from finetune_operator.shell.sync import Turn, read_all, take
 

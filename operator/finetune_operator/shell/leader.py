@@ -31,8 +31,10 @@ from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRec
 from kubernetes.aio.leaderelection.resourcelock.baselock import BaseLock
 from pydantic import JsonValue
 
+from finetune_operator.kubernetes_api.errors import ApiError, UnavailableError
+from finetune_operator.kubernetes_api.resources import LEASE
 from finetune_operator.rendering.types import Manifest
-from finetune_operator.shell.kube import LEASE, ApiError, Kube, UnavailableError
+from finetune_operator.shell.kube import Kube
 
 log = logging.getLogger(__name__)
 

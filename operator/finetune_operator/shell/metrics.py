@@ -25,13 +25,13 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJobStatus, Phase, StageStatus
+from finetune_operator.kubernetes_api.resources import LAUNCHER_RESOURCES, OPENID, RESOURCES
 from finetune_operator.reconcile.figures import CapacityWord, Fleet, estimate_ratio, used, wait_seconds
 from finetune_operator.reconcile.remedies import OperatorCause
 from finetune_operator.reconcile.status import ended
 from finetune_operator.reconcile.times import moment
 from finetune_operator.reconcile.types import JobView
 from finetune_operator.shell.families import OTHER, Families, Family
-from finetune_operator.shell.kube import LAUNCHER_RESOURCES, OPENID, RESOURCES
 
 RESYNC_REASONS = frozenset({"start", "leadership", "outage", "relist"})
 VERBS = frozenset({"get", "list", "watch", "create", "update", "patch", "delete"})

@@ -16,12 +16,12 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
+from finetune_operator.launchers.rows import SUPPORTED
 from finetune_operator.planning.names import JobNames
 
-LAUNCHER_SUFFIX = "-launcher"
-"""The MPI Operator's name for the batch Job of a launcher: the MPIJob's with this."""
-DRIVER_SUFFIX = "-driver"
-"""The Spark Operator's name for the pod of a driver: the application's with this."""
+JOBS_BETWEEN = tuple(each.job_between for each in SUPPORTED if each.job_between is not None)
+DRIVERS = {each.driver: each.kind for each in SUPPORTED if each.driver is not None}
+"""Suffixes of pods that make others, with the kind that they belong to."""
 
 
 class Owner(NamedTuple):
@@ -44,14 +44,14 @@ def controller_of(metadata: Mapping[str, JsonValue]) -> Owner | None:
 
 
 def expected_owners(job: str, stage: Stage, attempt: int) -> Iterable[str]:
-    """Return the names that controllers of an attempt's pods can have: of its child, of the launcher's Job, and of
-    Spark's driver. None for an attempt that no job can have.
+    """Return the names that controllers of an attempt's pods can have: its child's, and those that a launcher's
+    controller makes of it. None for an attempt that no job can have.
     """
     try:
         child = JobNames.of(job).stage(stage, attempt)
     except ValueError:
         return ()
-    return child, f"{child}{LAUNCHER_SUFFIX}", f"{child}{DRIVER_SUFFIX}"
+    return child, *(f"{child}{suffix}" for suffix in (*JOBS_BETWEEN, *DRIVERS))
 
 
 class Links:

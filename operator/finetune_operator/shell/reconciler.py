@@ -27,17 +27,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.report import shortened
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus
-from finetune_operator.reconcile.observed import kept_log, leaving, wanted_logs
-from finetune_operator.reconcile.types import ChildView, Decision, EventNote, JobView, ObjectRef, Observed, Refusal
-from finetune_operator.rendering.pods import CONTAINER_NAME
-from finetune_operator.rendering.types import JOB_LABEL, UID_LABEL, Manifest, ProgressEndpoint
-from finetune_operator.shell.discovery import Discovery
-from finetune_operator.shell.kube import (
-    CLAIM,
-    FINETUNE_JOB,
-    JOB,
-    LAUNCHER_RESOURCES,
-    POD,
+from finetune_operator.kubernetes_api.errors import (
     AlreadyExistsError,
     ApiError,
     ConflictError,
@@ -45,8 +35,13 @@ from finetune_operator.shell.kube import (
     InvalidError,
     NotFoundError,
     WebhookError,
-    resource_of,
 )
+from finetune_operator.kubernetes_api.resources import CLAIM, FINETUNE_JOB, JOB, LAUNCHER_RESOURCES, POD, resource_of
+from finetune_operator.reconcile.observed import kept_log, leaving, wanted_logs
+from finetune_operator.reconcile.types import ChildView, Decision, EventNote, JobView, ObjectRef, Observed, Refusal
+from finetune_operator.rendering.pods import CONTAINER_NAME
+from finetune_operator.rendering.types import JOB_LABEL, UID_LABEL, Manifest, ProgressEndpoint
+from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.owners import controller_of
 from finetune_operator.shell.queue import JobKey
 from finetune_operator.shell.rates import Rate
@@ -264,7 +259,6 @@ class Reconciler:
             logs=tuple(sorted(memory.logs.items())),
             last_logs=tuple(sorted(memory.last_logs.items())),
             served=self._discovery.served,
-            spark=self._discovery.spark,
             refusals=memory.refusals,
             moved=None if attempt is None else book.moved(*attempt),
             heard_since=self._state.heard_since(),

@@ -14,7 +14,16 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from finetune_contract.choices import Stage
-from finetune_operator.api.types import LauncherName, ProgressStatus
+from finetune_operator.api.types import ProgressStatus
+from finetune_operator.kubernetes_api.errors import (
+    AlreadyExistsError,
+    ApiError,
+    ConflictError,
+    ForbiddenError,
+    NotFoundError,
+)
+from finetune_operator.kubernetes_api.resources import POD, SECRET, TOKEN_REVIEW
+from finetune_operator.launchers.rows import LauncherName
 from finetune_operator.reconcile.figures import Fleet, fleet
 from finetune_operator.reconcile.types import JobView, PodView
 from finetune_operator.rendering.types import Manifest, ProgressEndpoint
@@ -29,17 +38,7 @@ from finetune_operator.shell.certificates import (
     server_names,
 )
 from finetune_operator.shell.endpoints import HTTP_PORT, Endpoints
-from finetune_operator.shell.kube import (
-    POD,
-    SECRET,
-    TOKEN_REVIEW,
-    AlreadyExistsError,
-    ApiError,
-    ConflictError,
-    ForbiddenError,
-    Kube,
-    NotFoundError,
-)
+from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.metrics import Metrics
 from finetune_operator.shell.progress_protocol import AttemptKey, later
 from finetune_operator.shell.progress_server import PORT, KnownPod, ProgressServer

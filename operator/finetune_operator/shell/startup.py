@@ -21,10 +21,13 @@ from typing import Any
 from kubernetes.aio.client import ApiClient
 
 from finetune_operator.api.settings import Settings
+from finetune_operator.kubernetes_api.client import connect
+from finetune_operator.kubernetes_api.errors import TooManyRequestsError, UnavailableError
+from finetune_operator.rendering.types import FIELD_OWNER
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.endpoints import HTTP_PORT
 from finetune_operator.shell.following import Followers
-from finetune_operator.shell.kube import Kube, TooManyRequestsError, UnavailableError, connect
+from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.leader import Leader
 from finetune_operator.shell.metrics import Metrics
 from finetune_operator.shell.progress_server import PORT
@@ -179,7 +182,7 @@ class Operator:
 
 
 async def run(options: Options, decide: Decide) -> None:
-    """Run until a signal ends it. ConfigException when no cluster is configured; OSError when a port is taken; ApiError
+    """Run until a signal ends it. NoClusterError when no cluster is configured; OSError when a port is taken; ApiError
     when the API server refuses what is needed to begin.
     """
     stopping = asyncio.Event()
@@ -188,7 +191,7 @@ async def run(options: Options, decide: Decide) -> None:
         loop.add_signal_handler(number, stopping.set)
     watches = FOLLOWED_KINDS * max(1, len(options.settings.namespaces))
     pool = 2 * options.workers + SPARE_CONNECTIONS + watches
-    api = await connect(options.kubeconfig, options.context, pool=pool)
+    api, _ = await connect(FIELD_OWNER, options.kubeconfig, options.context, pool)
     try:
         metrics = Metrics(options.settings.currency)
         servers = Servers(

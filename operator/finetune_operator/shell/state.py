@@ -15,7 +15,8 @@ from typing import Protocol
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Settings
-from finetune_operator.api.types import FineTuneJobStatus, LauncherName, ProgressStatus
+from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus
+from finetune_operator.launchers.rows import LauncherName
 from finetune_operator.reconcile.types import JobView
 from finetune_operator.rendering.types import Manifest, ProgressEndpoint
 from finetune_operator.shell.judging import Judge

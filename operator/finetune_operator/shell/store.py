@@ -26,7 +26,7 @@ from finetune_operator.reconcile.children import child_view
 from finetune_operator.reconcile.observed import job_view, pod_view
 from finetune_operator.reconcile.types import ChildView, JobView, PodView
 from finetune_operator.rendering.types import JOB_LABEL, UID_LABEL
-from finetune_operator.shell.owners import DRIVER_SUFFIX, LAUNCHER_SUFFIX, Links, Owner, controller_of, expected_owners
+from finetune_operator.shell.owners import DRIVERS, JOBS_BETWEEN, Links, Owner, controller_of, expected_owners
 from finetune_operator.shell.queue import JobKey
 
 JOB_KIND = "FineTuneJob"
@@ -204,8 +204,9 @@ class Store:
         names = tuple(expected_owners(entry.job.name, view.stage, view.attempt))
         if owner is None:
             # Without its webhook, the Spark Operator does not name itself in a driver.
-            child = self._entries.get(("SparkApplication", entry.namespace, names[0])) if names else None
-            return child is not None and child.uid in links and entry.name == f"{names[0]}{DRIVER_SUFFIX}"
+            kinds = [kind for suffix, kind in DRIVERS.items() if names and entry.name == f"{names[0]}{suffix}"]
+            children = [self._entries.get((kind, entry.namespace, names[0])) for kind in kinds]
+            return any(child is not None and child.uid in links for child in children)
         if owner.uid in links or owner.uid == entry.job_uid:
             return True
         if owner.name not in names:
@@ -359,7 +360,7 @@ def _metadata(raw: Raw) -> Mapping[str, JsonValue]:
 def _between(pod: Entry) -> bool:
     """Return whether a pod's controller can be the batch Job between an MPIJob and its launcher."""
     owner = pod.owner
-    return owner is not None and owner.kind == "Job" and owner.name.endswith(LAUNCHER_SUFFIX)
+    return owner is not None and owner.kind == "Job" and owner.name.endswith(JOBS_BETWEEN)
 
 
 def key_of(raw: Raw) -> Key:

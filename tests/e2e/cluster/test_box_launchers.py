@@ -11,8 +11,10 @@ from box_support.box import Box
 from box_support.team import Team, stage_of
 from box_support.watching import watching
 from cluster_support.access import Object
+from finetune_operator.launchers.rows import SUPPORTED, TRAINING
+from suite_plugins.shared import DATA, missing
 
-KINDS = {"pytorchjob": "PyTorchJob", "mpijob": "MPIJob", "job": "Job"}
+KINDS = {each.name: each.kind for each in SUPPORTED if each.name in TRAINING}
 ROWS = 267
 """Rows of the test split of Rotten Tomatoes on the claim."""
 
@@ -41,7 +43,7 @@ def ended(
 ) -> dict[str, tuple[str, Object, list[list[str]]]]:
     """By launcher: the job's name, its status at the end, and the lines of the watch that were about it."""
     if not (input_files / "rotten_tomatoes").is_dir():
-        pytest.skip("../shared/data/rotten_tomatoes is not there")
+        pytest.skip(missing(DATA / "rotten_tomatoes"))
     found: dict[str, tuple[str, Object, list[list[str]]]] = {}
     names = {launcher: team.new_name(f"by-{launcher}") for launcher in KINDS}
     file = tmp_path_factory.mktemp("watch") / "lines"

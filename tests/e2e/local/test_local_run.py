@@ -182,7 +182,7 @@ def test_ctrl_c_saves_and_resuming_ends_with_the_same_weights(
     assert f"process {run.process.pid} is running this job" in err
 
     run.process.send_signal(signal.SIGINT)
-    # First the supervisor, which passes it on, then the stage: it is told to stop before it makes another step.
+    # First the launcher, which passes it on, then the stage: it is told to stop before it makes another step.
     for process in below[:2]:
         run.wait_until(lambda process=process: waits_for(process.pid, signal.SIGTERM))
         process.resume()

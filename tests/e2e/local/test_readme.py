@@ -14,8 +14,8 @@ from typing import get_args
 import pytest
 
 from finetune_operator.api.support import ROWS, served_words
-from finetune_operator.api.types import LauncherName
 from finetune_operator.cli.main import main  # noqa: F401  (the command that the blocks call must be installed)
+from finetune_operator.launchers.rows import TrainingLauncher
 from suite_plugins.patience import patient
 
 ROOT = Path(__file__).parents[3]
@@ -136,7 +136,7 @@ def test_the_readme_calls_the_command_in_one_way() -> None:
 def test_the_readme_tells_which_fields_and_launchers_have_no_behaviour_yet() -> None:
     section = README.partition("## What does not work yet\n")[2].partition("\n## ")[0]
     (told,) = re.findall(r"^- \*\*Refused with.*?(?=^- )", section, re.MULTILINE | re.DOTALL)
-    launchers: tuple[str, ...] = get_args(LauncherName)
+    launchers: tuple[str, ...] = get_args(TrainingLauncher)
     without = {row.path for row in ROWS if not row.values and not row.schemes}
     without |= set(launchers) - set(served_words("launcher", launchers))
     named = {word for word in re.findall(r"`([\w.]+)`", told) if word != "NotYetSupported"}

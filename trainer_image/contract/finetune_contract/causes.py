@@ -1,7 +1,7 @@
 """Why a gang of processes failed: the first cause over all of them, not its echo in the others.
 
-A pure function of what the processes reported and how they ended; whoever started them (the launcher in a pod, the
-finetune command on a laptop) finds out both in its own way. It knows no log formats.
+A pure function of what the processes reported and how they ended; the launcher that started them finds out both. It
+knows no log formats.
 """
 
 from __future__ import annotations

@@ -223,7 +223,7 @@ class JobPaths:
 
     @property
     def reports(self) -> Path:
-        """`<stage>-<rank>.json`: the reports of a local run."""
+        """`<stage>-<rank>.json`: reports of the launchers of a local run; by the rank that each is about."""
         return self.root / "reports"
 
     @property

@@ -28,7 +28,8 @@ from finetune_trainer.data.sources import RawSplit, Role, source_of
 from finetune_trainer.failures import StageError, classify
 from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.models import resolve_model, truncation_length
-from finetune_trainer.tasks.base import TaskModule, task_of
+from finetune_trainer.tasks.base import TaskModule
+from finetune_trainer.tasks.registry import task_of
 from finetune_trainer.tasks.rows import is_list, is_text
 from finetune_trainer.uris import Uri
 

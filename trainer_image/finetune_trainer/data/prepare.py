@@ -45,7 +45,8 @@ from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.storage import storage_errors_named
-from finetune_trainer.tasks.base import Coding, Labels, Targets, TaskModule, task_of
+from finetune_trainer.tasks.base import Coding, Labels, Targets, TaskModule
+from finetune_trainer.tasks.registry import task_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase

@@ -29,7 +29,8 @@ from finetune_trainer.data.packing import packed
 from finetune_trainer.data.prepared import POSITION, ROW, shard_name
 from finetune_trainer.data.spool import write_tables
 from finetune_trainer.models import load_tokenizer
-from finetune_trainer.tasks.base import Coding, Encoded, TaskModule, task_of
+from finetune_trainer.tasks.base import Coding, Encoded, TaskModule
+from finetune_trainer.tasks.registry import task_of
 
 SHARD_ROWS = 50_000
 """Rows of one file: some seconds of work for one process, which tokenises 10,000 to 20,000 short rows a second. With

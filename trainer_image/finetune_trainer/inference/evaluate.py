@@ -16,7 +16,8 @@ from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.report_parts import not_met
 from finetune_trainer.reporting import merge_metrics, write_confusion, write_model_card, write_samples
-from finetune_trainer.tasks.base import REFERENCE, Answer, TaskModule, compared, task_of
+from finetune_trainer.tasks.base import REFERENCE, Answer, TaskModule, compared
+from finetune_trainer.tasks.registry import task_of
 
 _SAMPLES = 20
 

@@ -39,7 +39,8 @@ from finetune_trainer.inference.prediction_parts import PartFacts, Parts
 from finetune_trainer.inference.runner import Means, used_model
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import NoProgress, ProgressSink
-from finetune_trainer.tasks.base import Coding, task_of
+from finetune_trainer.tasks.base import Coding
+from finetune_trainer.tasks.registry import task_of
 from finetune_trainer.uris import Uri, local_path
 
 log = logging.getLogger(__name__)

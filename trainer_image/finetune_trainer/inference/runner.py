@@ -18,7 +18,8 @@ from finetune_trainer.distributed import refuse_missing_gpu
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_tokenizer, pinned, resolve_model
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.base import Answer, Feature, TaskModule, labels_of, task_of
+from finetune_trainer.tasks.base import Answer, Feature, TaskModule, labels_of
+from finetune_trainer.tasks.registry import task_of
 
 if TYPE_CHECKING:
     import numpy as np

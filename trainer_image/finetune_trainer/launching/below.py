@@ -2,7 +2,8 @@
 
 The first process of a container gets the kubelet's SIGTERM and inherits every orphan. torchrun puts its ranks into
 sessions of their own and tokenisers start pools, so neither a process group nor a parent's death reaches all of them:
-this process adopts what loses its parent and at the end kills whatever is still there.
+this process adopts what loses its parent and at the end kills whatever is still there. What it needs only then (psutil)
+is imported then, so that the program starts at once.
 """
 
 from __future__ import annotations
@@ -20,10 +21,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-import psutil
+from finetune_contract.layout import DEFAULT_GRACE_SECONDS, ENV_GRACE_SECONDS, FailureClass
 
+if TYPE_CHECKING:
+    import psutil
+
+MARGIN_SECONDS = 5
+"""What each layer keeps of the grace period for its own end: the agent of the launcher's, the launcher of the pod's."""
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 """From linux/prctl.h: processes that lose their parent become children of this one."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -44,24 +52,54 @@ class End:
     """The end of what it and its children wrote to stderr."""
 
 
+def grace_seconds() -> int:
+    """What the ranks have to save and end; the pod's own grace period is two margins longer. StageError CONFIG."""
+    text = os.environ.get(ENV_GRACE_SECONDS, str(DEFAULT_GRACE_SECONDS))
+    if not text.isdecimal():
+        from finetune_trainer.failures import StageError
+
+        raise StageError(
+            FailureClass.CONFIG,
+            "BadProcessVariable",
+            f"The environment variable {ENV_GRACE_SECONDS} is {text!r}; it must be a number of seconds.",
+            "Correct it, or leave it out.",
+        )
+    return max(1, int(text) - 2 * MARGIN_SECONDS)
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies: nobody else would, where the parent itself was killed.
+    Linux only.
+    """
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 class Below:
     """Runs one program in the main thread of this process."""
 
-    def __init__(self, ask: Callable[[int], None] | None = None, grace_seconds: float = 60.0) -> None:
+    def __init__(
+        self, ask: Callable[[int], None] | None = None, grace_seconds: float = 60.0, attached: bool = False
+    ) -> None:
         """`ask` tells the program (by its process id) to stop, by SIGTERM when None; `grace_seconds` later everything
-        is killed.
+        is killed. `attached`: everything is killed as well when our standard input ends, as whoever holds its other
+        end is gone or wants that; and the program when we are killed.
         """
         self._ask = ask or _terminate
         self._grace = grace_seconds
-        self._pid: int | None = None
+        self._attached = attached
+        self._program: subprocess.Popen[bytes] | None = None
         self._asked_at: float | None = None
 
     def run(self, command: Sequence[str], environment: Mapping[str, str], folder: Path | None = None) -> End:
-        """Starts it in `folder` (else in our own), waits for its end, and ends what it leaves. OSError when it cannot
-        be started.
-        """
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        """`start`, then `wait`."""
+        self.start(command, environment, folder)
+        return self.wait()
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], folder: Path | None = None) -> None:
+        """Start it in `folder`, else in our own. OSError when it cannot be started."""
+        if _LIBC is not None:
+            _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         for number in _STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGALRM, self._on_alarm)
@@ -73,19 +111,25 @@ class Below:
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             start_new_session=True,
+            preexec_fn=end_with_parent if self._attached else None,
         )
         assert program.stderr is not None
-        tail = _Tail(program.stderr)
-        self._pid = program.pid
+        self._tail = _Tail(program.stderr)
+        self._program = program
         if self._asked_at is not None:  # the signal came while it was being started
             self._ask(program.pid)
-        code = _wait_for(program)
+        if self._attached:
+            threading.Thread(target=_kill_at_end_of_input, name="stdin", daemon=True).start()
+
+    def wait(self) -> End:
+        """Wait for its end, and end what it leaves."""
+        assert self._program is not None, "nothing was started"
+        code = _wait_for(self._program)
         # What is left to do takes a moment, and a signal must not take the report away.
-        for number in _STOP_SIGNALS:
+        for number in (*_STOP_SIGNALS, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
-        signal.setitimer(signal.ITIMER_REAL, 0)
         kill_everything_below()
-        return End(code, self._asked_at, tail.text())
+        return End(code, self._asked_at, self._tail.text())
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Only the first one counts: a launcher that is told twice kills at once."""
@@ -93,18 +137,23 @@ class Below:
             return
         self._asked_at = time.time()
         signal.setitimer(signal.ITIMER_REAL, self._grace)
-        if self._pid is not None:
-            self._ask(self._pid)
+        if self._program is not None:
+            self._ask(self._program.pid)
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
-        for process in _alive_below():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        _kill(_alive_below())
 
 
 def _terminate(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
+
+
+def _kill_at_end_of_input() -> None:
+    while os.read(0, 1):
+        pass
+    # To the main thread, which waits for the program and would otherwise not wake up.
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
 
 
 def _wait_for(program: subprocess.Popen[bytes]) -> int:
@@ -119,12 +168,18 @@ def _wait_for(program: subprocess.Popen[bytes]) -> int:
 def kill_everything_below() -> None:
     """Until nobody is left: what is killed may have started another before, and its children come to us."""
     while below := _alive_below():
-        for process in below:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        _kill(below)
         _bury()
         time.sleep(_KILL_AGAIN_SECONDS)
     _bury()
+
+
+def _kill(processes: Sequence[psutil.Process]) -> None:
+    import psutil
+
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def _bury() -> None:
@@ -134,6 +189,8 @@ def _bury() -> None:
 
 
 def _alive_below() -> list[psutil.Process]:
+    import psutil
+
     def alive(process: psutil.Process) -> bool:
         try:
             return bool(process.status() != psutil.STATUS_ZOMBIE)

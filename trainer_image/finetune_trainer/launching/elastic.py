@@ -1,4 +1,4 @@
-"""torch's elastic agent for one pod, as a program of its own below `launch`.
+"""torch's elastic agent for one pod or this machine, as a program of its own below `launch`.
 
 It agrees with the agents of the other pods who has which ranks (the rendezvous), starts this pod's ranks, and passes
 SIGTERM on to them. There are no restarts here: the operator restarts the whole gang. What it alone knows (how ranks
@@ -17,12 +17,15 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from finetune_contract.base import Message
 from finetune_contract.layout import EXIT_CODES, EXIT_OK, FailureClass
 from finetune_contract.report import FailureReport
 from finetune_trainer.distributed import LOOPBACK, START_SECONDS, free_port
 from finetune_trainer.failures import StageError, classify
 from finetune_trainer.files import write_atomically
+from finetune_trainer.jobs import read_job, world_of
 
 _DEFAULT_PORT = 29400
 _POLL_SECONDS = 1.0
@@ -35,6 +38,14 @@ class AgentReport(Message):
     """Rank -> exit code of the ranks of this pod that failed, minus the signal for a killed one."""
     failure: FailureReport | None = None
     """Why no rank was started, or why the agent gave up."""
+
+    @classmethod
+    def read(cls, file: Path) -> AgentReport:
+        """What it has told; nothing when it was killed itself, which its exit code tells."""
+        try:
+            return cls.model_validate_json(file.read_bytes())
+        except (OSError, ValidationError):
+            return cls()
 
 
 @dataclass(frozen=True)
@@ -136,7 +147,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         _launch(arguments)
     except ChildFailedError as error:
-        ends = {rank: failure.exitcode for rank, failure in error.failures.items()}
+        failures = sorted(error.failures.items(), key=lambda entry: entry[1].timestamp)
+        ends = {rank: failure.exitcode for rank, failure in failures}
         return _told(arguments.report, AgentReport(ends=ends), 1)
     except SignalException:
         return _told(arguments.report, AgentReport(), EXIT_CODES[FailureClass.PREEMPTED])
@@ -156,18 +168,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _launch(arguments: argparse.Namespace) -> None:
+    world = world_of(read_job(arguments.job), arguments.stage)
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-    rendezvous = Rendezvous.of(os.environ, arguments.nodes)
+    rendezvous = Rendezvous.of(os.environ, world.nodes)
     wait_for_host(rendezvous)
     settings: dict[str, object] = {"join_timeout": rendezvous.timeout_seconds}
     if is_own_name(rendezvous.address[0]):
         settings["is_host"] = True
     config = LaunchConfig(
-        min_nodes=arguments.nodes,
-        max_nodes=arguments.nodes,
-        nproc_per_node=arguments.processes,
+        min_nodes=world.nodes,
+        max_nodes=world.nodes,
+        nproc_per_node=world.processes_per_node,
         run_id=rendezvous.run_id,
         rdzv_backend=rendezvous.backend,
         rdzv_endpoint=rendezvous.endpoint,
@@ -187,8 +200,8 @@ def _told(path: Path, report: AgentReport, code: int) -> int:
 def main() -> None:
     """The program. It ends at once: torch's threads may hold up an orderly end after a failure."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--nodes", type=int, required=True)
-    parser.add_argument("--processes", type=int, required=True)
+    parser.add_argument("--job", type=Path, required=True)
+    parser.add_argument("--stage", required=True)
     parser.add_argument("--grace", type=int, required=True)
     parser.add_argument("--report", type=Path, required=True)
     parser.add_argument("--logs", type=Path, required=True)

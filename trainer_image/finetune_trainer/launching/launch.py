@@ -1,51 +1,32 @@
-"""`python -m finetune_trainer launch STAGE ...`: the first process of a pod.
+"""`python -m finetune_trainer launch STAGE ...`: the first process of a pod, and of a stage of `finetune run`.
 
 It starts the stage's ranks, passes SIGTERM on, waits, ends what is left, and makes one TrainerReport of what the ranks
 said: the pod's termination message and its exit code. The ranks write their own reports elsewhere: with mpirun they run
 in other pods, so there into the shared workspace.
+
+What only judges their end is imported after they are started, while they import libraries of their own: pydantic takes
+longer than all that a launcher does before.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import shutil
-import socket
 import sys
 import tempfile
 import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import TrainerJob, World
-from finetune_contract.layout import (
-    DEFAULT_GRACE_SECONDS,
-    ENV_GRACE_SECONDS,
-    ENV_INDEX,
-    ENV_REPORT,
-    EXIT_OK,
-    FailureClass,
-    JobPaths,
-)
-from finetune_contract.report import FailureReport, TrainerReport
-from finetune_trainer.console import settle_console
-from finetune_trainer.failures import StageError, classify
-from finetune_trainer.jobs import read_job
-from finetune_trainer.launching import mpi
-from finetune_trainer.launching.below import Below, End
-from finetune_trainer.launching.elastic import AgentReport
-from finetune_trainer.launching.verdict import reports_in, verdict
-from finetune_trainer.outcome import report_path, write_report
-from finetune_trainer.stages import STAGES
+from finetune_contract.layout import ENV_INDEX, ENV_REPORT, EXIT_OK, FailureClass, JobPaths
+from finetune_trainer.launching.below import MARGIN_SECONDS, Below, End, grace_seconds
 
-_MARGIN_SECONDS = 5
-"""What each layer keeps of the grace period for its own end: the agent of the launcher's, the launcher of the pod's."""
+if TYPE_CHECKING:
+    from finetune_contract.report import FailureReport, TrainerReport
 
 
 @dataclass(frozen=True)
@@ -63,15 +44,20 @@ class Ranks:
 
 
 def launch(argv: Sequence[str]) -> int:
-    """Runs what `argv` says, reports, and returns the exit code."""
+    """Run what `argv` says, report, and return the exit code."""
     started = time.monotonic()
     arguments = _parse(argv)
-    settle_console(0)
-    stage, name = Stage(arguments.stage), arguments.job.stem
     try:
-        job = read_job(arguments.job)
-        name = job.name
-        ranks = _LAUNCHERS[arguments.launcher](arguments, job)
+        ranks: Ranks | BaseException = _LAUNCHERS[arguments.launcher](arguments)
+    except BaseException as error:
+        ranks = error
+    from finetune_contract.report import TrainerReport
+    from finetune_trainer.failures import classify
+    from finetune_trainer.launching.verdict import verdict
+    from finetune_trainer.outcome import report_path, write_report
+
+    stage, name, seconds = Stage(arguments.stage), _job_name(arguments.job), time.monotonic() - started
+    if isinstance(ranks, Ranks):
         report = verdict(
             name,
             stage,
@@ -82,11 +68,10 @@ def launch(argv: Sequence[str]) -> int:
             expected=ranks.expected,
             world_size=ranks.world_size,
             first=ranks.first,
-            seconds=time.monotonic() - started,
+            seconds=seconds,
         )
-    except BaseException as error:
-        seconds = time.monotonic() - started
-        report = TrainerReport(job=name, stage=stage, outcome="failed", failure=classify(error), seconds=seconds)
+    else:
+        report = TrainerReport(job=name, stage=stage, outcome="failed", failure=classify(ranks), seconds=seconds)
     write_report(report, report_path(report.rank, os.environ))
     if report.failure is None:
         return EXIT_OK
@@ -95,13 +80,24 @@ def launch(argv: Sequence[str]) -> int:
     return failure.exit_code
 
 
+def _job_name(file: Path) -> str:
+    from finetune_trainer.failures import StageError
+    from finetune_trainer.jobs import read_job
+
+    try:
+        return read_job(file).name
+    except StageError:  # whoever needed more than the name has reported it
+        return file.stem
+
+
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="finetune-trainer launch", description="Runs one stage in a pod.")
-    parser.add_argument("stage", choices=[str(stage) for stage in STAGES])
+    parser = argparse.ArgumentParser(prog="finetune-trainer launch", description="Runs one stage.")
+    parser.add_argument("stage", choices=[str(stage) for stage in Stage if stage is not Stage.SERVE])
     parser.add_argument("--job", type=Path, required=True, help="the job.json to obey")
     parser.add_argument("--workspace", type=Path, required=True, help="folder that holds the job's folder")
     parser.add_argument("--deepspeed", type=Path, help="the deepspeed.json to obey, with strategy deepspeed")
     parser.add_argument("--with", dest="launcher", choices=list(_LAUNCHERS), required=True, help="how ranks start")
+    parser.add_argument("--attached", action="store_true", help="kill all at once when standard input ends")
     parser.add_argument("--hostfile", type=Path, help="with mpirun: the hosts of the ranks")
     return parser.parse_args(argv)
 
@@ -114,23 +110,26 @@ def _program(arguments: argparse.Namespace) -> list[str]:
 
 
 def _environment(reports: Path, stage: str) -> dict[str, str]:
-    """What ranks are started with; tools that libraries call (ninja) lie beside the interpreter."""
+    """What ranks are started with. DeepSpeed compiles with the ninja beside the interpreter, also without a venv."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     ours = {"PATH": path, "PYTHONUNBUFFERED": "1", ENV_REPORT: str(reports / f"{stage}-{{rank}}.json")}
     return {**os.environ, **ours}
 
 
-def grace_seconds() -> int:
-    """What the ranks have to save and end; the pod's own grace period is two margins longer."""
-    text = os.environ.get(ENV_GRACE_SECONDS, str(DEFAULT_GRACE_SECONDS))
-    if not text.isdecimal():
-        raise StageError(
-            FailureClass.CONFIG,
-            "BadProcessVariable",
-            f"The environment variable {ENV_GRACE_SECONDS} is {text!r}; it must be a number of seconds.",
-            "Correct it, or leave it out.",
-        )
-    return max(1, int(text) - 2 * _MARGIN_SECONDS)
+def _run(
+    arguments: argparse.Namespace,
+    command: Sequence[str],
+    reports: Path,
+    environment: Mapping[str, str] | None = None,
+    ask: Callable[[int], None] | None = None,
+) -> tuple[End, list[TrainerReport]]:
+    """Run what starts the ranks to its end; `environment` and the reports that they leave are theirs."""
+    below = Below(ask, grace_seconds() + MARGIN_SECONDS, arguments.attached)
+    below.start(command, environment or _environment(reports, arguments.stage))
+    from finetune_trainer.launching.verdict import reports_in  # while the ranks import theirs
+
+    end = below.wait()
+    return end, reports_in(reports, Stage(arguments.stage))
 
 
 @contextmanager
@@ -142,7 +141,7 @@ def _scratch() -> Iterator[Path]:
 # -------------------------------------------------------------------------------------------------------- launchers
 
 
-def _process(arguments: argparse.Namespace, job: TrainerJob) -> Ranks:
+def _process(arguments: argparse.Namespace) -> Ranks:
     """One child process is the one rank."""
     return _child(arguments, 0, 1)
 
@@ -152,17 +151,18 @@ def _child(arguments: argparse.Namespace, rank: int, size: int) -> Ranks:
         environment = _environment(scratch, arguments.stage)
         if size > 1:
             environment |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        below = Below(grace_seconds=grace_seconds() + _MARGIN_SECONDS)
-        end = below.run([sys.executable, *_program(arguments)], environment)
-        reports = reports_in(scratch, Stage(arguments.stage))
+        end, reports = _run(arguments, [sys.executable, *_program(arguments)], scratch, environment)
     # Of a process that ended by itself without a report its last words say more than the exit code.
     ends = {rank: end.code} if end.code < 0 else {}
     return Ranks(end, reports, ends, None, expected=1, world_size=size, first=rank)
 
 
-def _index(arguments: argparse.Namespace, job: TrainerJob) -> Ranks:
+def _index(arguments: argparse.Namespace) -> Ranks:
     """One child process is the rank that this pod's number in an Indexed Job says."""
-    text, size = os.environ.get(ENV_INDEX, ""), job.preparation.pods
+    from finetune_trainer.failures import StageError
+    from finetune_trainer.jobs import read_job
+
+    text, size = os.environ.get(ENV_INDEX, ""), read_job(arguments.job).preparation.pods
     if arguments.stage != Stage.PREPARE or not text.isdecimal():
         raise StageError(
             FailureClass.CONFIG,
@@ -174,39 +174,43 @@ def _index(arguments: argparse.Namespace, job: TrainerJob) -> Ranks:
     return _child(arguments, int(text), size)
 
 
-def _torchrun(arguments: argparse.Namespace, job: TrainerJob) -> Ranks:
-    """torch's elastic agent starts this pod's ranks."""
-    world = _world(arguments, job)
-    grace = grace_seconds()
+def _torchrun(arguments: argparse.Namespace) -> Ranks:
+    """torch's elastic agent starts this pod's ranks, as many as it reads in the job."""
     with _scratch() as scratch:
         told = scratch / "agent.json"
         command = [sys.executable, "-m", "finetune_trainer.launching.elastic"]
-        command += ["--nodes", str(world.nodes), "--processes", str(world.processes_per_node)]
-        command += ["--grace", str(grace), "--report", str(told), "--logs", str(scratch / "logs")]
-        below = Below(grace_seconds=grace + _MARGIN_SECONDS)
-        end = below.run([*command, "--", *_program(arguments)], _environment(scratch, arguments.stage))
-        reports = reports_in(scratch, Stage(arguments.stage))
-        try:
-            agent = AgentReport.model_validate_json(told.read_bytes())
-        except (OSError, ValidationError):  # it was killed itself; its exit code tells
-            agent = AgentReport()
+        command += ["--job", str(arguments.job), "--stage", arguments.stage]
+        command += ["--grace", str(grace_seconds()), "--report", str(told), "--logs", str(scratch / "logs")]
+        end, reports = _run(arguments, [*command, "--", *_program(arguments)], scratch)
+        from finetune_trainer.jobs import read_job, world_of
+        from finetune_trainer.launching.elastic import AgentReport
+
+        agent = AgentReport.read(told)
+    world = world_of(read_job(arguments.job), arguments.stage)
     return Ranks(end, reports, agent.ends, agent.failure, world.processes_per_node, world.size)
 
 
-def _mpirun(arguments: argparse.Namespace, job: TrainerJob) -> Ranks:
+def _mpirun(arguments: argparse.Namespace) -> Ranks:
     """mpirun starts the ranks of all pods, so all reports are read here."""
-    world = _world(arguments, job)
+    import shutil
+    import socket
+    import uuid
+
+    from finetune_trainer.jobs import read_job, world_of
+    from finetune_trainer.launching import mpi
+
+    job = read_job(arguments.job)
+    world = world_of(job, arguments.stage)
     file, hosts = mpi.hosts_of(arguments.hostfile, os.environ, world)
     mpi.wait_for_names(hosts)
-    stage = Stage(arguments.stage)
     # Of this attempt alone: an earlier one may have left its own.
-    reports = JobPaths.of(arguments.workspace, job.name).reports / f"{stage}-{socket.gethostname()}-{uuid.uuid4().hex}"
+    attempt = f"{arguments.stage}-{socket.gethostname()}-{uuid.uuid4().hex}"
+    reports = JobPaths.of(arguments.workspace, job.name).reports / attempt
     reports.mkdir(parents=True)
     try:
         environment = mpi.mpirun_environment(_environment(reports, arguments.stage), hosts)
         command = mpi.mpirun_command(file, world, environment, [sys.executable, *_program(arguments)])
-        end = Below(mpi.signal_to_stop, grace_seconds() + _MARGIN_SECONDS).run(command, environment)
-        found = reports_in(reports, stage)
+        end, found = _run(arguments, command, reports, environment, mpi.signal_to_stop)
     finally:
         shutil.rmtree(reports, ignore_errors=True)
     words = end.last_words
@@ -214,14 +218,3 @@ def _mpirun(arguments: argparse.Namespace, job: TrainerJob) -> Ranks:
 
 
 _LAUNCHERS = {"process": _process, "index": _index, "torchrun": _torchrun, "mpirun": _mpirun}
-
-
-def _world(arguments: argparse.Namespace, job: TrainerJob) -> World:
-    if arguments.stage != Stage.TRAIN or job.world is None:
-        raise StageError(
-            FailureClass.CONFIG,
-            "OneProcessOnly",
-            f"Stage {arguments.stage} of job {job.name} is one process; --with {arguments.launcher} is for training.",
-            "Use --with process.",
-        )
-    return job.world

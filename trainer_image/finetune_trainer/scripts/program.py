@@ -36,8 +36,7 @@ from finetune_contract.layout import (
 from finetune_trainer.distributed import ProcessWorld, settle_rank
 from finetune_trainer.failures import StageError, classify_words
 from finetune_trainer.files import share
-from finetune_trainer.launching.below import Below, End
-from finetune_trainer.launching.launch import grace_seconds
+from finetune_trainer.launching.below import Below, End, grace_seconds
 from finetune_trainer.models import WEIGHT_FILES
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics

@@ -123,11 +123,6 @@ def expect(holds: bool, strategy: str, reason: str, found: str) -> None:
         raise not_in_effect(strategy, reason, found)
 
 
-def not_combined(field: str, value: object, why: str, hint: str) -> StageError:
-    """The error for a setting that does not go together with how the model is spread."""
-    return StageError(FailureClass.CONFIG, "NotCombined", f"{field} is {value}, and {why}.", hint)
-
-
 def refuse_uneven(field: str, degree: int, counts: Mapping[str, object]) -> None:
     """StageError CONFIG `UnevenHeads` unless `degree` divides each of `counts`, those of a model by their names; one
     that is no number the model has not.

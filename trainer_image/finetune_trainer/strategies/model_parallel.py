@@ -16,11 +16,13 @@ from torch import distributed
 
 from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.job import Training
+from finetune_contract.layout import FailureClass
 from finetune_contract.plans import AVERAGED_ELEMENTS
 from finetune_contract.report import TimePart
 from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.distributed import barrier
-from finetune_trainer.strategies.base import Placed, ReplicaStep, expect, not_combined, tied_names, type_name
+from finetune_trainer.failures import StageError
+from finetune_trainer.strategies.base import Placed, ReplicaStep, expect, tied_names, type_name
 from finetune_trainer.strategies.full_state import OPTIMIZER, WEIGHTS, FullState
 from finetune_trainer.strategies.mesh import DATA, PIPELINE, TENSOR, MeshShape
 from finetune_trainer.strategies.pipeline import Pipeline
@@ -390,56 +392,15 @@ def merged_groups(everyone: Sequence[Sequence[Mapping[str, Any]]], tied: Mapping
     return [group for group in merged if group["params"]]
 
 
-def refuse_combinations(training: Training) -> None:
-    """StageError CONFIG for what does not go together with tensor and pipeline parallelism."""
-    settings = training.strategy
-    pipeline = settings.pipeline
-
-    spread = settings.label
-    if settings.name != "ddp":
-        raise not_combined(
-            "parallelism.strategy",
-            settings.name,
-            f"tensor and pipeline parallelism ({spread}) have replicas of strategy ddp beside them",
-            "Set parallelism.strategy to ddp or auto, or parallelism.tensor and pipeline.degree to 1.",
-        )
-    if training.adapter is not None:
-        raise not_combined(
-            "model.adapter.method",
-            training.adapter.method,
-            f"adapters are not trained with {spread}",
-            "Leave model.adapter out, or spread the model by strategy fsdp or deepspeed.",
-        )
-    if settings.activation_checkpointing == "selective" or settings.offload_activations != "none":
-        raise not_combined(
-            "parallelism.activationCheckpointing",
-            settings.activation_checkpointing,
-            f"with {spread} activations are kept or computed again whole, and not moved",
-            "Set parallelism.activationCheckpointing to full or none, and parallelism.offload.activations to none.",
-        )
-    if training.arguments.get("torch_compile"):
-        raise not_combined(
-            "training.arguments.torch_compile", True, f"{spread} is not compiled", "Leave torch_compile out."
-        )
-    if settings.tensor > 1 and training.optimizer not in ("adamw", "sgd"):
-        raise not_combined(
-            "training.optimizer",
-            training.optimizer,
-            "only adamw and sgd, which look at each element by itself, go together with tensor parallelism",
-            "Set training.optimizer to adamw.",
-        )
-    if training.precision not in ("fp32", "bf16"):
-        raise not_combined(
-            "training.precision",
-            training.precision,
-            f"{spread} computes in fp32 or bf16",
-            "Set training.precision to bf16.",
-        )
+def refuse_broken_passes(training: Training) -> None:
+    """StageError CONFIG for a step that is no whole number of passes of the pipeline."""
+    pipeline = training.strategy.pipeline
     if pipeline is not None and training.batch.gradient_accumulation % pipeline.micro_batches:
-        raise not_combined(
-            "parallelism.pipeline.microBatches",
-            pipeline.micro_batches,
-            f"a step has {training.batch.gradient_accumulation} micro-batches, which is no multiple of it",
+        raise StageError(
+            FailureClass.CONFIG,
+            "BrokenPasses",
+            f"parallelism.pipeline.microBatches is {pipeline.micro_batches}, and a step has "
+            f"{training.batch.gradient_accumulation} micro-batches, which is no multiple of it.",
             "Plan again.",
         )
 

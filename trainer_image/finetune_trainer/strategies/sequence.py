@@ -29,7 +29,7 @@ from finetune_contract.report import TimePart
 from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.data.slices import NOT_LEARNT, ROW_POSITIONS
 from finetune_trainer.failures import StageError
-from finetune_trainer.strategies.base import HEADS, Placed, ReplicaStep, Strategy, expect, not_combined, refuse_uneven
+from finetune_trainer.strategies.base import HEADS, Placed, ReplicaStep, Strategy, expect, refuse_uneven
 from finetune_trainer.strategies.mesh import SEQUENCE, MeshShape
 
 if TYPE_CHECKING:
@@ -253,20 +253,6 @@ class _Exchange(torch.autograd.Function):
 
 
 # -------------------------------------------------------------------------------------------------------------- refusal
-
-
-def refuse_combinations(training: Training) -> None:
-    """StageError CONFIG for what does not go together with sequence parallelism."""
-    settings = training.strategy
-    spread = f"rows are divided among {settings.sequence} processes (parallelism.sequence)"
-    if settings.model_ranks > 1:
-        field, value = ("tensor", settings.tensor) if settings.tensor > 1 else ("pipeline.degree", settings.model_ranks)
-        hint = "Set parallelism.tensor and pipeline.degree to 1, or parallelism.sequence."
-        raise not_combined(f"parallelism.{field}", value, f"{spread} of whole models", hint)
-    for name in ("torch_compile", "use_liger_kernel"):
-        if training.arguments.get(name):
-            why = f"{spread} as the model's own code has them"
-            raise not_combined(f"training.arguments.{name}", True, why, f"Leave {name} out.")
 
 
 def refuse_model(model: PreTrainedModel, degree: int) -> None:

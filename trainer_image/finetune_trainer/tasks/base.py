@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, assert_never
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune_contract.choices import LabelForm, Task
+from finetune_contract.choices import LabelForm, Stage
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import Columns, Preference, TrainerJob
+from finetune_contract.job import Columns, Generation, TrainerJob
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from finetune_trainer.data.prepared import PreparedData, PreparedSplit
     from finetune_trainer.data.sources import ColumnNeed, RawSplit
     from finetune_trainer.tasks.figures import Confusion
-    from finetune_trainer.tasks.writing import Writer
 
 Feature: TypeAlias = Mapping[str, Any]
 """One feature as it was prepared: `input_ids` and what else the task has encoded, without padding."""
@@ -121,6 +120,25 @@ class Objective(Protocol):
         """
 
 
+class Writer(Protocol):
+    """How the model of a task writes."""
+
+    stages: frozenset[Stage]
+    """Where answers have what it writes; in other stages they are those of a forward pass."""
+
+    def chosen(self, split: PreparedSplit) -> NDArray[np.int64]:
+        """Indices of the features that it writes to."""
+
+    def write(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        features: Sequence[Feature],
+        generation: Generation,
+    ) -> list[Answer]:
+        """What the model writes to each of `features`, as `generated_text`."""
+
+
 class TaskModule(Protocol):
     """One task."""
 
@@ -133,10 +151,6 @@ class TaskModule(Protocol):
     packed: tuple[str, ...]
     """Columns of features, as long as `input_ids`, that a pack of several features has one after the other (see
     `data/packing.py`); empty for tasks whose features cannot share a sequence.
-    """
-    sliced: bool
-    """Whether tokens of a row may be on several processes (see `data/slices.py`): labels are of the following
-    token, and an answer has one value for each of them.
     """
     writer: Writer | None
     """How the model writes, for tasks whose answers are text of its own."""
@@ -246,43 +260,3 @@ def labels_of(facts: DataFacts) -> Labels:
 def compared(task: TaskModule) -> tuple[str, ...]:
     """Return what the task's objective compares with the reference; empty where it has none."""
     return () if task.objective is None else task.objective.compares
-
-
-def task_of(job: TrainerJob) -> TaskModule:
-    """The module of the job's task, with what the job says of it."""
-    return task_module(job.task, job.preference, label_names=job.dataset.labels if job.dataset else {})
-
-
-def task_module(
-    task: Task, preference: Preference | None = None, label_names: Mapping[str, str] | None = None
-) -> TaskModule:
-    """The module of `task`; without settings for what they do not change."""
-    if task == "text-classification":
-        from finetune_trainer.tasks.text_classification import TextClassification
-
-        return TextClassification(label_names or {})
-    if task == "token-classification":
-        from finetune_trainer.tasks.token_classification import TokenClassification
-
-        return TokenClassification()
-    if task == "question-answering":
-        from finetune_trainer.tasks.question_answering import QuestionAnswering
-
-        return QuestionAnswering()
-    if task == "masked-lm":
-        from finetune_trainer.tasks.masked_lm import MaskedLm
-
-        return MaskedLm()
-    if task == "summarization" or task == "translation":
-        from finetune_trainer.tasks.text_to_text import summarization, translation
-
-        return summarization() if task == "summarization" else translation()
-    if task == "text-generation":
-        from finetune_trainer.tasks.text_generation import TextGeneration
-
-        return TextGeneration()
-    if task == "preference-tuning":
-        from finetune_trainer.tasks.preference_tuning import PreferenceTuning
-
-        return PreferenceTuning(preference or Preference())
-    assert_never(task)

@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from finetune_trainer.data.prepared import PreparedData, PreparedSplit
-    from finetune_trainer.tasks.base import Answer, Objective
+    from finetune_trainer.tasks.base import Answer, Objective, Writer
     from finetune_trainer.tasks.figures import Confusion
-    from finetune_trainer.tasks.writing import Writer
 
 
 def labels_of(config: PretrainedConfig, head: str) -> tuple[str, ...] | None:
@@ -42,7 +41,6 @@ class WithHead:
     auto: str
     """Class of transformers that makes them, AutoModelForTokenClassification for one."""
     packed: tuple[str, ...] = ()
-    sliced: bool = False
     writer: Writer | None = None
     objective: Objective | None = None
 

@@ -9,7 +9,7 @@ from finetune_contract.choices import LabelForm
 from finetune_contract.job import Columns
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.base import Answer, Labels
+from finetune_trainer.tasks.base import Answer, Labels, Writer
 from finetune_trainer.tasks.writing import WRITTEN, Continues, surprising_rows, text_table, written
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from finetune_trainer.data.prepared import PreparedSplit
-    from finetune_trainer.tasks.writing import Writer
 
 
 class LanguageTask(heads.WithHead):

@@ -23,7 +23,7 @@ from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
-from finetune_trainer.tasks.base import DRAW, Answer, Card, Coding, Encoded, Feature, Labels, Targets
+from finetune_trainer.tasks.base import DRAW, Answer, Card, Coding, Encoded, Feature, Labels, Targets, Writer
 from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.language import LanguageTask
 from finetune_trainer.tasks.padding import padded
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune_trainer.data.prepared import PreparedSplit
-    from finetune_trainer.tasks.writing import Writer
 
 ASKED_FOR = 0.15
 _HIDDEN, _REPLACED = 0.8, 0.1

@@ -68,7 +68,6 @@ class TextGeneration(DecoderTask):
 
     metrics: Mapping[LabelForm | None, tuple[str, ...]] = METRICS["text-generation"]
     packed: tuple[str, ...] = ("input_ids", "labels")
-    sliced: bool = True
 
     # --------------------------------------------------------------------------------------------------------- data
 

@@ -17,7 +17,7 @@ from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.models import load_config
-from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
+from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets, Writer
 from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.figures import telling_rows
 from finetune_trainer.tasks.language import LanguageTask
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from finetune_trainer.data.prepared import PreparedSplit
-    from finetune_trainer.tasks.writing import Writer
 
 _COLUMNS = ("source", "target")
 _ROUGE = METRICS["summarization"][None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -28,25 +28,6 @@ if TYPE_CHECKING:
 
 WRITTEN = "generated_text"
 """The column of predictions, as pipelines of transformers call it; and what an answer calls it."""
-
-
-class Writer(Protocol):
-    """How the model of a task writes."""
-
-    stages: frozenset[Stage]
-    """Where answers have what it writes; in other stages they are those of a forward pass."""
-
-    def chosen(self, split: PreparedSplit) -> NDArray[np.int64]:
-        """Indices of the features that it writes to."""
-
-    def write(
-        self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        features: Sequence[Feature],
-        generation: Generation,
-    ) -> list[Answer]:
-        """What the model writes to each of `features`, as `generated_text`."""
 
 
 def search(generation: Generation) -> dict[str, Any]:

@@ -41,7 +41,8 @@ from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.strategies.base import Strategy, tied_names
 from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
-from finetune_trainer.tasks.base import TaskModule, compared, task_of
+from finetune_trainer.tasks.base import TaskModule, compared
+from finetune_trainer.tasks.registry import task_of
 from finetune_trainer.training.activations import InHostMemory, OnDevice
 from finetune_trainer.training.arguments import refused_arguments, training_arguments
 from finetune_trainer.training.dealing import Deal
@@ -116,8 +117,6 @@ def train(
             refuse_without_units(training.world.device)
     task, prepared = task_of(job), PreparedData.open(paths)
     _refuse_smoothing(job, training, task, prepared)
-    _refuse_pipeline(job, training, task)
-    _refuse_slices(job, training, task)
     stopper = _stopper(job, training, paths, world, prepared, task)
     history = History(paths.history)
     observer = RunObserver(history, progress, training.max_steps)
@@ -267,32 +266,6 @@ def _refuse_smoothing(job: TrainerJob, training: Training, task: TaskModule, pre
         )
 
 
-def _refuse_pipeline(job: TrainerJob, training: Training, task: TaskModule) -> None:
-    """StageError CONFIG for an objective that compares whole rows, where the last stage computes the model's own
-    loss.
-    """
-    if compared(task) and training.strategy.pipeline is not None:
-        raise StageError(
-            FailureClass.CONFIG,
-            "PipelineNotSupported",
-            f"parallelism.pipeline.degree is {training.strategy.pipeline.degree}, and the loss of {job.task} is not "
-            "computed by a pipeline's last stage.",
-            "Set parallelism.pipeline.degree to 1, and parallelism.strategy to fsdp or deepspeed.",
-        )
-
-
-def _refuse_slices(job: TrainerJob, training: Training, task: TaskModule) -> None:
-    """StageError CONFIG for a task whose rows stay whole."""
-    if training.strategy.sequence > 1 and not task.sliced:
-        raise StageError(
-            FailureClass.CONFIG,
-            "SequenceNotSupported",
-            f"parallelism.sequence is {training.strategy.sequence}, and rows of {job.task} are not divided among "
-            "processes; those of text-generation are.",
-            "Set parallelism.sequence to 1, and preparation.maxLength lower if memory is short.",
-        )
-
-
 def _refuse_recomputing(training: Training, model: PreTrainedModel) -> None:
     """StageError CONFIG for activation checkpointing of a model that has not learnt it."""
     if training.strategy.activation_checkpointing != "none" and not model.supports_gradient_checkpointing:
@@ -312,9 +285,7 @@ def _refuse_liger(training: Training, model: PreTrainedModel) -> None:
     from transformers.utils.import_utils import is_liger_kernel_available
 
     reason = ""
-    if training.world.device == "cpu":
-        reason = "its kernels run on GPUs only"
-    elif not is_liger_kernel_available():
+    if not is_liger_kernel_available():
         reason = "this image has no liger-kernel"
     else:
         known = import_module("liger_kernel.transformers.monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -35,6 +35,7 @@ from finetune_operator.cli.console import (
     problem_data,
     report,
 )
+from finetune_operator.launchers.rows import TRAINING
 
 if TYPE_CHECKING:
     from finetune_operator.api.problems import Problem
@@ -43,15 +44,12 @@ if TYPE_CHECKING:
     from finetune_operator.cli.inputs import Inputs, JobEntry
     from finetune_operator.planning.types import JobPlan
 
+    Launcher: TypeAlias = StrEnum
+else:
+    Launcher = StrEnum("Launcher", {name: name for name in TRAINING})
+    """Launchers that can be rendered; Typer reads the choices of an option from an enum."""
+
 DEFAULT_NAMESPACE = "default"
-
-
-class Launcher(StrEnum):
-    """Launchers that can be rendered."""
-
-    PYTORCHJOB = "pytorchjob"
-    MPIJOB = "mpijob"
-    JOB = "job"
 
 
 # ------------------------------------------------------------------------------------------------------------- validate
@@ -258,7 +256,7 @@ def _with_launcher(entry: JobEntry, launcher: Launcher) -> JobEntry:
 
 def objects_of(entry: JobEntry, made: JobPlan, settings: Settings, namespace: str | None = None) -> tuple[Any, ...]:
     """The objects that the job becomes, in `namespace` or in the one that its file names. PlanRefused."""
-    from finetune_operator.rendering.manifests import render as render_plan
+    from finetune_operator.launchers.registry import render as render_plan
     from finetune_operator.rendering.types import RenderContext
 
     place = namespace or entry.job.metadata.namespace or DEFAULT_NAMESPACE

@@ -95,16 +95,16 @@ def cluster_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path |
     Which operators a cluster has is not known here: what the job names is taken as installed.
     """
     from finetune_operator.cli.measure import measure
+    from finetune_operator.launchers.rows import SUPPORTED
     from finetune_operator.planning.types import Facts
 
-    asked = entry.job.spec.launcher
-    served = Facts().served
+    spec = entry.job.spec
+    asked = [each.name for each in SUPPORTED if each.name == spec.launcher or each.engine == spec.preparation.engine]
     facts = Facts(
         model=measure(entry.job, "Connect, or leave --measure out").model if ask_trainer else None,
         data=None if workspace is None else _earlier_data(entry, workspace),
         hardware=node,
-        served=served if asked == "auto" or asked in served else (*served, asked),
-        spark=entry.job.spec.preparation.engine == "spark",
+        served=tuple(dict.fromkeys([*Facts().served, *asked])),
     )
     given = [name for name in ("model", "data", "hardware") if getattr(facts, name) is not None]
     if given:

@@ -62,14 +62,15 @@ def ui(
     if JobPaths(workspace).job.is_file():
         raise UsageError(f"--workspace {workspace}: it is the folder of one run; name the folder that it is in")
 
-    from finetune_operator.cli.cluster import Connection, is_known
+    from finetune_operator.cli.cluster import Connection
     from finetune_operator.cli.ui.jobs import ClusterJobs
     from finetune_operator.cli.ui.pages import Pages
     from finetune_operator.cli.ui.runs import Workspace as Runs
     from finetune_operator.cli.ui.server import ADDRESS, Server
+    from finetune_operator.kubernetes_api.configuration import is_configured
 
-    connection = Connection(kubeconfig, context, namespace)
-    jobs = ClusterJobs(connection, all_namespaces) if cluster and (named or is_known(connection)) else None
+    shown = cluster and (named or is_configured(kubeconfig))
+    jobs = ClusterJobs(Connection(kubeconfig, context, namespace), all_namespaces) if shown else None
     pages = Pages(Runs(workspace.resolve()), jobs)
     try:
         server = Server(pages, port)

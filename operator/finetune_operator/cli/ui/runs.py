@@ -23,6 +23,7 @@ from pydantic import JsonValue, ValidationError
 from finetune_contract.choices import Stage
 from finetune_contract.report import Progress, TrainerReport
 from finetune_operator.api.json_text import loads
+from finetune_operator.api.objects import Raw
 from finetune_operator.api.redaction import Redactor
 from finetune_operator.api.types import FailureStatus
 from finetune_operator.cli import runfolders
@@ -30,7 +31,6 @@ from finetune_operator.cli.display import latest
 from finetune_operator.cli.ui.reading import Content, Stamp, UnreadableError, folders, read, stamp
 from finetune_operator.cli.workspace import FAILURE_FILE, INPUTS_FILE, LOCAL_STAGES
 from finetune_operator.planning.types import JobPlan
-from finetune_operator.reconcile.raw import Raw
 
 RunState: TypeAlias = Literal["running", "succeeded", "failed", "interrupted", "not started", "damaged", "set aside"]
 Value = TypeVar("Value")

@@ -1,0 +1,66 @@
+"""The parts that Kubernetes objects of all kinds have, as typed models.
+
+Machines wrote these objects, and newer ones than we know: unknown fields are ignored, and every field that is read has
+a default, as an object that is seen in its first moment has no status at all.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+
+def _utc(time: datetime) -> datetime:
+    return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+
+
+def empty(value: object) -> object:
+    """Go writes an empty list as null."""
+    return () if value is None else value
+
+
+Time = Annotated[datetime, AfterValidator(_utc)]
+EPOCH = datetime.fromtimestamp(0, UTC)
+
+
+class Raw(BaseModel):
+    """Base of what the API server sends."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", alias_generator=to_camel, validate_by_alias=True, validate_by_name=True
+    )
+
+
+class Meta(Raw):
+    """`metadata`."""
+
+    name: str
+    namespace: str = ""
+    uid: str = ""
+    generation: int = 1
+    labels: dict[str, str] = Field(default_factory=dict)
+    annotations: dict[str, str] = Field(default_factory=dict)
+    creation_timestamp: Time = EPOCH
+    deletion_timestamp: Time | None = None
+    """When the grace period is over, and not when the deletion was asked for."""
+    deletion_grace_period_seconds: int = 0
+
+
+class RawCondition(Raw):
+    """One entry of `status.conditions`, of whatever kind."""
+
+    type: str
+    status: str = "Unknown"
+    reason: str = ""
+    message: str = ""
+    last_transition_time: Time | None = None
+
+    @property
+    def holds(self) -> bool:
+        return self.status == "True"
+
+
+Conditions = Annotated[tuple[RawCondition, ...], BeforeValidator(empty)]

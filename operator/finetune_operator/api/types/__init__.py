@@ -1,0 +1,104 @@
+"""The FineTuneJob resource: spec and status, field by field. Import its names from here.
+
+This package is the one source of the API. From it come the CRD, the JSON schema for editors, the documentation tables
+and the messages of `finetune validate`. It holds no behaviour: defaults that need a decision (a micro-batch, a number
+of epochs) are taken by the plan, and are `auto` or absent here.
+
+Descriptions are written for `kubectl explain`: meaning, unit, default, and what leaving the field out does.
+"""
+
+from __future__ import annotations
+
+from finetune_operator.api.types.field_types import (
+    API_VERSION,
+    CATEGORY,
+    CURRENCY_PATTERN,
+    DATA_KEY_PATTERN,
+    DNS_LABEL_PATTERN,
+    DNS_SUBDOMAIN_PATTERN,
+    ENV_PATTERN,
+    FOLDER_PATTERN,
+    GIT_REF_PATTERN,
+    GROUP,
+    HTTPS_PATTERN,
+    HYPERPARAMETER_PATTERN,
+    IMAGE_PATTERN,
+    KIND,
+    MANAGED_BY_PATTERN,
+    MAX_INT,
+    PATTERN_WORDS,
+    PLURAL,
+    QUANTITY_MARK,
+    QUANTITY_PATTERN,
+    RELATIVE_PATTERN,
+    SHORT_NAME,
+    SINGULAR,
+    URI_PATTERN,
+    VERSION,
+    Auto,
+    Count,
+    DnsLabel,
+    FreeObject,
+    Image,
+    MapText,
+    NonNegative,
+    ObjectName,
+    Quantity,
+    Scheme,
+    SpecModel,
+    StatusModel,
+    StrategyChoice,
+    Text,
+    Uri,
+)
+from finetune_operator.api.types.job_object import FineTuneJob, ObjectMeta
+from finetune_operator.api.types.job_spec import FineTuneJobSpec
+from finetune_operator.api.types.job_status import (
+    AdaptationStatus,
+    ArtifactsStatus,
+    Capacity,
+    ChildReference,
+    Condition,
+    ConditionType,
+    CostStatus,
+    EstimateStatus,
+    FailureStatus,
+    FineTuneJobStatus,
+    MeasuredStatus,
+    Phase,
+    PlanStatus,
+    ProgressStatus,
+    SpotStatus,
+    StageStatus,
+)
+from finetune_operator.api.types.spec_data import (
+    AdapterSpec,
+    ColumnsSpec,
+    DatasetSpec,
+    ModelSpec,
+    PreparationSpec,
+    SplitsSpec,
+)
+from finetune_operator.api.types.spec_parallelism import OffloadSpec, ParallelismSpec, PipelineSpec
+from finetune_operator.api.types.spec_pods import RunPolicySpec, TemplateSpec
+from finetune_operator.api.types.spec_resources import (
+    AcceleratorSpec,
+    CheckpointEverySpec,
+    CheckpointsSpec,
+    ElasticSpec,
+    ResourcesSpec,
+    SecretKeySpec,
+    SecretSpec,
+    SecretsSpec,
+    SpotSpec,
+    StorageSpec,
+)
+from finetune_operator.api.types.spec_results import (
+    EndpointSpec,
+    EvaluationSpec,
+    GateSpec,
+    GenerationSpec,
+    PredictSpec,
+    PreferenceSpec,
+)
+from finetune_operator.api.types.spec_training import EarlyStoppingSpec, GitSpec, ScriptSpec, TrainingSpec

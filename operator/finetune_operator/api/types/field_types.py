@@ -1,0 +1,123 @@
+"""Texts, numbers and patterns that fields of the API are made of, and the bases of all models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, StringConstraints
+from pydantic.alias_generators import to_camel
+
+GROUP = "finetune.dev"
+VERSION = "v1alpha1"
+API_VERSION: Literal["finetune.dev/v1alpha1"] = "finetune.dev/v1alpha1"
+KIND: Literal["FineTuneJob"] = "FineTuneJob"
+PLURAL = "finetunejobs"
+SINGULAR = "finetunejob"
+SHORT_NAME = "ftj"
+CATEGORY = "finetune"
+
+MAX_INT = 2**31 - 1
+"""Bound of counts. Far above any real one, and small enough for every JSON reader."""
+
+Auto: TypeAlias = Literal["auto"]
+Scheme: TypeAlias = Literal["hf", "s3", "gs", "az", "pvc", "file", "pkg"]
+StrategyChoice: TypeAlias = Literal["auto", "single", "ddp", "fsdp", "deepspeed"]
+
+# Kubernetes' own rules, from apimachinery's validation: RFC 1123 labels and subdomains, resource quantities.
+DNS_SUBDOMAIN_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$"
+QUANTITY_PATTERN = r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$"
+
+# The grammar of distribution/reference: perhaps a host, then a path in small letters, a tag and a digest.
+IMAGE_PATTERN = (
+    r"^([A-Za-z0-9.-]+(:[0-9]+)?/)?[a-z0-9]+([._-]+[a-z0-9]+)*(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
+    r"(:[A-Za-z0-9_][A-Za-z0-9_.-]*)?(@sha256:[a-f0-9]{64})?$"
+)
+MANAGED_BY_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9/._~-]+$"
+DNS_LABEL_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
+DATA_KEY_PATTERN = r"^[-._a-zA-Z0-9]+$"
+ENV_PATTERN = r"^[-._a-zA-Z][-._a-zA-Z0-9]*$"
+FOLDER_PATTERN = r"^/[^:]+$"
+RELATIVE_PATTERN = r"^[^/:][^:]*$"
+HTTPS_PATTERN = r"^https://[A-Za-z0-9.-]+(:[0-9]{1,5})?$"
+CURRENCY_PATTERN = r"^[A-Z]{3}$"
+URI_PATTERN = r"^(hf|s3|gs|az|pvc|file|pkg)://.+$"
+
+# What git-check-ref-format leaves, as far as a pattern can say it, without what git takes for an option or a refspec.
+GIT_REF_PATTERN = r"^[^-+/.\s~^:?*\[\\][^\s~^:?*\[\\]*$"
+HYPERPARAMETER_PATTERN = r"^[A-Za-z_][A-Za-z0-9_.-]*$"
+
+PATTERN_WORDS = {
+    DNS_SUBDOMAIN_PATTERN: "a name of small letters, digits, - and ., with a letter or digit at its ends",
+    DNS_LABEL_PATTERN: "a name of small letters, digits and -, with a letter or digit at its ends",
+    DATA_KEY_PATTERN: "a key of letters, digits, -, _ and .",
+    IMAGE_PATTERN: "an image such as registry.example.com/team/trainer:1.0, its path in small letters",
+    MANAGED_BY_PATTERN: "a name with a domain, such as kueue.x-k8s.io/multikueue",
+    ENV_PATTERN: "a name of letters, digits, -, _ and . that does not begin with a digit",
+    FOLDER_PATTERN: "a folder below /, such as /mnt/data, without :",
+    HTTPS_PATTERN: "https://host or https://host:port, without a path",
+    CURRENCY_PATTERN: "a currency's ISO 4217 code, such as USD",
+    GIT_REF_PATTERN: "a branch, tag or commit, without spaces and ~ ^ : ? * [ \\",
+    HYPERPARAMETER_PATTERN: "a name of letters, digits, -, _ and . that does not begin with a digit or -",
+    RELATIVE_PATTERN: "a path without / in front and without :",
+}
+"""Patterns of the API in words, for messages and documentation."""
+
+Text: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+"""A name that the user chose: any text."""
+FreeObject: TypeAlias = Annotated[dict[str, JsonValue], Field(max_length=256)]
+"""An object whose form another project defines."""
+
+Uri: TypeAlias = Annotated[str, StringConstraints(pattern=URI_PATTERN, min_length=6, max_length=1024)]
+QUANTITY_MARK = "x-kubernetes-int-or-string"
+"""Marks quantities in the JSON schema: Kubernetes takes them as numbers too."""
+MapText: TypeAlias = Annotated[str, StringConstraints(max_length=4096)]
+
+
+def _quantity_text(value: object) -> object:
+    """`cpu: 8` is a quantity for Kubernetes as much as `cpu: "8"`."""
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Quantity: TypeAlias = Annotated[
+    str,
+    StringConstraints(pattern=QUANTITY_PATTERN, max_length=32),
+    BeforeValidator(_quantity_text),
+    Field(json_schema_extra={QUANTITY_MARK: True}),
+]
+Image: TypeAlias = Annotated[str, StringConstraints(pattern=IMAGE_PATTERN, min_length=1, max_length=512)]
+ObjectName: TypeAlias = Annotated[str, StringConstraints(pattern=DNS_SUBDOMAIN_PATTERN, min_length=1, max_length=253)]
+DnsLabel: TypeAlias = Annotated[str, StringConstraints(pattern=DNS_LABEL_PATTERN, min_length=1, max_length=63)]
+Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_INT)]
+NonNegative: TypeAlias = Annotated[int, Field(ge=0, le=MAX_INT)]
+
+
+class SpecModel(BaseModel):
+    """Base of everything that people write: unknown fields are errors, types are not coerced, names are
+    camelCase only.
+
+    A model's validator is built when it is first used: most commands use few of them.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        defer_build=True,
+        extra="forbid",
+        strict=True,
+        alias_generator=to_camel,
+        validate_by_alias=True,
+        validate_by_name=False,
+        allow_inf_nan=False,
+    )
+
+
+class StatusModel(BaseModel):
+    """Base of everything that the operator writes; fields of a newer version are ignored."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        defer_build=True,
+        extra="ignore",
+        alias_generator=to_camel,
+        validate_by_alias=True,
+        validate_by_name=True,
+    )

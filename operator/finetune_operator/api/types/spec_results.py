@@ -1,0 +1,101 @@
+"""What a trained model is used for: evaluation, generation, prediction and serving."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from finetune_operator.api.types.field_types import Auto, FreeObject, SpecModel, Text, Uri
+from finetune_operator.api.types.spec_data import DatasetSpec
+
+
+class GateSpec(SpecModel):
+    """The quality that counts as success."""
+
+    metric: Text = Field(
+        description="A metric of the task or loss, named as Hugging Face does without eval_. Required."
+    )
+    minimum: Annotated[float, Field(ge=-1e9, le=1e9)] | None = Field(
+        default=None, description="Least value, of a metric that is better when higher. Set it or maximum."
+    )
+    maximum: Annotated[float, Field(ge=-1e9, le=1e9)] | None = Field(
+        default=None,
+        description="Greatest value, of a metric that is better when lower, as loss or perplexity. Set it or minimum.",
+    )
+
+
+class EvaluationSpec(SpecModel):
+    """Quality on held-out rows."""
+
+    metrics: Auto | Annotated[tuple[Text, ...], Field(min_length=1, max_length=32)] = Field(
+        default="auto", description="Names of the metrics, or auto (the default) for the task's own."
+    )
+    gate: GateSpec | None = Field(default=None, description="Left out: any result is a success.")
+
+
+class GenerationSpec(SpecModel):
+    """How a model writes when it is evaluated or predicts."""
+
+    max_new_tokens: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        default=128, description="Most tokens of an answer, a count. Default 128."
+    )
+    num_beams: Annotated[int, Field(ge=1, le=64)] = Field(
+        default=1, description="Beams of the search, a count. Default 1: the likeliest token at each step."
+    )
+    temperature: Annotated[float, Field(ge=0, le=100)] = Field(
+        default=0.0, description="Above 0 tokens are drawn, the more freely the higher. Default 0: none is drawn."
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=1.0, description="Draw from the likeliest tokens of this probability together. Default 1: from all."
+    )
+
+
+class PreferenceSpec(SpecModel):
+    """How preferences are learnt, by direct preference optimisation."""
+
+    beta: Annotated[float, Field(gt=0, le=100)] = Field(
+        default=0.1,
+        description="What the model pays for leaving the one that it was before training: the larger, the nearer it "
+        "stays. Default 0.1.",
+    )
+
+
+class PredictSpec(SpecModel):
+    """Batch inference."""
+
+    dataset: DatasetSpec | None = Field(
+        default=None,
+        description="Rows to predict. Left out: the test split of dataset, or its validation split where there is "
+        "no test split.",
+    )
+    output: Uri | None = Field(
+        default=None,
+        description="Where predictions go, .jsonl or .parquet; file://path is relative to the job file's folder. "
+        "s3://, gs:// and az:// are not supported yet. Left out: the workspace.",
+    )
+    workers: Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1, description="Processes that predict, a count. Default 1; more are not supported yet."
+    )
+    optimization: Literal["auto", "none", "int8"] = Field(
+        default="auto",
+        description="Speed-ups that change results. Default auto: none, as with none; int8 is not supported yet.",
+    )
+    columns: Annotated[tuple[Text, ...], Field(max_length=64)] = Field(
+        default=(), description="Input columns copied to the output. Left out: none."
+    )
+
+
+class EndpointSpec(SpecModel):
+    """A server for the model."""
+
+    replicas: Annotated[int, Field(ge=0, le=1000)] = Field(default=1, description="Servers, a count. Default 1.")
+    max_replicas: Annotated[int, Field(ge=1, le=1000)] | None = Field(
+        default=None, description="Most servers under load. Left out: replicas."
+    )
+    runtime: Literal["auto", "deployment", "kserve"] = Field(
+        default="auto", description="What runs them. Default auto: kserve where it is installed."
+    )
+    resources: FreeObject = Field(
+        default={}, description="Kubernetes ResourceRequirements of one server. Left out: from the plan."
+    )

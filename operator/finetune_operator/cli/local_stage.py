@@ -1,0 +1,144 @@
+"""One stage of a local run, started as a pod starts it: by `finetune_trainer launch`.
+
+The launcher starts the ranks, leaves none behind, and reports what their ends add up to. Its standard input is one end
+of a pipe: when the other end closes, because this command wants the stage gone or is itself gone, the launcher kills
+everything at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from pydantic import ValidationError
+
+from finetune_contract import causes
+from finetune_contract.choices import Stage
+from finetune_contract.layout import JobPaths
+from finetune_contract.report import TrainerReport
+from finetune_operator.api.types import FailureStatus
+from finetune_operator.cli.measure import TRAINER
+from finetune_operator.planning.types import JobPlan
+from finetune_operator.rendering.contract import Starter, launch_arguments
+
+KILL_SECONDS = 10
+LOG_LINES = 15
+LOG_BYTES = 4096
+
+
+def stage_command(stage: Stage, paths: JobPaths, planned: JobPlan) -> list[str]:
+    """The command line of a stage: its launcher, with torchrun for a training of several processes."""
+    world = planned.trainer.world
+    starter: Starter = "torchrun" if stage is Stage.TRAIN and world is not None and world.size > 1 else "process"
+    deepspeed = str(paths.deepspeed) if stage is Stage.TRAIN and paths.deepspeed.exists() else None
+    arguments = launch_arguments(stage, str(paths.job), str(paths.root.parent), starter, deepspeed)
+    return [sys.executable, "-m", TRAINER, *arguments, "--attached"]
+
+
+class StageProcess:
+    """A running stage; all output goes to one log file."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            # A session of its own: a terminal's Ctrl-C is for this command, which then decides what the stage is told.
+            self._process = subprocess.Popen(
+                command,
+                env=dict(environment),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the signal when the launcher was killed."""
+        return self._process.poll()
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM: the stage saves what it can and ends."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill everything that belongs to the stage and wait for it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(KILL_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def failure_of(stage: Stage, exit_code: int, reports: Path, log: Path) -> FailureStatus:
+    """The failure of a stage whose launcher ended with `exit_code`: what it reported, else how it ended."""
+    report = _report(stage, reports)
+    if report is not None and report.failure is not None:
+        rank, failure = report.rank, report.failure
+    else:
+        rank, failure = None, causes.of_exit(exit_code, who="The launcher")
+    return FailureStatus(
+        failure_class=failure.failure_class.value,
+        reason=failure.reason,
+        message=failure.message,
+        hint=failure.hint or None,
+        stage=stage.value,
+        rank=rank,
+        exit_code=failure.exit_code,
+        log_tail=_tail(log),
+    )
+
+
+def _report(stage: Stage, reports: Path) -> TrainerReport | None:
+    """The launcher's, the only one of the stage; None when it was killed or could not write it whole."""
+    for file in reports.glob(f"{stage}-*.json"):
+        with contextlib.suppress(OSError, ValidationError):
+            return TrainerReport.model_validate_json(file.read_bytes())
+    return None
+
+
+def _tail(log: Path) -> str | None:
+    try:
+        lines = log.read_text(errors="replace").rstrip().splitlines()[-LOG_LINES:]
+    except OSError:
+        return None
+    return "\n".join(lines).encode()[-LOG_BYTES:].decode(errors="ignore") or None
+
+
+class Interrupts:
+    """Counts Ctrl-C, SIGTERM and SIGHUP while stages run, in place of the default that would tear the command
+    away."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.first: signal.Signals | None = None
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in self.SIGNALS:
+            # What is ignored already (nohup does that to SIGHUP) stays ignored.
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._arrived)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]  # what signal.signal returned it takes back
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.first = self.first or signal.Signals(number)
+
+    @property
+    def exit_code(self) -> int:
+        """130 for Ctrl-C, 143 for SIGTERM, 129 for a terminal that went away."""
+        return 128 + (self.first or signal.SIGINT)

@@ -1,0 +1,63 @@
+"""Kinds that the operator and the `finetune` command read or write, and their paths on the API server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from finetune_operator.api.types import API_VERSION, KIND, PLURAL
+from finetune_operator.launchers.rows import SUPPORTED, LauncherName
+
+
+@dataclass(frozen=True)
+class Resource:
+    """One kind of object, and where it is served."""
+
+    api_version: str
+    kind: str
+    plural: str
+    namespaced: bool = True
+
+    def path(self, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+        """Return the path of one object, or of the collection."""
+        parts = ["/apis" if "/" in self.api_version else "/api", self.api_version]
+        if self.namespaced and namespace is not None:
+            parts += ["namespaces", quote(namespace, safe="")]
+        parts.append(self.plural)
+        parts += [quote(part, safe="") for part in (name, subresource) if part is not None]
+        return "/".join(parts)
+
+
+FINETUNE_JOB = Resource(API_VERSION, KIND, PLURAL)
+LAUNCHER_RESOURCES: Mapping[LauncherName, Resource] = {
+    each.name: Resource(each.api_version, each.kind, each.plural) for each in SUPPORTED
+}
+JOB = LAUNCHER_RESOURCES["job"]
+POD = Resource("v1", "Pod", "pods")
+CONFIG_MAP = Resource("v1", "ConfigMap", "configmaps")
+SERVICE = Resource("v1", "Service", "services")
+CLAIM = Resource("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
+EVENT = Resource("v1", "Event", "events")
+NETWORK_POLICY = Resource("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+SECRET = Resource("v1", "Secret", "secrets")
+LEASE = Resource("coordination.k8s.io/v1", "Lease", "leases")
+_WEBHOOK = "ValidatingWebhookConfiguration"
+WEBHOOK = Resource("admissionregistration.k8s.io/v1", _WEBHOOK, f"{_WEBHOOK.lower()}s", namespaced=False)
+TOKEN_REVIEW = Resource("authentication.k8s.io/v1", "TokenReview", "tokenreviews", namespaced=False)
+
+RESOURCES = (
+    FINETUNE_JOB, *LAUNCHER_RESOURCES.values(), POD, CONFIG_MAP, SERVICE, CLAIM, NETWORK_POLICY, EVENT,
+    SECRET, LEASE, TOKEN_REVIEW, WEBHOOK,
+)  # fmt: skip
+_BY_KIND = {(each.api_version, each.kind): each for each in RESOURCES}
+OPENID = "openid"
+"""What requests about the issuer of tokens are about, which is no resource."""
+
+
+def resource_of(api_version: str, kind: str) -> Resource:
+    """Return the resource of a kind. ValueError for one that is not in RESOURCES: the operator has no rights on it."""
+    try:
+        return _BY_KIND[api_version, kind]
+    except KeyError:
+        raise ValueError(f"{kind} of {api_version} is no kind that this operator reads or writes") from None

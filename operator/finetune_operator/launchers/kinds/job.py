@@ -1,0 +1,67 @@
+"""batch/v1 Job: an Indexed Job, with a headless Service where several pods train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pydantic import JsonValue
+
+from finetune_contract.choices import Stage
+from finetune_operator.api.objects import Raw
+from finetune_operator.launchers.kinds.base import ConditionedStatus, PodTemplate, Verdict
+from finetune_operator.rendering.manifests import metadata, service
+from finetune_operator.rendering.pods import CONTAINER_NAME
+from finetune_operator.rendering.templates import document
+from finetune_operator.rendering.trainer_pod import StagePods, stage_pod
+from finetune_operator.rendering.types import Manifest
+
+
+def render(pods: StagePods) -> tuple[Manifest, ...]:
+    made = document(
+        "job",
+        metadata=metadata(pods),
+        nodes=pods.nodes,
+        container=CONTAINER_NAME,
+        # Of pods that prepare, the first ends well once all is done, whoever did it; of a gang each one's end counts.
+        first_pod_decides=pods.stage is Stage.PREPARE and pods.plan.trainer.preparation.engine == "job",
+        pod=replace(stage_pod(pods), subdomain=pods.service).manifest(),
+    )
+    return (made,) if pods.service is None else (service(pods, pods.service), made)
+
+
+class _Spec(Raw):
+    suspend: bool | None = None
+    template: PodTemplate = PodTemplate()
+
+
+class _Status(ConditionedStatus):
+    ready: int | None = None
+
+
+class _Job(Raw):
+    spec: _Spec = _Spec()
+    status: _Status = _Status()
+
+
+def read(value: Mapping[str, JsonValue]) -> Verdict:
+    """`FailureTarget` comes before `Failed`, and `SuccessCriteriaMet` before `Complete`: pods still end then.
+
+    Of a failure they may tell the cause, and it is waited for. A success stays one, however the pods end that are not
+    needed any more (KEP-3998 of kubernetes/enhancements), and one on a node that is gone may never end.
+
+    A Job counts pods that only wait as active, so it is running when one of them is ready.
+    """
+    raw = _Job.model_validate(value)
+    return replace(_judged(raw), started=raw.status.start_time, configuration=raw.spec.template.configuration)
+
+
+def _judged(raw: _Job) -> Verdict:
+    status = raw.status
+    if done := status.condition("Complete") or status.condition("SuccessCriteriaMet"):
+        return Verdict("Succeeded", done, status.completion_time or done.last_transition_time)
+    if failed := status.condition("Failed"):
+        return Verdict("Failed", failed, failed.last_transition_time)
+    if raw.spec.suspend:
+        return Verdict("Suspended", status.condition("Suspended"))
+    return Verdict("Running" if status.ready else "Pending", status.condition("FailureTarget"))

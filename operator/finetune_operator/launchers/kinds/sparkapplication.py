@@ -1,0 +1,94 @@
+"""sparkoperator.k8s.io/v1beta2 SparkApplication: Spark's driver runs the stage, its executors tokenise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from pydantic import JsonValue
+
+from finetune_operator.api.objects import Raw, RawCondition, Time
+from finetune_operator.launchers.kinds.base import PodTemplate, Verdict
+from finetune_operator.rendering.manifests import metadata
+from finetune_operator.rendering.pods import CONTAINER_NAME, Pod, Resources
+from finetune_operator.rendering.templates import document
+from finetune_operator.rendering.trainer_pod import StagePods, program_arguments, stage_pod
+from finetune_operator.rendering.types import MANAGED_BY, Manifest
+
+
+def render(pods: StagePods) -> tuple[Manifest, ...]:
+    settings = pods.context.settings.spark
+    assert settings.image is not None, "a plan with Spark has an image"
+    pod = _pod(pods, settings.image)
+    # The labels of the attempt are the driver's alone: its end is the attempt's.
+    labels = {**MANAGED_BY, **pods.context.job_labels(pods.plan.name)}
+    made = document(
+        "sparkapplication",
+        metadata=metadata(pods),
+        image=settings.image,
+        arguments=list(program_arguments(pods)),
+        container=CONTAINER_NAME,
+        executors=pods.plan.trainer.preparation.workers,
+        # The driver asks the API server for executors.
+        driver=replace(pod, service_account=settings.service_account_name, api_token=True).manifest(),
+        executor=replace(pod, labels=labels).manifest(),
+    )
+    return (made,)
+
+
+def _pod(pods: StagePods, image: str) -> Pod:
+    """Spark adds command and sizes."""
+    pod = stage_pod(pods)
+    return replace(pod, container=replace(pod.container, image=image, command=(), resources=Resources({})))
+
+
+class _Driver(Raw):
+    template: PodTemplate = PodTemplate()
+
+
+class _Spec(Raw):
+    driver: _Driver = _Driver()
+
+
+class _State(Raw):
+    state: str = ""
+    error_message: str = ""
+
+
+class _Status(Raw):
+    application_state: _State = _State()
+    last_submission_attempt_time: Time | None = None
+    termination_time: Time | None = None
+
+
+class _Application(Raw):
+    spec: _Spec = _Spec()
+    status: _Status = _Status()
+
+
+def read(value: Mapping[str, JsonValue]) -> Verdict:
+    """Read a status as `api/v1beta2/sparkapplication_types.go` of the Spark Operator has the states.
+
+    Two are an end. Those that say so in other words are on the way to them: SUBMISSION_FAILED becomes FAILED where
+    nothing is tried again, and SUCCEEDING and FAILING come before the driver is looked at for the last time.
+    """
+    raw = _Application.model_validate(value)
+    verdict = _judged(raw.status)
+    started, configuration = raw.status.last_submission_attempt_time, raw.spec.driver.template.configuration
+    return replace(verdict, started=started, configuration=configuration)
+
+
+def _judged(status: _Status) -> Verdict:
+    told = status.application_state
+    said = RawCondition(type=told.state, status="True", reason=told.state, message=told.error_message)
+    match told.state:
+        case "COMPLETED":
+            return Verdict("Succeeded", said, status.termination_time)
+        case "FAILED":
+            return Verdict("Failed", said, status.termination_time)
+        case "RUNNING" | "SUCCEEDING" | "FAILING":
+            return Verdict("Running", said)
+        case "SUSPENDING" | "SUSPENDED":
+            return Verdict("Suspended", said)
+        case _:
+            return Verdict("Pending", said if told.state else None)

@@ -1,0 +1,190 @@
+"""The facts of each launcher, one row each.
+
+Validation, planning, discovery, rights, metrics, help and documentation read these rows, and none of them names a
+launcher itself. How a launcher's manifest is made and its status read is a module of `launchers.kinds`. Nothing is
+imported here, as `finetune --help` reads the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+TrainingLauncher: TypeAlias = Literal["pytorchjob", "mpijob", "trainjob", "jobset", "job"]
+"""The launchers that spec.launcher can name."""
+LauncherName: TypeAlias = Literal["pytorchjob", "mpijob", "trainjob", "jobset", "job", "sparkapplication"]
+StageName: TypeAlias = Literal["prepare", "train", "evaluate", "predict"]
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Names that a launcher's controller sets in its pods; the job's template must not set them."""
+
+    label_prefixes: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()
+    env_prefixes: tuple[str, ...] = ()
+    volumes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A kind of object that runs the pods of a stage."""
+
+    name: LauncherName
+    api_version: str
+    kind: str
+    plural: str
+    installed_by: str
+    """The controller that an administrator installs for it, as part of a sentence."""
+    manifest: str = ""
+    """What the operator makes of it, for docs/operator.md."""
+    stages: tuple[StageName, ...] = ("train",)
+    """Stages that it can run."""
+    supported: bool = True
+    """False: the API accepts its name, and validation refuses it as not supported in this version."""
+    built_in: bool = False
+    """True: Kubernetes serves it everywhere."""
+    engine: Literal["spark"] | None = None
+    """The value of preparation.engine that asks for it."""
+    starter: Literal["torchrun", "mpirun"] = "torchrun"
+    """What starts the ranks of a training."""
+    starter_pod: tuple[str, str] | None = None
+    """Label and value of the pod that starts the ranks beside those that compute; None: there is no such pod."""
+    first_host: str = ""
+    """Suffix of its name that gives the host of rank 0. Empty: a Service of ours is needed."""
+    index_label: str | None = None
+    """Label of its pods that holds the node rank."""
+    pod_suffix: str = ""
+    """The longest that its controller appends to its name for a pod, with 10,000 nodes."""
+    job_between: str | None = None
+    """Suffix of the batch Job that its controller makes between it and one of its pods."""
+    driver: str | None = None
+    """Suffix of the pod that makes its other pods, and that may have no controller."""
+    reserved: Reserved = Reserved()
+    foreign_names: tuple[str, ...] = ()
+    """Words that people write in spec.launcher when they mean it."""
+    foreign_tools: str = "Kubernetes"
+    """Who uses these words, as in docs/names.md."""
+
+    @property
+    def group(self) -> str:
+        """API group of its kind."""
+        return self.api_version.partition("/")[0]
+
+    @property
+    def served_as(self) -> str:
+        """Its kind and version, as part of a sentence."""
+        return f"{self.kind} ({self.api_version})"
+
+
+LAUNCHERS: tuple[Launcher, ...] = (
+    Launcher(
+        # The most widely installed, and its Services give the rendezvous its address.
+        "pytorchjob",
+        "kubeflow.org/v1",
+        "PyTorchJob",
+        "pytorchjobs",
+        installed_by="the Kubeflow Training Operator",
+        manifest="PyTorchJob, workers only, rendezvous by c10d",
+        first_host="-worker-0",
+        index_label="training.kubeflow.org/replica-index",
+        pod_suffix="-worker-9999",
+        reserved=Reserved(label_prefixes=("training.kubeflow.org/",)),
+        foreign_names=("pytorch", "kubeflow", "training-operator"),
+    ),
+    Launcher(
+        # Needs an SSH server in each worker, and one pod more.
+        "mpijob",
+        "kubeflow.org/v2beta1",
+        "MPIJob",
+        "mpijobs",
+        installed_by="the MPI Operator",
+        manifest="MPIJob v2beta1, Open MPI over ssh on port 2222",
+        starter="mpirun",
+        # The launcher has a replica index too.
+        starter_pod=("training.kubeflow.org/job-role", "launcher"),
+        index_label="training.kubeflow.org/replica-index",
+        pod_suffix="-worker-9999",
+        job_between="-launcher",
+        reserved=Reserved(
+            label_prefixes=("training.kubeflow.org/",),
+            env=("K_MPI_JOB_ROLE",),
+            env_prefixes=("OMPI_", "PRTE_"),
+            volumes=("ssh-auth", "mpi-job-config", "ssh-home"),
+        ),
+        foreign_names=("mpirun", "mpi", "horovodrun"),
+        foreign_tools="Hugging Face",
+    ),
+    Launcher(
+        "trainjob",
+        "trainer.kubeflow.org/v1alpha1",
+        "TrainJob",
+        "trainjobs",
+        installed_by="Kubeflow Trainer",
+        supported=False,
+    ),
+    Launcher(
+        "jobset",
+        "jobset.x-k8s.io/v1alpha2",
+        "JobSet",
+        "jobsets",
+        installed_by="the JobSet controller",
+        supported=False,
+    ),
+    Launcher(
+        "job",
+        "batch/v1",
+        "Job",
+        "jobs",
+        installed_by="Kubernetes' own Job controller",
+        manifest="Indexed Job with a headless Service",
+        stages=("prepare", "train", "evaluate", "predict"),
+        built_in=True,
+        index_label="batch.kubernetes.io/job-completion-index",
+        pod_suffix="-9999",
+        reserved=Reserved(label_prefixes=("batch.kubernetes.io/",)),
+        foreign_names=("batch", "k8s-job", "batch/v1"),
+    ),
+    Launcher(
+        "sparkapplication",
+        "sparkoperator.k8s.io/v1beta2",
+        "SparkApplication",
+        "sparkapplications",
+        installed_by="the Kubeflow Spark Operator",
+        stages=("prepare",),
+        engine="spark",
+        pod_suffix="-driver",
+        driver="-driver",
+    ),
+)
+"""In the order in which spec.launcher auto prefers those that the API server serves."""
+
+SUPPORTED: tuple[Launcher, ...] = tuple(each for each in LAUNCHERS if each.supported)
+TRAINING: tuple[LauncherName, ...] = tuple(each.name for each in SUPPORTED if "train" in each.stages)
+"""Supported launchers of a training, by preference."""
+BUILT_IN: tuple[LauncherName, ...] = tuple(each.name for each in SUPPORTED if each.built_in)
+ENGINES: tuple[LauncherName, ...] = tuple(each.name for each in SUPPORTED if each.engine is not None)
+"""Launchers that a job asks for by preparation.engine."""
+LONGEST_POD_SUFFIX = max(len(each.pod_suffix) for each in SUPPORTED)
+
+
+def launcher(name: str) -> Launcher:
+    """Return the row of `name`. LookupError when there is none."""
+    for each in LAUNCHERS:
+        if each.name == name:
+            return each
+    raise LookupError(f"there is no launcher {name}")
+
+
+def launcher_of(stage: str, training: str = "job", engine: str = "auto") -> Launcher:
+    """Return what runs `stage` where `training` runs the training and `engine` prepares. LookupError as `launcher`."""
+    if stage == "train":
+        return launcher(training)
+    asked = (each for each in SUPPORTED if stage in each.stages and engine == each.engine)
+    return next(asked, launcher("job"))
+
+
+def to_come(fate: str, quote: str = "") -> str:
+    """Return ` A and B are <fate>.` of the launchers without support; empty when there are none."""
+    names = [f"{quote}{each.name}{quote}" for each in LAUNCHERS if not each.supported]
+    return f" {' and '.join(names)} {'are' if names[1:] else 'is'} {fate}." if names else ""

@@ -1,0 +1,176 @@
+"""A launcher is a row, a module and a template: what CONTRIBUTING.md says under "Add a launcher", done in a copy."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from suite_plugins.patience import patient
+
+ROOT = Path(__file__).parents[2]
+ROW = """
+    Launcher(
+        "rayjob",
+        "ray.io/v1",
+        "RayJob",
+        "rayjobs",
+        installed_by="the KubeRay operator",
+        manifest="RayJob of one cluster",
+        foreign_names=("kuberay",),
+        pod_suffix="-worker-9999",
+        first_host="-head",
+        reserved=Reserved(env_prefixes=("RAY_",), label_prefixes=("ray.io/",)),
+    ),
+"""
+MODULE = '''"""ray.io/v1 RayJob."""
+
+from finetune_operator.api.objects import Raw
+from finetune_operator.launchers.kinds.base import Verdict
+from finetune_operator.rendering.manifests import metadata
+from finetune_operator.rendering.templates import document
+from finetune_operator.rendering.trainer_pod import stage_pod
+
+
+def render(pods):
+    return (document("rayjob", metadata=metadata(pods), nodes=pods.nodes, pod=stage_pod(pods).manifest()),)
+
+
+class _Status(Raw):
+    job_status: str = ""
+
+
+class _RayJob(Raw):
+    status: _Status = _Status()
+
+
+def read(value):
+    told = _RayJob.model_validate(value).status.job_status
+    return Verdict({"SUCCEEDED": "Succeeded", "FAILED": "Failed", "RUNNING": "Running"}.get(told, "Pending"))
+'''
+TEMPLATE = """apiVersion: ray.io/v1
+kind: RayJob
+metadata: {{ metadata | tojson }}
+spec:
+  workers: {{ nodes | tojson }}
+  template: {{ pod | tojson }}
+"""
+PROGRAM = """
+import asyncio, json
+from dataclasses import replace
+from chart_files import launcher_rights
+from finetune_operator.api.crd import crd
+from finetune_operator.api.docs import api_reference, launchers_table, names_reference
+from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.validation import validate_job
+from finetune_operator.cli.commands.files import Launcher
+from finetune_operator.cli.debugging import KINDS
+from finetune_operator.launchers.registry import stage
+from finetune_operator.planning.plan import plan
+from finetune_operator.planning.types import Facts, PlanRefused
+from finetune_operator.reconcile.children import child_view
+from finetune_operator.rendering.types import Attempt, RenderContext
+from finetune_operator.shell.kube import Kube
+from finetune_operator.shell.metrics import RESOURCE_NAMES
+from finetune_contract.choices import Stage
+import support_matrix
+
+class Served:
+    async def serves(self, resource):
+        return resource.plural == "rayjobs"
+
+def judged(**spec):
+    spec = {"task": "text-classification", "model": {"uri": "hf://a/b"}, "dataset": {"uri": "hf://c/d"},
+        "training": {}, "resources": {"nodes": 2}, **spec}
+    metadata = {"name": "trial", "namespace": "team"}
+    return validate_job({"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": metadata,
+        "spec": spec}, CLUSTER_SETTINGS)
+
+discovered = asyncio.run(Kube.served_launchers(Served()))
+job, problems = judged(launcher="rayjob")
+made = plan(job, Facts(served=discovered), CLUSTER_SETTINGS)
+try:
+    plan(job, Facts(), CLUSTER_SETTINGS)
+except PlanRefused as refused:
+    unserved = refused.problems[0].way_out
+manifests = stage(made, RenderContext("team", job.spec), Attempt(Stage.TRAIN))
+child = child_view({**manifests[-1], "status": {"jobStatus": "FAILED"}})
+version = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+print(json.dumps({
+    "discovered": discovered,
+    "problems": [str(problem) for problem in problems],
+    "planned": plan(judged()[0], Facts(served=discovered), CLUSTER_SETTINGS).launcher,
+    "unserved": unserved,
+    "misspelt": judged(launcher="kuberay")[1][0].way_out,
+    "reserved": [problem.path for problem in judged(template={"env": [{"name": "RAY_X", "value": "1"}]})[1]],
+    "rendered": [manifest["kind"] for manifest in manifests],
+    "read": [child.ref.kind, child.state],
+    "allowed": version["properties"]["spec"]["properties"]["launcher"]["enum"],
+    "choices": list(Launcher),
+    "rights": [line for line in launcher_rights().splitlines() if "ray" in line],
+    "collected": KINDS.get("rayjobs"),
+    "counted": sorted(name for name in RESOURCE_NAMES if "ray" in name),
+    "pages": [name for name, page in {
+        "api": api_reference(), "names": names_reference(), "operator": launchers_table()}.items() if "rayjob" in page],
+    "columns": support_matrix.WORKING_LAUNCHERS,
+}))
+"""
+
+
+def insert(file: Path, before: str, text: str) -> None:
+    """Put `text` before the only `before` in `file`."""
+    whole = file.read_text(encoding="utf-8")
+    assert whole.count(before) == 1, f"{file.name}: {before!r} occurs {whole.count(before)} times"
+    file.write_text(whole.replace(before, text + before), encoding="utf-8")
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Any:
+    """Return what a copy of the package says with one launcher more."""
+    package = tmp_path / "finetune_operator"
+    shutil.copytree(ROOT / "operator" / "finetune_operator", package, ignore=shutil.ignore_patterns("__pycache__"))
+    launchers = package / "launchers"
+    insert(launchers / "rows.py", '    Launcher(\n        "trainjob",', ROW.lstrip("\n"))
+    rows = (launchers / "rows.py").read_text(encoding="utf-8")
+    names = rows.replace('= Literal["pytorchjob",', '= Literal["rayjob", "pytorchjob",')
+    (launchers / "rows.py").write_text(names, encoding="utf-8")
+    insert(launchers / "registry.py", '    "sparkapplication": sparkapplication,', '    "rayjob": rayjob,\n')
+    insert(launchers / "registry.py", "sparkapplication\nfrom", "rayjob, ")
+    (launchers / "kinds" / "rayjob.py").write_text(MODULE, encoding="utf-8")
+    (launchers / "templates" / "rayjob.yaml.jinja").write_text(TEMPLATE, encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "tests")])
+    ran = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        timeout=patient(120),
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+def test_a_new_launcher_is_known_everywhere_by_its_row_and_its_module(trial: Any) -> None:
+    assert trial == {
+        "discovered": ["rayjob", "job"],
+        "problems": [],
+        "planned": "rayjob",
+        "unserved": "install the KubeRay operator, which serves RayJob (ray.io/v1), or set launcher to auto or job",
+        "misspelt": "write rayjob",
+        "reserved": ["spec.template.env[0].name"],
+        "rendered": ["ConfigMap", "RayJob"],
+        "read": ["RayJob", "Failed"],
+        "allowed": ["auto", "rayjob", "pytorchjob", "mpijob", "trainjob", "jobset", "job"],
+        "choices": ["pytorchjob", "mpijob", "rayjob", "job"],
+        "rights": ["  - apiGroups: [ray.io]", "    resources: [rayjobs]"],
+        "collected": "ray.io/v1",
+        "counted": ["rayjobs", "rayjobs/discovery"],
+        "pages": ["api", "names", "operator"],
+        "columns": ["pytorchjob", "mpijob", "rayjob", "job"],
+    }

@@ -1,0 +1,40 @@
+"""The source of an earlier release, from git's history: tests of upgrades run its programs beside today's."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+COMMIT = "f169ec4c4c4df50ab40e205882dd858788b6fc1b"
+"""The last release, whose jobs and checkpoints this tree continues; set it anew with each release."""
+
+
+def unpack(folder: Path, *paths: str) -> Path:
+    """Write these paths of the earlier release into `folder`; the test is skipped without git's history."""
+    archive = subprocess.run(["git", "-C", str(ROOT), "archive", COMMIT, *paths], capture_output=True, check=False)
+    if archive.returncode:
+        pytest.skip(f"git's history does not hold commit {COMMIT[:7]}: {archive.stderr.decode().strip()}")
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as content:
+        content.extractall(folder, filter="data")
+    return folder
+
+
+def python_path(*sources: Path) -> dict[str, str]:
+    """Return the environment in which Python imports packages from these folders, and not the installed ones."""
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, sources))}
+    packages = [init.parent.name for source in sources for init in source.glob("*/__init__.py")]
+    show = f"import {', '.join(packages)}; print({', '.join(f'{name}.__file__' for name in packages)})"
+    command = [sys.executable, "-c", show]
+    found = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert packages
+    assert all(any(Path(path).is_relative_to(source) for source in sources) for path in found), found
+    return environment

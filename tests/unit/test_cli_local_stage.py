@@ -1,0 +1,59 @@
+"""What a local run makes of a stage's launcher: its command line, and its report when the stage failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from finetune_contract.choices import Stage
+from finetune_contract.layout import FailureClass
+from finetune_contract.report import FailureReport, TrainerReport
+from finetune_operator.cli.local_stage import LOG_LINES, failure_of
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    file = tmp_path / "train.log"
+    file.write_text("".join(f"line {number}\n" for number in range(100)))
+    return file
+
+
+def test_failed_stage_shows_the_launchers_report_and_the_end_of_the_log(tmp_path: Path, log: Path) -> None:
+    failure = FailureReport(failure_class=FailureClass.DATA, reason="NoRows", message="none", hint="add some", time=1.0)
+    report = TrainerReport(job="j", stage=Stage.TRAIN, rank=1, world_size=2, outcome="failed", failure=failure)
+    (tmp_path / "train-1.json").write_text(report.to_termination_message())
+
+    found = failure_of(Stage.TRAIN, 10, tmp_path, log)
+
+    assert found.model_dump(exclude_none=True) == {
+        "failure_class": "DataError",
+        "reason": "NoRows",
+        "message": "none",
+        "hint": "add some",
+        "stage": "train",
+        "rank": 1,
+        "exit_code": 10,
+        "log_tail": "\n".join(f"line {number}" for number in range(100 - LOG_LINES, 100)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "expected", "words"),
+    [
+        pytest.param(-9, ("OutOfMemory", "Killed", 137), "SIGKILL", id="it was killed"),
+        pytest.param(16, ("StorageFull", "NoReport", 16), "exit code 16", id="the disk is full, also for its report"),
+        pytest.param(5, ("ProgramError", "NoReport", 1), "exit code 5", id="an unknown exit code"),
+        pytest.param(0, ("ProgramError", "NoReport", 1), "may not be whole", id="it ended well without a result"),
+    ],
+)
+def test_launcher_without_a_report_is_judged_by_its_end(
+    exit_code: int, expected: tuple[str, str, int], words: str, tmp_path: Path, log: Path
+) -> None:
+    (tmp_path / "train-0.json").write_text('{"job": "j", "sta')
+
+    found = failure_of(Stage.TRAIN, exit_code, tmp_path, log)
+
+    assert (found.failure_class, found.reason, found.exit_code) == expected
+    assert found.rank is None
+    assert words in found.message

@@ -1,0 +1,62 @@
+"""Columns that a task reads: validation refuses exactly what the trainer would refuse in its first stage."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any, get_args
+
+import pytest
+
+from finetune_contract.choices import Task
+from finetune_operator.api.rules import COLUMN_TASKS, RULES
+from finetune_operator.cli.checking import data_question
+from finetune_trainer.data.prepare import parts_of
+from finetune_trainer.failures import StageError
+from finetune_trainer.tasks.registry import task_module
+from planning_support.cases import job
+
+
+def subsets(task: Task) -> list[dict[str, str]]:
+    """Each choice of the task's own columns."""
+    own = [name for name, tasks in COLUMN_TASKS.items() if task in tasks]
+    return [{name: f"my_{name}" for name in names} for most in range(len(own) + 1) for names in combinations(own, most)]
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URI of a folder with a file for each split; nobody reads them here."""
+    folder = tmp_path_factory.mktemp("rows")
+    for name in ("train", "validation", "test"):
+        (folder / f"{name}.jsonl").touch()
+    return f"file://{folder}"
+
+
+def refused(**spec: Any) -> tuple[bool, bool]:
+    """Whether validation refuses the job, and whether the trainer does."""
+    made = job(spec)
+    question, broken = data_question(made), any(not rule.holds(made.spec) for rule in RULES)
+    try:
+        parts_of(question, task_module(question.task), trains=True)
+    except StageError as error:
+        return broken, "columns" in str(error)
+    return broken, False
+
+
+@pytest.mark.parametrize("task", get_args(Task))
+def test_validation_refuses_the_columns_that_the_trainer_refuses(task: Task, rows: str) -> None:
+    found = [refused(task=task, dataset={"uri": rows, "columns": columns}) for columns in subsets(task)]
+    assert [validated for validated, _ in found] == [trainer for _, trainer in found]
+    assert (True, True) in found or task != "text-generation"
+
+
+@pytest.mark.parametrize("columns", subsets("text-generation"), ids=lambda columns: "-".join(columns) or "none")
+def test_rows_to_predict_have_the_form_of_those_that_are_trained(columns: dict[str, str], rows: str) -> None:
+    dataset = {"uri": rows, "columns": columns}
+    if refused(task="text-generation", dataset=dataset) == (False, False):
+        for other in subsets("text-generation"):
+            predict = {"dataset": {"uri": rows, "columns": other}}
+            validated, trainer = refused(task="text-generation", dataset=dataset, predict=predict)
+            # A target beside messages, which prediction would pass over, is refused by validation alone.
+            assert validated == trainer or set(other) == {"messages", "target"}, (columns, other)
+        alone = {"dataset": {"uri": rows}}
+        assert refused(task="text-generation", dataset=dataset, predict=alone) == (False, False)

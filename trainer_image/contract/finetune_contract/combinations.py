@@ -1,0 +1,470 @@
+"""Which choices of a job go together: one table for validation, the API server, the planner, the trainer and the docs.
+
+A constraint is data: while all of `when` is chosen, all of `needs` has to hold. Validation looks at it with what the
+spec leaves open, the planner with each strategy that it tries, the trainer with everything decided; the API server gets
+it as CEL. To add a constraint, add a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+from finetune_contract.choices import (
+    FP8_STRATEGIES,
+    WHOLE_STRATEGIES,
+    ActivationOffload,
+    AdapterMethod,
+    CheckpointingMode,
+    Device,
+    OffloadDevice,
+    OptimizerName,
+    Precision,
+    Sharding,
+    StrategyName,
+    Task,
+    ZeroStage,
+)
+from finetune_contract.job import Strategy, TrainerJob, Training
+
+Value: TypeAlias = str | int | bool
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The choices of one job that constrain each other. None: not chosen yet, or not known."""
+
+    task: Task | None = None
+    """The task that the built-in loop trains for."""
+    packing: Literal["always", "never"] | None = None
+    adapter: AdapterMethod | Literal["none"] | None = None
+    precision: Precision | None = None
+    optimizer: OptimizerName | None = None
+    torch_compile: bool | None = None
+    liger: bool | None = None
+    """Whether Liger's kernels are asked for."""
+    strategy: StrategyName | None = None
+    zero_stage: ZeroStage | None = None
+    sharding: Sharding | None = None
+    offload_optimizer: OffloadDevice | None = None
+    offload_parameters: OffloadDevice | None = None
+    offload_activations: ActivationOffload | None = None
+    checkpointing: CheckpointingMode | None = None
+    tensor: int | None = None
+    pipeline: int | None = None
+    """Degree."""
+    sequence: int | None = None
+    deepspeed_config: bool | None = None
+    """Whether the job overrides keys of the DeepSpeed configuration."""
+    device: Device | None = None
+    nodes: int | None = None
+    processes_per_node: int | None = None
+
+    @property
+    def model_ranks(self) -> int | None:
+        """Processes that hold one replica of the model together."""
+        return None if self.tensor is None or self.pipeline is None else self.tensor * self.pipeline
+
+    @property
+    def offload(self) -> str | None:
+        """Where optimizer state and parameters lie, e.g. `cpu+none`."""
+        if self.offload_optimizer is None or self.offload_parameters is None:
+            return None
+        return f"{self.offload_optimizer}+{self.offload_parameters}"
+
+    def with_strategy(self, strategy: Strategy) -> Choices:
+        """Return these choices with those of `strategy` in place of their own."""
+        return replace(
+            self,
+            strategy=strategy.name,
+            zero_stage=strategy.zero_stage,
+            sharding=strategy.fsdp_sharding,
+            offload_optimizer=strategy.offload_optimizer,
+            offload_parameters=strategy.offload_parameters,
+            offload_activations=strategy.offload_activations,
+            checkpointing=strategy.activation_checkpointing,
+            tensor=strategy.tensor,
+            pipeline=strategy.pipeline.degree if strategy.pipeline is not None else 1,
+            sequence=strategy.sequence,
+        )
+
+
+def choices_of(job: TrainerJob, training: Training) -> Choices:
+    """Return the choices of a planned job that trains by `training`: all of them are made."""
+    world, adapter = training.world, training.adapter
+    return Choices(
+        task=job.task,
+        packing="always" if job.preparation.packing else "never",
+        adapter=adapter.method if adapter is not None else "none",
+        precision=training.precision,
+        optimizer=training.optimizer,
+        torch_compile=bool(training.arguments.get("torch_compile")),
+        liger=bool(training.arguments.get("use_liger_kernel")),
+        device=world.device,
+        nodes=world.nodes,
+        processes_per_node=world.processes_per_node,
+    ).with_strategy(training.strategy)
+
+
+@dataclass(frozen=True)
+class Term:
+    """One choice and the values that it has to have."""
+
+    choice: str
+    """Name of a field or a property of `Choices`."""
+    values: tuple[Value, ...]
+    excluded: bool = False
+    """Whether it has to have any value but these."""
+    chosen: bool = False
+    """As a need: whether an open choice breaks it, since nothing else would choose so."""
+
+    def is_met(self, choices: Choices) -> bool:
+        """Whether the choice is made and has such a value."""
+        value = getattr(choices, self.choice)
+        return value is not None and (value in self.values) != self.excluded
+
+    def can_be_met(self, choices: Choices) -> bool:
+        """Whether the choice has such a value or may still get it."""
+        return self.is_met(choices) or (getattr(choices, self.choice) is None and not self.chosen)
+
+
+def one_of(choice: str, *values: Value) -> Term:
+    """The choice has one of `values`; without values it has to be left open."""
+    return Term(choice, values)
+
+
+def none_of(choice: str, *values: Value) -> Term:
+    """The choice has a value that is not one of `values`."""
+    return Term(choice, values, excluded=True)
+
+
+def chosen(choice: str, *values: Value) -> Term:
+    """As `one_of`, and an open choice is not enough."""
+    return Term(choice, values, chosen=True)
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """Choices that need others."""
+
+    name: str
+    field: str
+    """Path from `spec` of the field to blame."""
+    when: tuple[Term, ...]
+    needs: tuple[Term, ...]
+    rule: str
+    """Predicate of a sentence about the field, without the full stop."""
+    hint: str
+    """What to change."""
+
+    def value(self, choices: Choices) -> Value | None:
+        """Return the value of the field to blame; None where no single choice is made by it."""
+        terms = (*self.when, *self.needs)
+        made = (each.choice for each in terms if FIELDS[each.choice] == (self.field,))
+        return next((getattr(choices, choice) for choice in made), None)
+
+    def holds(self, choices: Choices) -> bool:
+        """Whether the choices, as far as they are made, keep the constraint."""
+        return not all(term.is_met(choices) for term in self.when) or all(
+            term.can_be_met(choices) for term in self.needs
+        )
+
+
+def broken(choices: Choices) -> tuple[Constraint, ...]:
+    """Return the constraints that `choices` break, in the table's order."""
+    return tuple(constraint for constraint in CONSTRAINTS if not constraint.holds(choices))
+
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    "task": ("task", "training.script"),
+    "packing": ("preparation.packing",),
+    "adapter": ("model.adapter.method",),
+    "precision": ("training.precision",),
+    "optimizer": ("training.optimizer",),
+    "torch_compile": ("training.arguments",),
+    "liger": ("training.arguments",),
+    "strategy": ("parallelism.strategy",),
+    "zero_stage": ("parallelism.zeroStage",),
+    "sharding": ("parallelism.sharding",),
+    "offload": ("parallelism.offload.optimizer", "parallelism.offload.parameters"),
+    "offload_optimizer": ("parallelism.offload.optimizer",),
+    "offload_parameters": ("parallelism.offload.parameters",),
+    "offload_activations": ("parallelism.offload.activations",),
+    "checkpointing": ("parallelism.activationCheckpointing",),
+    "tensor": ("parallelism.tensor",),
+    "pipeline": ("parallelism.pipeline.degree",),
+    "model_ranks": ("parallelism.tensor", "parallelism.pipeline.degree"),
+    "sequence": ("parallelism.sequence",),
+    "deepspeed_config": ("parallelism.deepspeedConfig",),
+    "device": ("resources.gpusPerNode",),
+    "nodes": ("resources.nodes",),
+    "processes_per_node": ("resources.processesPerNode",),
+}
+"""Choice -> fields of the spec, from `spec`, that make it."""
+
+CONSTRAINTS: tuple[Constraint, ...] = (
+    # Strategies and what belongs to one of them.
+    Constraint(
+        "zero-stage-needs-deepspeed",
+        "parallelism.zeroStage",
+        when=(none_of("zero_stage"),),
+        needs=(one_of("strategy", "deepspeed"),),
+        rule="is a DeepSpeed setting and needs spec.parallelism.strategy deepspeed or auto",
+        hint="leave it out, or set spec.parallelism.strategy to deepspeed",
+    ),
+    Constraint(
+        "deepspeed-config-needs-deepspeed",
+        "parallelism.deepspeedConfig",
+        when=(one_of("deepspeed_config", True),),
+        needs=(chosen("strategy", "deepspeed"),),
+        rule="needs spec.parallelism.strategy deepspeed",
+        hint="set spec.parallelism.strategy to deepspeed, or leave it out",
+    ),
+    Constraint(
+        "sharding-needs-fsdp",
+        "parallelism.sharding",
+        when=(none_of("sharding", "full"),),
+        needs=(chosen("strategy", "fsdp"),),
+        rule="says what strategy fsdp divides, and spec.parallelism.strategy is another",
+        hint="leave it out, or set spec.parallelism.strategy to fsdp",
+    ),
+    Constraint(
+        "hybrid-sharding-needs-nodes",
+        "parallelism.sharding",
+        when=(one_of("sharding", "hybrid"),),
+        needs=(none_of("nodes", 1), none_of("processes_per_node", 1)),
+        rule="hybrid divides inside a node and copies between nodes, which needs several nodes of several processes",
+        hint="set it to full, or use several nodes of several GPUs",
+    ),
+    Constraint(
+        "single-is-one-process",
+        "parallelism.strategy",
+        when=(one_of("strategy", "single"),),
+        needs=(one_of("nodes", 1), one_of("processes_per_node", 1)),
+        rule="single is one process, and spec.resources asks for more",
+        hint="use ddp, fsdp, deepspeed or auto, or set spec.resources.nodes and spec.resources.processesPerNode to 1",
+    ),
+    Constraint(
+        "single-has-whole-rows",
+        "parallelism.strategy",
+        when=(one_of("strategy", "single"),),
+        needs=(one_of("sequence", 1),),
+        rule="single is one process, and spec.parallelism.sequence divides rows among several",
+        hint="use ddp, or leave spec.parallelism.sequence out",
+    ),
+    # Offload.
+    Constraint(
+        "offload-needs-a-strategy",
+        "parallelism.offload",
+        when=(none_of("offload", "none+none"),),
+        needs=(chosen("strategy", "deepspeed", "fsdp"),),
+        rule="moves optimizer state or parameters, which needs spec.parallelism.strategy deepspeed or fsdp",
+        hint="set spec.parallelism.strategy to deepspeed or fsdp, or leave the offload out",
+    ),
+    Constraint(
+        "fsdp-offloads-together",
+        "parallelism.offload.parameters",
+        when=(one_of("strategy", "fsdp"),),
+        needs=(one_of("offload", "none+none", "none+cpu", "cpu+cpu"),),
+        rule="is cpu or none with spec.parallelism.strategy fsdp, which moves optimizer state and parameters together",
+        hint="set spec.parallelism.offload.parameters and spec.parallelism.offload.optimizer to cpu, "
+        "or spec.parallelism.strategy to deepspeed",
+    ),
+    Constraint(
+        "optimizer-offload-needs-zero",
+        "parallelism.offload.optimizer",
+        when=(none_of("offload_optimizer", "none"),),
+        needs=(none_of("zero_stage", 0),),
+        rule="needs a ZeRO stage from 1 to 3",
+        hint="set spec.parallelism.zeroStage to 1, 2, 3 or auto",
+    ),
+    Constraint(
+        "nvme-offload-needs-stage-3",
+        "parallelism.offload.optimizer",
+        when=(one_of("offload_optimizer", "nvme"),),
+        needs=(one_of("zero_stage", 3),),
+        rule="nvme needs ZeRO stage 3, the only one that swaps to files",
+        hint="set spec.parallelism.zeroStage to 3 or auto, or offload to cpu",
+    ),
+    Constraint(
+        "parameter-offload-needs-stage-3",
+        "parallelism.offload.parameters",
+        when=(none_of("offload_parameters", "none"),),
+        needs=(one_of("zero_stage", 3),),
+        rule="needs ZeRO stage 3, the only one that divides parameters",
+        hint="set spec.parallelism.zeroStage to 3 or auto",
+    ),
+    Constraint(
+        "offloaded-optimizer-is-adamw",
+        "parallelism.offload.optimizer",
+        when=(one_of("strategy", "deepspeed"), none_of("offload_optimizer", "none")),
+        needs=(one_of("optimizer", "adamw"),),
+        rule="moves the state of adamw only with DeepSpeed, and spec.training.optimizer is another",
+        hint="leave it out, or set spec.training.optimizer to adamw",
+    ),
+    Constraint(
+        "cpu-swaps-bf16-parameters",
+        "parallelism.offload.parameters",
+        when=(one_of("offload_parameters", "nvme"), one_of("precision", "fp32")),
+        needs=(one_of("device", "cuda"),),
+        rule="nvme keeps parameters as bf16 only where there is no GPU, and spec.training.precision is fp32",
+        hint="set it to cpu, or spec.training.precision to bf16",
+    ),
+    # Tensor, pipeline and sequence parallelism.
+    Constraint(
+        "model-parallel-has-replicas",
+        "parallelism.strategy",
+        when=(none_of("model_ranks", 1),),
+        needs=(one_of("strategy", "ddp"), one_of("zero_stage")),
+        rule="has to be ddp or auto, without zeroStage, with spec.parallelism.tensor or pipeline.degree above 1, "
+        "beside which there are replicas of the model",
+        hint="set strategy to ddp or auto and leave zeroStage out, or set tensor and pipeline.degree to 1",
+    ),
+    Constraint(
+        "model-parallel-trains-all-weights",
+        "model.adapter.method",
+        when=(none_of("model_ranks", 1),),
+        needs=(one_of("adapter", "none"),),
+        rule="does not go together with spec.parallelism.tensor or pipeline.degree above 1",
+        hint="leave the adapter out, or spread the model by spec.parallelism.strategy fsdp or deepspeed",
+    ),
+    Constraint(
+        "spread-models-keep-activations",
+        "parallelism.activationCheckpointing",
+        when=(none_of("model_ranks", 1),),
+        needs=(none_of("checkpointing", "selective"),),
+        rule="is auto, none or full with spec.parallelism.tensor or pipeline.degree above 1",
+        hint="set it to auto",
+    ),
+    Constraint(
+        "spread-models-offload-no-activations",
+        "parallelism.offload.activations",
+        when=(none_of("model_ranks", 1),),
+        needs=(one_of("offload_activations", "none"),),
+        rule="does not go together with spec.parallelism.tensor or pipeline.degree above 1",
+        hint="leave it out",
+    ),
+    Constraint(
+        "pairs-need-whole-rows",
+        "parallelism.pipeline.degree",
+        when=(one_of("task", "preference-tuning"),),
+        needs=(one_of("pipeline", 1),),
+        rule="has to be 1 for preference-tuning, whose loss compares whole rows",
+        hint="leave it out, and spread the model by spec.parallelism.strategy fsdp or deepspeed",
+    ),
+    Constraint(
+        "sequence-divides-rows-of-text",
+        "parallelism.sequence",
+        when=(none_of("sequence", 1),),
+        needs=(one_of("task", "text-generation"),),
+        rule="divides rows of text-generation only",
+        hint="leave it out, and set spec.preparation.maxLength lower if memory is short",
+    ),
+    Constraint(
+        "sequence-has-whole-models",
+        "parallelism.sequence",
+        when=(none_of("sequence", 1),),
+        needs=(one_of("model_ranks", 1),),
+        rule="does not go together with spec.parallelism.tensor or pipeline.degree above 1",
+        hint="set tensor and pipeline.degree to 1, and strategy to fsdp or deepspeed to divide the model",
+    ),
+    # Adapters and packs.
+    Constraint(
+        "qlora-keeps-layers-whole",
+        "parallelism.strategy",
+        when=(one_of("adapter", "qlora"),),
+        needs=(one_of("strategy", *WHOLE_STRATEGIES), one_of("zero_stage")),
+        rule="has to be single, ddp or auto, without zeroStage, with spec.model.adapter.method qlora, which packs "
+        "layers as a whole",
+        hint="set it to auto, single or ddp and leave zeroStage and spec.parallelism.offload out, "
+        "or set spec.model.adapter.method to lora",
+    ),
+    Constraint(
+        "packing-is-of-text-generation",
+        "preparation.packing",
+        when=(one_of("packing", "always"),),
+        needs=(one_of("task", "text-generation"),),
+        rule="always is for text-generation: rows of other tasks cannot share a sequence",
+        hint="set it to auto or never",
+    ),
+    # Precision, optimizer and kernels.
+    Constraint(
+        "precision-has-hardware",
+        "training.precision",
+        when=(one_of("precision", "fp16", "fp8"),),
+        needs=(one_of("device", "cuda"),),
+        rule="needs a GPU, and spec.resources.gpusPerNode gives none",
+        hint="set it to auto, fp32 or bf16, or set spec.resources.gpusPerNode",
+    ),
+    Constraint(
+        "fp16-has-its-loss-scaled",
+        "training.precision",
+        when=(one_of("precision", "fp16"),),
+        needs=(none_of("strategy", "fsdp"),),
+        rule="fp16 does not go together with spec.parallelism.strategy fsdp, which computes in fp32 or bf16",
+        hint="set it to bf16, or spec.parallelism.strategy to deepspeed",
+    ),
+    Constraint(
+        "fp8-has-a-strategy",
+        "training.precision",
+        when=(one_of("precision", "fp8"),),
+        needs=(one_of("strategy", *FP8_STRATEGIES), one_of("zero_stage")),
+        rule=f"fp8 goes together with spec.parallelism.strategy {', '.join(FP8_STRATEGIES)} or auto, without zeroStage",
+        hint="set it to bf16, or spec.parallelism.strategy to fsdp or auto and leave spec.parallelism.zeroStage out",
+    ),
+    Constraint(
+        "spread-models-have-a-precision",
+        "training.precision",
+        when=(one_of("precision", "fp16", "fp8"),),
+        needs=(one_of("model_ranks", 1),),
+        rule="is fp32 or bf16 with spec.parallelism.tensor or pipeline.degree above 1",
+        hint="set it to bf16",
+    ),
+    Constraint(
+        "slices-do-not-multiply-in-fp8",
+        "training.precision",
+        when=(one_of("precision", "fp8"),),
+        needs=(one_of("sequence", 1),),
+        rule="fp8 does not go together with spec.parallelism.sequence above 1",
+        hint="set it to bf16",
+    ),
+    Constraint(
+        "adapters-do-not-multiply-in-fp8",
+        "training.precision",
+        when=(one_of("precision", "fp8"),),
+        needs=(one_of("adapter", "none"),),
+        rule="fp8 does not go together with spec.model.adapter",
+        hint="set it to bf16, or leave spec.model.adapter out",
+    ),
+    Constraint(
+        "adafactor-has-whole-matrices",
+        "training.optimizer",
+        when=(one_of("optimizer", "adafactor"),),
+        needs=(one_of("strategy", *WHOLE_STRATEGIES), one_of("zero_stage"), one_of("tensor", 1)),
+        rule="adafactor works on whole matrices, which spec.parallelism divides or flattens",
+        hint="set it to adamw or sgd, or spec.parallelism.strategy to ddp without zeroStage and tensor",
+    ),
+    Constraint(
+        "compiled-models-are-whole",
+        "training.arguments",
+        when=(one_of("torch_compile", True),),
+        needs=(
+            one_of("model_ranks", 1),
+            one_of("sequence", 1),
+            one_of("offload_activations", "none"),
+            none_of("adapter", "qlora"),
+        ),
+        rule="torch_compile does not go together with spec.parallelism.tensor, pipeline, sequence and "
+        "offload.activations, nor with qlora",
+        hint="leave torch_compile out",
+    ),
+    Constraint(
+        "liger-has-gpus-and-whole-rows",
+        "training.arguments",
+        when=(one_of("liger", True),),
+        needs=(one_of("device", "cuda"), one_of("sequence", 1)),
+        rule="use_liger_kernel needs GPUs, and rows that spec.parallelism.sequence does not divide",
+        hint="leave use_liger_kernel out",
+    ),
+)
+"""Order is the order of reporting."""
