@@ -25,7 +25,9 @@ const widths = %s, said = {};
 function measure(page) {
   const root = page.documentElement, empty = [], wide = [], flat = [];
   for (const section of page.querySelectorAll("section")) {
-    const heading = section.querySelector("h2"), words = section.innerText.replace(heading.innerText, "").trim();
+    const heading = section.querySelector("h2");
+    if (!heading) continue;
+    const words = section.innerText.replace(heading.innerText, "").trim();
     if (!words && !section.querySelector("svg") || section.offsetHeight <= heading.offsetHeight + 8)
       empty.push(heading.innerText);
   }
@@ -97,3 +99,11 @@ def seen(page: Path, folder: Path, *, dark: bool = False) -> list[Seen]:
     assert found is not None, ran.stdout[:2000]
     measured: dict[str, Any] = json.loads(unescape(found[1]))
     return [Seen(**measured[str(width)]) for width in WIDTHS]
+
+
+def photograph(page: Path, picture: Path, folder: Path, *, width: int, height: int) -> None:
+    """Write a PNG of the page; `folder`: an empty one for the browser."""
+    assert CHROMIUM is not None, "needs Chromium to draw the picture"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}"]
+    options += [f"--window-size={width},{height}", f"--screenshot={picture}"]
+    subprocess.run([CHROMIUM, *options, page.as_uri()], capture_output=True, timeout=SECONDS, check=True)

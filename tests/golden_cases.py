@@ -96,7 +96,8 @@ def prepared_by_spark() -> tuple[FineTuneJob, Facts, Settings]:
     preparation = job.spec.preparation.model_copy(update={"engine": "spark", "workers": 4})
     job = job.model_copy(update={"spec": job.spec.model_copy(update={"preparation": preparation})})
     spark = Spark(image="registry.example.com/team/trainer-spark:1", serviceAccountName="spark-driver")
-    return job, replace(facts, served=(*LAUNCHERS, "sparkapplication")), settings.model_copy(update={"spark": spark})
+    facts = replace(facts, served=(*facts.served, "sparkapplication"))
+    return job, facts, settings.model_copy(update={"spark": spark})
 
 
 @functools.cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -137,6 +138,15 @@ def serving(workspace: Path, jobs: ClusterJobs | None = None) -> Iterator[Client
         finally:
             server.shutdown()
             thread.join()
+
+
+def standalone(client: Client, file: Path, *parts: str) -> Path:
+    """Write the page into a file that holds its styles, as a browser shows it that runs no script."""
+    page = re.sub(r"<script src=[^>]*></script>|<link rel=.icon.[^>]*>", "", client.page(*parts))
+    linked = re.compile(r'<link rel="stylesheet" href="/([^"]+)">')
+    styled = linked.sub(lambda found: f"<style>{client.send(f'/{found[1]}').text}</style>", page)
+    file.write_text(styled, encoding="utf-8")
+    return file
 
 
 # ------------------------------------------------------------------------------------------------------------ cluster

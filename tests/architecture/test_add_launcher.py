@@ -17,15 +17,8 @@ from suite_plugins.patience import patient
 ROOT = Path(__file__).parents[2]
 ROW = """
     Launcher(
-        "rayjob",
-        "ray.io/v1",
-        "RayJob",
-        "rayjobs",
-        installed_by="the KubeRay operator",
-        manifest="RayJob of one cluster",
-        foreign_names=("kuberay",),
-        pod_suffix="-worker-9999",
-        first_host="-head",
+        "rayjob", "ray.io/v1", "RayJob", "rayjobs", installed_by="the KubeRay operator",
+        manifest="RayJob of one cluster", foreign_names=("kuberay",), pod_suffix="-worker-9999", first_host="-head",
         reserved=Reserved(env_prefixes=("RAY_",), label_prefixes=("ray.io/",)),
     ),
 """
@@ -114,7 +107,7 @@ print(json.dumps({
     "allowed": version["properties"]["spec"]["properties"]["launcher"]["enum"],
     "choices": list(Launcher),
     "rights": [line for line in launcher_rights().splitlines() if "ray" in line],
-    "collected": KINDS.get("rayjobs"),
+    "collected": [kind.api_version for kind in KINDS if kind.plural == "rayjobs"],
     "counted": sorted(name for name in RESOURCE_NAMES if "ray" in name),
     "pages": [name for name, page in {
         "api": api_reference(), "names": names_reference(), "operator": launchers_table()}.items() if "rayjob" in page],
@@ -136,7 +129,7 @@ def trial(tmp_path: Path) -> Any:
     package = tmp_path / "finetune_operator"
     shutil.copytree(ROOT / "operator" / "finetune_operator", package, ignore=shutil.ignore_patterns("__pycache__"))
     launchers = package / "launchers"
-    insert(launchers / "rows.py", '    Launcher(\n        "trainjob",', ROW.lstrip("\n"))
+    insert(launchers / "rows.py", '    Launcher(\n        "trainjob", ', ROW.lstrip("\n"))
     rows = (launchers / "rows.py").read_text(encoding="utf-8")
     names = rows.replace('= Literal["pytorchjob",', '= Literal["rayjob", "pytorchjob",')
     (launchers / "rows.py").write_text(names, encoding="utf-8")
@@ -169,7 +162,7 @@ def test_a_new_launcher_is_known_everywhere_by_its_row_and_its_module(trial: Any
         "allowed": ["auto", "rayjob", "pytorchjob", "mpijob", "trainjob", "jobset", "job"],
         "choices": ["pytorchjob", "mpijob", "rayjob", "job"],
         "rights": ["  - apiGroups: [ray.io]", "    resources: [rayjobs]"],
-        "collected": "ray.io/v1",
+        "collected": ["ray.io/v1"],
         "counted": ["rayjobs", "rayjobs/discovery"],
         "pages": ["api", "names", "operator"],
         "columns": ["pytorchjob", "mpijob", "rayjob", "job"],

@@ -16,6 +16,11 @@ from cluster_support.told_jobs import Jobs
 from cluster_support.world import SETTINGS, World, fresh_namespace, install_kinds, namespace_for_pods
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The option that draws pictures again."""
+    parser.addoption("--record-ui", action="store_true", help="write docs/ui*.png from what the pages show")
+
+
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """The cluster of FINETUNE_TEST_KUBECONFIG, or a control plane started from programs in KUBEBUILDER_ASSETS."""

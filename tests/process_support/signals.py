@@ -16,6 +16,12 @@ def waits_for(process: int, number: signal.Signals) -> bool:
     return _set(process, "ShdPnd", number)
 
 
+def blocks(process: int, number: signal.Signals) -> list[bool]:
+    """Whether each of its threads leaves this signal to the others; first the main thread."""
+    threads = sorted(int(folder.name) for folder in Path(f"/proc/{process}/task").iterdir())
+    return [_set(thread, "SigBlk", number) for thread in sorted(threads, key=lambda thread: thread != process)]
+
+
 def _set(process: int, mask: str, number: signal.Signals) -> bool:
     status = Path(f"/proc/{process}/status").read_text(encoding="ascii")
     line = next(line for line in status.splitlines() if line.startswith(f"{mask}:"))

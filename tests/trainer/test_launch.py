@@ -24,6 +24,7 @@ from finetune_contract.report import TrainerReport
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.distributed import free_port
 from process_support.left import left
+from process_support.signals import blocks
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
 
@@ -440,6 +441,12 @@ def attached(below: str, folder: Path) -> tuple[subprocess.Popen[str], list[psut
     )
     wait_until(file.exists, "the program's child has started")
     return process, psutil.Process(process.pid).children(recursive=True)
+
+
+def test_only_the_main_thread_of_a_launcher_takes_signals(tmp_path: Path):
+    process, _ = attached("", tmp_path)
+    wait_until(lambda: blocks(process.pid, signal.SIGTERM) == [False, True, True], "both other threads run")
+    process.communicate(timeout=TIMEOUT_SECONDS)
 
 
 def test_attached_launcher_kills_everything_when_its_standard_input_ends(tmp_path: Path):

@@ -121,7 +121,7 @@ def test_training_draws_anew_in_each_epoch_and_alike_in_every_process(model, dat
         found = {}
         for rank in range(ranks):
             order = EpochOrder(prepared.lengths("train"), batch, rank, 11, grouped=False)
-            order.set_epoch(epoch)
+            order.start_at(epoch)
             for picks in order:
                 features = TrainRows(prepared).__getitems__(picks)
                 labels = TASK.collate(features, pad_token_id=0)["labels"].numpy()

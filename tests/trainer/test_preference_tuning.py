@@ -207,7 +207,7 @@ def by_trl(job: TrainerJob, paths: JobPaths, folder: Path, model: Any) -> tuple[
     rows = read_lines(Path(job.dataset.uri.removeprefix("file://")) / "train.jsonl")  # type: ignore[union-attr]
     source, picked = prepared.split("train")["row"], []
     for epoch in range(-(-training.max_steps // order.steps)):
-        order.set_epoch(epoch)
+        order.start_at(epoch)
         picked += [rows[source[pick.row]] for micro in order for pick in micro]
     batch, heard = training.batch, Losses()
     trainer = trl.DPOTrainer(

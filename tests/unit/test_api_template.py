@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.api.rules import RESERVED_PREFIXES
+from finetune_operator.api.rules.resources import RESERVED_PREFIXES
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.template import (
     ALLOWED_SOURCES,

@@ -126,11 +126,11 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.template.hostIPC", "Unknown", "there is no such field"),
     ],
     "hub-only-fields": [
-        ("spec.training.warmupSteps", "Invalid", "has no effect with the scheduler constant"),
-        ("spec.resources.accelerator", "Invalid", "has no effect while spec.resources.gpusPerNode is 0"),
         ("spec.predict.output", "Invalid", "has to end in .jsonl or .parquet, which also chooses the"),
         ("spec.model.revision", "Invalid", "has a meaning on the Hub only, so that spec.model.uri ha"),
         ("spec.dataset.config", "Invalid", "has a meaning on the Hub only, so that spec.dataset.uri"),
+        ("spec.training.warmupSteps", "Invalid", "has no effect with the scheduler constant"),
+        ("spec.resources.accelerator", "Invalid", "has no effect while spec.resources.gpusPerNode is 0"),
     ],
     "image-form": [
         ("spec.image", "Invalid", "must be an image such as registry.example.com/team/train"),
@@ -298,7 +298,7 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.template.securityContext.runAsNonRoot", "Forbidden", "would run the trainer as root"),
     ],
     "single-with-many": [
-        ("spec.parallelism.strategy", "Invalid", "single is one process, and spec.resources or spec.par"),
+        ("spec.parallelism.strategy", "Invalid", "single is one process, and spec.resources asks for more"),
     ],
     "steps-too-many": [
         ("spec.training.maxSteps", "Invalid", "must be an integer of at least 1"),
@@ -465,8 +465,8 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
     ],
     "zero-stage-with-ddp": [
         ("spec.parallelism.zeroStage", "Invalid", "is a DeepSpeed setting and needs spec.parallelism.strate"),
-        ("spec.parallelism.offload", "Invalid", "needs spec.parallelism.strategy deepspeed or fsdp"),
         ("spec.parallelism.deepspeedConfig", "Invalid", "needs spec.parallelism.strategy deepspeed"),
+        ("spec.parallelism.offload", "Invalid", "needs spec.parallelism.strategy deepspeed or fsdp"),
     ],
 }
 

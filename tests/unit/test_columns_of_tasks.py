@@ -8,7 +8,8 @@ from typing import Any, get_args
 import pytest
 
 from finetune_contract.choices import Task
-from finetune_operator.api.rules import COLUMN_TASKS, RULES
+from finetune_operator.api.rules import RULES
+from finetune_operator.api.rules.data import COLUMN_TASKS
 from finetune_operator.cli.checking import data_question
 from finetune_trainer.data.prepare import parts_of
 from finetune_trainer.failures import StageError

@@ -23,7 +23,8 @@ from finetune_operator.api import deepspeed_overrides, fields, foreign_files, su
 from finetune_operator.api.foreign_names import NAMES, VALUES, ForeignName, ForeignValue, find_name, find_value, plain
 from finetune_operator.api.hints import as_uri
 from finetune_operator.api.problems import Problem, format_path
-from finetune_operator.api.rules import COLUMN_TASKS, RULES
+from finetune_operator.api.rules import RULES
+from finetune_operator.api.rules.data import COLUMN_TASKS
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 from finetune_operator.api.shapes import Fields, accepts, find, leaves, spec_shape
 from finetune_operator.api.support import works

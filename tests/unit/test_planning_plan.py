@@ -14,7 +14,8 @@ from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
 from finetune_contract.job import Batch, CheckpointSchedule, Columns, Strategy, World
 from finetune_operator.api.problems import Problem
-from finetune_operator.api.rules import HPZ, RULES
+from finetune_operator.api.rules import RULES
+from finetune_operator.api.rules.parallelism import HPZ
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Price, Settings
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.launchers.rows import BUILT_IN, ENGINES

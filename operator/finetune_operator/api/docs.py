@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from pydantic import JsonValue
 
+from finetune_contract.arguments import FREE, OWNED_BY_PLAN, known_arguments
 from finetune_operator.api.copied import ARGUMENTS, COPIED, SAME, Copied
 from finetune_operator.api.foreign_names import NAMES, VALUES, ForeignName, ForeignValue
 from finetune_operator.api.rules import RULES
@@ -125,8 +126,20 @@ def names_reference() -> str:
             for name, field in SAME.items()
         ),
         "",
+        *_training_arguments(),
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _training_arguments() -> Iterator[str]:
+    """Say of every field of TrainingArguments whether a job may set it."""
+    rest = sorted(known_arguments().keys() - FREE - OWNED_BY_PLAN.keys())
+    yield from ("## Fields of transformers.TrainingArguments", "")
+    yield from ("`spec.training.arguments` takes these, and each has its effect:", "", f"{_codes(sorted(FREE))}.", "")
+    yield from ("These are refused, because a field of the job decides them:", "", "| Field | Set |", "|---|---|")
+    yield from (f"| `{name}` | `spec.{field}` |" for name, field in OWNED_BY_PLAN.items())
+    yield from ("", "These are refused, because the trainer itself takes care of what they are for:", "")
+    yield f"{_codes(rest)}."
 
 
 def _name_row(row: ForeignName) -> str:

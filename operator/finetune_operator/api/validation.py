@@ -37,6 +37,7 @@ from finetune_operator.api.deepspeed_overrides import override_problems
 from finetune_operator.api.fields import Path, read_fields, unknown_field, value_at, without_nulls
 from finetune_operator.api.foreign_files import recognise
 from finetune_operator.api.hints import argument_name, hub_name_hint, owned_key
+from finetune_operator.api.notices import notices
 from finetune_operator.api.problems import (
     HIDDEN,
     HUB_TOKEN_PATTERN,
@@ -49,7 +50,8 @@ from finetune_operator.api.problems import (
     describe_value,
     format_path,
 )
-from finetune_operator.api.rules import RULES, Rule
+from finetune_operator.api.rules import RULES
+from finetune_operator.api.rules.base import Rule
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.shapes import spec_shape
 from finetune_operator.api.support import served_schemes, unsupported
@@ -146,6 +148,17 @@ def validate_job(value: JsonValue, settings: Settings = CLUSTER_SETTINGS) -> tup
     known = ObjectMeta.model_validate({name: given for name, given in metadata.items() if given is not None})
     frame = {"apiVersion": API_VERSION, "kind": KIND, "metadata": known, "spec": spec}
     return FineTuneJob.model_validate(frame), []
+
+
+def notices_beside(value: JsonValue, problems: Sequence[Problem]) -> tuple[str, ...]:
+    """Notices about a job that has problems, where its other fields can be read: to be mended at the same time."""
+    written = value.get("spec") if isinstance(value, dict) else None
+    if not isinstance(written, dict) or not problems or any(problem.path in ("", "spec") for problem in problems):
+        return ()
+    read = read_fields(FineTuneJobSpec, spec_shape(), without_nulls(written, spec_shape()), ("spec",), _PLACEHOLDERS)
+    blamed = tuple(problem.path for problem in problems)
+    told = () if read.value is None else notices(read.value)
+    return tuple(sentence for sentence in told if not sentence.startswith(blamed))
 
 
 def foreign(value: JsonValue) -> str | None:

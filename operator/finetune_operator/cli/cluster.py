@@ -234,9 +234,11 @@ class Cluster:
                         yield "deleted" if event.type == "DELETED" else "changed", event.object
 
     async def events(self, job: ClusterJob) -> tuple[Happening, ...]:
-        """The job's events, oldest first."""
-        found = [_happening(item) for item in await self.raw_events(job)]
-        return tuple(sorted(found, key=lambda event: event.time))
+        """The job's events, oldest first; times have whole seconds, so that versions decide among those of one."""
+        by_version = sorted(
+            await self.raw_events(job), key=lambda item: int(item["metadata"].get("resourceVersion", 0))
+        )
+        return tuple(sorted(map(_happening, by_version), key=lambda event: event.time))
 
     async def pods(self, job: ClusterJob) -> tuple[PodView, ...]:
         """The job's pods, by stage, attempt and place."""

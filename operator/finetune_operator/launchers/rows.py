@@ -77,86 +77,48 @@ class Launcher:
         return f"{self.kind} ({self.api_version})"
 
 
+_KUBEFLOW = "training.kubeflow.org/"
+_REPLICA = f"{_KUBEFLOW}replica-index"
+
 LAUNCHERS: tuple[Launcher, ...] = (
+    # The most widely installed, and its Services give the rendezvous its address.
     Launcher(
-        # The most widely installed, and its Services give the rendezvous its address.
-        "pytorchjob",
-        "kubeflow.org/v1",
-        "PyTorchJob",
-        "pytorchjobs",
-        installed_by="the Kubeflow Training Operator",
-        manifest="PyTorchJob, workers only, rendezvous by c10d",
-        first_host="-worker-0",
-        index_label="training.kubeflow.org/replica-index",
-        pod_suffix="-worker-9999",
-        reserved=Reserved(label_prefixes=("training.kubeflow.org/",)),
+        "pytorchjob", "kubeflow.org/v1", "PyTorchJob", "pytorchjobs", installed_by="the Kubeflow Training Operator",
+        manifest="PyTorchJob, workers only, rendezvous by c10d", first_host="-worker-0",
+        index_label=_REPLICA, pod_suffix="-worker-9999", reserved=Reserved(label_prefixes=(_KUBEFLOW,)),
         foreign_names=("pytorch", "kubeflow", "training-operator"),
     ),
+    # Needs an SSH server in each worker, and one pod more. That one has a replica index too.
     Launcher(
-        # Needs an SSH server in each worker, and one pod more.
-        "mpijob",
-        "kubeflow.org/v2beta1",
-        "MPIJob",
-        "mpijobs",
-        installed_by="the MPI Operator",
-        manifest="MPIJob v2beta1, Open MPI over ssh on port 2222",
-        starter="mpirun",
-        # The launcher has a replica index too.
-        starter_pod=("training.kubeflow.org/job-role", "launcher"),
-        index_label="training.kubeflow.org/replica-index",
-        pod_suffix="-worker-9999",
-        job_between="-launcher",
+        "mpijob", "kubeflow.org/v2beta1", "MPIJob", "mpijobs", installed_by="the MPI Operator",
+        manifest="MPIJob v2beta1, Open MPI over ssh on port 2222", starter="mpirun",
+        starter_pod=(f"{_KUBEFLOW}job-role", "launcher"), index_label=_REPLICA, pod_suffix="-worker-9999",
+        job_between="-launcher", foreign_names=("mpirun", "mpi", "horovodrun"), foreign_tools="Hugging Face",
         reserved=Reserved(
-            label_prefixes=("training.kubeflow.org/",),
-            env=("K_MPI_JOB_ROLE",),
-            env_prefixes=("OMPI_", "PRTE_"),
+            label_prefixes=(_KUBEFLOW,), env=("K_MPI_JOB_ROLE",), env_prefixes=("OMPI_", "PRTE_"),
             volumes=("ssh-auth", "mpi-job-config", "ssh-home"),
         ),
-        foreign_names=("mpirun", "mpi", "horovodrun"),
-        foreign_tools="Hugging Face",
     ),
     Launcher(
-        "trainjob",
-        "trainer.kubeflow.org/v1alpha1",
-        "TrainJob",
-        "trainjobs",
-        installed_by="Kubeflow Trainer",
+        "trainjob", "trainer.kubeflow.org/v1alpha1", "TrainJob", "trainjobs", installed_by="Kubeflow Trainer",
         supported=False,
     ),
     Launcher(
-        "jobset",
-        "jobset.x-k8s.io/v1alpha2",
-        "JobSet",
-        "jobsets",
-        installed_by="the JobSet controller",
+        "jobset", "jobset.x-k8s.io/v1alpha2", "JobSet", "jobsets", installed_by="the JobSet controller",
         supported=False,
     ),
     Launcher(
-        "job",
-        "batch/v1",
-        "Job",
-        "jobs",
-        installed_by="Kubernetes' own Job controller",
-        manifest="Indexed Job with a headless Service",
-        stages=("prepare", "train", "evaluate", "predict"),
-        built_in=True,
-        index_label="batch.kubernetes.io/job-completion-index",
-        pod_suffix="-9999",
-        reserved=Reserved(label_prefixes=("batch.kubernetes.io/",)),
-        foreign_names=("batch", "k8s-job", "batch/v1"),
+        "job", "batch/v1", "Job", "jobs", installed_by="Kubernetes' own Job controller", built_in=True,
+        manifest="Indexed Job with a headless Service", stages=("prepare", "train", "evaluate", "predict"),
+        index_label="batch.kubernetes.io/job-completion-index", pod_suffix="-9999",
+        reserved=Reserved(label_prefixes=("batch.kubernetes.io/",)), foreign_names=("batch", "k8s-job", "batch/v1"),
     ),
     Launcher(
-        "sparkapplication",
-        "sparkoperator.k8s.io/v1beta2",
-        "SparkApplication",
-        "sparkapplications",
-        installed_by="the Kubeflow Spark Operator",
-        stages=("prepare",),
-        engine="spark",
-        pod_suffix="-driver",
-        driver="-driver",
+        "sparkapplication", "sparkoperator.k8s.io/v1beta2", "SparkApplication", "sparkapplications",
+        installed_by="the Kubeflow Spark Operator", stages=("prepare",), engine="spark",
+        pod_suffix="-driver", driver="-driver",
     ),
-)
+)  # fmt: skip
 """In the order in which spec.launcher auto prefers those that the API server serves."""
 
 SUPPORTED: tuple[Launcher, ...] = tuple(each for each in LAUNCHERS if each.supported)

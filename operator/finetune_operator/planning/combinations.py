@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from finetune_contract.combinations import Choices
 from finetune_operator.api.fields import value_at
-from finetune_operator.api.rules import RULES, choices_of
+from finetune_operator.api.rules import RULES
+from finetune_operator.api.rules.combinations import choices_of
 from finetune_operator.api.types import AcceleratorSpec, FineTuneJobSpec, ParallelismSpec
 from finetune_operator.planning.draft import Draft
 

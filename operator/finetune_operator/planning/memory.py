@@ -183,41 +183,47 @@ def model_states(work: Workload) -> ModelStates:
     4P/N, at stage 3 for one sub-group at a time. Its fp32 mode keeps the master copy as well. Stage 0 sums gradients in
     fp32. Of frozen weights there are neither gradients nor optimizer state (Hu et al., "LoRA", 2021, section 4.2).
     """
-    held, count, ranks = work.held, work.trained, work.shards
+    return _deepspeed_states(work) if work.deepspeed else _torch_states(work)
+
+
+def _torch_states(work: Workload) -> ModelStates:
+    held, count = work.held, work.trained
     state = optimizer_state_bytes(work.optimizer, work.model.hidden_size)
-    width = work.weight_bytes
-    processes = work.world.processes_per_node
-    loading = 4 * work.model.parameters * processes
-    if not work.deepspeed:
-        divided = ranks if work.strategy.name == "fsdp" else 1
-        sizes = (_shards(held, 4, divided), _shards(count, 4, divided), _shards(count, state, divided))
-        if work.strategy.offload_parameters == "cpu":
-            # torch's CPUOffloadPolicy moves all three together, and the optimizer steps on the host.
-            moved = sum(sizes)
-            return ModelStates(0, 0, 0, moved, 0, max(moved * processes, loading), _HOST, _HOST, _HOST)
-        if work.four_bit:
-            parameters, words = _four_bit_bytes(work)
-            return ModelStates(
-                parameters,
-                *sizes[1:],
-                offloaded=0,
-                disk=0,
-                host=loading,
-                parameters_formula=words,
-                gradients_formula=_formula("4", count, 1),
-                optimizer_formula=_formula(f"{state:.3g}", count, 1),
-            )
-        part = " of the fullest process" if work.strategy.model_ranks > 1 else ""
+    loading = 4 * work.model.parameters * work.world.processes_per_node
+    divided = work.shards if work.strategy.name == "fsdp" else 1
+    sizes = (_shards(held, 4, divided), _shards(count, 4, divided), _shards(count, state, divided))
+    if work.strategy.offload_parameters == "cpu":
+        # torch's CPUOffloadPolicy moves all three together, and the optimizer steps on the host.
+        moved = sum(sizes)
+        return ModelStates(0, 0, 0, moved, 0, max(moved * work.world.processes_per_node, loading), _HOST, _HOST, _HOST)
+    if work.four_bit:
+        parameters, words = _four_bit_bytes(work)
         return ModelStates(
-            *sizes,
+            parameters,
+            *sizes[1:],
             offloaded=0,
             disk=0,
-            host=loading if work.strategy.model_ranks == 1 else _spreading_bytes(work),
-            parameters_formula=_formula("4", held, divided) + part,
-            gradients_formula=_formula("4", count, divided) + part,
-            optimizer_formula=_formula(f"{state:.3g}", count, divided) + part,
+            host=loading,
+            parameters_formula=words,
+            gradients_formula=_formula("4", count, 1),
+            optimizer_formula=_formula(f"{state:.3g}", count, 1),
         )
-    stage = work.strategy.zero_stage or 0
+    part = " of the fullest process" if work.strategy.model_ranks > 1 else ""
+    return ModelStates(
+        *sizes,
+        offloaded=0,
+        disk=0,
+        host=loading if work.strategy.model_ranks == 1 else _spreading_bytes(work),
+        parameters_formula=_formula("4", held, divided) + part,
+        gradients_formula=_formula("4", count, divided) + part,
+        optimizer_formula=_formula(f"{state:.3g}", count, divided) + part,
+    )
+
+
+def _deepspeed_states(work: Workload) -> ModelStates:
+    held, count, ranks, width = work.held, work.trained, work.shards, work.weight_bytes
+    state = optimizer_state_bytes(work.optimizer, work.model.hidden_size)
+    processes, stage = work.world.processes_per_node, work.strategy.zero_stage or 0
     by_parameters, by_gradients, by_optimizer = (ranks if stage >= least else 1 for least in (3, 2, 1))
     fp32_copy, offloaded, disk = 4, 0, 0
     stepped = count // by_optimizer
@@ -253,7 +259,7 @@ def model_states(work: Workload) -> ModelStates:
         optimizer=optimizer,
         offloaded=offloaded,
         disk=disk,
-        host=max(offloaded * processes, _dividing_bytes(work) if stage == 3 else loading),
+        host=max(offloaded * processes, _dividing_bytes(work) if stage == 3 else 4 * work.model.parameters * processes),
         parameters_formula=parameters_formula,
         gradients_formula=gradients_formula,
         optimizer_formula=optimizer_formula,

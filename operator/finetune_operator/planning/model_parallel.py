@@ -13,7 +13,7 @@ from finetune_contract.choices import RankOrder
 from finetune_contract.facts import ModelFacts
 from finetune_contract.job import Pipeline, Strategy
 from finetune_contract.plans import tensor_families
-from finetune_operator.api.rules import keeps_full
+from finetune_operator.api.rules.batch import keeps_full
 from finetune_operator.api.types import ParallelismSpec, PipelineSpec
 from finetune_operator.planning.draft import Draft, decided
 

@@ -16,7 +16,8 @@ from finetune_contract.choices import AdapterMethod, CheckpointingMode, OffloadD
 from finetune_contract.combinations import Choices, broken
 from finetune_contract.job import Strategy, World
 from finetune_operator.api.quantities import human_bytes, human_count
-from finetune_operator.api.rules import asked_strategy, secondary_shards
+from finetune_operator.api.rules.parallelism import secondary_shards
+from finetune_operator.api.rules.processes import asked_strategy
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
 from finetune_operator.planning import memory
 from finetune_operator.planning.adapters import choose_adapter

@@ -65,17 +65,10 @@ _RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
 """An estimate knows nothing of loading and saving, and the speed only within a factor of two."""
 
 
-class Metrics:
-    """What the parts of the operator tell, each by one method; `exposition` is what Prometheus reads."""
+class _FleetGauges:
+    """All jobs at the moment that metrics are read."""
 
-    def __init__(self, currency: str = CLUSTER_SETTINGS.currency) -> None:
-        """`currency` of the prices; amounts of jobs that began under another one are counted as `other`."""
-        self.families = made = Families()
-        # Memory, processor seconds and open files of this process, where the system tells them.
-        ProcessCollector(registry=made.registry)
-        money = (currency,)
-        self._fleet: Callable[[], Fleet] = Fleet
-        # ----------------------------------------------------------------------------------- all jobs, at this moment
+    def __init__(self, made: Families, currency: str) -> None:
         self._jobs = made.gauge("finetune_jobs", "FineTuneJobs by phase.", phase=_PHASES)
         self._waiting = made.gauge(
             "finetune_jobs_waiting",
@@ -100,9 +93,25 @@ class Metrics:
             stage=_STAGES,
         )
         self._estimated_cost = made.gauge(
-            "finetune_estimated_cost", "Estimated cost of the trainings of all jobs that are not over.", currency=money
+            "finetune_estimated_cost",
+            "Estimated cost of the trainings of all jobs that are not over.",
+            currency=(currency,),
         )
-        # --------------------------------------------------------------------------------------------- sums over jobs
+
+    def set(self, fleet: Fleet) -> None:
+        _set(self._jobs, fleet.phases)
+        self._waiting.of().set(fleet.waiting)
+        self._oldest_waiting.of().set(fleet.oldest_waiting_seconds)
+        self._progress_age.of().set(fleet.progress_age_seconds)
+        _set(self._samples, fleet.samples_per_second)
+        _set(self._tokens, fleet.tokens_per_second)
+        _set(self._estimated_cost, fleet.estimated_cost)
+
+
+class _JobSums:
+    """Sums over jobs, of statuses that this process has written."""
+
+    def __init__(self, made: Families, currency: str) -> None:
         self._ends = made.counter(
             "finetune_job_ends",
             "Jobs that came to their end, by the class of the failure; none: a success.",
@@ -147,10 +156,10 @@ class Metrics:
             capacity=_CAPACITIES,
         )
         self._cost = made.counter(
-            "finetune_cost", "Cost of attempts that are over, as far as the settings have prices.", currency=money
+            "finetune_cost", "Cost of attempts that are over, as far as the settings have prices.", currency=(currency,)
         )
         self._saved = made.counter(
-            "finetune_cost_saved", "What the same node seconds would have cost more on demand.", currency=money
+            "finetune_cost_saved", "What the same node seconds would have cost more on demand.", currency=(currency,)
         )
         self._estimates = made.histogram(
             "finetune_estimate_ratio",
@@ -159,55 +168,9 @@ class Metrics:
         )
         for family in (self._node_seconds, self._running_node_seconds, self._gpu_seconds, self._cost, self._saved):
             family.show()
-        # ---------------------------------------------------------------------------------------------- the operator
-        self._leading = made.gauge("finetune_leading", "1 where this replica acts, 0 where it stands by.")
-        self._reconcile = made.histogram(
-            "finetune_reconcile_seconds", "Duration of one pass over one job, requests included.", _RECONCILE_BUCKETS
-        )
-        self._reconcile_errors = made.counter(
-            "finetune_reconcile_errors", "Passes that ended in an error and are made again."
-        )
-        self._requests = made.counter(
-            "finetune_api_requests",
-            "Requests to the API server by verb, resource and status code; code 0: no answer.",
-            verb=VERBS,
-            resource=RESOURCE_NAMES,
-            code=API_CODES,
-        )
-        self._request_seconds = made.histogram(
-            "finetune_api_request_seconds",
-            "Time until the API server had answered, by verb.",
-            _RECONCILE_BUCKETS,
-            verb=VERBS,
-        )
-        self._depth = made.gauge("finetune_queue_depth", "Jobs that wait for a worker.")
-        self._lag = made.gauge("finetune_event_loop_lag_seconds", "How much too late the event loop woke up last.")
-        self._reviews = made.counter(
-            "finetune_webhook_reviews",
-            "Questions of the API server whether a job may be stored, by the answer; failed: no such question, or a "
-            "client without the right certificate.",
-            outcome=("allowed", "refused", "failed"),
-        )
-        self._posts = made.counter(
-            "finetune_progress_posts", "Progress reports by the status code of the answer.", code=POST_CODES
-        )
-        self._certificates = made.gauge(
-            "finetune_certificate_expiration_timestamp_seconds",
-            "Unix time at which the certificate that a server shows comes to its end.",
-            server=SERVERS,
-        )
-        self._resyncs = made.counter(
-            "finetune_resyncs", "Times that everything was listed again, by reason.", reason=RESYNC_REASONS
-        )
 
-    # ---------------------------------------------------------------------------------------------------------- jobs
-
-    def follow_jobs(self, fleet: Callable[[], Fleet]) -> None:
-        """Ask `fleet` for all jobs whenever metrics are read."""
-        self._fleet = fleet
-
-    def status_written(self, job: JobView, after: FineTuneJobStatus) -> None:
-        """Counts what happened between the status in `job` and the one that took its place."""
+    def count(self, job: JobView, after: FineTuneJobStatus) -> None:
+        """Count what happened between the status in `job` and the one that took its place."""
         before = job.status
         self._attempts_ended(before, after)
         if after.restarts > before.restarts:
@@ -250,7 +213,65 @@ class Metrics:
             self._cost.of(taken.currency).inc(taken.cost)
             self._saved.of(taken.currency).inc(taken.saved)
 
-    # ----------------------------------------------------------------------------------------------- the operator
+
+class Metrics:
+    """What the parts of the operator tell, each by one method; `exposition` is what Prometheus reads."""
+
+    def __init__(self, currency: str = CLUSTER_SETTINGS.currency) -> None:
+        """`currency` of the prices; amounts of jobs that began under another one are counted as `other`."""
+        self.families = made = Families()
+        # Memory, processor seconds and open files of this process, where the system tells them.
+        ProcessCollector(registry=made.registry)
+        self._fleet: Callable[[], Fleet] = Fleet
+        self._fleet_gauges = _FleetGauges(made, currency)
+        self._job_sums = _JobSums(made, currency)
+        self._leading = made.gauge("finetune_leading", "1 where this replica acts, 0 where it stands by.")
+        self._reconcile = made.histogram(
+            "finetune_reconcile_seconds", "Duration of one pass over one job, requests included.", _RECONCILE_BUCKETS
+        )
+        self._reconcile_errors = made.counter(
+            "finetune_reconcile_errors", "Passes that ended in an error and are made again."
+        )
+        self._requests = made.counter(
+            "finetune_api_requests",
+            "Requests to the API server by verb, resource and status code; code 0: no answer.",
+            verb=VERBS,
+            resource=RESOURCE_NAMES,
+            code=API_CODES,
+        )
+        self._request_seconds = made.histogram(
+            "finetune_api_request_seconds",
+            "Time until the API server had answered, by verb.",
+            _RECONCILE_BUCKETS,
+            verb=VERBS,
+        )
+        self._depth = made.gauge("finetune_queue_depth", "Jobs that wait for a worker.")
+        self._lag = made.gauge("finetune_event_loop_lag_seconds", "How much too late the event loop woke up last.")
+        self._reviews = made.counter(
+            "finetune_webhook_reviews",
+            "Questions of the API server whether a job may be stored, by the answer; failed: no such question, or a "
+            "client without the right certificate.",
+            outcome=("allowed", "refused", "failed"),
+        )
+        self._posts = made.counter(
+            "finetune_progress_posts", "Progress reports by the status code of the answer.", code=POST_CODES
+        )
+        self._certificates = made.gauge(
+            "finetune_certificate_expiration_timestamp_seconds",
+            "Unix time at which the certificate that a server shows comes to its end.",
+            server=SERVERS,
+        )
+        self._resyncs = made.counter(
+            "finetune_resyncs", "Times that everything was listed again, by reason.", reason=RESYNC_REASONS
+        )
+
+    def follow_jobs(self, fleet: Callable[[], Fleet]) -> None:
+        """Ask `fleet` for all jobs whenever metrics are read."""
+        self._fleet = fleet
+
+    def status_written(self, job: JobView, after: FineTuneJobStatus) -> None:
+        """Count what happened between the status in `job` and the one that took its place."""
+        self._job_sums.count(job, after)
 
     def pass_done(self, seconds: float, outcome: str) -> None:
         """One pass over a job."""
@@ -288,18 +309,9 @@ class Metrics:
         """Everything was listed again."""
         self._resyncs.of(reason).inc()
 
-    # ------------------------------------------------------------------------------------------------- what is shown
-
     def exposition(self) -> bytes:
         """All figures in Prometheus' text format, version 0.0.4."""
-        fleet = self._fleet()
-        _set(self._jobs, fleet.phases)
-        self._waiting.of().set(fleet.waiting)
-        self._oldest_waiting.of().set(fleet.oldest_waiting_seconds)
-        self._progress_age.of().set(fleet.progress_age_seconds)
-        _set(self._samples, fleet.samples_per_second)
-        _set(self._tokens, fleet.tokens_per_second)
-        _set(self._estimated_cost, fleet.estimated_cost)
+        self._fleet_gauges.set(self._fleet())
         return generate_latest(self.families.registry)
 
 

@@ -149,7 +149,15 @@ def _terminate(pid: int) -> None:
         os.kill(pid, signal.SIGTERM)
 
 
+def _leave_signals_to_the_main_thread() -> None:
+    """For any other thread: it could take a signal that comes while the process stands still (SIGSTOP, a frozen
+    container), and the main thread, which waits for the program, would not wake up to handle it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*_STOP_SIGNALS, signal.SIGALRM})
+
+
 def _kill_at_end_of_input() -> None:
+    _leave_signals_to_the_main_thread()
     while os.read(0, 1):
         pass
     # To the main thread, which waits for the program and would otherwise not wake up.
@@ -211,6 +219,7 @@ class _Tail:
         self._thread.start()
 
     def _copy(self) -> None:
+        _leave_signals_to_the_main_thread()
         while block := os.read(self._stream.fileno(), 1 << 16):
             with contextlib.suppress(OSError):  # nobody reads our stderr: what runs must not stop for that
                 sys.stderr.buffer.write(block)

@@ -76,6 +76,8 @@ def launch(argv: Sequence[str]) -> int:
     if report.failure is None:
         return EXIT_OK
     failure = report.failure
+    if isinstance(ranks, Ranks) and ranks.expected == 1 and failure in [each.failure for each in ranks.reports]:
+        return failure.exit_code  # the one rank has logged it
     sys.stderr.write(f"{failure.failure_class} ({failure.reason}): {failure.message} {failure.hint}\n")
     return failure.exit_code
 

@@ -8,6 +8,7 @@ something else.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -42,9 +43,7 @@ class Placed:
 
 
 class ReplicaStep(Protocol):
-    """The parts of a step that differ where one replica of the model is on several processes: the Trainer takes all
-    processes for replicas of each other.
-    """
+    """The parts of a step that differ where one replica of the model is on several processes."""
 
     @property
     def passed(self) -> int:
@@ -68,6 +67,9 @@ class Strategy(Protocol):
 
     name: StrategyName
 
+    spreads_itself: bool
+    """Whether `prepare_model` leaves the model as it is trained; otherwise accelerate moves and wraps it."""
+
     @property
     def communicates_in(self) -> tuple[TimePart, ...]:
         """Parts of a step in which processes exchange data while they compute; communication apart is not among
@@ -76,7 +78,7 @@ class Strategy(Protocol):
 
     @property
     def replica_step(self) -> ReplicaStep | None:
-        """What it does itself in a step; None where the Trainer's own step does."""
+        """The parts of a step that it does itself; None where every process has a replica of its own."""
 
     def arguments(self) -> Mapping[str, object]:
         """Fields of TrainingArguments that this strategy sets."""
@@ -86,6 +88,9 @@ class Strategy(Protocol):
 
     def assert_in_effect(self, placed: Placed) -> None:
         """StageError STRATEGY_NOT_IN_EFFECT unless `placed` is spread as asked for."""
+
+    def accumulating(self, placed: Placed) -> AbstractContextManager[Any]:
+        """Return the context of every micro-batch of a step but the last, in which gradients need not be exchanged."""
 
     def model_state(self, placed: Placed) -> dict[str, Any]:
         """All weights, of an adapted model the trained ones, whole, on the CPU of rank 0; empty elsewhere. Every rank

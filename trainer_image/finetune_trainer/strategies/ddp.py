@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
 
 from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.report import TimePart
@@ -34,6 +35,10 @@ class DataParallel(FullState):
     def prepare_model(self, model: PreTrainedModel) -> PreTrainedModel:
         """accelerate wraps it later."""
         return model
+
+    def accumulating(self, placed: Placed) -> AbstractContextManager[Any]:
+        """Gradients are averaged after the last micro-batch only."""
+        return placed.wrapped.no_sync()  # type: ignore[operator,no-any-return]
 
     def assert_in_effect(self, placed: Placed) -> None:
         """DistributedDataParallel over the planned number of processes."""

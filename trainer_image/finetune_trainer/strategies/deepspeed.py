@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ class DeepSpeed:
 
     name: StrategyName = "deepspeed"
     replica_step = None
+    spreads_itself = False
 
     def __init__(
         self,
@@ -205,6 +206,10 @@ class DeepSpeed:
         for key, state in zip(_QUANTIZED, found, strict=True):
             words = f"{key} is {'on' if state else 'off'} in the engine"
             expect(bool(state) == bool(self._zero.get(key)), self.name, "WrongQuantization", words)
+
+    def accumulating(self, placed: Placed) -> AbstractContextManager[Any]:
+        """The engine is told with each backward pass whether it is the last."""
+        return nullcontext()
 
     def model_state(self, placed: Placed) -> dict[str, Any]:
         """All weights, or those that are trained, on rank 0, in the precision that the engine computes in; gathered

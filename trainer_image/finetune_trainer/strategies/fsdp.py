@@ -1,12 +1,13 @@
 """Parameters, gradients and optimizer state in shards: FSDP2, `fully_shard` of torch.
 
-We shard the model ourselves and tell the Trainer that it is done. Asked for FSDP, accelerate would do nothing on CPU
+We shard the model ourselves. Asked for FSDP, accelerate would do nothing on CPU
 but wrap the model in DistributedDataParallel, without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,7 @@ class FullySharded(FullState):
     """One group of shards for each transformer block and one for the rest; bf16 by FSDP's own mixed precision."""
 
     name: StrategyName = "fsdp"
+    spreads_itself = True
     # Parameters are gathered, gradients reduced, and their norm is one over all processes.
     communicates_in: tuple[TimePart, ...] = ("forward", "backward", "optimizer")
 
@@ -60,9 +62,21 @@ class FullySharded(FullState):
         for block in transformer_blocks(model):
             fully_shard(block, mesh=mesh, mp_policy=inner, reshard_after_forward=again, offload_policy=offload)
         fully_shard(model, mesh=mesh, mp_policy=outer, reshard_after_forward=False, offload_policy=offload)
-        # The Trainer's word for "sharded already": it then neither moves nor wraps the model.
-        model._is_distributed_loading_by_transformers = True
         return model
+
+    @contextmanager
+    def accumulating(self, placed: Placed) -> Iterator[None]:
+        """Between the nodes of a hybrid mesh, gradients are averaged after the last micro-batch only. Inside of a node
+        shards are reduced after each, or every process would keep whole gradients.
+        """
+        from torch.distributed.fsdp import FSDPModule
+
+        assert isinstance(placed.model, FSDPModule)
+        placed.model.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            placed.model.set_requires_all_reduce(True)
 
     def _mesh(self) -> DeviceMesh:
         """All processes in a row; hybrid: nodes x processes of a node, as ranks are numbered node by node."""

@@ -6,6 +6,7 @@ and with another of these strategies.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +41,16 @@ def _is_main() -> bool:
 class FullState:
     """`model_state`, `save` and `load` of a strategy, by torch's state-dict functions."""
 
+    spreads_itself = False
+
     @property
     def replica_step(self) -> ReplicaStep | None:
-        """The Trainer's own step."""
+        """Nothing of its own."""
         return None
+
+    def accumulating(self, placed: Placed) -> AbstractContextManager[Any]:
+        """Nothing to leave out."""
+        return nullcontext()
 
     def model_state(self, placed: Placed) -> dict[str, Any]:
         """All weights, or those that are trained, on rank 0, empty elsewhere."""

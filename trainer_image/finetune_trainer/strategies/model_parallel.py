@@ -41,6 +41,7 @@ class ModelParallel(FullState):
     """A mesh of data, pipeline and tensor ranks."""
 
     name: StrategyName = "ddp"
+    spreads_itself = True
 
     def __init__(self, training: Training) -> None:
         self._settings = training.strategy
@@ -99,8 +100,6 @@ class ModelParallel(FullState):
         self._expect_same_answers(model, expected)
         if self.pipeline is not None:
             self.pipeline.compute_in(self._precision)
-        # The Trainer's word for "spread already": it then neither moves nor wraps the model.
-        model._is_distributed_loading_by_transformers = True
         return model
 
     def _make_tied_groups(self) -> dict[str, Any]:

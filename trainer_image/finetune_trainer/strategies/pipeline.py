@@ -41,7 +41,7 @@ class _Stage(nn.Module):
         self._dtype = dtype
         self.precision: Precision = "fp32"
         self._accepts = frozenset(inspect.signature(shell.body.forward).parameters)
-        # Not modules of this one: they are those of the model that the Trainer has.
+        # Not modules of this one: they are those of the model.
         self.model = [shell.model]
         self.batches: Sequence[Batch] = ()
         self.loss_of: LossOf | None = None

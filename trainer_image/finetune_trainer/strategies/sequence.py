@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ class SequenceParallel:
 
     def __init__(self, inner: Strategy, training: Training) -> None:
         self.name: StrategyName = inner.name
+        self.spreads_itself = inner.spreads_itself
         self._inner = inner
         self._label = training.strategy.label
         self._device = training.world.device
@@ -113,6 +115,10 @@ class SequenceParallel:
         found = f"attention saw {own} tokens of a row of {whole} in each of {degree} processes"
         right = degree == self.shape.sequence and 0 < own * degree == whole
         expect(right, self._label, "NotSliced", f"{found}, planned are {self.shape.sequence}")
+
+    def accumulating(self, placed: Placed) -> AbstractContextManager[Any]:
+        """That of the strategy around it."""
+        return self._inner.accumulating(placed)
 
     def model_state(self, placed: Placed) -> dict[str, Any]:
         """That of the strategy around it."""

@@ -1,1 +1,1 @@
-"""The train stage: a subclass of `transformers.Trainer` and the small objects around it."""
+"""The train stage: the loop and the small objects around it."""

@@ -30,6 +30,11 @@ _OPTIMIZER_CLASSES: Mapping[OptimizerName, tuple[str, ...]] = {
     "sgd": ("SGD",),
 }
 
+_READ_BY: Mapping[str, OptimizerName] = {
+    "adam_beta1": "adamw", "adam_beta2": "adamw", "adam_epsilon": "adamw", "optim_args": "sgd"
+}  # fmt: skip
+"""Argument -> the only optimizer that reads it."""
+
 
 def is_optimizer(name: OptimizerName, optimizer: object) -> bool:
     """Whether what steps at the bottom of `optimizer` and its wrappers is the one called `name`."""
@@ -53,8 +58,9 @@ def refuse_bad_arguments(training: Training) -> None:
 def training_arguments(training: Training, output: Path, strategy_arguments: Mapping[str, object]) -> TrainingArguments:
     """The arguments of the job's run.
 
-    Checkpoints, evaluation, logging and the data order are the trainer's own, so theirs are switched off. Raises
-    StageError CONFIG when transformers refuses a value, e.g. a DeepSpeed configuration that says something else.
+    Checkpoints, evaluation and the data order are the trainer's own; experiment trackers are told all arguments, so
+    these are off. Raises StageError CONFIG when transformers refuses a value, e.g. a DeepSpeed configuration that says
+    something else.
     """
     from transformers import TrainingArguments
 
@@ -79,15 +85,8 @@ def training_arguments(training: Training, output: Path, strategy_arguments: Map
         "use_cpu": training.world.device == "cpu",
         "save_strategy": "no",
         "eval_strategy": "no",
-        "logging_strategy": "steps",
         "logging_steps": 1,
-        # A loss that is not finite ends the run; the filter would replace it by an older one.
-        "logging_nan_inf_filter": False,
-        "log_level": "error",
-        "log_level_replica": "error",
-        "disable_tqdm": True,
         "report_to": "none",
-        "remove_unused_columns": False,
         "dataloader_pin_memory": training.world.device == "cuda",
         "ddp_timeout": int(COLLECTIVE_TIMEOUT.total_seconds()),
     }
@@ -98,6 +97,9 @@ def training_arguments(training: Training, output: Path, strategy_arguments: Map
         arguments = TrainingArguments(**merged)
         if arguments.dataloader_persistent_workers and not arguments.dataloader_num_workers:
             raise ValueError("dataloader_persistent_workers needs dataloader_num_workers above 0.")
+        for name, optimizer in _READ_BY.items():
+            if name in training.arguments and training.optimizer != optimizer:
+                raise ValueError(f"{name} has no effect with training.optimizer {training.optimizer}.")
         return arguments
     except (ValueError, TypeError) as error:
         raise refused_arguments(error) from error

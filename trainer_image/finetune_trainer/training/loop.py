@@ -1,28 +1,29 @@
-"""The loop: `transformers.Trainer`, with our data order, our loss, our checkpoints, and a check that the strategy is
-in effect.
+"""The training loop: rows, forward and backward, one optimizer step, a report, validation, a checkpoint.
 
-What is overridden and why:
-- the loss of a step is the mean over the whole global batch whatever the ranks and the accumulation. The Trainer
-hands the number of items to the model, and classification heads ignore it, so their loss came out multiplied by the
-accumulation;
-- evaluation and checkpoints come after the step has been logged, in that order, so that a checkpoint holds a finished
-step;
-- one small all-reduce at the start of a step tells every rank of it whether any was asked to stop;
-- a clock is told which part of a step begins where.
+`TrainingLoop.train` shows the order. The model with its wrappers, optimizer and gradients is in `Engine`; rows,
+strategy, checkpoints and reports come as `LoopParts`. The settings are transformers' `TrainingArguments`; its `Trainer`
+takes no part (`training.script` runs programs that use one).
+
+- The loss of a step is the mean over the whole global batch whatever the ranks and the accumulation.
+- Validation and checkpoints come after the step has been reported, so that a checkpoint holds a finished step.
+- One small all-reduce at the start of a step tells every rank of it whether any was asked to stop.
+- A clock is told which part of a step begins where.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import torch
-from transformers import PreTrainedModel, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from accelerate.utils.memory import clear_device_cache
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from finetune_contract.choices import CheckpointingMode, OptimizerName
 from finetune_contract.layout import FailureClass
@@ -32,12 +33,13 @@ from finetune_trainer.allocator import give_back_freed_memory
 from finetune_trainer.data.slices import LABELS
 from finetune_trainer.failures import StageError
 from finetune_trainer.float8 import InFloat8
-from finetune_trainer.strategies.base import Placed, ReplicaStep, Strategy, expect
-from finetune_trainer.tasks.base import REFERENCE, Objective
+from finetune_trainer.strategies.base import Placed, Strategy
+from finetune_trainer.tasks.base import Objective
 from finetune_trainer.training.activations import Activations, OnDevice, assert_checkpointing_in_effect
-from finetune_trainer.training.arguments import is_optimizer
+from finetune_trainer.training.engine import OptimizerStep, engine_of
 from finetune_trainer.training.interruption import Interruption, preempted
-from finetune_trainer.training.order import Collate, EpochLoader, EpochOrder, TrainRows
+from finetune_trainer.training.objective import objective_of
+from finetune_trainer.training.order import Collate, EpochOrder, TrainRows, micro_batches
 from finetune_trainer.training.reference import NoReference, Reference
 from finetune_trainer.training.timing import PartClock
 from finetune_trainer.training.validation import Validation
@@ -99,10 +101,7 @@ class Saver(Protocol):
         """Every rank calls it."""
 
     def resume(self, loop: TrainingLoop) -> None:
-        """Restores model, optimizer and scheduler; every rank calls it."""
-
-    def restore_random_state(self) -> None:
-        """Restores the generators; called right before the first resumed step."""
+        """Restores model, optimizer, schedule, the count of steps, and the generators; every rank calls it."""
 
 
 class Stopper(Protocol):
@@ -142,62 +141,103 @@ class LoopParts:
     """None: the loss of the model itself is minimised."""
     reference: Reference = field(default_factory=NoReference)
     callbacks: Sequence[TrainerCallback] = ()
-    """Those that hear of figures besides the observer."""
+    """Experiment trackers; of transformers' events they get the begin, the end and the figures of a training."""
 
 
-@dataclass
-class _Step:
-    """The step under way."""
+@dataclass(frozen=True)
+class _Agreed:
+    """What all ranks know at the start of a step."""
 
-    started: float = field(default_factory=time.monotonic)
-    stop: bool = False
-    save_by_clock: bool = False
-    items: Iterator[int] = field(default_factory=lambda: iter(()))
-    """Of each micro-batch of this rank, in order."""
+    items: torch.Tensor
+    """Labelled items of the step, over all ranks."""
+    stop: bool
+    """Whether any process was asked to stop."""
+    save: bool
+    """Whether a checkpoint by the clock is due."""
 
 
-class TrainingLoop(Trainer):
+class TrainingLoop:
     """One run over `max_steps` optimizer steps."""
 
-    # compute_loss below has divided by the items of the whole step already.
-    loss_is_scaled_for_ga = True
-
     def __init__(self, model: PreTrainedModel, args: TrainingArguments, parts: LoopParts) -> None:
+        self.args = args
         self.parts = parts
-        self._step = _Step()
-        self._finished_step = -1
-        super().__init__(
-            model=parts.strategy.prepare_model(model),
-            args=args,
-            data_collator=parts.collate,
-            train_dataset=parts.rows,
-            callbacks=list(parts.callbacks),
+        self.objective = objective_of(parts.objective, args.label_smoothing_factor)
+        self.engine = engine_of(model, args, parts.strategy, adapted=parts.adapted is not None)
+        self.state = TrainerState(
+            max_steps=args.max_steps,
+            num_train_epochs=math.ceil(args.max_steps / parts.order.steps),
+            logging_steps=1,
+            is_local_process_zero=args.local_process_index == 0,
+            is_world_process_zero=args.process_index == 0,
         )
-        self.remove_callback(PrinterCallback)
-
-    # ----------------------------------------------------------------------------------------------------------------
-    # -- set-up
+        self._stopped = False
 
     @property
     def placed(self) -> Placed:
         """The model as it is spread, once training has begun."""
-        model, wrapped, optimizer = self.model, self.model_wrapped, self.optimizer
-        assert isinstance(model, PreTrainedModel)
-        assert wrapped is not None
-        assert optimizer is not None
-        while hasattr(optimizer, "optimizer") and not self.is_deepspeed_enabled:
-            optimizer = optimizer.optimizer  # accelerate's wrapper
-            assert optimizer is not None
-        # Around everything else when the job asks for torch_compile.
-        wrapped = getattr(wrapped, "_orig_mod", wrapped)
-        adapted = self.parts.adapted is not None
-        return Placed(model, wrapped, optimizer, self.args.world_size, self.args.device, adapted)
+        return self.engine.placed
 
-    def get_train_dataloader(self) -> EpochLoader:
-        """Our order; accelerate does not touch it."""
+    def train(self, *, resume: bool = False) -> None:
+        """Train to the last step, or until the stopper ends the run. `resume`: go on from the saver's checkpoint."""
+        clock, engine, state, order = self.parts.clock, self.engine, self.state, self.parts.order
+        self._set_up(resume)
+        steps = micro_batches(self._loader(), order, state.global_step, self.args.gradient_accumulation_steps)
+        while state.global_step < state.max_steps and not self._stopped:
+            started = time.monotonic()
+            clock.enter("data")
+            batches = next(steps)
+            clock.enter("rest")
+            counts = [[self.parts.collate.items(micro) for micro in self._passed(batch)] for batch in batches]
+            agreed = self._agree(sum(map(sum, counts)))
+            loss = torch.zeros((), device=self.args.device)
+            for number, (batch, items) in enumerate(zip(batches, counts, strict=True), start=1):
+                last = number == len(batches)
+                with nullcontext() if last else engine.accumulating():
+                    loss += self._forward_and_backward(batch, items, agreed.items, last=last)
+            self._average_gradients()
+            clock.enter("optimizer")
+            done = engine.step()
+            state.global_step += 1
+            state.epoch = state.global_step / order.steps
+            clock.enter("rest")
+            self._report(started, engine.mean_over_ranks(loss), done)
+            self._validate_and_save(agreed)
+        self._tell_trackers("on_train_end")
+
+    # ---------------------------------------------------------------------------------------------------------- set-up
+
+    def _set_up(self, resume: bool) -> None:
+        parts, engine = self.parts, self.engine
+        engine.start()
+        placed = engine.placed
+        engine.assert_in_effect(parts.optimizer)
+        if parts.adapted is not None:
+            parts.adapted.assert_in_effect(placed.model)
+        if parts.in_float8 is not None:
+            parts.in_float8.assert_in_effect(placed.model)
+        assert_checkpointing_in_effect(parts.checkpointing, placed.model, parts.strategy.name)
+        parts.activations.watch(placed.wrapped)
+        self._ask_reference()
+        if resume:
+            parts.saver.resume(self)
+            self._stopped = parts.stopper.stopped
+        self._tell_trackers("on_train_begin")
+
+    def _ask_reference(self) -> None:
+        """Before the first step and before anything is read from a checkpoint the model is what it began with."""
+        if self.parts.objective is None or not self.parts.objective.compares:
+            return
+        clock = self.parts.clock
+        clock.enter("evaluation")
+        self.parts.reference.measure(self.engine.wrapped, self.args.device)
+        give_back_freed_memory()
+        clock.enter("start")
+
+    def _loader(self) -> DataLoader[Any]:
         args = self.args
         workers = args.dataloader_num_workers
-        return EpochLoader(
+        return DataLoader(
             self.parts.rows,
             batch_sampler=self.parts.order,
             collate_fn=self.parts.collate,
@@ -210,270 +250,122 @@ class TrainingLoop(Trainer):
             generator=torch.Generator().manual_seed(args.seed),
         )
 
-    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)  # type: ignore[no-untyped-call]
-        placed = self.placed
-        self.parts.strategy.assert_in_effect(placed)
-        if self.parts.adapted is not None:
-            self.parts.adapted.assert_in_effect(placed.model)
-        if self.parts.in_float8 is not None:
-            self.parts.in_float8.assert_in_effect(placed.model)
-        assert_checkpointing_in_effect(self.parts.checkpointing, placed.model, self.parts.strategy.name)
-        self.parts.activations.watch(placed.wrapped)
-        self._assert_loss_scaled()
-        self._assert_compiled()
-        found = f"training.optimizer is {self.parts.optimizer}, and {type(placed.optimizer).__qualname__} steps"
-        right = is_optimizer(self.parts.optimizer, placed.optimizer)
-        expect(right, self.parts.strategy.name, "WrongOptimizer", found)
-        self._ask_reference()
-        if resume_from_checkpoint is not None:
-            self.parts.saver.resume(self)
-        if self.is_deepspeed_enabled:
-            self._clock_engine()
-        return prepared
+    # ------------------------------------------------------------------------------------------------------------ step
 
-    def _ask_reference(self) -> None:
-        """Before the first step and before anything is read from a checkpoint the model is what it began with."""
-        if self.parts.objective is None or not self.parts.objective.compares:
-            return
-        clock = self.parts.clock
-        clock.enter("evaluation")
-        self.parts.reference.measure(self.model_wrapped, self.args.device)
-        give_back_freed_memory()
-        clock.enter("start")
-
-    def _clock_engine(self) -> None:
-        """accelerate lets DeepSpeed's engine step inside of what it calls the backward pass."""
-        engine: Any = self.model_wrapped
-        step = engine.step
-
-        def clocked(*args: Any, **kwargs: Any) -> Any:
-            self.parts.clock.enter("optimizer")
-            return step(*args, **kwargs)
-
-        engine.step = clocked
-
-    def _assert_loss_scaled(self) -> None:
-        """fp16 loses small gradients without a scaled loss; DeepSpeed's engine scales by itself."""
-        scaler, wanted = self.accelerator.scaler, self.args.fp16 and not self.is_deepspeed_enabled
-        scaled = scaler is not None and scaler.is_enabled()
-        found = f"the loss is {'' if scaled else 'not '}scaled, and fp16 is {'on' if wanted else 'off'}"
-        expect(scaled == wanted, self.parts.strategy.name, "WrongLossScaling", found)
-
-    def _assert_compiled(self) -> None:
-        """By torch.compile around the model, or by DeepSpeed's engine inside it."""
-        wrapped = self.model_wrapped
-        compiled = hasattr(wrapped, "_orig_mod") or bool(getattr(wrapped, "is_compiled", False))
-        found = f"training.arguments.torch_compile is {self.args.torch_compile}, and the model is "
-        found += "compiled" if compiled else "not compiled"
-        expect(compiled == bool(self.args.torch_compile), self.parts.strategy.name, "WrongCompilation", found)
-
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing when the checkpoint is of the last step: the Trainer asks for the end only after a step."""
-        if self.state.global_step >= self.state.max_steps or self.parts.stopper.stopped:
-            self.control.should_training_stop = True
-        else:
-            super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Nothing: `_prepare_for_training` restores everything once it is spread."""
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            self.parts.saver.restore_random_state()
-
-    # ----------------------------------------------------------------------------------------------------------------
-    # ---- step
-
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """The micro-batches of a step, with which it begins."""
-        self._step = _Step()
-        self.parts.clock.enter("data")
-        taken = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self.parts.clock.enter("rest")
-        return taken
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> torch.Tensor:
-        """Labelled items of the step over all ranks; on the way these agree on stopping and saving after it."""
-        counts = [self.parts.collate.items(micro) for batch in batch_samples for micro in self._micro_batches(batch)]
-        self._step.items = iter(counts)
+    def _agree(self, items: int) -> _Agreed:
+        """Sum `items` over all ranks; on the way these agree on stopping and saving after the step."""
         wanted = self.args.process_index == 0 and self.parts.saver.wants()
         asked = self.parts.interruption.requested
-        told = torch.tensor([sum(counts), asked, wanted], dtype=torch.float64, device=device)
+        told = torch.tensor([items, asked, wanted], dtype=torch.float64, device=self.args.device)
         if torch.distributed.is_initialized():
             self.parts.clock.enter("communication")
             torch.distributed.all_reduce(told)
-        self._step.stop, self._step.save_by_clock = bool(told[1] > 0), bool(told[2] > 0)
-        return told[0]
+        return _Agreed(told[0], bool(told[1] > 0), bool(told[2] > 0))
 
-    @property
-    def _replica_step(self) -> ReplicaStep | None:
-        """What the strategy does itself in a step."""
-        return self.parts.strategy.replica_step
+    def _passed(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Divide a batch of the loader into the micro-batches of one pass through a pipeline; elsewhere it is one."""
+        own = self.parts.strategy.replica_step
+        if own is None or own.passed == 1:
+            return [dict(batch)]
+        parts = {name: value.chunk(own.passed) for name, value in batch.items()}
+        return [{name: part[index] for name, part in parts.items()} for index in range(own.passed)]
 
-    def _micro_batches(self, batch: Any) -> list[dict[str, torch.Tensor]]:
-        """Of one batch of the loader: those of one pass through a pipeline, else itself."""
-        if self._replica_step is None or self._replica_step.passed == 1:
-            return [batch]
-        parts = {name: value.chunk(self._replica_step.passed) for name, value in batch.items()}
-        return [{name: part[index] for name, part in parts.items()} for index in range(self._replica_step.passed)]
-
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        """To the device. With DeepSpeed the Trainer rounds what is no whole number to the precision of the model, and
-        log-likelihoods of whole rows are too large for that.
+    def _forward_and_backward(
+        self, batch: Mapping[str, torch.Tensor], items: Sequence[int], of_step: torch.Tensor, *, last: bool
+    ) -> torch.Tensor:
+        """Add the gradients of a batch, and return its share in the loss of the step. `items`: of its micro-batches,
+        counted before they came to the device, which need not be waited for.
         """
-        prepared = super()._prepare_inputs(inputs)
-        said = {name: value.to(self.args.device) for name, value in inputs.items() if name.startswith(REFERENCE)}
-        return {**prepared, **said}
-
-    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Forward and backward; after the last of a step the gradients are those of the whole global batch."""
-        own, clock = self._replica_step, self.parts.clock
+        clock, own = self.parts.clock, self.parts.strategy.replica_step
         clock.enter("data")  # on its way to the device
+        batch = self.engine.to_device(batch)
+        counts = iter(items)
         if own is not None and own.pipeline is not None:
-            model.train()
-            batches = self._micro_batches(self._prepare_inputs(inputs))
             clock.enter("forward_backward")
-            loss = own.pipeline.step(batches, partial(self._share, num_items_in_batch=num_items_in_batch))
+
+            def share_of(stage: Any, micro: dict[str, torch.Tensor]) -> torch.Tensor:
+                return self._share(stage, micro, next(counts), of_step)
+
+            loss = own.pipeline.step(self._passed(batch), share_of)
         else:
-            loss = super().training_step(model, inputs, num_items_in_batch)
-        if not self.accelerator.sync_gradients:
-            clock.enter("rest")
-            return loss
-        if own is not None:
-            clock.enter("communication")
-            own.average_gradients(model)
-        clock.enter("optimizer")
-        return loss
+            clock.enter("forward")
+            loss = self._share(self.engine.wrapped, batch, next(counts), of_step)
+            if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
+                clear_device_cache()
+            clock.enter("backward")
+            self.engine.backward(loss, last=last)
+        clock.enter("rest")
+        return loss.detach()
 
-    def _clip_grad_norm(self, model: Any) -> Any:
-        if self._replica_step is None:
-            return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
-        return self._replica_step.clip_gradients(model, self.args.max_grad_norm)
-
-    def _sync_replicated_trainable_parameters(self, model: Any) -> None:
-        """The Trainer's own takes all processes for replicas of each other."""
-        if self._replica_step is None:
-            super()._sync_replicated_trainable_parameters(model)
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """`_share`; the Trainer goes backward right after it."""
-        self.parts.clock.enter("forward")
-        loss = self._share(model, inputs, return_outputs, num_items_in_batch)
-        self.parts.clock.enter("backward")
-        return loss
-
-    def _share(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+    def _share(self, model: Any, batch: dict[str, torch.Tensor], items: int, of_step: torch.Tensor) -> torch.Tensor:
         """The micro-batch's share in the mean over the global batch, times the ranks, because gradients are averaged
         over them; processes of one replica read the same rows, and are counted as often on both sides. Of rows whose
         tokens are divided each process counts its own.
 
         mean over global batch = sum over micro-batches of (mean of micro-batch x its items) / items of the global batch
         """
-        # Counted before they came to the device, which need not be waited for.
-        items = next(self._step.items)
         with self.parts.activations.forward():
-            loss, outputs = self._forward(model, inputs, items, num_items_in_batch)
+            if items:
+                mean = self.objective.loss(model, batch)
+                share: torch.Tensor = mean * (items * self.args.world_size / of_step.to(mean.dtype))
+            else:
+                # A window may hold no item; the mean over none is no number, and all ranks have to go backward.
+                said = model(**{name: value for name, value in batch.items() if name not in LABELS})
+                share = said.logits.sum() * 0.0
         self.parts.activations.assert_in_effect(self.parts.strategy.name)
-        return (loss, outputs) if return_outputs else loss
+        return share
 
-    def _forward(self, model: Any, inputs: Any, items: int, num_items_in_batch: Any) -> tuple[Any, Any]:
-        if not items:
-            # A window may hold no item; the mean over none is no number, and all ranks have to go backward.
-            outputs = model(**{name: value for name, value in inputs.items() if name not in LABELS})
-            return outputs.logits.sum() * 0.0, outputs
-        if self.parts.objective is not None:
-            loss, outputs = self.parts.objective.loss(model, inputs), None
-        else:
-            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, num_items_in_batch=None)
-        return loss * (items * self.args.world_size / num_items_in_batch.to(loss.dtype)), outputs
+    def _average_gradients(self) -> None:
+        """Make them those of the global batch, where the strategy does it itself."""
+        if (own := self.parts.strategy.replica_step) is not None:
+            self.parts.clock.enter("communication")
+            own.average_gradients(self.engine.model)
 
-    @contextmanager
-    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
-        """Only between nodes, of a hybrid mesh: inside of them shards are reduced after each micro-batch, or every
-        process would keep whole gradients. The Trainer's own asks the model for the DistributedConfig that it was
-        loaded with, which ours has not.
-        """
-        from torch.distributed.fsdp import FSDPModule
+    # ---------------------------------------------------------------------------------------------------- after a step
 
-        assert isinstance(self.model, FSDPModule)
-        self.model.set_requires_all_reduce(False)
-        try:
-            yield
-        finally:
-            self.model.set_requires_all_reduce(True)
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """As a plain number; under FSDP the norm comes as a DTensor whose local part is only this rank's."""
-        if self._replica_step is not None and grad_norm is None:
-            grad_norm = self._replica_step.clip_gradients(model, math.inf)
-        norm = super()._get_grad_norm(model, grad_norm)  # type: ignore[no-untyped-call]
-        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Not reported; counting walks over all parameters for every micro-batch."""
-        return 0
-
-    def store_flos(self) -> None:
-        """Not reported; it would cost a collective for every logged step."""
-
-    # --------------------------------------------------------------------------------------------------------------
-    # after a step
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Takes the step's figures; the loss is the mean over all ranks already. Ends the run when it is not finite."""
-        if "loss" not in logs:
-            return
+    def _report(self, started: float, loss: float, done: OptimizerStep) -> None:
+        """Report the step; `loss` is the mean over all ranks. Raise StageError when it is not finite."""
         step = self.state.global_step
-        if not math.isfinite(logs["loss"]):
+        if not math.isfinite(loss):
             raise StageError(
                 FailureClass.LOSS_NOT_FINITE,
                 "LossNotFinite",
-                f"The loss is {logs['loss']} at step {step} with learning rate {logs['learning_rate']:.3g}.",
+                f"The loss is {loss} at step {step} with learning rate {done.learning_rate:.3g}.",
                 "Lower training.learningRate, lengthen training.warmupSteps, or train in fp32.",
             )
         order, of_epoch = self.parts.order, (step - 1) % self.parts.order.steps
-        seconds = time.monotonic() - self._step.started
         report = StepReport(
             step=step,
-            epoch=float(self.state.epoch or 0.0),
-            loss=logs["loss"],
-            learning_rate=logs["learning_rate"],
-            grad_norm=logs.get("grad_norm"),
-            seconds=seconds,
+            epoch=self.state.epoch,
+            loss=loss,
+            learning_rate=done.learning_rate,
+            grad_norm=None if done.grad_norm is None else float(done.grad_norm),
+            seconds=time.monotonic() - started,
             samples=order.step_rows,
             tokens=order.step_tokens(of_epoch),
             computed_tokens=order.step_computed_tokens(of_epoch),
             parts=self.parts.clock.lap(),
         )
         self.parts.observer.on_step(report)
-        self._tell_callbacks({**logs, "epoch": report.epoch, **report.rates})
+        norm = {} if report.grad_norm is None else {"grad_norm": report.grad_norm}
+        figures = {"loss": loss, **norm, "learning_rate": report.learning_rate, "epoch": report.epoch, **report.rates}
+        self._tell_trackers("on_log", logs=figures)
 
-    def _tell_callbacks(self, figures: Mapping[str, float]) -> None:
-        self.control = self.callback_handler.on_log(self.args, self.state, self.control, dict(figures))
+    def _tell_trackers(self, event: str, **figures: Any) -> None:
+        for callback in self.parts.callbacks:
+            getattr(callback, event)(self.args, self.state, TrainerControl(), model=self.engine.model, **figures)
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Logs, evaluates at the end of an epoch, saves when due. The Trainer asks again after each epoch."""
-        step = self.state.global_step
-        if step == self._finished_step:
-            return
-        clock = self.parts.clock
-        clock.enter("rest")
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-        self._finished_step = step
+    def _validate_and_save(self, agreed: _Agreed) -> None:
+        """Validate at the end of an epoch, save when due, and raise StageError PREEMPTED when asked to stop."""
+        step, clock = self.state.global_step, self.parts.clock
         last = step >= self.state.max_steps
         validates = self.parts.validation is not None and (step % self.parts.order.steps == 0 or last)
         if validates:
             clock.enter("evaluation")
             self._validate(step)
             clock.enter("rest")
-        done = last or self.control.should_training_stop
-        stop = self._step.stop and not done
-        saves = self.parts.saver.due(step, by_clock=self._step.save_by_clock) or (
-            stop and self.parts.save_on_preemption
-        )
+        stop = agreed.stop and not (last or self._stopped)
+        saves = self.parts.saver.due(step, by_clock=agreed.save) or (stop and self.parts.save_on_preemption)
         if saves:
             clock.enter("checkpoint")
             give_back_freed_memory()
@@ -489,9 +381,8 @@ class TrainingLoop(Trainer):
         assert self.parts.validation is not None
         give_back_freed_memory()
         told = partial(self.parts.observer.on_validation_batch, step)
-        metrics = self.parts.validation.metrics(self.model_wrapped, self.args.device, told)
+        metrics = self.parts.validation.metrics(self.engine.wrapped, self.args.device, told)
         give_back_freed_memory()
         self.parts.observer.on_validation(step, metrics)
-        self._tell_callbacks({f"eval_{name}": value for name, value in metrics.items()})
-        if self.parts.stopper.should_stop(step, metrics, self):
-            self.control.should_training_stop = True
+        self._tell_trackers("on_log", logs={f"eval_{name}": value for name, value in metrics.items()})
+        self._stopped = self.parts.stopper.should_stop(step, metrics, self)

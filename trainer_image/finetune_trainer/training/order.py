@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -61,6 +62,7 @@ class EpochOrder(Sampler[list[Pick]]):
         self._seed = seed
         self._grouped = grouped
         self._epoch = 0
+        self._first = 0
         self._order = self._draw(0)
         if not len(self._order):
             raise StageError(
@@ -81,8 +83,9 @@ class EpochOrder(Sampler[list[Pick]]):
             grouped=self._grouped,
         )
 
-    def set_epoch(self, epoch: int) -> None:
-        """Draws the order of another epoch."""
+    def start_at(self, epoch: int, step: int = 0) -> None:
+        """Draw the order of `epoch`; the next iteration begins with the micro-batches of `step`."""
+        self._first = step
         if epoch != self._epoch:
             self._epoch = epoch
             self._order = self._draw(epoch)
@@ -112,7 +115,7 @@ class EpochOrder(Sampler[list[Pick]]):
 
     def __iter__(self) -> Iterator[list[Pick]]:
         draw = (self._seed, self._epoch)
-        mine = (micro.tolist() for step in self._order for micro in step[:, self._rank])
+        mine = (micro.tolist() for step in self._order[self._first :] for micro in step[:, self._rank])
         return ([Pick(row, draw) for row in micro] for micro in mine)
 
     def __len__(self) -> int:
@@ -171,10 +174,16 @@ class Collate:
         return self._task.items(batch)
 
 
-class EpochLoader(DataLoader[Any]):
-    """A data loader whose order follows the epoch."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """The Trainer calls this at the start of an epoch."""
-        assert isinstance(self.batch_sampler, EpochOrder)
-        self.batch_sampler.set_epoch(epoch)
+def micro_batches(
+    loader: DataLoader[Any], order: EpochOrder, first: int, accumulation: int
+) -> Iterator[list[dict[str, torch.Tensor]]]:
+    """Yield the `accumulation` micro-batches of each step from `first` on, epoch after epoch without end. `loader`
+    reads by `order`.
+    """
+    while True:
+        epoch, step = divmod(first, order.steps)
+        order.start_at(epoch, step)
+        batches = iter(loader)
+        for _ in range(step, order.steps):
+            yield list(islice(batches, accumulation))
+        first += order.steps - step

@@ -28,6 +28,7 @@ from finetune_trainer.allocator import give_back_freed_memory
 from finetune_trainer.checkpoints import CheckpointStore, identity
 from finetune_trainer.console import quiet_transformers
 from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.data.slices import TokenSlice
 from finetune_trainer.distributed import ProcessWorld, gathered
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import share
@@ -49,7 +50,7 @@ from finetune_trainer.training.dealing import Deal
 from finetune_trainer.training.dropout import share_random_bits
 from finetune_trainer.training.history import History, RunFigures
 from finetune_trainer.training.interruption import Interruption
-from finetune_trainer.training.loop import LoopParts, TrainingLoop
+from finetune_trainer.training.loop import LoopParts, Observer, TrainingLoop
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
 from finetune_trainer.training.reference import KeptReference, NoReference, Reference, Said
 from finetune_trainer.training.saving import RunSaver
@@ -92,6 +93,46 @@ def read_deepspeed_config(path: Path | None) -> dict[str, Any] | None:
     return config
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What all parts of the stage go by."""
+
+    job: TrainerJob
+    training: Training
+    paths: JobPaths
+    world: ProcessWorld
+    strategy: Strategy
+    task: TaskModule
+    prepared: PreparedData
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the processes that read rows of their own this one belongs to."""
+        return self._mesh.data_rank(self.world.rank)
+
+    @property
+    def tokens_of_rows(self) -> TokenSlice:
+        """The tokens of its rows that this process has."""
+        return self._mesh.token_slice(self.world.rank)
+
+    @property
+    def _mesh(self) -> MeshShape:
+        return MeshShape.of(self.training.strategy, self.training.batch.data_parallel)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The model before its first step."""
+
+    model: PreTrainedModel
+    job: TrainerJob
+    """With the revision of the model that the training begins with."""
+    adapted: Adapted | None
+    in_float8: InFloat8 | None
+    digest: str | None
+    """Of the weights, where the objective compares the model with them."""
+
+
 def train(
     job: TrainerJob,
     paths: JobPaths,
@@ -107,129 +148,170 @@ def train(
     `fp8_without_units`: for tests, which multiply in fp8 on a CPU: torch can, but slower than in any other precision.
     """
     started = time.monotonic()
-    clock = PartClock(moments_of(training_of(job).world.device))
-    quiet_transformers()
     training = training_of(job)
+    clock = PartClock(moments_of(training.world.device))
+    quiet_transformers()
     strategy = strategy_for(training, deepspeed, paths.offload)
-    if training.precision == "fp8":
-        refuse_without_library()
-        if not fp8_without_units:
-            refuse_without_units(training.world.device)
-    task, prepared = task_of(job), PreparedData.open(paths)
-    _refuse_smoothing(job, training, task, prepared)
-    stopper = _stopper(job, training, paths, world, prepared, task)
+    _refuse_fp8(training, without_units=fp8_without_units)
+    run = _Run(job, training, paths, world, strategy, task_of(job), PreparedData.open(paths))
+    _refuse_smoothing(job, training, run.task, run.prepared)
+    stopper = _stopper(run)
     history = History(paths.history)
     observer = RunObserver(history, progress, training.max_steps)
-    shape = MeshShape.of(training.strategy, training.batch.data_parallel)
-    data_rank, tokens_of_rows = shape.data_rank(world.rank), shape.token_slice(world.rank)
-    lengths, widths = prepared.lengths("train"), task.widths(prepared, "train")
-    grouped = groups_by_length(job.task, training.arguments)
-    order = EpochOrder(lengths, training.loop_batch, data_rank, training.seed, widths, grouped=grouped)
-    _warn_of_other_epoch(order, training)
-
+    order = _order(run)
     # The model before the arguments: with a ZeRO-3 configuration alive, transformers would load it in shards and draw
     # a new head on rank 0 alone, from another state of the generator than every other strategy.
-    began_with, _ = pinned(job)
-    model = task.build_model(began_with, prepared.facts)
-    _refuse_recomputing(training, model)
-    _refuse_liger(training, model)
-    weights = weights_digest(model) if compared(task) else None
-    adapted = None if training.adapter is None else adapt(model, training.adapter, began_with)
-    if training.world.device == "cpu" and not training.arguments.get("torch_compile"):  # which has its own dropout
-        share_random_bits(model)
-    in_float8 = _in_float8(training, model) if training.precision == "fp8" else None
-    saver = _saver(job, training, paths, world, data_rank, prepared, strategy, stopper, adapted, weights)
-    resume_from = saver.find()
+    start = _start(run)
+    saver = _saver(run, start, stopper)
+    resume = saver.find() is not None
     arguments = training_arguments(training, paths.checkpoints, strategy.arguments())
     heard_by = observer if world.is_main else SilentObserver(progress, training.max_steps)
-    tokens = _VALIDATION_TOKENS_PER_MICRO_BATCH * training.batch.micro_batch_size * prepared.facts.max_length
-    deal = Deal(prepared, task, tokens, data_rank, training.batch.data_parallel, tokens_of_rows)
-    told_of = partial(heard_by.on_validation_batch, saver.first_step)
-    reference = _reference(task, training, deal, order, weights, paths.checkpoints, world, told_of)
     told = Tracked(job.name, paths.tracking, saver.first_step, os.environ)
-    parts = LoopParts(
-        strategy=strategy,
-        adapted=adapted,
-        in_float8=in_float8,
-        order=order,
-        rows=TrainRows(prepared, reference.said),
-        collate=Collate(task, prepared.pad_token_id, tokens_of_rows),
-        validation=Validation(deal, reference.said) if VALIDATION in prepared.facts.splits else None,
-        objective=task.objective,
-        reference=reference,
-        observer=heard_by,
-        saver=saver,
-        stopper=stopper,
-        interruption=interruption,
-        save_on_preemption=training.checkpoints.on_preemption,
-        optimizer=training.optimizer,
-        checkpointing=training.strategy.activation_checkpointing,
-        activations=InHostMemory() if training.strategy.offload_activations == "cpu" else OnDevice(),
-        clock=clock,
-    )
+    parts = _parts(run, start, order, heard_by, saver, stopper, interruption, clock)
     with tracking(training.arguments if world.is_main else {}, told) as callbacks:
-        loop = TrainingLoop(model, arguments, replace(parts, callbacks=callbacks))
+        loop = TrainingLoop(start.model, arguments, replace(parts, callbacks=callbacks))
         if world.is_main:
             history.begin(saver.first_step)
         progress.update(saver.first_step, training.max_steps)
         interruption.defer()
-        _run(loop, resume_from)
+        _train(loop, resume=resume)
 
     clock.enter("finish")
     give_back_freed_memory()
     state = strategy.model_state(loop.placed)
     peaks = _peak_memory_bytes(training)
-    steps = loop.state.global_step
     if not world.is_main:
-        return Outcome({}, {}, prepared.facts.fingerprint)
+        return Outcome({}, {}, run.prepared.facts.fingerprint)
     shutil.rmtree(paths.offload, ignore_errors=True)  # all ranks have met in _peak_memory_bytes
-    best = stopper.best_weights()
+    _publish(run, start, loop.placed.model, state, stopper.best_weights())
+    spent, seconds = clock.lap(), time.monotonic() - started
+    observer.on_pause(loop.state.global_step, spent)
+    measured = {"peak_memory_bytes": max(peaks), "seconds": seconds, "steps": loop.state.global_step}
+    return _outcome(run, RunFigures(history.read()), measured, peaks, stopper, clock)
+
+
+def _refuse_fp8(training: Training, *, without_units: bool) -> None:
+    if training.precision == "fp8":
+        refuse_without_library()
+        if not without_units:
+            refuse_without_units(training.world.device)
+
+
+def _order(run: _Run) -> EpochOrder:
+    training, prepared = run.training, run.prepared
+    lengths, widths = prepared.lengths("train"), run.task.widths(prepared, "train")
+    grouped = groups_by_length(run.job.task, training.arguments)
+    order = EpochOrder(lengths, training.loop_batch, run.data_rank, training.seed, widths, grouped=grouped)
+    if order.steps != training.steps_per_epoch:
+        log.warning("An epoch of these data has %d steps, the plan counted %d.", order.steps, training.steps_per_epoch)
+    return order
+
+
+def _start(run: _Run) -> _Start:
+    training = run.training
+    began_with, _ = pinned(run.job)
+    model = run.task.build_model(began_with, run.prepared.facts)
+    _refuse_recomputing(training, model)
+    _refuse_liger(training, model)
+    digest = weights_digest(model) if compared(run.task) else None
+    adapted = None if training.adapter is None else adapt(model, training.adapter, began_with)
+    if training.world.device == "cpu" and not training.arguments.get("torch_compile"):  # which has its own dropout
+        share_random_bits(model)
+    in_float8 = _in_float8(training, model) if training.precision == "fp8" else None
+    return _Start(model, began_with, adapted, in_float8, digest)
+
+
+def _parts(
+    run: _Run,
+    start: _Start,
+    order: EpochOrder,
+    observer: Observer,
+    saver: RunSaver,
+    stopper: EarlyStopper | NeverStop,
+    interruption: Interruption,
+    clock: PartClock,
+) -> LoopParts:
+    training, prepared, settings = run.training, run.prepared, run.training.strategy
+    tokens = _VALIDATION_TOKENS_PER_MICRO_BATCH * training.batch.micro_batch_size * prepared.facts.max_length
+    deal = Deal(prepared, run.task, tokens, run.data_rank, training.batch.data_parallel, run.tokens_of_rows)
+    reference = _reference(run, start, deal, order, partial(observer.on_validation_batch, saver.first_step))
+    return LoopParts(
+        strategy=run.strategy,
+        adapted=start.adapted,
+        in_float8=start.in_float8,
+        order=order,
+        rows=TrainRows(prepared, reference.said),
+        collate=Collate(run.task, prepared.pad_token_id, run.tokens_of_rows),
+        validation=Validation(deal, reference.said) if VALIDATION in prepared.facts.splits else None,
+        objective=run.task.objective,
+        reference=reference,
+        observer=observer,
+        saver=saver,
+        stopper=stopper,
+        interruption=interruption,
+        save_on_preemption=training.checkpoints.on_preemption,
+        optimizer=training.optimizer,
+        checkpointing=settings.activation_checkpointing,
+        activations=InHostMemory() if settings.offload_activations == "cpu" else OnDevice(),
+        clock=clock,
+    )
+
+
+def _publish(run: _Run, start: _Start, trained: PreTrainedModel, state: dict[str, Any], best: Path | None) -> None:
+    """Write `model/`, and `adapter/` of an adapted model. `best`: the file with the weights of the best evaluation, in
+    place of the last ones.
+    """
     if best is not None:
         state = torch.load(best, weights_only=True)
     # Gathered from shards, what the model has once would be there under each of its names.
-    tied = tied_names(loop.placed.model)
+    tied = tied_names(trained)
     state = {name: weight for name, weight in state.items() if name not in tied}
-    size = sum(weight.numel() * weight.element_size() for weight in state.values()) if adapted is None else 0
-    with _published(paths, size) as (model_folder, adapter_folder):
-        if adapted is None:
-            loop.placed.model.save_pretrained(str(model_folder), state_dict=state)
+    size = 0 if start.adapted else sum(weight.numel() * weight.element_size() for weight in state.values())
+    with _published(run.paths, size) as (model_folder, adapter_folder):
+        if start.adapted is None:
+            trained.save_pretrained(str(model_folder), state_dict=state)
         else:
             unset_hf_deepspeed_config()  # type: ignore[no-untyped-call]  # or transformers would load it in shards
-            whole = task.build_model(began_with, prepared.facts)
-            write_adapter_and_merge(whole, adapted, began_with, state, adapter_folder).save_pretrained(
-                str(model_folder)
-            )
-        _published_tokenizer(job, loop.placed.model).save_pretrained(str(model_folder))
+            whole = run.task.build_model(start.job, run.prepared.facts)
+            merged = write_adapter_and_merge(whole, start.adapted, start.job, state, adapter_folder)
+            merged.save_pretrained(str(model_folder))
+        _published_tokenizer(run.job, trained).save_pretrained(str(model_folder))
         for folder in (model_folder, adapter_folder):
             share(folder)
-    spent, seconds = clock.lap(), time.monotonic() - started
-    observer.on_pause(steps, spent)
-    course = RunFigures(history.read())
+
+
+def _outcome(
+    run: _Run,
+    course: RunFigures,
+    measured: Mapping[str, Any],
+    peaks: list[int],
+    stopper: EarlyStopper | NeverStop,
+    clock: PartClock,
+) -> Outcome:
+    """Write the figures of the training to metrics.json and the model card."""
+    paths, training = run.paths, run.training
     kept = CheckpointStore(paths.checkpoints, training.checkpoints.keep).size_bytes()
     figures = {
         **course.losses(),
         **course.rates(),
-        "peak_memory_bytes": max(peaks),
+        **measured,
         "strategy": training.strategy.label,
-        "world_size": world.size,
-        "seconds": seconds,
-        "steps": steps,
+        "world_size": run.world.size,
         **({"checkpoint_bytes": kept} if kept else {}),
-        **({} if best is None else {"best_step": stopper.best_step}),
+        **({} if stopper.best_step is None else {"best_step": stopper.best_step}),
         **course.validation(stopper.best_step),
     }
     details = {
         "peak_memory_bytes_by_rank": peaks,
-        "time": time_split(course.seconds(), strategy, clock).model_dump(mode="json"),
+        "time": time_split(course.seconds(), run.strategy, clock).model_dump(mode="json"),
     }
     write_environment(paths, training_environment(training.world))
     # What an earlier model was worth is not said of this one.
     metrics = merge_metrics(paths, {"train": {**figures, **details}}, without=("evaluate", "majority"))
-    write_model_card(paths, job, prepared.facts, metrics)
+    write_model_card(paths, run.job, run.prepared.facts, metrics)
     folders = (paths.model, paths.adapter, *((paths.checkpoints,) if kept else ()))
-    return Outcome(
-        {"train": figures}, {each.name: each.name for each in folders if each.exists()}, prepared.facts.fingerprint
-    )
+    artifacts = {each.name: each.name for each in folders if each.exists()}
+    return Outcome({"train": figures}, artifacts, run.prepared.facts.fingerprint)
 
 
 def _published_tokenizer(job: TrainerJob, model: PreTrainedModel) -> PreTrainedTokenizerBase:
@@ -309,91 +391,61 @@ def _in_float8(training: Training, model: PreTrainedModel) -> InFloat8:
     return converted
 
 
-def _run(loop: TrainingLoop, resume_from: Path | None) -> None:
+def _train(loop: TrainingLoop, *, resume: bool) -> None:
     try:
-        loop.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+        loop.train(resume=resume)
     except ValueError as error:
         if "DeepSpeed config values" in str(error):
             raise refused_arguments(error) from error
         raise
 
 
-def _stopper(
-    job: TrainerJob,
-    training: Training,
-    paths: JobPaths,
-    world: ProcessWorld,
-    prepared: PreparedData,
-    task: TaskModule,
-) -> EarlyStopper | NeverStop:
-    if training.early_stopping is None:
+def _stopper(run: _Run) -> EarlyStopper | NeverStop:
+    if run.training.early_stopping is None:
         return NeverStop()
-    if "validation" not in prepared.facts.splits:
+    if VALIDATION not in run.prepared.facts.splits:
         raise StageError(
             FailureClass.CONFIG,
             "NoValidationSplit",
             "training.earlyStopping is set and the data have no validation split.",
             "Name one in dataset.splits.validation, or leave training.earlyStopping out.",
         )
-    refuse_unknown_metrics(job, task.metrics[prepared.facts.label_form])
-    return EarlyStopper(training.early_stopping, paths.checkpoints / "best", world)
+    refuse_unknown_metrics(run.job, run.task.metrics[run.prepared.facts.label_form])
+    return EarlyStopper(run.training.early_stopping, run.paths.checkpoints / "best", run.world)
 
 
-def _saver(
-    job: TrainerJob,
-    training: Training,
-    paths: JobPaths,
-    world: ProcessWorld,
-    data_rank: int,
-    prepared: PreparedData,
-    strategy: Strategy,
-    stopper: EarlyStopper | NeverStop,
-    adapted: Adapted | None,
-    weights: str | None,
-) -> RunSaver:
-    settings = identity(job, prepared.facts.fingerprint)
-    if weights is not None:
-        settings["reference_weights"] = weights  # those of a checkpoint are others
-    if adapted is not None:
-        settings["frozen_weights"] = adapted.base  # they are not in the checkpoint
+def _saver(run: _Run, start: _Start, stopper: EarlyStopper | NeverStop) -> RunSaver:
+    settings, checkpoints = identity(run.job, run.prepared.facts.fingerprint), run.training.checkpoints
+    if start.digest is not None:
+        settings["reference_weights"] = start.digest  # those of a checkpoint are others
+    if start.adapted is not None:
+        settings["frozen_weights"] = start.adapted.base  # they are not in the checkpoint
+    signer = signer_of(run.job.name, checkpoints, os.environ)
     return RunSaver(
-        CheckpointStore(
-            paths.checkpoints, training.checkpoints.keep, signer_of(job.name, training.checkpoints, os.environ)
-        ),
-        training.checkpoints,
-        strategy=strategy,
-        label=training.strategy.checkpoint_form,
-        world=world,
-        data_rank=data_rank,
+        CheckpointStore(run.paths.checkpoints, checkpoints.keep, signer),
+        checkpoints,
+        strategy=run.strategy,
+        label=run.training.strategy.checkpoint_form,
+        world=run.world,
+        data_rank=run.data_rank,
         job=settings,
         stopper=stopper,
-        seed=training.seed,
+        seed=run.training.seed,
     )
 
 
-def _reference(
-    task: TaskModule,
-    training: Training,
-    deal: Deal,
-    order: EpochOrder,
-    weights: str | None,
-    folder: Path,
-    world: ProcessWorld,
-    told: Callable[[int], None],
-) -> Reference:
-    """`weights`: digest of those that the model has before training."""
-    if not compared(task) or weights is None:
+def _reference(run: _Run, start: _Start, deal: Deal, order: EpochOrder, told: Callable[[int], None]) -> Reference:
+    if start.digest is None:
         return NoReference()
-    splits = {"train": deal.split("train", order.rows_of(training.max_steps))}
-    if VALIDATION in deal.prepared.facts.splits:
+    splits = {"train": deal.split("train", order.rows_of(run.training.max_steps))}
+    if VALIDATION in run.prepared.facts.splits:
         splits[VALIDATION] = deal.split(VALIDATION)
-    basis = {"weights": weights, "data": deal.prepared.facts.fingerprint, "precision": training.precision}
-    return KeptReference(Said(compared(task)), splits, folder, basis, world, told)
-
-
-def _warn_of_other_epoch(order: EpochOrder, training: Training) -> None:
-    if order.steps != training.steps_per_epoch:
-        log.warning("An epoch of these data has %d steps, the plan counted %d.", order.steps, training.steps_per_epoch)
+    basis = {
+        "weights": start.digest,
+        "data": run.prepared.facts.fingerprint,
+        "precision": run.training.precision,
+    }
+    return KeptReference(Said(compared(run.task)), splits, run.paths.checkpoints, basis, run.world, told)
 
 
 @contextmanager

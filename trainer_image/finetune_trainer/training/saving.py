@@ -29,7 +29,7 @@ _STATE = "state"
 _SCHEDULER = "scheduler.pt"
 _STOPPING = "stopping.json"
 _TRAINER_STATE = "trainer_state.json"
-"""The name that the Trainer looks for when it resumes."""
+"""Earlier releases, which trained by transformers' Trainer, look for it when they resume."""
 
 
 class HasState(Protocol):
@@ -155,8 +155,7 @@ class RunSaver:
         self._strategy.save(loop.placed, folder / _STATE)
         torch.save(random_state(), folder / _random_name(self._world.rank))
         if main:
-            assert loop.lr_scheduler is not None
-            torch.save(loop.lr_scheduler.state_dict(), folder / _SCHEDULER)
+            torch.save(loop.engine.schedule.state_dict(), folder / _SCHEDULER)
             (folder / _STOPPING).write_text(json.dumps(self._stopper.state()), encoding="utf-8")
             loop.state.save_to_json(str(folder / _TRAINER_STATE))
         barrier()
@@ -171,15 +170,16 @@ class RunSaver:
         barrier()
 
     def resume(self, loop: TrainingLoop) -> None:
-        """Model, optimizer, scheduler and stopper from the checkpoint that `find` chose."""
+        """Restore the loop and the stopper from the checkpoint that `find` chose, the generators last."""
         folder = self._chosen().folder
         self._strategy.load(loop.placed, self._chosen().part(_STATE))
-        assert loop.lr_scheduler is not None
         schedule = torch.load(folder / _SCHEDULER, weights_only=True)
-        loop.lr_scheduler.load_state_dict(schedule_of_groups(schedule, len(loop.placed.optimizer.param_groups)))
+        loop.engine.schedule.load_state_dict(schedule_of_groups(schedule, len(loop.placed.optimizer.param_groups)))
         self._stopper.restore(json.loads((folder / _STOPPING).read_text(encoding="utf-8")))
+        loop.state.global_step = self.first_step
+        self._restore_random_state()
 
-    def restore_random_state(self) -> None:
+    def _restore_random_state(self) -> None:
         """This rank's generators; in another world ones drawn from the seed and the step, alike for all processes of a
         replica, which drop out the same.
         """

@@ -1,0 +1,58 @@
+"""A rule on a spec, in CEL and in Python, and the terms that rules of all topics use."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from pydantic import JsonValue
+
+from finetune_contract.choices import Task
+from finetune_operator.api.types import FineTuneJobSpec
+
+Holds = Callable[[FineTuneJobSpec], bool]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule on `spec`."""
+
+    name: str
+    path: str
+    """Field to blame, from `spec`."""
+    cel: str | None
+    """True when the rule holds; `self` is spec, after defaults. None: see the package's docstring."""
+    holds: Holds
+    text: str
+    """The rule as a sentence without its full stop."""
+    way_out: str
+    advice: Callable[[FineTuneJobSpec], str] | None = None
+    """A way out with the job's own numbers, where arithmetic helps."""
+    reads: tuple[str, ...] = ()
+    """Fields that the Python reads; left out where the CEL names them."""
+    schema: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Schema keywords at `path` that say as much of the rule as can be said."""
+    schema_around: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Schema keywords of the object around the field, where CEL cannot look into the field."""
+
+    @property
+    def fields_read(self) -> tuple[str, ...]:
+        """Paths from `spec` that decide whether the rule holds."""
+        return self.reads or tuple(
+            dict.fromkeys(re.findall(r"self\.([A-Za-z.]*[A-Za-z])(?![A-Za-z(])", self.cel or ""))
+        )
+
+
+def loops(spec: FineTuneJobSpec) -> bool:
+    """Whether the built-in loop trains."""
+    return spec.training is not None and spec.script is None
+
+
+def is_one_of(tasks: tuple[Task, ...]) -> str:
+    """CEL: the job's task is one of these."""
+    return f"self.task in [{', '.join(repr(task) for task in tasks)}]"
+
+
+NO_LOOP = "!has(self.training) || has(self.training.script)"
+"""CEL of `not loops(spec)`."""

@@ -1,0 +1,359 @@
+"""Rules on what is read and written: rows, columns, labels, places, generated text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+
+from finetune_contract.choices import WRITING_TASKS, Task
+from finetune_operator.api.rules.base import Holds, Rule, is_one_of
+from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, ColumnsSpec, FineTuneJobSpec, GenerationSpec
+
+COLUMN_TASKS: Mapping[str, tuple[Task, ...]] = {
+    "text": ("text-classification", "text-generation", "masked-lm"),
+    "textPair": ("text-classification",),
+    "label": ("text-classification",),
+    "tokens": ("token-classification",),
+    "tags": ("token-classification",),
+    "question": ("question-answering",),
+    "context": ("question-answering",),
+    "answers": ("question-answering",),
+    "source": ("text-generation", "summarization", "translation"),
+    "target": ("text-generation", "summarization", "translation"),
+    "messages": ("text-generation",),
+    "prompt": ("preference-tuning",),
+    "chosen": ("preference-tuning",),
+    "rejected": ("preference-tuning",),
+}
+"""Column role -> tasks that read it. A column that no stage reads would be accepted and ignored."""
+TARGETS: Mapping[str, tuple[tuple[str, str], ...]] = {
+    "text-classification": (("text", "label"), ("textPair", "label")),
+    "token-classification": (("tokens", "tags"),),
+    "question-answering": (("question", "answers"), ("context", "answers")),
+    "preference-tuning": (("prompt", "chosen"), ("prompt", "rejected"), ("chosen", "rejected")),
+    "summarization": (("source", "target"),),
+    "translation": (("source", "target"),),
+}
+"""Task -> pairs of roles that one column cannot have both: what is read, and what is to be found out from it."""
+
+
+def _columns_differ(spec: FineTuneJobSpec) -> bool:
+    return not _leaks(spec)
+
+
+def _leaks(spec: FineTuneJobSpec) -> tuple[tuple[str, str], ...]:
+    """Pairs of roles for which the data set has one column."""
+    if spec.dataset is None:
+        return ()
+    given = spec.dataset.columns.model_dump(by_alias=True, exclude_none=True)
+    pairs = TARGETS.get(spec.task, (("source", "target"),) if "source" in given else ())
+    names = {role: given.get(role, "" if role == "textPair" else role) for pair in pairs for role in pair}
+    return tuple(pair for pair in pairs if names[pair[0]] == names[pair[1]])
+
+
+def _leak_advice(spec: FineTuneJobSpec) -> str:
+    (read, found), *_ = _leaks(spec)
+    return f"name two columns: {read} and {found} are one"
+
+
+def _columns_cel() -> str:
+    """CEL of `_columns_differ`."""
+
+    def name(role: str) -> str:
+        field = f"self.dataset.columns.{role}"
+        return f"(has({field}) ? {field} : '{'' if role == 'textPair' else role}')"
+
+    tasks = [
+        f"self.task != '{task}' || ({' && '.join(f'{name(one)} != {name(other)}' for one, other in pairs)})"
+        for task, pairs in TARGETS.items()
+    ]
+    written = (
+        f"self.task != 'text-generation' || !has(self.dataset.columns.source) || {name('source')} != {name('target')}"
+    )
+    return f"!has(self.dataset) || ({' && '.join(f'({each})' for each in (*tasks, written))})"
+
+
+def _predictions_advice(spec: FineTuneJobSpec) -> str:
+    """The output with an ending that is a format, at a place that can be written."""
+    output = "" if spec.predict is None or spec.predict.output is None else spec.predict.output
+    scheme, _, rest = output.partition("://")
+    named = re.sub(r"\.(?:csv|tsv|json|txt|arrow|xlsx?)$", "", rest.rstrip("/")) or "predictions"
+    if scheme not in ("file", "pvc"):
+        return f"name it pvc://CLAIM/{named.rpartition('/')[2]}.jsonl, or leave it out: it is in the workspace then"
+    return f"write {scheme}://{named}.jsonl, or the same with .parquet"
+
+
+def _columns_read(task: Task) -> str:
+    return ", ".join(column for column, tasks in COLUMN_TASKS.items() if task in tasks)
+
+
+def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:
+    """A column is given only to a task that reads it; `block` is `dataset` or `predict.dataset`."""
+
+    def holds(spec: FineTuneJobSpec) -> bool:
+        predicted = spec.predict.dataset if spec.predict else None
+        dataset = spec.dataset if block == "dataset" else predicted
+        given = dataset is not None and dataset.columns.model_dump(by_alias=True)[column] is not None
+        return not given or spec.task in tasks
+
+    present = "has(self.predict) && has(self.predict.dataset)" if block != "dataset" else "has(self.dataset)"
+    return Rule(
+        name=f"{block}-{column}-is-read",
+        path=f"{block}.columns.{column}",
+        cel=f"!({present} && has(self.{block}.columns.{column})) || {is_one_of(tasks)}",
+        holds=holds,
+        text=f"is read by {', '.join(tasks)} only",
+        way_out=f"leave it out, or set spec.task to {' or '.join(tasks)}",
+        advice=lambda spec: (
+            f"leave it out, or set spec.task to {' or '.join(tasks)}; {spec.task} reads {_columns_read(spec.task)}"
+        ),
+    )
+
+
+_FORMS = {"text": ("text",), "source": ("source", "target"), "messages": ("messages",)}
+"""Columns of text-generation by the form of its rows; a data set has one form, `text` where it names none."""
+
+
+def _forms(columns: ColumnsSpec) -> tuple[str, ...]:
+    given = columns.model_dump(exclude_none=True)
+    return tuple(form for form, roles in _FORMS.items() if given.keys() & set(roles))
+
+
+def _form_rule(block: str) -> Rule:
+    """Rows of text-generation have one form, and those to predict that of the rows that are trained on."""
+
+    def holds(spec: FineTuneJobSpec) -> bool:
+        if spec.task != "text-generation":
+            return True
+        own = spec.dataset if block == "dataset" else spec.predict.dataset if spec.predict else None
+        named = () if own is None else _forms(own.columns)
+        learnt = named if spec.dataset is None or block == "dataset" else _forms(spec.dataset.columns) or ("text",)
+        return len(named) < 2 and set(named) <= set(learnt)
+
+    def advice(spec: FineTuneJobSpec) -> str:
+        own = spec.dataset if block == "dataset" else spec.predict.dataset if spec.predict else None
+        named = () if own is None else _forms(own.columns)
+        if len(named) == 1 and spec.dataset is not None:
+            return f"name {' and '.join(_FORMS[(*_forms(spec.dataset.columns), 'text')[0]])} here, or leave it out"
+        if own is not None and named == ("text", "source") and own.columns.source is None:
+            return "rename text to source, or leave target out to learn all of the text"
+        return f"keep {', or '.join(' and '.join(_FORMS[form]) for form in named)}, and leave the rest out"
+
+    def cel(block: str, form: str) -> str:
+        return "(" + " || ".join(f"has(self.{block}.columns.{role})" for role in _FORMS[form]) + ")"
+
+    named = f"[{', '.join(cel(block, form) for form in _FORMS)}].filter(named, named).size()"
+    checked = f"{named} < 2"
+    if block != "dataset":
+        plain = f"({cel('dataset', 'text')} || (!{cel('dataset', 'source')} && !{cel('dataset', 'messages')}))"
+        learnt = {form: cel("dataset", form) for form in _FORMS} | {"text": plain}
+        same = " && ".join(f"(!{cel(block, form)} || {learnt[form]})" for form in _FORMS)
+        checked += f" && (!has(self.dataset) || ({same}))"
+    present = "has(self.predict) && has(self.predict.dataset)" if block != "dataset" else "has(self.dataset)"
+    return Rule(
+        name=f"{block}-rows-have-one-form",
+        path=f"{block}.columns",
+        cel=f"self.task != 'text-generation' || !({present}) || ({checked})",
+        holds=holds,
+        text="mixes forms of rows; text-generation reads text, or source and target, or messages"
+        + ("" if block == "dataset" else ", here the same as in spec.dataset"),
+        way_out="name the columns of one form",
+        advice=advice,
+        reads=("task", *dict.fromkeys(("dataset", block))),
+    )
+
+
+def _labels_rule(block: str) -> Rule:
+    """Names of labels are given only to a task that has such labels; `block` is `dataset` or `predict.dataset`."""
+
+    def holds(spec: FineTuneJobSpec) -> bool:
+        predicted = spec.predict.dataset if spec.predict else None
+        dataset = spec.dataset if block == "dataset" else predicted
+        return dataset is None or not dataset.labels or spec.task == "text-classification"
+
+    present = "has(self.predict) && has(self.predict.dataset)" if block != "dataset" else "has(self.dataset)"
+    named = f"{present} && has(self.{block}.labels) && size(self.{block}.labels) > 0"
+    return Rule(
+        name=f"{block}-labels-are-read",
+        path=f"{block}.labels",
+        cel=f"!({named}) || self.task == 'text-classification'",
+        holds=holds,
+        text="is read by text-classification only",
+        way_out="leave it out, or set spec.task to text-classification",
+    )
+
+
+def _hub_only_rule(path: str, given: str, uri: str, holds: Holds) -> Rule:
+    return Rule(
+        name=f"{path}-needs-hub",
+        path=path,
+        cel=f"!({given}) || self.{uri}.startsWith('hf://')",
+        holds=holds,
+        text=f"has a meaning on the Hub only, so that spec.{uri} has to be hf://",
+        way_out="leave it out, or name a Hub repository",
+    )
+
+
+def _claim_rule(path: str, given: str, read: Callable[[FineTuneJobSpec], str | None]) -> Rule:
+    """A `pvc://` URI names a claim of the job's namespace and a place in it."""
+    return Rule(
+        name=f"{path}-names-a-claim",
+        path=path,
+        cel=f"!({given}) || !self.{path}.startsWith('pvc://') || "
+        f"(self.{path}.matches('{_CLAIM_PATTERN}') && !self.{path}.matches('{_LEADS_OUT}'))",
+        holds=lambda spec: _names_a_claim(read(spec)),
+        text="has to be pvc://claim or pvc://claim/path: a claim of the job's namespace, and a path without ..",
+        way_out="write the claim's name after pvc://: small letters, digits and -",
+    )
+
+
+_CLAIM_PATTERN = rf"^pvc://{DNS_SUBDOMAIN_PATTERN.strip('^$')}(/.*)?$".replace("\\", "\\\\")
+"""As it stands in a CEL text, where a backslash is written twice."""
+_LEADS_OUT = "/[.][.](/|$)"
+
+
+def _names_a_claim(uri: str | None) -> bool:
+    if uri is None or not uri.startswith("pvc://"):
+        return True
+    claim, _, path = uri.removeprefix("pvc://").partition("/")
+    return re.fullmatch(DNS_SUBDOMAIN_PATTERN, claim) is not None and ".." not in path.split("/") and "\n" not in path
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "something-to-do",
+        "training",
+        "has(self.training) || has(self.evaluation) || has(self.predict) || has(self.endpoint)",
+        lambda spec: any(part is not None for part in (spec.training, spec.evaluation, spec.predict, spec.endpoint)),
+        "at least one of spec.training, spec.evaluation and spec.predict is needed",
+        "write `training: {}` to train with the defaults",
+    ),
+    Rule(
+        "training-needs-dataset",
+        "dataset",
+        "!has(self.training) || has(self.dataset)",
+        lambda spec: spec.training is None or spec.dataset is not None,
+        "is required when something trains",
+        "set spec.dataset.uri, or leave out spec.training",
+    ),
+    Rule(
+        "evaluation-needs-dataset",
+        "dataset",
+        "!has(self.evaluation) || has(self.training) || has(self.dataset)",
+        lambda spec: spec.evaluation is None or spec.training is not None or spec.dataset is not None,
+        "is required when something is evaluated",
+        "set spec.dataset.uri, or leave out spec.evaluation",
+    ),
+    Rule(
+        "predict-needs-dataset",
+        "predict.dataset",
+        "!has(self.predict) || has(self.dataset) || has(self.predict.dataset)",
+        lambda spec: spec.predict is None or spec.dataset is not None or spec.predict.dataset is not None,
+        "is required when there is no spec.dataset whose test or validation split could be predicted",
+        "set spec.predict.dataset.uri or spec.dataset.uri",
+    ),
+    Rule(
+        "windows-overlap-in-part",
+        "preparation.stride",
+        "!has(self.preparation.stride) || !has(self.preparation.maxLength)"
+        " || 2 * self.preparation.stride <= self.preparation.maxLength",
+        lambda spec: (
+            spec.preparation.stride is None
+            or spec.preparation.max_length is None
+            or 2 * spec.preparation.stride <= spec.preparation.max_length
+        ),
+        "is more than half of spec.preparation.maxLength, so that windows would bring little new",
+        "make it smaller, or leave it out",
+    ),
+    Rule(
+        "generation-is-of-tasks-that-write",
+        "generation",
+        f"{is_one_of(WRITING_TASKS)} || (self.generation.maxNewTokens == 128"
+        " && self.generation.numBeams == 1 && self.generation.temperature == 0.0 && self.generation.topP == 1.0)",
+        lambda spec: spec.task in WRITING_TASKS or spec.generation == GenerationSpec(),
+        f"is for {', '.join(WRITING_TASKS)}",
+        "leave spec.generation out",
+    ),
+    Rule(
+        "beams-do-not-draw",
+        "generation.numBeams",
+        "self.generation.numBeams == 1 || self.generation.temperature == 0.0",
+        lambda spec: spec.generation.num_beams == 1 or spec.generation.temperature == 0,
+        "searches for the likeliest text, and spec.generation.temperature above 0 draws one",
+        "set one of the two",
+    ),
+    Rule(
+        "top-p-is-drawn-from",
+        "generation.topP",
+        "self.generation.topP == 1.0 || self.generation.temperature > 0.0",
+        lambda spec: spec.generation.top_p == 1 or spec.generation.temperature > 0,
+        "has no effect while spec.generation.temperature is 0, for nothing is drawn",
+        "set spec.generation.temperature above 0, or leave it out",
+    ),
+    Rule(
+        "predictions-have-a-format",
+        "predict.output",
+        "!has(self.predict) || !has(self.predict.output) || self.predict.output.endsWith('.jsonl')"
+        " || self.predict.output.endsWith('.parquet')",
+        lambda spec: (
+            spec.predict is None or spec.predict.output is None or spec.predict.output.endswith((".jsonl", ".parquet"))
+        ),
+        "has to end in .jsonl or .parquet, which also chooses the format",
+        "add one of the two endings",
+        advice=_predictions_advice,
+    ),
+    _hub_only_rule(
+        "model.revision",
+        "self.model.revision != 'main'",
+        "model.uri",
+        lambda spec: spec.model.revision == "main" or spec.model.uri.startswith("hf://"),
+    ),
+    _hub_only_rule(
+        "dataset.config",
+        "has(self.dataset) && has(self.dataset.config)",
+        "dataset.uri",
+        lambda spec: spec.dataset is None or spec.dataset.config is None or spec.dataset.uri.startswith("hf://"),
+    ),
+    _hub_only_rule(
+        "predict.dataset.config",
+        "has(self.predict) && has(self.predict.dataset) && has(self.predict.dataset.config)",
+        "predict.dataset.uri",
+        lambda spec: (
+            spec.predict is None
+            or spec.predict.dataset is None
+            or spec.predict.dataset.config is None
+            or spec.predict.dataset.uri.startswith("hf://")
+        ),
+    ),
+    _claim_rule("model.uri", "true", lambda spec: spec.model.uri),
+    _claim_rule("dataset.uri", "has(self.dataset)", lambda spec: spec.dataset.uri if spec.dataset else None),
+    _claim_rule(
+        "predict.dataset.uri",
+        "has(self.predict) && has(self.predict.dataset)",
+        lambda spec: spec.predict.dataset.uri if spec.predict and spec.predict.dataset else None,
+    ),
+    _claim_rule(
+        "predict.output",
+        "has(self.predict) && has(self.predict.output)",
+        lambda spec: spec.predict.output if spec.predict else None,
+    ),
+    _claim_rule("storage.workspace", "has(self.storage.workspace)", lambda spec: spec.storage.workspace),
+    _claim_rule("storage.cache", "has(self.storage.cache)", lambda spec: spec.storage.cache),
+    Rule(
+        "columns-differ",
+        "dataset.columns",
+        _columns_cel(),
+        _columns_differ,
+        "has one column for what is read and for what is learnt from it, so that the answer stands in the question",
+        "name two columns",
+        advice=_leak_advice,
+        reads=("task", "dataset"),
+    ),
+    *(_labels_rule(block) for block in ("dataset", "predict.dataset")),
+    *(_form_rule(block) for block in ("dataset", "predict.dataset")),
+    *(
+        _column_rule(column, tasks, block)
+        for block in ("dataset", "predict.dataset")
+        for column, tasks in COLUMN_TASKS.items()
+    ),
+)

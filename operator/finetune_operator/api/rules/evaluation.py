@@ -1,0 +1,251 @@
+"""Rules on metrics, gates and early stopping."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+
+from finetune_contract.choices import Task
+from finetune_contract.metrics import GREATEST, LEAST, LOSS, LOWER_IS_BETTER, METRICS, metrics_of, stopping_metrics_of
+from finetune_operator.api.problems import describe_value
+from finetune_operator.api.rules.base import Holds, Rule, loops
+from finetune_operator.api.types import FineTuneJobSpec, GateSpec
+
+
+def _gate(spec: FineTuneJobSpec) -> GateSpec | None:
+    return spec.evaluation.gate if spec.evaluation else None
+
+
+def _gate_of(spec: FineTuneJobSpec) -> GateSpec:
+    """Return the gate of a job that breaks a rule on it."""
+    gate = _gate(spec)
+    assert gate is not None
+    return gate
+
+
+def _gate_holds(holds: Callable[[GateSpec], bool]) -> Holds:
+    """A job without a gate keeps every rule on gates."""
+    return lambda spec: (gate := _gate(spec)) is None or holds(gate)
+
+
+def _watched(spec: FineTuneJobSpec) -> str | None:
+    """The metric that early stopping watches."""
+    stopping = spec.training.early_stopping if spec.training else None
+    return None if stopping is None else stopping.metric
+
+
+def _strange_metrics(spec: FineTuneJobSpec) -> tuple[str, ...]:
+    """Names in spec.evaluation.metrics that the task does not have."""
+    if spec.evaluation is None or spec.evaluation.metrics == "auto":
+        return ()
+    return tuple(name for name in spec.evaluation.metrics if name not in metrics_of(spec.task))
+
+
+_OTHER_METRIC_NAMES: Mapping[str, str] = {
+    "acc": "accuracy", "em": "exact_match", "exact": "exact_match", "ppl": "perplexity", "sacrebleu": "bleu",
+    "f": "f1", "fscore": "f1", "f_score": "f1", "sensitivity": "recall", "rouge": "rougeL", "r_l": "rougeL",
+    "rouge_1": "rouge1", "rouge_2": "rouge2", "rouge_l": "rougeL", "pearsonr": "pearson", "spearman": "spearmanr",
+    "r_squared": "r2", "mean_squared_error": "mse", "mean_absolute_error": "mae", "chrf++": "chrf",
+}  # fmt: skip
+"""What people call metrics that have another name with Hugging Face's `evaluate`."""
+
+
+def _near(name: str, known: Sequence[str]) -> str | None:
+    """Return the metric that a name means which the task does not have: `eval_accuracy`, `f1_macro` and the like."""
+    names = {each.lower(): each for each in known}
+    words = name.lower().removeprefix("eval_").replace("-", "_")
+    words = _OTHER_METRIC_NAMES.get(words, words)
+    candidates = [words, *re.split(r"[_/@ ]", words), *get_close_matches(words, names, n=1)]
+    return next((names[each] for each in candidates if each in names), None)
+
+
+def _metric_advice(name: str, task: Task, known: Sequence[str]) -> str:
+    near = _near(name, known)
+    meant = "" if near is None else f"did you mean {near}? "
+    return f"{meant}{task} has {', '.join(known)}"
+
+
+def _gate_metric_advice(gate: GateSpec, task: Task) -> str:
+    """The metric that a gate means, and what its minimum has to be then."""
+    advice = _metric_advice(gate.metric, task, metrics_of(task))
+    near = _near(gate.metric, metrics_of(task))
+    most = None if near is None else GREATEST.get(near)
+    if most == 1 and gate.minimum is not None and 1 < gate.minimum <= 100:
+        return f"{advice}; {near} is at most 1, so that minimum is {gate.minimum / 100:g}"
+    percent = [name for name in metrics_of(task) if GREATEST.get(name) == 100]
+    return f"{advice}; {' and '.join(percent)} go to 100" if percent and near is None else advice
+
+
+def _metrics_advice(spec: FineTuneJobSpec) -> str:
+    known = metrics_of(spec.task)
+    found = {name: _near(name, known) for name in _strange_metrics(spec)}
+    shown = {name: describe_value(name, limit=40).replace('"', "'") for name in found}
+    edits = [
+        f"leave {shown[name]} out" if near is None else f"write {near} for {shown[name]}"
+        for name, near in found.items()
+    ]
+    return f"{', '.join(edits)}; {spec.task} has {', '.join(known)}"
+
+
+def _limit_advice(gate: GateSpec) -> str:
+    """Which of the two limits the metric takes."""
+    right, other = ("maximum", "minimum") if gate.metric in LOWER_IS_BETTER else ("minimum", "maximum")
+    better = "lower" if right == "maximum" else "higher"
+    return f"{gate.metric} is better when {better}: " + (
+        f"set {right}" if gate.minimum is None else f"leave spec.evaluation.gate.{other} out"
+    )
+
+
+def _minimum_advice(gate: GateSpec) -> str:
+    """Of a share in per cent, the share."""
+    most = GREATEST[gate.metric]
+    assert gate.minimum is not None
+    if most == 1 and gate.minimum <= 100:
+        return f"did you mean {gate.minimum / 100:g}? {gate.metric} is at most 1"
+    return f"{gate.metric} is at most {most:g}"
+
+
+def _gate_is_measured(spec: FineTuneJobSpec) -> bool:
+    evaluation = spec.evaluation
+    if evaluation is None or evaluation.gate is None or evaluation.metrics == "auto":
+        return True
+    return evaluation.gate.metric in (*evaluation.metrics, LOSS)
+
+
+_HIGHER_IS_BETTER = frozenset(name for task in METRICS for name in metrics_of(task)) - LOWER_IS_BETTER
+
+
+def _words(names: Iterable[str]) -> str:
+    """CEL: a list of text."""
+    return f"[{', '.join(repr(name) for name in sorted(names))}]"
+
+
+def _metric_cel(path: str, names_of: Callable[[Task], Sequence[str]]) -> str:
+    """CEL: `path`.metric is one that the task has, where there is such a block."""
+    block, _ = path.split(".")
+    by_task = " && ".join(
+        f"(self.task != '{task}' || self.{path}.metric in {_words(names_of(task))})" for task in METRICS
+    )
+    return f"!has(self.{block}) || !has(self.{path}) || ({by_task})"
+
+
+def _gate_cel(limit: str, holds: str) -> str:
+    """CEL: where the gate has that limit, it holds."""
+    gate = "self.evaluation.gate"
+    return f"!has(self.evaluation) || !has({gate}) || !has({gate}.{limit}) || {holds}"
+
+
+def _limit_cel(limit: str, compared: str, bounds: Mapping[str, float]) -> str:
+    """CEL: the limit is one that its metric can reach."""
+    gate = "self.evaluation.gate"
+    by_bound = " && ".join(
+        f"(!({gate}.metric in {_words(name for name in bounds if bounds[name] == bound)})"
+        f" || {gate}.{limit} {compared} {bound})"
+        for bound in sorted(set(bounds.values()))
+    )
+    return _gate_cel(limit, f"({by_bound})")
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "preferences-are-judged-against-the-untrained-model",
+        "evaluation",
+        "self.task != 'preference-tuning' || !has(self.evaluation)"
+        " || (has(self.training) && !has(self.training.script))",
+        lambda spec: spec.task != "preference-tuning" or spec.evaluation is None or loops(spec),
+        "compares a model of preference-tuning with what it was before the built-in loop trained it",
+        "leave it out, or train by the built-in loop",
+    ),
+    Rule(
+        "gate-is-measured",
+        "evaluation.gate.metric",
+        None,
+        _gate_is_measured,
+        "has to be one of spec.evaluation.metrics",
+        "add it there, or set spec.evaluation.metrics to auto",
+        reads=("evaluation",),
+    ),
+    Rule(
+        "metrics-are-of-the-task",
+        "evaluation.metrics",
+        None,
+        lambda spec: not _strange_metrics(spec),
+        "has to name metrics of spec.task",
+        "write auto for all of them",
+        advice=_metrics_advice,
+        reads=("evaluation", "task"),
+    ),
+    Rule(
+        "gate-metric-is-of-the-task",
+        "evaluation.gate.metric",
+        _metric_cel("evaluation.gate", metrics_of),
+        lambda spec: (gate := _gate(spec)) is None or gate.metric in metrics_of(spec.task),
+        "has to be a metric of spec.task, or loss",
+        "name one of them",
+        advice=lambda spec: _gate_metric_advice(_gate_of(spec), spec.task),
+    ),
+    Rule(
+        "early-stopping-metric-is-measured",
+        "training.earlyStopping.metric",
+        _metric_cel("training.earlyStopping", stopping_metrics_of),
+        lambda spec: (watched := _watched(spec)) is None or watched in stopping_metrics_of(spec.task),
+        "has to be measured by spec.task while it trains",
+        "watch loss",
+        advice=lambda spec: _metric_advice(_watched(spec) or "", spec.task, stopping_metrics_of(spec.task)),
+    ),
+    Rule(
+        "gate-has-one-limit",
+        "evaluation.gate",
+        "!has(self.evaluation) || !has(self.evaluation.gate)"
+        " || has(self.evaluation.gate.minimum) != has(self.evaluation.gate.maximum)",
+        _gate_holds(lambda gate: (gate.minimum is None) != (gate.maximum is None)),
+        "needs exactly one of minimum and maximum",
+        "set minimum for a metric that is better when higher, maximum for one that is better when lower",
+        advice=lambda spec: _limit_advice(_gate_of(spec)),
+    ),
+    Rule(
+        "gate-minimum-is-of-what-grows",
+        "evaluation.gate.minimum",
+        _gate_cel(
+            "minimum",
+            f"has(self.evaluation.gate.maximum) || !(self.evaluation.gate.metric in {_words(LOWER_IS_BETTER)})",
+        ),
+        _gate_holds(
+            lambda gate: gate.minimum is None or gate.maximum is not None or gate.metric not in LOWER_IS_BETTER
+        ),
+        "is a least value, and the metric is better when lower",
+        "write maximum in its place",
+    ),
+    Rule(
+        "gate-maximum-is-of-what-shrinks",
+        "evaluation.gate.maximum",
+        _gate_cel(
+            "maximum",
+            f"has(self.evaluation.gate.minimum) || !(self.evaluation.gate.metric in {_words(_HIGHER_IS_BETTER)})",
+        ),
+        _gate_holds(
+            lambda gate: gate.maximum is None or gate.minimum is not None or gate.metric not in _HIGHER_IS_BETTER
+        ),
+        "is a greatest value, and the metric is better when higher",
+        "write minimum in its place",
+    ),
+    Rule(
+        "gate-minimum-can-be-met",
+        "evaluation.gate.minimum",
+        _limit_cel("minimum", "<=", GREATEST),
+        _gate_holds(lambda gate: gate.minimum is None or gate.minimum <= GREATEST.get(gate.metric, gate.minimum)),
+        "is more than the metric can be",
+        "lower it",
+        advice=lambda spec: _minimum_advice(_gate_of(spec)),
+    ),
+    Rule(
+        "gate-maximum-can-be-met",
+        "evaluation.gate.maximum",
+        _limit_cel("maximum", ">=", LEAST),
+        _gate_holds(lambda gate: gate.maximum is None or gate.maximum >= LEAST.get(gate.metric, gate.maximum)),
+        "is less than the metric can be",
+        "raise it",
+        advice=lambda spec: f"the metric is at least {LEAST[_gate_of(spec).metric]:g}",
+    ),
+)

@@ -1,0 +1,178 @@
+"""Rules on degrees, placement and DeepSpeed's own keys."""
+
+from __future__ import annotations
+
+from finetune_operator.api.rules.base import NO_LOOP, Rule, loops
+from finetune_operator.api.rules.processes import (
+    MODEL,
+    SPREAD,
+    WORLD,
+    WORLD_FIELDS,
+    WORLD_UNKNOWN,
+    certain_processes,
+    world_size,
+)
+from finetune_operator.api.types import FineTuneJobSpec, ParallelismSpec
+
+
+def _degrees_advice(spec: FineTuneJobSpec) -> str:
+    parallelism, world = spec.parallelism, world_size(spec) or 0
+    size = parallelism.replica_ranks
+    degrees = {"tensor": parallelism.tensor, "pipeline.degree": parallelism.pipeline.degree}
+    degrees["sequence"] = parallelism.sequence
+    product = " x ".join(f"{name} {degree}" for name, degree in degrees.items() if degree > 1)
+    product += f" = {size}" if sum(degree > 1 for degree in degrees.values()) > 1 else ""
+    smaller = max((each for each in range(1, size + 1) if world % each == 0), default=1)
+    return f"{world} processes are no multiple of {product}; use degrees whose product divides {world}, e.g. {smaller}"
+
+
+def _idle_sections(spec: FineTuneJobSpec) -> tuple[tuple[str, str], ...]:
+    """Sections of `deepspeedConfig` that say how to offload what stays on the device, with the field that moves it."""
+    zero, offload = spec.parallelism.deepspeed_config.get("zero_optimization"), spec.parallelism.offload
+    keys = zero if isinstance(zero, dict) else {}
+    return tuple(
+        (section, name)
+        for section, name, where in (
+            ("offload_optimizer", "optimizer", offload.optimizer),
+            ("offload_param", "parameters", offload.parameters),
+        )
+        if isinstance(inner := keys.get(section), dict) and "device" not in inner and where == "none"
+    )
+
+
+def _idle_advice(spec: FineTuneJobSpec) -> str:
+    (section, name), *_ = _idle_sections(spec)
+    whole = f"spec.parallelism.deepspeedConfig.zero_optimization.{section}"
+    return f"set spec.parallelism.offload.{name} to cpu, or leave {whole} out"
+
+
+HPZ = "zero_hpz_partition_size"
+QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
+"""ZeRO++ (Wang et al., 2023): shards of the parameters a second time inside each node, and 8-bit communication."""
+
+
+def zero_plus_plus(parallelism: ParallelismSpec) -> tuple[str, ...]:
+    """The keys of ZeRO++ that `deepspeedConfig` sets."""
+    keys = parallelism.deepspeed_config.get("zero_optimization")
+    if not isinstance(keys, dict):
+        return ()
+    return tuple(key for key in QUANTIZED if keys.get(key)) + ((HPZ,) if secondary_shards(parallelism) > 1 else ())
+
+
+def secondary_shards(parallelism: ParallelismSpec) -> int:
+    """Processes over which parameters are divided a second time; 1: they are not."""
+    keys = parallelism.deepspeed_config.get("zero_optimization")
+    found = keys.get(HPZ, 1) if isinstance(keys, dict) else 1
+    return found if isinstance(found, int) and found > 0 else 1
+
+
+def _zero_plus_plus_fault(spec: FineTuneJobSpec) -> str | None:
+    """The way out of keys of ZeRO++ that DeepSpeed would not obey."""
+    above = "spec.parallelism.deepspeedConfig.zero_optimization"
+    processes = certain_processes(spec)
+    for key in zero_plus_plus(spec.parallelism):
+        if spec.parallelism.zero_stage != 3:
+            return f"set spec.parallelism.zeroStage to 3, or leave {above}.{key} out"
+        if key in QUANTIZED and spec.resources.gpus_per_node == 0:
+            return f"leave {above}.{key} out, or set spec.resources.gpusPerNode"
+        if key == HPZ and processes is not None and secondary_shards(spec.parallelism) != processes:
+            return f"set {above}.{key} to {processes}, or leave {above}.{key} out"
+    return None
+
+
+def _placement_is_kept(spec: FineTuneJobSpec) -> bool:
+    letters = spec.parallelism.placement
+    return letters in ("cluster", "spread") or len(set(letters)) == len(letters)
+
+
+def _placement_names_all(spec: FineTuneJobSpec) -> bool:
+    letters, parallelism = spec.parallelism.placement, spec.parallelism
+    if letters in ("cluster", "spread"):
+        return True
+    return (parallelism.tensor == 1 or "T" in letters) and (parallelism.pipeline.degree == 1 or "P" in letters)
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "model-parallel-divides-world",
+        "resources.processesPerNode",
+        f"{WORLD_UNKNOWN} || ({WORLD}) % {MODEL} == 0",
+        lambda spec: (
+            spec.resources.elastic is not None or (world_size(spec) or 0) % spec.parallelism.replica_ranks == 0
+        ),
+        "times spec.resources.nodes has to be a multiple of tensor x pipeline x sequence in spec.parallelism",
+        "change the degrees, the nodes or the processes",
+        advice=_degrees_advice,
+        reads=WORLD_FIELDS,
+    ),
+    Rule(
+        "pipeline-settings-need-a-degree",
+        "parallelism.pipeline",
+        f"{NO_LOOP} || self.parallelism.pipeline.degree > 1 || (self.parallelism.pipeline.schedule == '1f1b'"
+        " && type(self.parallelism.pipeline.microBatches) != int)",
+        lambda spec: (
+            not loops(spec)
+            or spec.parallelism.pipeline.degree > 1
+            or (
+                spec.parallelism.pipeline.schedule == "1f1b"
+                and not isinstance(spec.parallelism.pipeline.micro_batches, int)
+            )
+        ),
+        "has a schedule or microBatches and a degree of 1, which is no pipeline",
+        "set degree to 2 or more, or leave schedule and microBatches out",
+        reads=(
+            "parallelism.pipeline.degree",
+            "parallelism.pipeline.schedule",
+            "parallelism.pipeline.microBatches",
+            "training.script",
+        ),
+    ),
+    Rule(
+        "placement-places-something",
+        "parallelism.placement",
+        f"{NO_LOOP} || self.parallelism.placement == 'cluster' || ({SPREAD}) > 1",
+        lambda spec: not loops(spec) or spec.parallelism.placement == "cluster" or spec.parallelism.model_ranks > 1,
+        "places the ranks of spec.parallelism.tensor and pipeline, and there are none",
+        "leave it out, or set tensor or pipeline.degree above 1",
+        reads=("parallelism.placement", "parallelism.tensor", "parallelism.pipeline.degree", "training.script"),
+    ),
+    Rule(
+        "placement-names-once",
+        "parallelism.placement",
+        "!self.parallelism.placement.matches('D.*D|P.*P|T.*T')",
+        _placement_is_kept,
+        "names a dimension twice",
+        "name each of D, P and T once",
+    ),
+    Rule(
+        "placement-names-all",
+        "parallelism.placement",
+        "self.parallelism.placement in ['cluster', 'spread']"
+        " || ((self.parallelism.tensor == 1 || self.parallelism.placement.contains('T'))"
+        " && (self.parallelism.pipeline.degree == 1 || self.parallelism.placement.contains('P')))",
+        _placement_names_all,
+        "has to name T with spec.parallelism.tensor above 1, and P with spec.parallelism.pipeline.degree above 1",
+        "name them, e.g. DPT",
+        reads=("parallelism.placement", "parallelism.tensor", "parallelism.pipeline.degree"),
+    ),
+    Rule(
+        "zero-plus-plus-is-obeyed",
+        "parallelism.deepspeedConfig",
+        None,
+        lambda spec: _zero_plus_plus_fault(spec) is None,
+        "has keys of ZeRO++, which need zeroStage 3, GPUs to quantize on, and shards on the processes of one node",
+        "set spec.parallelism.zeroStage to 3, or leave them out",
+        advice=lambda spec: _zero_plus_plus_fault(spec) or "",
+        reads=("parallelism.deepspeedConfig", *WORLD_FIELDS),
+    ),
+    Rule(
+        "offload-keys-need-an-offload",
+        "parallelism.deepspeedConfig",
+        None,
+        lambda spec: not _idle_sections(spec),
+        "says how to offload what spec.parallelism.offload leaves on the device",
+        "set spec.parallelism.offload, or leave its section out",
+        advice=_idle_advice,
+        reads=("parallelism.deepspeedConfig", "parallelism.offload"),
+    ),
+)

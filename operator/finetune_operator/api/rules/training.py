@@ -1,0 +1,180 @@
+"""Rules on what is trained, for how long, and by whom: adapters, steps, checkpoints, scripts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from pydantic.alias_generators import to_snake
+
+from finetune_operator.api.rules.base import Rule
+from finetune_operator.api.shapes import Number, Shape, find, spec_shape
+from finetune_operator.api.types import AdapterSpec, CheckpointEverySpec, FineTuneJobSpec, PreferenceSpec, ScriptSpec
+
+
+def _every_is_one(spec: FineTuneJobSpec) -> bool:
+    every = spec.checkpoints.every
+    return not isinstance(every, CheckpointEverySpec) or (every.steps is None) != (every.minutes is None)
+
+
+_LOOP_ONLY = (
+    *("training.epochs", "training.maxSteps", "training.globalBatchSize", "training.microBatchSize"),
+    *("training.learningRate", "training.scheduler", "training.warmupSteps", "training.weightDecay"),
+    *("training.maxGradNorm", "training.optimizer", "training.seed", "training.labelSmoothing"),
+    *("training.earlyStopping", "training.precision", "training.arguments"),
+    *("parallelism.strategy", "parallelism.zeroStage", "parallelism.offload.activations", "parallelism.tensor"),
+    *("parallelism.pipeline.degree", "parallelism.pipeline.microBatches", "parallelism.pipeline.schedule"),
+    *("parallelism.sequence", "parallelism.activationCheckpointing", "parallelism.placement"),
+    *("checkpoints.every", "checkpoints.keep", "checkpoints.onPreemption", "checkpoints.uri", "checkpoints.signingKey"),
+    *("model.adapter.method", "preference.beta"),
+)
+"""What the built-in loop alone obeys: beside a script these would be accepted and ignored. What needs one of them is
+refused by a rule of its own.
+"""
+_INFERENCE_ONLY = ("preparation.engine", "preparation.maxLength", "preparation.workers")
+"""Beside a script, what says something about the rows of evaluate and predict only."""
+
+
+def _script_rule(path: str, *, inference: bool = False) -> Rule:
+    """A field that is left at its default beside a script (`inference`: unless rows are evaluated or predicted)."""
+    parts = path.split(".")
+    shape = find(spec_shape(), parts)
+    assert shape is not None, path
+    default = shape.default
+
+    def holds(spec: FineTuneJobSpec) -> bool:
+        if spec.script is None:
+            return True
+        if inference and (spec.evaluation is not None or spec.predict is not None):
+            return True
+        value: object = spec
+        for part in parts:
+            value = getattr(value, to_snake(part))
+        return value == default
+
+    free = "!has(self.training) || !has(self.training.script)"
+    free += " || has(self.evaluation) || has(self.predict)" if inference else ""
+    kept = f"!has(self.{path})" if default is None else f"self.{path} == {_cel(shape)}"
+    goes_on = path.startswith("training.")
+    text = "is what the built-in loop obeys, and spec.training.script takes its place"
+    return Rule(
+        name=f"script-ignores-{path}",
+        path=path,
+        # Objects without declared fields, and fields of no fixed type, are beyond CEL.
+        cel=None if path in ("training.arguments", "checkpoints.every") else f"{free} || {kept}",
+        holds=holds,
+        text=f"{text}, with nothing to evaluate or predict" if inference else text,
+        way_out="leave it out" + (", or give it to the program by training.script.hyperparameters" * goes_on),
+        reads=(path, "training.script", *(("evaluation", "predict") if inference else ())),
+    )
+
+
+def _cel(shape: Shape) -> str:
+    """A field's default as CEL writes it: 0 is no value of a number that may have a fraction."""
+    value = shape.default
+    if isinstance(shape.body, Number) and not shape.body.integer and isinstance(value, int):
+        value = float(value)
+    return f"'{value}'" if isinstance(value, str) else json.dumps(value)
+
+
+def _stays_inside(path: str, read: Callable[[ScriptSpec], str | None]) -> Rule:
+    """A path below the repository."""
+
+    def holds(spec: FineTuneJobSpec) -> bool:
+        return spec.script is None or ".." not in (read(spec.script) or "").split("/")
+
+    given = "".join(
+        f" && has(self.{each})" for each in ("training.script", *((path,) if path.endswith("path") else ()))
+    )
+    return Rule(
+        name=f"{path}-stays-inside",
+        path=path,
+        cel=f"!(has(self.training){given}) || !self.{path}.matches('(^|/)[.][.](/|$)')",
+        holds=holds,
+        text="may not lead out of the repository",
+        way_out="write it without ..",
+    )
+
+
+_NO_ADAPTER = AdapterSpec()
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "adapter-is-trained",
+        "model.adapter.method",
+        "self.model.adapter.method == 'none' || has(self.training)",
+        lambda spec: spec.model.adapter.method == "none" or spec.training is not None,
+        "is about the training, and nothing is trained",
+        "leave spec.model.adapter out, or write `training: {}`",
+    ),
+    Rule(
+        "adapter-settings-need-a-method",
+        "model.adapter",
+        f"self.model.adapter.method != 'none' || (self.model.adapter.rank == {_NO_ADAPTER.rank}"
+        f" && self.model.adapter.alpha == {_NO_ADAPTER.alpha} && self.model.adapter.dropout == {_NO_ADAPTER.dropout})",
+        lambda spec: (
+            spec.model.adapter.method != "none"
+            or spec.model.adapter.model_copy(update={"target_modules": "auto"}) == _NO_ADAPTER
+        ),
+        "has a rank, an alpha or a dropout, which say nothing while its method is none",
+        "set spec.model.adapter.method to lora, qlora or dora, or leave spec.model.adapter out",
+    ),
+    Rule(
+        "adapter-targets-need-a-method",
+        "model.adapter.targetModules",
+        None,
+        lambda spec: spec.model.adapter.method != "none" or spec.model.adapter.target_modules == "auto",
+        "names layers to adapt, and spec.model.adapter.method is none",
+        "set spec.model.adapter.method to lora, qlora or dora, or leave it out",
+        reads=("model.adapter.method", "model.adapter.targetModules"),
+    ),
+    Rule(
+        "epochs-or-steps",
+        "training.maxSteps",
+        "!has(self.training) || !has(self.training.epochs) || !has(self.training.maxSteps)",
+        lambda spec: spec.training is None or spec.training.epochs is None or spec.training.max_steps is None,
+        "takes the place of spec.training.epochs, so that only one of them can be given",
+        "remove one of the two",
+    ),
+    Rule(
+        "warmup-needs-scheduler",
+        "training.warmupSteps",
+        "!has(self.training) || self.training.warmupSteps == 0.0 || self.training.scheduler != 'constant'",
+        lambda spec: spec.training is None or spec.training.warmup_steps == 0 or spec.training.scheduler != "constant",
+        "has no effect with the scheduler constant",
+        "set spec.training.scheduler to constant_with_warmup, or leave spec.training.warmupSteps out",
+    ),
+    *(_script_rule(path) for path in _LOOP_ONLY),
+    *(_script_rule(path, inference=True) for path in _INFERENCE_ONLY),
+    _stays_inside("training.script.git.path", lambda script: script.git.path),
+    _stays_inside("training.script.entryPoint", lambda script: script.entry_point),
+    Rule(
+        "preference-is-of-preference-tuning",
+        "preference",
+        f"self.task == 'preference-tuning' || self.preference.beta == {PreferenceSpec().beta}",
+        lambda spec: spec.task == "preference-tuning" or spec.preference == PreferenceSpec(),
+        "is for preference-tuning",
+        "leave spec.preference out",
+    ),
+    Rule(
+        "checkpoint-interval-is-one",
+        "checkpoints.every",
+        None,
+        _every_is_one,
+        "takes exactly one of steps and minutes",
+        "leave one of them, or write auto",
+        reads=("checkpoints.every",),
+        schema={"maxProperties": 1},
+    ),
+    Rule(
+        "warmup-counts-whole-steps",
+        "training.warmupSteps",
+        "!has(self.training) || self.training.warmupSteps < 1.0"
+        " || self.training.warmupSteps == double(int(self.training.warmupSteps))",
+        lambda spec: spec.training is None or spec.training.warmup_steps < 1 or spec.training.warmup_steps % 1 == 0,
+        "from 1 on counts whole steps",
+        "write a whole number, or a share of all steps below 1",
+        advice=lambda spec: f"write {spec.training.warmup_steps:.0f}" if spec.training else "",
+    ),
+)

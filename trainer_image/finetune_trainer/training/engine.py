@@ -1,0 +1,269 @@
+"""The model in training: the wrappers around it, its optimizer and its learning-rate schedule.
+
+accelerate adds autocast, DistributedDataParallel, the loss scaling of fp16 and torch.compile. With a DeepSpeed
+configuration it starts DeepSpeed's engine, which averages, clips and steps by itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, TorchDynamoPlugin
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+    enable_full_determinism,
+    get_scheduler,
+    set_seed,
+)
+from transformers.integrations.liger import apply_liger_kernel
+from transformers.integrations.neftune import activate_neftune
+from transformers.trainer_pt_utils import get_parameter_names
+
+from finetune_contract.choices import OptimizerName
+from finetune_trainer.strategies.base import Placed, Strategy, expect
+from finetune_trainer.tasks.base import REFERENCE
+from finetune_trainer.training.arguments import is_optimizer
+
+_NOT_DECAYED = ("bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
+"""Patterns of the names of weights without weight decay, besides all of `nn.LayerNorm`; those of transformers' Trainer,
+whose optimizer groups are in the checkpoints.
+"""
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """The figures of one optimizer step."""
+
+    learning_rate: float
+    grad_norm: Any
+    """Before clipping, a number or a tensor on the device; None where DeepSpeed computes none."""
+
+
+class Engine:
+    """A model that accelerate prepares, or that its strategy has spread already."""
+
+    def __init__(self, model: PreTrainedModel, args: TrainingArguments, strategy: Strategy, *, adapted: bool) -> None:
+        self.args = args
+        self._strategy = strategy
+        self._adapted = adapted
+        self.model = strategy.prepare_model(model)
+        seed = enable_full_determinism if args.full_determinism else set_seed
+        seed(args.seed)
+        self.accelerator = _accelerator(self.model, args)
+        self.model.config.use_cache = False
+        if self._moves_model:
+            self.model.to(args.device)  # type: ignore[arg-type]
+        self.wrapped: nn.Module = self.model
+        self.optimizer: Any = None
+        self.schedule: Any = None
+
+    @property
+    def _moves_model(self) -> bool:
+        return not self._strategy.spreads_itself
+
+    @property
+    def placed(self) -> Placed:
+        """The model as it is spread, after `start`."""
+        # Around everything else when the job asks for torch_compile.
+        wrapped = getattr(self.wrapped, "_orig_mod", self.wrapped)
+        return Placed(
+            self.model, wrapped, self._inner_optimizer(), self.args.world_size, self.args.device, self._adapted
+        )
+
+    def _inner_optimizer(self) -> Any:
+        return self.optimizer.optimizer
+
+    def start(self) -> None:
+        """Build the optimizer, wrap the model, and build the schedule."""
+        args = self.args
+        if args.use_liger_kernel:
+            apply_liger_kernel(self.model, args.liger_kernel_config)  # type: ignore[no-untyped-call]
+        if args.activation_checkpointing:
+            self.model.activation_checkpointing_enable(
+                activation_checkpointing_kwargs=args.activation_checkpointing_kwargs
+            )
+        if args.neftune_noise_alpha is not None:
+            activate_neftune(self.model, args.neftune_noise_alpha)  # type: ignore[no-untyped-call]
+        kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, self.model)
+        self._wrap(kind(parameter_groups(self.model, args.weight_decay), **settings))
+        further: Any = args.lr_scheduler_kwargs
+        warmup = args.get_warmup_steps(args.max_steps)
+        self.schedule = get_scheduler(args.lr_scheduler_type, self.optimizer, warmup, args.max_steps, further)
+        self.wrapped.train()
+
+    def _wrap(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._strategy.spreads_itself:
+            # Adds autocast and torch.compile only.
+            self.wrapped = self.accelerator.prepare_model(self.model, device_placement=False, evaluation_mode=True)
+            self.optimizer = self.accelerator.prepare(optimizer)
+        else:
+            self.wrapped, self.optimizer = self.accelerator.prepare(self.model, optimizer)
+
+    def assert_in_effect(self, optimizer: OptimizerName) -> None:
+        """Raise StageError STRATEGY_NOT_IN_EFFECT unless the strategy, the loss scaling, torch.compile and the
+        optimizer are the ones asked for.
+        """
+        placed, args, name = self.placed, self.args, self._strategy.name
+        self._strategy.assert_in_effect(placed)
+        scaled = self.accelerator.scaler is not None and self.accelerator.scaler.is_enabled()
+        found = f"the loss is {'' if scaled else 'not '}scaled, and fp16 is {'on' if args.fp16 else 'off'}"
+        expect(scaled == self._scales_loss, name, "WrongLossScaling", found)
+        # By torch.compile around the model, or by DeepSpeed's engine inside it.
+        compiled = hasattr(self.wrapped, "_orig_mod") or bool(getattr(self.wrapped, "is_compiled", False))
+        found = f"training.arguments.torch_compile is {args.torch_compile}, and the model is "
+        found += "compiled" if compiled else "not compiled"
+        expect(compiled == bool(args.torch_compile), name, "WrongCompilation", found)
+        found = f"training.optimizer is {optimizer}, and {type(placed.optimizer).__qualname__} steps"
+        expect(is_optimizer(optimizer, placed.optimizer), name, "WrongOptimizer", found)
+
+    @property
+    def _scales_loss(self) -> bool:
+        """fp16 loses small gradients unless the loss is scaled."""
+        return bool(self.args.fp16)
+
+    # ------------------------------------------------------------------------------------------------------------ step
+
+    def to_device(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the batch on the device."""
+        return {name: value.to(self.args.device) for name, value in batch.items()}
+
+    def accumulating(self) -> AbstractContextManager[Any]:
+        """Return the context of every micro-batch of a step but the last."""
+        return self._strategy.accumulating(self.placed)
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add the gradients of `loss`; `last`: of the last micro-batch of a step."""
+        self.accelerator.backward(loss)
+
+    def step(self) -> OptimizerStep:
+        """Clip the gradients, step, and clear them."""
+        grad_norm = self._clipped(self.args.max_grad_norm or math.inf)
+        self.optimizer.step()
+        return self._stepped(grad_norm)
+
+    def _clipped(self, most: float) -> Any:
+        """Clip the gradients and return their norm before; under FSDP it comes as a DTensor."""
+        own = self._strategy.replica_step
+        if own is not None:
+            return own.clip_gradients(self.model, most)
+        norm = self.accelerator.clip_grad_norm_(self.wrapped.parameters(), most)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _stepped(self, grad_norm: Any) -> OptimizerStep:
+        done = OptimizerStep(float(self.schedule.get_last_lr()[0]), grad_norm)
+        if not self.optimizer.step_was_skipped:  # with fp16, where gradients overflow
+            self.schedule.step()
+        self.wrapped.zero_grad()
+        return done
+
+    def mean_over_ranks(self, value: torch.Tensor) -> float:
+        """Return the mean of a number that each rank has one of. Every rank must call it."""
+        return float(self.accelerator.gather(value).mean())
+
+
+class DeepSpeedEngine(Engine):
+    """A model in DeepSpeed's engine, which has the precision, the exchange of gradients and the step."""
+
+    _moves_model = False
+    _scales_loss = False
+
+    def _inner_optimizer(self) -> Any:
+        return self.optimizer
+
+    def _wrap(self, optimizer: torch.optim.Optimizer) -> None:
+        from deepspeed.utils import logger as deepspeed_logger
+
+        # Raises ValueError for what contradicts `args`.
+        self._config.trainer_config_finalize(self.args, self.model, self.args.max_steps)
+        deepspeed_logger.setLevel(logging.ERROR)
+        super()._wrap(optimizer)
+
+    @property
+    def _config(self) -> Any:
+        return self.accelerator.state.deepspeed_plugin.hf_ds_config
+
+    def to_device(self, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the batch on the device, fractions in the model's precision; log-likelihoods of whole rows are too
+        large for it.
+        """
+        dtype = self._config.dtype()
+        return {
+            name: value.to(dtype) if value.is_floating_point() and not name.startswith(REFERENCE) else value
+            for name, value in super().to_device(batch).items()
+        }
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Add the gradients of `loss`, which is divided by the whole step already."""
+        engine: Any = self.wrapped
+        engine.set_gradient_accumulation_boundary(is_boundary=last)
+        engine.backward(loss, scale_wrt_gas=False)
+
+    def step(self) -> OptimizerStep:
+        """Have the engine clip, step and clear the gradients."""
+        engine: Any = self.wrapped
+        engine.step()
+        return self._stepped(engine.get_global_grad_norm())
+
+
+def engine_of(model: PreTrainedModel, args: TrainingArguments, strategy: Strategy, *, adapted: bool) -> Engine:
+    """Return the engine of the strategy, with the model spread by it."""
+    kind = Engine if args.deepspeed_plugin is None else DeepSpeedEngine
+    return kind(model, args, strategy, adapted=adapted)
+
+
+def _accelerator(model: PreTrainedModel, args: TrainingArguments) -> Accelerator:
+    asked = {
+        "find_unused_parameters": args.ddp_find_unused_parameters,
+        "bucket_cap_mb": args.ddp_bucket_cap_mb,
+        "broadcast_buffers": args.ddp_broadcast_buffers,
+        "static_graph": args.ddp_static_graph,
+    }
+    # DistributedDataParallel cannot look for unused parameters where activations are recomputed.
+    default = {"find_unused_parameters": not args.activation_checkpointing}
+    ddp = DistributedDataParallelKwargs(**default | {name: value for name, value in asked.items() if value is not None})
+    return Accelerator(
+        mixed_precision=args.mixed_precision,
+        deepspeed_plugin=args.deepspeed_plugin,
+        # The loop accumulates; accelerate must not divide a second time.
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        dynamo_plugin=TorchDynamoPlugin(backend=args.torch_compile_backend, mode=args.torch_compile_mode),
+        kwargs_handlers=[ddp],
+    )
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Return the optimizer's groups: trained weights with and without weight decay, by the mesh of processes that they
+    are spread over, because one fused kernel cannot step weights of several meshes.
+    """
+    named = get_parameter_names(model, [nn.LayerNorm], list(_NOT_DECAYED))  # type: ignore[no-untyped-call]
+    decayed = set(named)
+    trained = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    groups = [
+        ([each for name, each in trained if name in decayed], weight_decay),
+        ([each for name, each in trained if name not in decayed], 0.0),
+    ]
+    if len({_mesh_of(each) for _, each in trained}) > 1:
+        groups = [(of_mesh, decay) for weights, decay in groups for of_mesh in _by_mesh(weights)]
+    return [{"params": weights, "weight_decay": decay} for weights, decay in groups]
+
+
+def _by_mesh(weights: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    found: dict[Any, list[nn.Parameter]] = {}
+    for each in weights:
+        found.setdefault(_mesh_of(each), []).append(each)
+    return list(found.values())
+
+
+def _mesh_of(weight: torch.Tensor) -> Any:
+    return weight.device_mesh if isinstance(weight, DTensor) else None
