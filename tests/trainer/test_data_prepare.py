@@ -757,25 +757,29 @@ def test_equal_input_is_prepared_once_and_any_change_prepares_anew(data, paths, 
     assert len(fingerprints) == 4
 
 
-def test_another_predict_data_set_leaves_the_fingerprint_of_the_training_data(data, paths, tmp_path):
+def test_another_predict_data_set_leaves_the_prepared_data_as_they_are(data, paths, tmp_path):
     first = prepare(a_job(data), paths, NoProgress())
     other = write_lines(tmp_path / "new.jsonl", [{"text": "unseen", "id": "x"}])
     predict = {"dataset": {"uri": f"file://{other}"}, "columns": ["id"], "device": "cpu", "batch_tokens": 64}
-    facts = prepare(a_job(data, predict=predict), paths, NoProgress())
-    assert facts.fingerprint == first.fingerprint
-    assert facts.splits["predict"].rows == 1
-    assert PreparedData.open(paths).raw("predict").to_dict() == {"text": ["unseen"], "id": ["x"]}
+    assert prepare(a_job(data, predict=predict), paths, NoProgress()) == first
 
 
-def test_of_several_splits_of_the_predict_data_set_the_test_split_is_predicted(data, paths):
-    uri, splits = f"file://{data}", {"train": "train", "validation": "validation", "test": "test"}
-    write_lines(data / "test.jsonl", [{"text": "the one", "label": 1}])
-    prepare(
-        a_job(data, predict={"dataset": {"uri": uri, "splits": splits}, "device": "cpu", "batch_tokens": 64}),
-        paths,
-        NoProgress(),
-    )
-    assert PreparedData.open(paths).raw("predict").to_dict() == {"text": ["the one"]}
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([{"txt": "x"}], "MissingColumn"),
+        ([{"text": 3}, {"text": None}], "NotText"),
+        ([], "EmptySplit"),
+    ],
+    ids=["no such column", "no text", "no rows"],
+)
+def test_predict_data_that_no_row_of_can_be_read_are_refused_before_training(rows, reason, data, paths, tmp_path):
+    other = write_lines(tmp_path / "new.jsonl", rows)
+    predict = {"dataset": {"uri": f"file://{other}"}, "device": "cpu", "batch_tokens": 64}
+    with pytest.raises(StageError) as caught:
+        prepare(a_job(data, predict=predict), paths, NoProgress())
+    assert (caught.value.failure_class, caught.value.reason) == (FailureClass.DATA, reason)
+    assert not paths.prepared.exists()
 
 
 def test_a_refused_change_leaves_the_earlier_result(data, paths):

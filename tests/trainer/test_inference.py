@@ -307,6 +307,110 @@ def test_a_failed_prediction_leaves_the_earlier_file(model, data, paths):
     assert [path.name for path in paths.root.glob(".predictions*")] == []
 
 
+ODD = [
+    b'{"text": "word 1", "id": 0}',
+    b'{"text": "word',
+    b'{"id": 2}',
+    b'{"text": 3, "id": 3}',
+    b'{"text": "", "id": 4}',
+    b'{"text": "one\\u0000two \xf0\x9f\x98\x80\\r\\n", "id": 5}',
+    b'{"text": "half \\ud800", "id": 6}',
+    b'{"text": "' + b"word " * 200_000 + b'", "id": 0}',
+]
+
+
+def predict_job(model: Path, data: Path, **changes: Any) -> TrainerJob:
+    dataset = {"uri": f"file://{data}", "columns": {"text": "text"}}
+    return a_job(model, None, evaluation=None, predict={"dataset": dataset, "columns": ["id"], **SMALL, **changes})
+
+
+def test_rows_that_cannot_be_answered_are_set_aside_and_all_others_are_answered(model, tmp_path, paths, caplog):
+    data = tmp_path / "odd.jsonl"
+    data.write_bytes(b"\n".join(ODD) + b"\n")
+    with caplog.at_level("WARNING"):
+        result = predict(predict_job(model, data, max_bad_rows=4), paths, NoProgress())
+    aside = paths.predictions_jsonl.with_name("predictions.bad-rows.jsonl")
+    assert result == {
+        "rows": 8,
+        "path": str(paths.predictions_jsonl),
+        "split": "predict",
+        "bad_rows": 4,
+        "bad_rows_path": str(aside),
+    }
+    rows = predictions(paths)
+    assert [(row["row"], row["id"]) for row in rows] == [(0, 0), (4, 4), (5, 5), (7, 0)]
+    bad = [json.loads(line) for line in aside.read_text().splitlines()]
+    assert [(row["row"], row["line"], row["reason"]) for row in bad] == [
+        (1, 2, "CorruptLine"),
+        (2, 3, "NotText"),
+        (3, 4, "NotText"),
+        (6, 7, "CorruptLine"),
+    ]
+    assert all(row["file"] == str(data) for row in bad)
+    assert "column 'text' is 3; the column is of type int64, not text" in bad[2]["message"]
+    assert "1 of 8 rows are longer than" in caplog.text
+    assert one_by_one(model, ["word 1"])[0].argmax() == LABELS.index(rows[0]["label"])
+
+
+def test_too_many_bad_rows_fail_the_stage_and_answered_rows_are_kept(model, tmp_path, paths, caplog):
+    data = tmp_path / "odd.jsonl"
+    data.write_bytes(b"\n".join(ODD) + b"\n")
+    with pytest.raises(StageError) as caught:
+        predict(predict_job(model, data, max_bad_rows=3), paths, NoProgress())
+    told = caught.value
+    assert (told.failure_class, told.reason) == (FailureClass.DATA, "TooManyBadRows")
+    assert told.message.startswith("4 of 8 rows cannot be answered, and predict.maxBadRows allows 3; ")
+    assert "line 2: not a JSON object" in told.message
+    assert not paths.predictions_jsonl.exists()
+    with caplog.at_level("INFO"):
+        assert predict(predict_job(model, data, max_bad_share=0.5), paths, NoProgress())["bad_rows"] == 4
+    assert "8 of 8 rows were answered by an earlier attempt" in caplog.text
+    assert not (paths.root / "predictions.parts").exists()
+
+
+class Killed(NoProgress):
+    """Ends the process that predicts, as a signal does, when so many rows are done."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+
+    def update(self, step: int, total: int, **values: float) -> None:
+        if step >= self.rows:
+            raise KeyboardInterrupt
+
+
+def test_predictions_go_on_where_they_were_killed_and_are_the_same(model, tmp_path, paths, caplog):
+    count = 3000
+    rows = [{"text": " ".join(["word"] * (1 + i % 9)) + f" {i % 41}", "id": i} for i in range(count)]
+    data = write_lines(tmp_path / "many.jsonl", rows)
+    job = predict_job(model, data, output=f"file://{tmp_path}/out.jsonl", batch_tokens=2048)
+    predict(job, paths, NoProgress())
+    undisturbed = (tmp_path / "out.jsonl").read_bytes()
+    (tmp_path / "out.jsonl").unlink()
+    for rows_done in (1, 1200, 2500):
+        with pytest.raises(KeyboardInterrupt):
+            predict(job, paths, Killed(rows_done))
+        assert not (tmp_path / "out.jsonl").exists()
+    recorder = Recorder()
+    with caplog.at_level("INFO"):
+        predict(job, paths, recorder)
+    assert (tmp_path / "out.jsonl").read_bytes() == undisturbed
+    assert [json.loads(line)["id"] for line in undisturbed.splitlines()] == list(range(count))
+    assert " of 3,000 rows were answered by an earlier attempt" in caplog.text
+    assert recorder.said[-1] == (count, count)
+    assert all(step <= total for step, total in recorder.said)
+
+
+def test_other_data_or_another_model_are_predicted_anew(model, tmp_path, paths, caplog):
+    data = write_lines(tmp_path / "some.jsonl", [{"text": "word 1", "id": 1}, {"text": None, "id": 2}])
+    with pytest.raises(StageError, match="1 of 2 rows cannot be answered"):
+        predict(predict_job(model, data), paths, NoProgress())
+    write_lines(data, [{"text": "word 2", "id": 1}, {"text": "word 3", "id": 2}, {"text": "word 4", "id": 3}])
+    with caplog.at_level("INFO"):
+        assert predict(predict_job(model, data), paths, NoProgress())["rows"] == 3
+    assert "earlier attempt" not in caplog.text
+
+
 @pytest.mark.parametrize(
     ("output", "reason"),
     [("file://out.txt", "OutputFormat"), ("out.jsonl", "BadUri"), ("nope://x/out.jsonl", "DriverMissing")],

@@ -454,6 +454,10 @@ def _evaluation(draft: Draft) -> Evaluation | None:
     )
 
 
+BAD_ROWS = 0.01
+"""Share of rows that may be unreadable: data of many sources have a few, and more of them are a mistake."""
+
+
 def _prediction(draft: Draft) -> Prediction | None:
     asked = draft.spec.predict
     if asked is None:
@@ -462,6 +466,8 @@ def _prediction(draft: Draft) -> Prediction | None:
         dataset=predicted_source(draft.spec),
         output=asked.output,
         columns=asked.columns,
+        max_bad_rows=asked.max_bad_rows or 0,
+        max_bad_share=BAD_ROWS if asked.max_bad_rows is None else 0.0,
         device=draft.inference_device,
         batch_tokens=inference_tokens(draft),
         precision=draft.inference_precision,

@@ -387,6 +387,10 @@ class Prediction(Order):
     """URI of the result; None: `predictions.jsonl` in the job's folder. Ending `.parquet` writes Parquet."""
     columns: tuple[str, ...] = ()
     """Input columns copied into the output."""
+    max_bad_rows: int = Field(default=0, ge=0)
+    """Rows that cannot be read or answered before the stage fails."""
+    max_bad_share: float = Field(default=0.0, ge=0, le=1)
+    """The same as a share of the rows; the larger of the two counts."""
     device: Device
     batch_tokens: int = Field(gt=0)
     precision: _InferencePrecision = "fp32"

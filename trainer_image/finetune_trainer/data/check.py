@@ -22,7 +22,7 @@ import pyarrow as pa
 from finetune_contract.checked import CheckedData, CheckedSplit, TextLengths
 from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.report import FailureReport
-from finetune_trainer.data.prepare import Part, parts_of, set_aside
+from finetune_trainer.data.prepare import Part, parts_of, predict_part, set_aside
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import RawSplit, Role, source_of
 from finetune_trainer.failures import StageError, classify
@@ -172,7 +172,7 @@ def _check_rows(
     job: TrainerJob, model: _Model | None, found: _Findings, scratch: Path, *, trains: bool, most: int
 ) -> list[CheckedSplit]:
     task = task_of(job)
-    parts = found.of(lambda: parts_of(job, task, trains=trains))
+    parts = found.of(lambda: _parts(job, task, trains=trains))
     raw: dict[Role, RawSplit] = {}
     if parts is None:
         return []
@@ -187,6 +187,11 @@ def _check_rows(
     # Labels of one split are judged by those of another, and tasks look at them in rows that are checked.
     labels = _check_labels(job, task, raw, found, trains=trains) if len(checked) == len(parts) else {}
     return [_described(task, parts[role], role, split, labels.get(role, {}), model) for role, split in raw.items()]
+
+
+def _parts(job: TrainerJob, task: TaskModule, *, trains: bool) -> dict[Role, Part]:
+    predicted = predict_part(job, task)
+    return parts_of(job, task, trains=trains) | ({} if predicted is None else {"predict": predicted})
 
 
 def _check_labels(

@@ -24,6 +24,7 @@ from finetune_contract.facts import DataFacts
 from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
 from finetune_trainer.data.prepared import FACTS_FILE, INPUTS_FILE, PreparedInputs, raw_name, shard_name
+from finetune_trainer.data.row_shards import check_first_rows, row_source
 from finetune_trainer.data.shards import (
     CHUNK_ROWS,
     Encoder,
@@ -104,10 +105,16 @@ def prepare(
     StageError DATA, CONFIG, MODEL or HUB_UNAVAILABLE; an earlier result stays when it fails. What is prepared stays
     when the job names a metric that its data do not have: with another one it is the same job.
     """
+    task = task_of(job)
+    predicted = predict_part(job, task)
+    if predicted is not None:
+        # The rows themselves are read by predict; what is wrong with all of them is told before anything is trained.
+        rows = row_source(predicted.source, predicted.needs)
+        check_first_rows(rows, lambda split: task.check(split, predicted.columns, predicted.setting))
     facts = _prepared(job, paths, progress, leader, shared)
     for note in facts.notes:
         log.warning("%s", note)
-    refuse_unknown_metrics(job, task_of(job).metrics[facts.label_form])
+    refuse_unknown_metrics(job, task.metrics[facts.label_form])
     return facts
 
 
@@ -214,7 +221,6 @@ def _order(job: TrainerJob) -> _Order:
     max_length = truncation_length(job, config)
     stride = window_stride(job, max_length)
     tokenizer = load_tokenizer(job)
-    trained = {role: part for role, part in parts.items() if role != "predict"} or parts
     basis = {
         "format": _FORMAT,
         "task": job.task,
@@ -227,7 +233,7 @@ def _order(job: TrainerJob) -> _Order:
         "seed": job.seed,
         **({"label_names": job.dataset.labels} if job.dataset is not None and job.dataset.labels else {}),
     }
-    fingerprint = _digest({**basis, "splits": {role: _part_digest(part) for role, part in trained.items()}})
+    fingerprint = _digest({**basis, "splits": {role: _part_digest(part) for role, part in parts.items()}})
     extra = {role: [_part_digest(part), list(part.copies)] for role, part in parts.items()}
     coding = Coding(tokenizer, max_length, stride, config.model_type)
     return _Order(job, task, parts, known, coding, fingerprint, _digest({"basis": fingerprint, "parts": extra}))
@@ -246,11 +252,18 @@ def _labels_of_model(job: TrainerJob, task: TaskModule, config: PretrainedConfig
 
 
 def parts_of(job: TrainerJob, task: TaskModule, *, trains: bool) -> dict[Role, Part]:
-    """The splits that a job uses. Without a data set of its own and a test split, validation is predicted.
+    """The splits of `dataset` that a job uses. Without a predict data set and a test split, validation is predicted.
 
     StageErrors of the data sources, of the task's columns, and CONFIG `MissingSetting` when no data set is named.
     """
     parts: dict[Role, Part] = {}
+    if job.dataset is None and (job.predict is None or job.predict.dataset is None):
+        raise StageError(
+            FailureClass.CONFIG,
+            "MissingSetting",
+            "The job names no data set.",
+            "Set dataset.uri or predict.dataset.uri.",
+        )
     copies = job.predict.columns if job.predict else ()
     copy_needs = tuple(ColumnNeed("predict.columns", name) for name in copies)
     if job.dataset is not None:
@@ -263,19 +276,19 @@ def parts_of(job: TrainerJob, task: TaskModule, *, trains: bool) -> dict[Role, P
             copied = job.predict is not None and job.predict.dataset is None and role == predicted
             extra, names = (copy_needs, copies) if copied else ((), ())
             parts[role] = Part(source, job.dataset.columns, "dataset", needs + extra, names)
-    if job.predict is not None and job.predict.dataset is not None:
-        columns = _inherited(job.predict.dataset.columns, job.dataset.columns if job.dataset else Columns())
-        columns = columns.model_copy(update=dict.fromkeys(_TARGETS))
-        needs = task.columns(columns, "predict.dataset", labelled=False) + copy_needs
-        parts["predict"] = Part(predict_split(job.predict.dataset), columns, "predict.dataset", needs, copies)
-    if not parts:
-        raise StageError(
-            FailureClass.CONFIG,
-            "MissingSetting",
-            "The job names no data set.",
-            "Set dataset.uri or predict.dataset.uri.",
-        )
     return parts
+
+
+def predict_part(job: TrainerJob, task: TaskModule) -> Part | None:
+    """The data set that only predict reads; None where there is none. StageErrors as `parts_of`."""
+    if job.predict is None or job.predict.dataset is None:
+        return None
+    columns = _inherited(job.predict.dataset.columns, job.dataset.columns if job.dataset else Columns())
+    columns = columns.model_copy(update=dict.fromkeys(_TARGETS))
+    copies = job.predict.columns
+    needs = task.columns(columns, "predict.dataset", labelled=False)
+    needs += tuple(ColumnNeed("predict.columns", name) for name in copies)
+    return Part(predict_split(job.predict.dataset), columns, "predict.dataset", needs, copies)
 
 
 def _inherited(own: Columns, base: Columns) -> Columns:
@@ -318,9 +331,7 @@ def _checked_rows(order: _Order, scratch: Path) -> tuple[dict[Role, Rows], Targe
         raw[role] = part.source.read(part.needs, scratch)
         order.task.check(raw[role], part.columns, part.setting)
     columns = order.job.dataset.columns if order.job.dataset else Columns()
-    targets = order.task.targets(
-        {role: split for role, split in raw.items() if role != "predict"}, columns, order.known_labels
-    )
+    targets = order.task.targets({str(role): split for role, split in raw.items()}, columns, order.known_labels)
     notes = list(dict.fromkeys(note for split in raw.values() for note in split.notes))
     rows = {role: Rows(split.rows, np.arange(len(split.rows)), targets.of.get(role)) for role, split in raw.items()}
     if order.job.training is None or "validation" in rows:

@@ -6,7 +6,7 @@ another, and what it has seen may leave memory again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -94,9 +94,9 @@ class _Features:
     """Index of the first feature of each batch, with the end behind the last one."""
 
     @classmethod
-    def of(cls, files: Sequence[Path]) -> _Features:
-        """Those of the files, in their order."""
-        found = tuple(_Batch.of(batch) for file in files for batch in batches(file))
+    def of(cls, parts: Iterable[pa.RecordBatch]) -> _Features:
+        """Those of the parts, in their order."""
+        found = tuple(map(_Batch.of, parts))
         return cls(found, np.cumsum([0, *(len(each.numbers[POSITION]) for each in found)], dtype=np.int64))
 
     def __len__(self) -> int:
@@ -156,6 +156,21 @@ class PreparedData:
             raise _damaged(paths.prepared, error) from error
         return cls(paths.prepared, facts, inputs.pad_token_id, inputs.task, inputs.inputs, inputs.shards)
 
+    @classmethod
+    def in_memory(
+        cls,
+        role: str,
+        features: pa.Table,
+        raw: datasets.Dataset,
+        facts: DataFacts,
+        pad_token_id: int,
+        task: Task,
+        inputs: Mapping[str, str],
+    ) -> PreparedData:
+        """Features of one role and their rows, which are in no file; `inputs` as the role's of the class."""
+        found = _Features.of(features.combine_chunks().to_batches())
+        return cls(Path(), facts, pad_token_id, task, {role: inputs}, {}, {role: found}, {role: raw})
+
     def split(self, role: str) -> datasets.Dataset:
         """All columns: what `collate` takes, `row` and `position`."""
         self._features(role)
@@ -189,7 +204,7 @@ class PreparedData:
         if role not in self._read:
             files = self._files(role)
             try:
-                found = _Features.of(files)
+                found = _Features.of(batch for file in files for batch in batches(file))
             except (pa.ArrowInvalid, OSError) as error:
                 raise _damaged(files[0], error) from error
             if len(found) != self.facts.splits[role].rows:
@@ -267,6 +282,11 @@ def arrow_table(rows: datasets.Dataset) -> pa.Table:
     """The rows as an Arrow table, whatever selection of its own table the Dataset is."""
     table: pa.Table = rows.with_format("arrow")[:]
     return table
+
+
+def dataset_of(table: pa.Table) -> datasets.Dataset:
+    """The rows of a table, which stay where they are."""
+    return datasets.Dataset(datasets.table.InMemoryTable(table.combine_chunks()))
 
 
 def _damaged(path: Path, why: object) -> StageError:

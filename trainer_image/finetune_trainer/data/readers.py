@@ -17,11 +17,12 @@ import json
 import lzma
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from operator import eq
-from typing import IO, NoReturn, Protocol, TypeAlias, cast
+from typing import IO, Any, Literal, NoReturn, Protocol, TypeAlias, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -75,13 +76,44 @@ def unreadable(file: RawFile, why: object) -> StageError:
     return StageError(FailureClass.DATA, "CorruptFile", f"{file.name} cannot be read: {why}", "Write the file again.")
 
 
-_Row: TypeAlias = tuple[int, dict[str, object], int]
+@dataclass(frozen=True)
+class Rejected:
+    """A row of text that cannot be read."""
+
+    line: int
+    """Line that it ends at, from 1."""
+    why: str
+    content: str
+    """Excerpt for people."""
+    size: int
+    """Bytes of the file, about."""
+    of: Literal["line", "encoding", "array"] = "line"
+
+
+ReadRow: TypeAlias = tuple[int, dict[str, object], int]
 """Line, columns, and about how many bytes of the file they are."""
+
+
+def _strict(file: RawFile, rows: Iterator[ReadRow | Rejected]) -> Iterator[ReadRow]:
+    """The rows. StageError DATA for the first one that cannot be read."""
+    for row in rows:
+        if isinstance(row, Rejected):
+            match row.of:
+                case "line":
+                    raise corrupt(file, row.line, row.why)
+                case "encoding":
+                    raise _not_utf8(file)
+                case "array":
+                    raise unreadable(file, row.why)
+        yield row
+
 
 # -------------------------------------------------------------------------------------------------- columns of rows
 
 
-def _as_tables(file: RawFile, rows: Iterator[_Row], wanted: Sequence[str], seen: dict[str, None]) -> Iterator[pa.Table]:
+def _as_tables(
+    file: RawFile, rows: Iterator[ReadRow], wanted: Sequence[str], seen: dict[str, None]
+) -> Iterator[pa.Table]:
     """Chunks of the wanted columns; a key that a row lacks is null. Adds every key met to `seen`, in order."""
     chunk: list[dict[str, object]] = []
     lines: list[int] = []
@@ -100,10 +132,11 @@ def _as_tables(file: RawFile, rows: Iterator[_Row], wanted: Sequence[str], seen:
 
 
 def _table(file: RawFile, rows: list[dict[str, object]], lines: list[int], wanted: Sequence[str]) -> pa.Table:
-    return pa.table({name: _array(file, name, [row.get(name) for row in rows], lines) for name in wanted})
+    return pa.table({name: as_column(file, name, [row.get(name) for row in rows], lines) for name in wanted})
 
 
-def _array(file: RawFile, name: str, values: list[object], lines: list[int]) -> pa.Array:
+def as_column(file: RawFile, name: str, values: list[object], lines: Sequence[int]) -> pa.Array:
+    """Values of a column, of one type. StageError DATA `MixedTypes` or `CorruptLine`; `lines`: where each is from."""
     kinds = {type(value) for value in values} - {type(None)}
     if len(kinds) > 1 and not kinds <= {int, float}:
         _refuse_mixed(file, name, values, lines)
@@ -123,7 +156,7 @@ def _array(file: RawFile, name: str, values: list[object], lines: list[int]) -> 
         ) from error
 
 
-def _refuse_mixed(file: RawFile, name: str, values: list[object], lines: list[int]) -> NoReturn:
+def _refuse_mixed(file: RawFile, name: str, values: list[object], lines: Sequence[int]) -> NoReturn:
     first = next(i for i, value in enumerate(values) if value is not None)
     other = next(i for i, value in enumerate(values) if value is not None and type(value) is not type(values[first]))
     raise StageError(
@@ -164,12 +197,14 @@ def _refuse_constant(name: str) -> NoReturn:
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
 
 
-def _lines(file: RawFile, stream: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Numbered from 1, with their ends, without a byte order mark. StageError DATA for one over `LINE_BYTES`."""
+def _lines(file: RawFile, stream: IO[bytes], *, first: bool = True) -> Iterator[tuple[int, bytes]]:
+    """Numbered from 1, with their ends, without a byte order mark at the start of the file, where the stream is at its
+    `first` line. StageError DATA for one over `LINE_BYTES`.
+    """
     for number, line in enumerate(iter(partial(stream.readline, LINE_BYTES + 1), b""), start=1):
         if len(line) > LINE_BYTES:
             raise _too_long(file, number)
-        yield number, line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+        yield number, line.removeprefix(_BOM) if first and number == 1 else line
 
 
 def _too_long(file: RawFile, line: int, record: str = "the line") -> StageError:
@@ -189,32 +224,42 @@ def _size(count: int) -> str:
 _UNITS = ((30, "GiB"), (20, "MiB"), (10, "KiB"))
 
 
-def _json_lines(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
-    for number, line in _lines(file, stream):
+def _json_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[ReadRow | Rejected]:
+    for number, line in lines:
         if not line.strip():
             continue
         try:
             row = _DECODER.decode(line.decode("utf-8").strip())
         except UnicodeDecodeError:
-            raise _not_utf8(file) from None
+            yield _wrong_encoding(number, line)
+            continue
         except (ValueError, RecursionError) as error:
             why = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-            raise corrupt(file, number, f"not a JSON object: {why}: {_excerpt(line)}") from None
-        if not isinstance(row, dict):
-            raise corrupt(file, number, f"a JSON {_kind(row)}, where each line must be an object: {_excerpt(line)}")
-        yield number, row, len(line)
+            shown = _excerpt(line)
+            yield Rejected(number, f"not a JSON object: {why}: {shown}", shown, len(line))
+            continue
+        if isinstance(row, dict):
+            yield number, row, len(line)
+        else:
+            shown = _excerpt(line)
+            why = f"a JSON {_kind(row)}, where each line must be an object: {shown}"
+            yield Rejected(number, why, shown, len(line))
 
 
-def _text_lines(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
+def _text_lines(lines: Iterable[tuple[int, bytes]]) -> Iterator[ReadRow | Rejected]:
     """A row for each line, also for an empty one: what is predicted keeps the lines' order and number."""
-    for number, line in _lines(file, stream):
+    for number, line in lines:
         try:
             yield number, {TEXT: line.decode("utf-8").removesuffix("\n").removesuffix("\r")}, len(line)
         except UnicodeDecodeError:
-            raise _not_utf8(file) from None
+            yield _wrong_encoding(number, line)
 
 
-def _json_array(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
+def _wrong_encoding(number: int, line: bytes) -> Rejected:
+    return Rejected(number, "not UTF-8.", _excerpt(line), len(line), of="encoding")
+
+
+def _json_array(file: RawFile, stream: IO[bytes]) -> Iterator[ReadRow | Rejected]:
     """A file that is one JSON array of objects, which is read whole; `line` of its rows is the index from 1, for the
     parser tells no lines.
     """
@@ -235,13 +280,18 @@ def _json_array(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
     except (ValueError, RecursionError) as error:
         raise unreadable(file, error) from None
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row, dict):
-            raise unreadable(file, f"element {number} of its array is a {_kind(row)}, not an object.")
-        yield number, row, len(content) // len(rows)
+        size = len(content) // len(rows)
+        if isinstance(row, dict):
+            yield number, row, size
+        else:
+            why = f"element {number} of its array is a {_kind(row)}, not an object."
+            yield Rejected(number, why, _short(row), size, of="array")
 
 
-def _separated(usual: str, wanted: Sequence[str], notes: list[str]) -> Callable[[RawFile, IO[bytes]], Iterator[_Row]]:
-    def rows(file: RawFile, stream: IO[bytes]) -> Iterator[_Row]:
+def _separated(
+    usual: str, wanted: Sequence[str], notes: list[str]
+) -> Callable[[RawFile, IO[bytes]], Iterator[ReadRow | Rejected]]:
+    def rows(file: RawFile, stream: IO[bytes]) -> Iterator[ReadRow | Rejected]:
         # The default limit of 128 KiB for one field is below real documents, and a setting of the whole module.
         # `_Records` has a limit of its own.
         csv.field_size_limit(sys.maxsize)
@@ -257,18 +307,32 @@ def _separated(usual: str, wanted: Sequence[str], notes: list[str]) -> Callable[
             if len(set(header)) < len(header):
                 raise corrupt(file, 1, f"the header names a column twice: {', '.join(header)}.")
             records.begin()
-            for row in reader:
+            for row in _records_of(reader):
                 records.begin()
-                if len(row) == len(header):
+                if isinstance(row, Rejected):
+                    yield row
+                elif len(row) == len(header):
                     yield reader.line_num, dict(zip(header, row, strict=True)), sum(map(len, row))
                 elif row:
-                    raise corrupt(file, reader.line_num, f"{len(row)} fields, where the header has {len(header)}.")
+                    why = f"{len(row)} fields, where the header has {len(header)}."
+                    yield Rejected(reader.line_num, why, _excerpt(delimiter.join(row).encode()), sum(map(len, row)))
         except UnicodeDecodeError:
             raise _not_utf8(file) from None
         except csv.Error as error:
             raise corrupt(file, max(reader.line_num, 1), f"not CSV: {error}.") from None
 
     return rows
+
+
+def _records_of(reader: Any) -> Iterator[list[str] | Rejected]:
+    """Records of a `csv.reader`, which goes on at the next line after one that it cannot read."""
+    while True:
+        try:
+            yield next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield Rejected(reader.line_num, f"not CSV: {error}.", "", 0)
 
 
 _DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}
@@ -409,6 +473,7 @@ def _refuse_other_content(file: RawFile) -> None:
 
 
 _START_BYTES = 1024
+_BOM = b"\xef\xbb\xbf"
 _ENCODING_MARKS = {b"\xff\xfe\x00\x00": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 _EXCEL = "Save its sheet as 'CSV UTF-8', and name that file."
 _OTHER_CONTENT = {
@@ -484,30 +549,76 @@ def read(
     elif kind == "arrow":
         yield from _read_arrow(file, wanted, seen)
     else:
-        with _decompressed(file) as stream:
-            try:
-                _refuse_other_content(file)
-                made = _rows(file, stream, kind, wanted, [] if notes is None else notes)
-                yield from _as_tables(file, made, wanted, seen)
-            except (EOFError, lzma.LZMAError) as error:
-                raise unreadable(file, error) from error
-            except OSError as error:
-                # What has a number is the storage's; the codecs have none.
-                if error.errno is not None or not _compression(file.name):
-                    raise
-                raise unreadable(file, error) from error
+        rows = text_rows(file, wanted, [] if notes is None else notes)
+        yield from _as_tables(file, _strict(file, rows), wanted, seen)
+
+
+def text_rows(file: RawFile, wanted: Sequence[str], notes: list[str]) -> Iterator[ReadRow | Rejected]:
+    """The rows of a file of text, those that cannot be read among them. StageError DATA for a file that cannot be read
+    any further.
+    """
+    kind = format_of(file.name)
+    with _decompressed(file) as stream:
+        try:
+            _refuse_other_content(file)
+            yield from _rows(file, stream, kind, wanted, notes)
+        except (EOFError, lzma.LZMAError) as error:
+            raise unreadable(file, error) from error
+        except OSError as error:
+            # What has a number is the storage's; the codecs have none.
+            if error.errno is not None or not is_compressed(file):
+                raise
+            raise unreadable(file, error) from error
+
+
+def has_lines(file: RawFile) -> bool:
+    """Whether each row is a line of text, so that rows can be found from any byte on, once it is decompressed."""
+    kind = format_of(file.name)
+    if kind == "json":
+        with _decompressed(file) as ahead:
+            return not _opens_array(ahead)
+    return kind in ("jsonl", "txt")
+
+
+def is_compressed(file: RawFile) -> bool:
+    """Whether the file can only be read from its start."""
+    return bool(_compression(file.name))
+
+
+def rows_between(file: RawFile, start: int, stop: int) -> Iterator[ReadRow | Rejected]:
+    """The rows of the lines that begin in a range of bytes of a file that `has_lines` and is not compressed, those that
+    cannot be read among them; lines are counted from the range's first one.
+    """
+    if start == 0:
+        _refuse_other_content(file)
+    with _decompressed(file) as stream:
+        at, mark = start, 0
+        if start:
+            stream.seek(start - 1)
+            at = start - 1 + len(stream.readline(LINE_BYTES + 1))  # behind the rest of a line that begins before
+        elif cast(io.BufferedReader, stream).peek(len(_BOM)).startswith(_BOM):
+            mark = len(_BOM)
+
+        def lines() -> Iterator[tuple[int, bytes]]:
+            nonlocal at
+            for number, line in _lines(file, stream, first=start == 0):
+                if at >= stop:
+                    return
+                at += len(line) + (mark if number == 1 else 0)
+                yield number, line
+
+        yield from (_text_lines if format_of(file.name) == "txt" else _json_lines)(lines())
 
 
 def _rows(
     file: RawFile, stream: IO[bytes], kind: str | None, wanted: Sequence[str], notes: list[str]
-) -> Iterator[_Row]:
-    if kind == "json":
-        with _decompressed(file) as ahead:
-            return _json_array(file, stream) if _opens_array(ahead) else _json_lines(file, stream)
-    if kind == "jsonl":
-        return _json_lines(file, stream)
+) -> Iterator[ReadRow | Rejected]:
+    if kind == "json" and not has_lines(file):
+        return _json_array(file, stream)
+    if kind in ("json", "jsonl"):
+        return _json_lines(_lines(file, stream))
     if kind == "txt":
-        return _text_lines(file, stream)
+        return _text_lines(_lines(file, stream))
     return _separated("\t" if kind == "tsv" else ",", wanted, notes)(file, stream)
 
 

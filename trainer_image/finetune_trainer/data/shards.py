@@ -164,14 +164,34 @@ class Encoder:
             partial.unlink(missing_ok=True)
         return facts
 
+    def features(self, rows: pa.Table, inputs: Mapping[str, str]) -> tuple[pa.Table, int]:
+        """Features of rows without targets, and how many of the rows have lost text."""
+        index = np.arange(len(rows))
+        parts = [
+            self._encoded(part, inputs, None, index[start : start + len(part)], start)
+            for start, part in _bounded(0, rows)
+        ]
+        return pa.concat_tables([table for table, _ in parts]), sum(encoded.truncated for _, encoded in parts)
+
+    def _encoded(
+        self,
+        rows: pa.Table,
+        inputs: Mapping[str, str],
+        targets: NDArray[Any] | None,
+        index: NDArray[np.int64],
+        before: int,
+    ) -> tuple[pa.Table, Encoded]:
+        given = {role: rows[name].to_pylist() for role, name in inputs.items()}
+        encoded = self.task.encode(given, targets, self.coding)
+        return _table(encoded, index, before), encoded
+
     def _tables(self, shard: Shard, facts: ShardFacts, progressed: Callable[[int], None]) -> Iterator[pa.Table]:
         """The chunks in the order of the rows; adds to `facts`."""
         for start, chunk in _chunks(shard):
             stop = start + len(chunk)
-            given = {role: chunk[name].to_pylist() for role, name in shard.inputs.items()}
-            targets = shard.rows.targets
-            encoded = self.task.encode(given, None if targets is None else targets[start:stop], self.coding)
-            table = _table(encoded, shard.rows.index[start:stop], shard.first + start)
+            targets = None if shard.rows.targets is None else shard.rows.targets[start:stop]
+            index = shard.rows.index[start:stop]
+            table, encoded = self._encoded(chunk, shard.inputs, targets, index, shard.first + start)
             features = len(table)
             if self.packing and shard.role == "train":
                 table = packed(table, self.task.packed, self.coding.max_length)

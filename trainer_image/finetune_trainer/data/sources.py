@@ -61,6 +61,8 @@ class RawSplit:
     """Whether it has more rows than were read."""
     has: tuple[str, ...] = ()
     """All its columns."""
+    one_row: bool = False
+    """Whether it is a row by itself, whose place others tell."""
 
 
 class SplitSource(Protocol):
@@ -173,7 +175,8 @@ def _split_not_found(source: DataSource, setting: str, role: str, name: str | No
     )
 
 
-def _check_columns(split: str, origin: str, has: Sequence[str], needs: Sequence[ColumnNeed]) -> None:
+def check_columns(split: str, origin: str, has: Sequence[str], needs: Sequence[ColumnNeed]) -> None:
+    """StageError DATA `MissingColumn` for a required column that is not there."""
     for need in needs:
         if need.required and need.name not in has:
             close = difflib.get_close_matches(need.name, has, n=1, cutoff=0.4)
@@ -197,6 +200,10 @@ def _empty(split: str, origin: str) -> StageError:
 # ------------------------------------------------------------------------------------------------------------ files
 
 
+_VERSION_KEYS = ("ETag", "etag", "md5Hash", "content_md5", "LastModified", "last_modified", "updated", "mtime")
+"""Of `info` in the file systems of fsspec."""
+
+
 @dataclass(frozen=True)
 class FsFile:
     """A file of a file system that fsspec knows."""
@@ -214,6 +221,20 @@ class FsFile:
         """The content, from the start."""
         stream: IO[bytes] = self.filesystem.open(self.name, "rb")
         return stream
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return int(self.filesystem.size(self.name))
+
+    @property
+    def version(self) -> str:
+        """Name, size and what the file system changes when it is written again: a digest of the content that nothing
+        has to be read for.
+        """
+        told = self.filesystem.info(self.name)
+        changes = [told[key] for key in _VERSION_KEYS if told.get(key) is not None]
+        return f"{self.name} {told.get('size')} {' '.join(map(str, changes))}"
 
 
 @dataclass(frozen=True)
@@ -261,7 +282,7 @@ class FileSplit:
                         break
                 if not seen:
                     continue
-                _check_columns(self.name, file.name, list(seen), needs)
+                check_columns(self.name, file.name, list(seen), needs)
                 has.update(seen)
                 if of_file:
                     with _one_type(f"{file.name}: a column changes its type"):
@@ -391,7 +412,7 @@ class HubSplit:
         has = self.rows.column_names
         if not len(self.rows):
             raise _empty(self.name, self.repository)
-        _check_columns(self.name, self.repository, has, needs)
+        check_columns(self.name, self.repository, has, needs)
         wanted = [name for name in dict.fromkeys(need.name for need in needs) if name in has]
         used = self.rows.select_columns(wanted)
         partial = most is not None and len(used) > most

@@ -59,6 +59,21 @@ def model_to_use(
     StageError MODEL `ModelNotTrained` when training has not ended with a model, `LabelsChanged` when the model was
     trained for other labels than the prepared data have.
     """
+    model, name = used_model(job, paths, precision)
+    labels = task_of(job).model_labels(model.config)
+    if labels != labels_of(prepared.facts):
+        raise StageError(
+            FailureClass.MODEL,
+            "LabelsChanged",
+            f"{name} answers {', '.join(labels.names if labels else ())}, "
+            f"but the prepared data have the labels {', '.join(prepared.facts.labels)}.",
+            "Run the stages prepare and train again.",
+        )
+    return model
+
+
+def used_model(job: TrainerJob, paths: JobPaths, precision: InferencePrecision) -> tuple[PreTrainedModel, str]:
+    """As `model_to_use`, whatever labels it has, and its name."""
     task = task_of(job)
     if job.training is None:
         name, arguments = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
@@ -72,17 +87,7 @@ def model_to_use(
             )
         name = str(paths.model)
         arguments = {"trust_remote_code": job.model.trust_remote_code, "local_files_only": True}
-    model = _loaded(task, job, name, arguments, precision)
-    labels = task.model_labels(model.config)
-    if labels != labels_of(prepared.facts):
-        raise StageError(
-            FailureClass.MODEL,
-            "LabelsChanged",
-            f"{name} answers {', '.join(labels.names if labels else ())}, "
-            f"but the prepared data have the labels {', '.join(prepared.facts.labels)}.",
-            "Run the stages prepare and train again.",
-        )
-    return model
+    return _loaded(task, job, name, arguments, precision), name
 
 
 def reference_model(job: TrainerJob, task: TaskModule, precision: InferencePrecision) -> PreTrainedModel:

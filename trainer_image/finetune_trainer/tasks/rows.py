@@ -109,9 +109,10 @@ def row_error(
 ) -> StageError:
     """StageError DATA for one value; `row` counts from 0 here and from 1 in the message."""
     shown = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
+    place = "" if split.one_row else f"Split {split.name} ({split.origin}), row {row + 1}: "
     return StageError(
         FailureClass.DATA,
         reason,
-        f"Split {split.name} ({split.origin}), row {row + 1}: column {column!r} is {shown}; {rule}.",
+        f"{place}column {column!r} is {shown}; {rule}.",
         hint or f"Correct the row, or check {path}.",
     )

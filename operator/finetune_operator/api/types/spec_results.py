@@ -84,6 +84,11 @@ class PredictSpec(SpecModel):
     columns: Annotated[tuple[Text, ...], Field(max_length=64)] = Field(
         default=(), description="Input columns copied to the output. Left out: none."
     )
+    max_bad_rows: Annotated[int, Field(ge=0, le=1_000_000_000)] | None = Field(
+        default=None,
+        description="Rows that cannot be read or answered before the stage fails, a count. A file beside the "
+        "predictions has each with its reason. Left out: 1 % of the rows.",
+    )
 
 
 class EndpointSpec(SpecModel):

@@ -1,0 +1,435 @@
+"""Rows to predict, in shards that are read by themselves: a shard is a range of bytes of a text file, some row groups
+of a Parquet file, or a range of rows, whatever the format allows.
+
+Which rows are in a shard depends on the data alone. So workers share them without a word, and a shard that was
+answered is never read again. Nobody counts rows ahead: a shard says how many it has when it is read, and rows get their
+numbers when all are there.
+
+Unlike `prepare`, which refuses data with a row that cannot be read, a reader here sets the row aside with the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, TypeVar
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from finetune_contract.layout import FailureClass
+from finetune_trainer.data.prepared import PreparedSplit, arrow_table, dataset_of
+from finetune_trainer.data.readers import (
+    ReadRow,
+    Rejected,
+    as_column,
+    format_of,
+    has_lines,
+    is_compressed,
+    read,
+    rows_between,
+    text_rows,
+    unreadable,
+)
+from finetune_trainer.data.sources import (
+    ColumnNeed,
+    FileSplit,
+    FsFile,
+    HubSplit,
+    RawSplit,
+    SplitSource,
+    check_columns,
+)
+from finetune_trainer.failures import StageError
+
+T = TypeVar("T")
+MOST_BYTES = 4 << 20
+"""Bytes of a shard at most, as they are in the file: some 10,000 short rows, a minute of a small encoder on a core."""
+LEAST_BYTES = 64 << 10
+"""The same at least: about 500 short rows, so that sorting them by length leaves little padding."""
+SHARDS = 256
+"""Shards that smaller data are cut into, between these bounds: so many workers can share them."""
+_ROWS = 4096
+"""Rows of a shard at most where the format has rows and no lines."""
+
+
+@dataclass(frozen=True)
+class AsideRow:
+    """A row that was set aside."""
+
+    number: int
+    """Index in the shard."""
+    reason: str
+    message: str
+    content: str
+    """Excerpt for people."""
+    line: int | None = None
+    """Line of the shard that it ends at, from 1; None: the format has none."""
+
+
+@dataclass(frozen=True)
+class ShardRows:
+    """Rows of one shard, as they were read."""
+
+    count: int
+    """All rows, readable or not."""
+    numbers: NDArray[np.int64]
+    """Index in the shard of each row that is readable."""
+    table_of: Callable[[Sequence[int]], pa.Table] = field(repr=False)
+    """Wanted columns of some of these. StageError DATA where a column has several types."""
+    lines: NDArray[np.int64] | None = None
+    """Line of the shard that each of them ends at, from 1."""
+    aside: tuple[AsideRow, ...] = ()
+    last_line: int = 0
+    """Lines that the shard has, up to its last row."""
+
+    def checked(self, chosen: Sequence[int], check: Callable[[RawSplit], None]) -> pa.Table:
+        """Wanted columns of some of the readable rows. StageError DATA when `check` does not take them."""
+        table = self.table_of(chosen)
+        check(RawSplit("", "", dataset_of(table), one_row=len(chosen) == 1))
+        return table
+
+
+@dataclass(frozen=True, order=True)
+class ShardKey:
+    """Position of a shard in the content."""
+
+    file: int
+    start: int
+    """Byte, or row, that it begins at."""
+
+    def __str__(self) -> str:
+        return f"{self.file:05}-{self.start:015}"
+
+
+@dataclass(frozen=True)
+class RowShard:
+    """A shard that was not read yet."""
+
+    key: ShardKey
+    origin: str
+    """File that it is of, for people."""
+    weight: int
+    """Share of the data, in bytes or rows of the source."""
+    read: Callable[[], ShardRows] = field(repr=False, compare=False)
+
+
+class RowSource(Protocol):
+    """Rows to predict."""
+
+    @property
+    def origin(self) -> str:
+        """For people."""
+
+    @property
+    def weight(self) -> int | None:
+        """Sum over all shards; None: not known before the last one."""
+
+    def identity(self) -> str:
+        """Digest of what the rows depend on, without reading them."""
+
+    def shards(self) -> Iterator[RowShard]:
+        """In the order of the rows. Those of a format that can only be read from its start are read on the way."""
+
+    def numbered(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Numbers that predictions give to rows at these positions among all of them."""
+
+
+class _AllRows:
+    """Rows whose number is their position."""
+
+    def numbered(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return positions
+
+
+def row_source(split: SplitSource, needs: Sequence[ColumnNeed]) -> RowSource:
+    """Rows of a split of raw data, of which the columns `needs` are wanted."""
+    if isinstance(split, FileSplit):
+        return FileRows(split, tuple(needs))
+    if isinstance(split, HubSplit):
+        return HubRows(split, tuple(needs))
+    raise TypeError(f"no rows can be taken from a {type(split).__name__}")
+
+
+def most_of(
+    rows: list[int], attempt: Callable[[Sequence[int]], T], refused: dict[int, StageError]
+) -> tuple[list[int], T | None]:
+    """Rows that `attempt` takes together, as many as there are, and what it makes of them; None without any. The others
+    go to `refused` with the reason: rows are halved until a single one is refused.
+    """
+    if not rows:
+        return [], None
+    try:
+        return rows, attempt(rows)
+    except StageError as error:
+        if len(rows) == 1:
+            refused[rows[0]] = error
+            return [], None
+    half = len(rows) // 2
+    before = len(refused)
+    kept = most_of(rows[:half], attempt, refused)[0] + most_of(rows[half:], attempt, refused)[0]
+    if not kept:
+        return [], None
+    if len(refused) == before:
+        # Each half is fine by itself: nothing tells which of the rows is wrong.
+        return rows, attempt(rows)
+    return kept, attempt(kept)
+
+
+def check_first_rows(source: RowSource, check: Callable[[RawSplit], None]) -> None:
+    """StageError DATA when there is no row, or when none of the first ones can be read and taken by `check`: then it is
+    the data that are wrong, and not a row of them.
+    """
+    shard = next(source.shards(), None)
+    rows = None if shard is None else shard.read()
+    if rows is None or not rows.count:
+        raise StageError(
+            FailureClass.DATA, "EmptySplit", f"{source.origin} has no rows.", "Give it rows, or leave predict out."
+        )
+    refused: dict[int, StageError] = {}
+    kept, _ = most_of(list(range(min(len(rows.numbers), _FIRST_ROWS))), partial(rows.checked, check=check), refused)
+    if not kept:
+        first = next(iter(refused.values()), None)
+        raise first or StageError(
+            FailureClass.DATA,
+            rows.aside[0].reason,
+            f"{source.origin}, line {rows.aside[0].line}: {rows.aside[0].message}",
+            "Correct the data; none of the first rows can be read.",
+        )
+
+
+_FIRST_ROWS = 100
+
+
+# ------------------------------------------------------------------------------------------------------------ datasets
+
+
+@dataclass(frozen=True)
+class HubRows(_AllRows):
+    """Rows of a data set of the Hub, or of another `Dataset`."""
+
+    split: HubSplit
+    needs: tuple[ColumnNeed, ...]
+
+    @property
+    def origin(self) -> str:
+        return self.split.repository
+
+    @property
+    def weight(self) -> int:
+        return len(self.split.rows)
+
+    def identity(self) -> str:
+        return self.split.digest()
+
+    def shards(self) -> Iterator[RowShard]:
+        """StageError DATA `MissingColumn`."""
+        rows = self.split.rows
+        check_columns(self.split.name, self.origin, rows.column_names, self.needs)
+        names = [name for name in _names(self.needs) if name in rows.column_names]
+        yield from _of_dataset(rows.select_columns(names), self.origin)
+
+
+@dataclass(frozen=True)
+class PreparedRows:
+    """Rows of a split that was prepared, by the numbers that they have in the raw data."""
+
+    split: PreparedSplit
+    fingerprint: str
+
+    @property
+    def origin(self) -> str:
+        return f"split {self.split.role}"
+
+    @property
+    def weight(self) -> int:
+        return self.split.rows
+
+    def identity(self) -> str:
+        return f"{self.fingerprint} {self.split.role}"
+
+    def shards(self) -> Iterator[RowShard]:
+        yield from _of_dataset(self.split.raw(), self.origin)
+
+    def numbered(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        index: NDArray[np.int64] = self.split.index().to_numpy()
+        return index[positions]
+
+
+def _of_dataset(rows: datasets.Dataset, origin: str) -> Iterator[RowShard]:
+    def taken(start: int, stop: int) -> ShardRows:
+        return _whole(arrow_table(rows.select(range(start, stop))))
+
+    for start in range(0, len(rows), _ROWS):
+        stop = min(start + _ROWS, len(rows))
+        yield RowShard(ShardKey(0, start), origin, stop - start, partial(taken, start, stop))
+
+
+def _whole(table: pa.Table) -> ShardRows:
+    return ShardRows(len(table), np.arange(len(table)), partial(_taken, table))
+
+
+def _taken(table: pa.Table, rows: Sequence[int]) -> pa.Table:
+    return table if len(rows) == len(table) else table.take(pa.array(rows, pa.int64()))
+
+
+def _names(needs: Sequence[ColumnNeed]) -> list[str]:
+    return list(dict.fromkeys(need.name for need in needs))
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+@dataclass(frozen=True)
+class FileRows(_AllRows):
+    """Rows of files, one file after the other."""
+
+    split: FileSplit
+    needs: tuple[ColumnNeed, ...]
+
+    @property
+    def origin(self) -> str:
+        return self.split.origin
+
+    @property
+    def weight(self) -> int | None:
+        """Bytes. Those of compressed rows are not known."""
+        return None if any(map(is_compressed, self.split.files)) else sum(file.size for file in self.split.files)
+
+    def identity(self) -> str:
+        """By names, sizes and versions of the files."""
+        return hashlib.sha256("\n".join(file.version for file in self.split.files).encode()).hexdigest()
+
+    def shards(self) -> Iterator[RowShard]:
+        """StageError DATA `MissingColumn` for a file that lacks a column, of text when its first shard is read."""
+        sizes = [file.size for file in self.split.files]
+        most = min(max(sum(sizes) // SHARDS, LEAST_BYTES), MOST_BYTES)
+        for number, (file, size) in enumerate(zip(self.split.files, sizes, strict=True)):
+            yield from _FileShards(number, file, size, most, self.split.name, self.needs).all()
+
+
+@dataclass(frozen=True)
+class _FileShards:
+    """Shards of one file."""
+
+    number: int
+    file: FsFile
+    size: int
+    most: int
+    """Bytes of a shard at most."""
+    split: str
+    needs: tuple[ColumnNeed, ...]
+
+    def all(self) -> Iterator[RowShard]:
+        kind = format_of(self.file.name)
+        if kind == "parquet":
+            yield from self._of_parquet()
+        elif kind == "arrow":
+            yield from self._of_arrow()
+        elif not is_compressed(self.file) and has_lines(self.file):
+            for start in range(0, self.size, self.most):
+                stop = min(start + self.most, self.size)
+                yield self._shard(start, stop - start, partial(self._between, start, stop))
+        else:
+            yield from self._in_order()
+
+    def _shard(self, start: int, weight: int, taken: Callable[[], ShardRows]) -> RowShard:
+        return RowShard(ShardKey(self.number, start), self.file.name, weight, taken)
+
+    # ---------------------------------------------------------------------------------------------------------- text
+
+    def _between(self, start: int, stop: int) -> ShardRows:
+        return self._collected(rows_between(self.file, start, stop), whole=start == 0)
+
+    def _in_order(self) -> Iterator[RowShard]:
+        """Rows of a file that has to be read from its start."""
+        start, size = 0, 0
+        part: list[ReadRow | Rejected] = []
+        for row in text_rows(self.file, _names(self.needs), []):
+            part.append(row)
+            size += row.size if isinstance(row, Rejected) else row[2]
+            if size >= self.most:
+                yield self._shard(start, size, partial(self._collected, part, whole=start == 0))
+                start, part, size = start + len(part), [], 0
+        if part:
+            yield self._shard(start, size, partial(self._collected, part, whole=start == 0))
+
+    def _collected(self, rows: Iterable[ReadRow | Rejected], *, whole: bool) -> ShardRows:
+        """Columns of the rows; `whole`: they begin the file, so that they tell which columns it has."""
+        values: list[dict[str, object]] = []
+        numbers: list[int] = []
+        lines: list[int] = []
+        aside: list[AsideRow] = []
+        seen: dict[str, None] = {}
+        count = line = 0
+        for count, row in enumerate(rows, start=1):
+            if isinstance(row, Rejected):
+                line = row.line
+                aside.append(AsideRow(count - 1, "CorruptLine", row.why, row.content, line))
+                continue
+            line = row[0]
+            seen.update(dict.fromkeys(row[1]))
+            lines.append(line)
+            values.append(row[1])
+            numbers.append(count - 1)
+        if whole and values:
+            check_columns(self.split, self.file.name, list(seen), self.needs)
+        names = _names(self.needs)
+
+        def table_of(rows: Sequence[int]) -> pa.Table:
+            at = [lines[row] for row in rows]
+            return pa.table(
+                {name: as_column(self.file, name, [values[row].get(name) for row in rows], at) for name in names}
+            )
+
+        return ShardRows(
+            count, np.asarray(numbers, np.int64), table_of, np.asarray(lines, np.int64), tuple(aside), line
+        )
+
+    # ------------------------------------------------------------------------------------------------------- columns
+
+    def _of_parquet(self) -> Iterator[RowShard]:
+        with self._parquet() as parquet:
+            groups = [parquet.metadata.row_group(at) for at in range(parquet.num_row_groups)]
+            described = [(group.num_rows, group.total_byte_size) for group in groups]
+            check_columns(self.split, self.file.name, parquet.schema_arrow.names, self.needs)
+        first = 0
+        for group, (rows, size) in enumerate(described):
+            if not rows:
+                continue
+            step = -(-rows // max(-(-size // self.most), -(-rows // _ROWS)))
+            for start in range(0, rows, step):
+                count = min(step, rows - start)
+                taken = partial(self._of_group, group, start, count)
+                yield self._shard(first + start, max(1, size * count // rows), taken)
+            first += rows
+
+    def _of_group(self, group: int, start: int, count: int) -> ShardRows:
+        with self._parquet() as parquet:
+            names = [name for name in _names(self.needs) if name in parquet.schema_arrow.names]
+            return _whole(parquet.read_row_group(group, columns=names).slice(start, count))
+
+    @contextmanager
+    def _parquet(self) -> Iterator[pq.ParquetFile]:
+        try:
+            with self.file.open() as stream:
+                yield pq.ParquetFile(stream)
+        except (pa.ArrowInvalid, pa.ArrowIOError) as error:
+            raise unreadable(self.file, error) from error
+
+    def _of_arrow(self) -> Iterator[RowShard]:
+        seen: dict[str, None] = {}
+        first = 0
+        for table in read(self.file, _names(self.needs), seen):
+            if not first:
+                check_columns(self.split, self.file.name, list(seen), self.needs)
+            for start in range(0, len(table), _ROWS):
+                part = table.slice(start, _ROWS)
+                yield self._shard(first + start, max(1, part.nbytes), partial(_whole, part))
+            first += len(table)

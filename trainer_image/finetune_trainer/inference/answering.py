@@ -1,0 +1,128 @@
+"""Predictions for the rows of one shard at a time.
+
+A row that the task cannot take or that cannot be encoded is set aside with the reason; all other rows are answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+
+from finetune_contract.choices import Stage
+from finetune_contract.facts import DataFacts
+from finetune_contract.job import Columns, TrainerJob
+from finetune_trainer.data.prepared import PreparedData, dataset_of
+from finetune_trainer.data.row_shards import AsideRow, RowShard, ShardRows, most_of
+from finetune_trainer.data.shards import Encoder
+from finetune_trainer.data.sources import RawSplit
+from finetune_trainer.failures import StageError
+from finetune_trainer.inference.runner import Means, answers_of
+from finetune_trainer.progress import ProgressSink
+from finetune_trainer.tasks.base import Labels
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_ROLE = "predict"
+ROW = "row"
+"""Column of predictions: index of the row among all rows of the data."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Columns that are read from the data."""
+
+    columns: Columns
+    setting: str
+    """Path of the data source in the job file."""
+    copies: Mapping[str, str]
+    """Column that predictions repeat -> its name there."""
+
+
+@dataclass(frozen=True)
+class ShardAnswers:
+    """Predictions for one shard."""
+
+    table: pa.Table
+    """Column `row` (index in the shard), copies, and the columns of the task."""
+    aside: tuple[AsideRow, ...]
+    truncated: int
+    """Rows that have lost text."""
+
+
+@dataclass(frozen=True)
+class Answerer:
+    """A model and how rows become predictions."""
+
+    job: TrainerJob
+    encoder: Encoder
+    model: PreTrainedModel
+    labels: Labels
+    means: Means
+    asked: Asked
+
+    def answers(self, shard: RowShard, rows: ShardRows, progress: ProgressSink) -> ShardAnswers:
+        """Predictions for all rows that can be answered. StageError of the model, and DATA `MixedTypes` when the rows
+        that are readable one by one have no common type.
+        """
+        aside: dict[int, StageError] = {}
+
+        inputs = self.encoder.task.inputs(self.asked.columns)
+
+        def encoded_of(chosen: Sequence[int]) -> tuple[pa.Table, pa.Table, int]:
+            table = rows.checked(chosen, self._check)
+            features, truncated = self.encoder.features(table, inputs)
+            return table, features, truncated
+
+        kept, found = most_of(list(range(len(rows.numbers))), encoded_of, aside)
+        told = [_aside(rows, at, error) for at, error in aside.items()]
+        every = tuple(sorted((*rows.aside, *told), key=lambda row: row.number))
+        if found is None:
+            return ShardAnswers(pa.table({}), every, 0)
+        table, features, truncated = found
+        answered = self._predicted(table, features, inputs, progress)
+        numbers = pa.array(rows.numbers[np.asarray(kept)])
+        copies = {name: table[column] for column, name in self.asked.copies.items() if column in table.column_names}
+        own = dict(zip(answered.column_names, answered.columns, strict=True))
+        return ShardAnswers(pa.table({ROW: numbers, **copies, **own}), every, truncated)
+
+    def _check(self, split: RawSplit) -> None:
+        self.encoder.task.check(split, self.asked.columns, self.asked.setting)
+
+    def _predicted(
+        self, table: pa.Table, features: pa.Table, inputs: Mapping[str, str], progress: ProgressSink
+    ) -> pa.Table:
+        tokenizer = self.encoder.coding.tokenizer
+        assert isinstance(tokenizer.pad_token_id, int)
+        facts = DataFacts(
+            fingerprint="",
+            splits={},
+            labels=self.labels.names,
+            label_form=self.labels.form,
+            max_length=self.encoder.coding.max_length,
+        )
+        judged = {**inputs, **self.encoder.task.judged(self.asked.columns)}
+        named = {role: name for role, name in judged.items() if name in table.column_names}
+        data = PreparedData.in_memory(
+            _ROLE, features, dataset_of(table), facts, tokenizer.pad_token_id, self.job.task, named
+        )
+        split = data.of(_ROLE)
+        answers = answers_of(
+            Stage.PREDICT,
+            self.job,
+            self.model,
+            split,
+            device=self.means.device,
+            batch_tokens=self.means.batch_tokens,
+            progress=progress,
+        )
+        return self.encoder.task.predictions(answers, split, slice(0, split.rows))
+
+
+def _aside(rows: ShardRows, at: int, error: StageError) -> AsideRow:
+    line = None if rows.lines is None else int(rows.lines[at])
+    return AsideRow(int(rows.numbers[at]), error.reason, error.message, "", line)
