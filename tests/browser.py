@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from suite_plugins.patience import patient
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 """The program; None where there is none."""
 WIDTHS = (360, 768, 1280)
@@ -77,7 +79,6 @@ class Seen:
 
 def seen(page: Path, folder: Path, *, dark: bool = False) -> list[Seen]:
     """The page at WIDTHS; skips the test where there is no Chromium. `folder`: an empty one for the browser."""
-    from suite_plugins.patience import patient
 
     if CHROMIUM is None:
         pytest.skip("needs Chromium to look at the page")
@@ -106,4 +107,4 @@ def photograph(page: Path, picture: Path, folder: Path, *, width: int, height: i
     assert CHROMIUM is not None, "needs Chromium to draw the picture"
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}"]
     options += [f"--window-size={width},{height}", f"--screenshot={picture}"]
-    subprocess.run([CHROMIUM, *options, page.as_uri()], capture_output=True, timeout=SECONDS, check=True)
+    subprocess.run([CHROMIUM, *options, page.as_uri()], capture_output=True, timeout=patient(SECONDS), check=True)

@@ -11,7 +11,7 @@ from finetune_contract.choices import Task
 from finetune_operator.api.rules import RULES
 from finetune_operator.api.rules.data import COLUMN_TASKS
 from finetune_operator.cli.checking import data_question
-from finetune_trainer.data.prepare import parts_of
+from finetune_trainer.data.prepare import parts_of, predict_part
 from finetune_trainer.failures import StageError
 from finetune_trainer.tasks.registry import task_module
 from planning_support.cases import job
@@ -37,7 +37,9 @@ def refused(**spec: Any) -> tuple[bool, bool]:
     made = job(spec)
     question, broken = data_question(made), any(not rule.holds(made.spec) for rule in RULES)
     try:
-        parts_of(question, task_module(question.task), trains=True)
+        module = task_module(question.task)
+        parts_of(question, module, trains=True)
+        predict_part(question, module)
     except StageError as error:
         return broken, "columns" in str(error)
     return broken, False

@@ -8,7 +8,7 @@ it as CEL. To add a constraint, add a row.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from finetune_contract.choices import (
     FP8_STRATEGIES,
@@ -25,7 +25,9 @@ from finetune_contract.choices import (
     Task,
     ZeroStage,
 )
-from finetune_contract.job import Strategy, TrainerJob, Training
+
+if TYPE_CHECKING:
+    from finetune_contract.job import Strategy, TrainerJob, Training
 
 Value: TypeAlias = str | int | bool
 
