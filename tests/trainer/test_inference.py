@@ -398,6 +398,7 @@ def test_predictions_go_on_where_they_were_killed_and_are_the_same(model, tmp_pa
     assert [json.loads(line)["id"] for line in undisturbed.splitlines()] == list(range(count))
     assert " of 3,000 rows were answered by an earlier attempt" in caplog.text
     assert recorder.said[-1] == (count, count)
+    assert all(count / 2 < total < 2 * count for _, total in recorder.said), "the number of rows is estimated"
     assert all(step <= total for step, total in recorder.said)
 
 

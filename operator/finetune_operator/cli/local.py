@@ -73,6 +73,8 @@ class RunRequest:
     restart: bool = False
     measure: bool = True
     verbose: bool = False
+    report: bool = True
+    """Write report.html after the last stage."""
     command: str = ""
     """What runs all of it again; empty: left to the report."""
 
@@ -284,7 +286,8 @@ class _Run:
                         return result
                     if stage is Stage.PREPARE:
                         self._plan_with_data(display)
-            write_report(self._paths, self._request.command)
+            if self._request.report:
+                write_report(self._paths, self._request.command)
         self._tidy()
         return result
 
@@ -448,9 +451,12 @@ def result_data(request: RunRequest, result: RunResult) -> dict[str, Any]:
         metrics = json.loads(paths.metrics.read_text())
     except (OSError, ValueError):
         metrics = {}
+    predicted = finished(paths, Stage.PREDICT)
+    told = {} if predicted is None else predicted.metrics
     artifacts = {
         "model": paths.model,
-        "predictions": next((p for p in (paths.predictions_parquet, paths.predictions_jsonl) if p.exists()), None),
+        "predictions": Path(str(told["path"])) if "path" in told else None,
+        "badRows": Path(str(told["bad_rows_path"])) if "bad_rows_path" in told else None,
         "metrics": paths.metrics,
         "report": paths.report,
         "plan": paths.plan,

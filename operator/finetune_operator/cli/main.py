@@ -36,6 +36,7 @@ COMMANDS = {
     "render": _Listed("files", "Write the Kubernetes objects that a job becomes."),
     "review": _Listed("review", "Write a Markdown page about job files for a code review."),
     "run": _Listed("local", "Run a job on this machine: prepare, train, evaluate, predict."),
+    "predict": _Listed("predict", "Write a model's predictions for data on this machine."),
     "compare": _Listed("compare", "Compare runs on this machine: settings, metrics, time, cost."),
     "ui": _Listed("ui", "Show runs and jobs in a browser."),
     "status": _Listed("cluster", "Show where a job in a cluster is, or all jobs in a table."),

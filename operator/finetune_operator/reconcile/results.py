@@ -29,6 +29,8 @@ HEADLINES = ("accuracy", "f1", "loss", "train_loss")
 """The metric that stands for a stage's result, the first that there is."""
 CHECKPOINT_BYTES = "train_checkpoint_bytes"
 """The metric that says what checkpoints take."""
+BAD_ROWS = "predict_bad_rows"
+"""The metric that counts rows without a prediction; absent when all have one."""
 _SECONDS_PER_HOUR = 3600
 
 
@@ -102,6 +104,8 @@ def artifacts(
     before = status.artifacts or ArtifactsStatus()
     if stage in (Stage.TRAIN, Stage.EVALUATE):
         changes["metrics"] = {**before.metrics, **metrics_of(report)}
+    if stage is Stage.PREDICT and (bad := _numbers(report.metrics).get("bad_rows")):
+        changes["metrics"] = {**before.metrics, BAD_ROWS: bad}
     return before.model_copy(update=changes)
 
 

@@ -96,6 +96,37 @@ def test_a_run_writes_everything_that_it_promises(undisturbed: tuple[Path, dict[
     assert "\x1b" not in err
 
 
+def test_predict_writes_predictions_of_a_run_without_a_job_file(undisturbed: Any, finetune: Any) -> None:
+    whole, _, _ = undisturbed
+    rows = (finetune.folder / "data/test.jsonl").read_bytes()
+    (finetune.folder / "new.jsonl").write_bytes(b'{"text": "cut\n' + rows)
+    call = ("predict", str(whole), "new.jsonl", "-o", "new/out.jsonl", "--copy", "label")
+    code, out, err = finetune(*call, "--max-bad-rows", "0")
+    assert (code, out) == (1, "")
+    assert "1 of 33 rows cannot be answered, and predict.maxBadRows allows 0" in " ".join(err.split())
+    code, out, err = finetune(*call, "--max-bad-rows", "1")
+    assert code == 0, err
+    place = finetune.folder / "new/out.jsonl"
+    assert out.split() == ["33", "rows", "->", str(place)]
+    assert "1 of them have no prediction" in " ".join(err.split())
+    found, earlier = (
+        [json.loads(line) for line in file.read_text().splitlines()] for file in (place, whole / "predictions.jsonl")
+    )
+    assert [(row["row"] - 1, row["label"]) for row in found] == [(row["row"], row["label"]) for row in earlier]
+    assert [row["score"] for row in found] == pytest.approx([row["score"] for row in earlier], abs=1e-5)
+    assert files_below(place.parent) == {"out.jsonl", "out.bad-rows.jsonl"}
+    for wrong, told in (
+        (("predict", "nowhere", "new.jsonl", "-o", "x.jsonl"), "nowhere does not exist"),
+        (("predict", str(whole), "nothing.jsonl", "-o", "x.jsonl"), "nothing.jsonl does not exist"),
+        (("predict", str(whole), "new.jsonl", "-o", "x.txt"), "x.txt must end in .jsonl or .parquet"),
+        ((*call, "--column", "text"), "'text' must be ROLE=NAME"),
+    ):
+        code, out, err = finetune(*wrong)
+        assert (code, out) == (2, "")
+        assert told in " ".join(err.split())
+    assert not list(finetune.folder.glob("*x.*"))
+
+
 def test_the_same_job_again_keeps_every_stage_and_shows_the_result(
     finetune: Any, undisturbed: tuple[Path, dict[str, Any], str]
 ) -> None:

@@ -172,34 +172,34 @@ class _Done:
         self.bad += facts.rows - facts.answered
         self.truncated += facts.truncated
         self._weight += facts.weight
-        self._tell(self.rows)
+        self.tell(self.rows, self.total())
 
-    def total(self) -> int:
-        """Rows that there may be, by the share of the data that they are."""
-        whole = self.rows if not self._all else round(self.rows * self._all / max(1, self._weight))
-        return max(self.rows, whole)
+    def total(self, rows: int = 0, weight: int = 0) -> int:
+        """Rows that there may be, by the share of the data that those so far and `rows` more of `weight` are."""
+        seen = self.rows + rows
+        whole = seen if not self._all else round(seen * self._all / max(1, self._weight + weight))
+        return max(seen, whole)
+
+    def tell(self, rows: int, total: int) -> None:
+        """Tell how many rows are answered, and of how many."""
+        self._progress.update(rows, total)
 
     def end(self) -> None:
         """All parts are there."""
-        self._all = self._weight
-        self._tell(self.rows)
-
-    def within(self, rows: int) -> ProgressSink:
-        """Takes the progress inside of the next shard, which has so many rows."""
-        return _Within(self, rows)
-
-    def _tell(self, rows: int) -> None:
-        self._progress.update(rows, max(rows, self.total()))
+        self.tell(self.rows, self.rows)
 
 
 class _Within(NoProgress):
-    def __init__(self, done: _Done, rows: int) -> None:
+    """Takes the progress inside of the next shard."""
+
+    def __init__(self, done: _Done, rows: int, weight: int) -> None:
         self._done = done
         self._rows = rows
+        self._total = done.total(rows, weight)
 
     def update(self, step: int, total: int, **values: float) -> None:
         """A share of the shard."""
-        self._done._tell(self._done.rows + self._rows * step // max(1, total))
+        self._done.tell(self._done.rows + self._rows * step // max(1, total), self._total)
 
 
 def _answered(given: _Given, parts: Parts, done: _Done, paths: JobPaths) -> _Done:
@@ -211,7 +211,7 @@ def _answered(given: _Given, parts: Parts, done: _Done, paths: JobPaths) -> _Don
         if facts is None:
             rows = shard.read()
             answerer = answerer or _answerer(given, paths)
-            facts = parts.write(shard, rows, answerer.answers(shard, rows, done.within(rows.count)))
+            facts = parts.write(shard, rows, answerer.answers(shard, rows, _Within(done, rows.count, shard.weight)))
         else:
             reused += facts.rows
         done.add(shard.key, facts)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,7 +25,9 @@ from finetune_operator.cli.program import program_name
 
 if TYPE_CHECKING:
     from finetune_contract.choices import Stage
+    from finetune_operator.api.types import FailureStatus
     from finetune_operator.cli.inputs import JobEntry
+    from finetune_operator.cli.local import RunRequest
     from finetune_operator.planning.types import JobPlan
 
 
@@ -72,9 +75,8 @@ def run(
     if resume and restart:
         raise UsageError("--resume and --restart exclude each other")
     from finetune_contract.choices import Stage
-    from finetune_operator.cli.commands.steps import checked_jobs, refuse_plan, settings_of
+    from finetune_operator.cli.commands.steps import checked_jobs, settings_of
     from finetune_operator.planning.capacity import NO_SPOT_HERE
-    from finetune_operator.planning.types import PlanRefused
 
     names = [*(files or []), *(filename or [])]
     limits = settings_of(settings, cluster=False)
@@ -82,9 +84,8 @@ def run(
     if entry.job.spec.spot.enabled:
         note(f"{entry.job.name}: {NO_SPOT_HERE}.")
 
-    from finetune_operator.cli.local import CannotRunError, RunRequest, planned_run, result_data
+    from finetune_operator.cli.local import RunRequest, planned_run, result_data
     from finetune_operator.cli.local import run as run_locally
-    from finetune_operator.cli.workspace import BusyError, DifferentJobError, UnusableWorkspaceError
 
     # What runs the job again, by the same limits and with the same facts.
     options = ["--workspace", str(workspace)]
@@ -102,26 +103,11 @@ def run(
         verbose=verbose,
         command=_command(names, [*options, "--restart"]),
     )
-    try:
+    with refusals_told(request, entry, output, "Give the job another name or another --workspace, or begin anew"):
         if dry_run:
             _show_dry_run(*planned_run(request), output)
             return
         result = run_locally(request)
-    except PlanRefused as refused:
-        refuse_plan(entry, refused, output)
-    except DifferentJobError as different:
-        complain(
-            f"{request.paths.root} holds results of a different job named {entry.job.name} (stage {different.stage}): "
-            f"{'; '.join(different.differences)}. Give the job another name or another --workspace, or begin anew "
-            "with --restart, which moves the earlier results aside."
-        )
-        raise typer.Exit(1) from None
-    except BusyError as busy:
-        complain(f"{busy}. Wait for it, or stop it.")
-        raise typer.Exit(1) from None
-    except (CannotRunError, UnusableWorkspaceError) as cannot:
-        complain(f"{cannot}.")
-        raise typer.Exit(1) from None
     data = result_data(request, result)
     if output is not Output.TEXT:
         emit([data], output)
@@ -131,14 +117,48 @@ def run(
         print_result(out(), data)
     if result.failure is not None:
         from finetune_contract.layout import FailureClass
-        from finetune_operator.cli.results import print_failure
 
-        print_failure(err(), result.failure, str(request.paths.logs / f"{result.failure.stage}.log"))
+        show_failure(request, result.failure)
         if "report" in data["artifacts"] and result.failure.failure_class == FailureClass.GATE_NOT_MET:
             note(f"what was measured is in {data['artifacts']['report']}")
     elif result.interrupted is not None:
         note(f"stopped in {result.interrupted}. Go on with: {_command(names, [*options, *only, '--resume'])}")
     raise typer.Exit(result.exit_code)
+
+
+@contextmanager
+def refusals_told(request: RunRequest, entry: JobEntry, output: Output, instead: str) -> Iterator[None]:
+    """End the command with 1, and say why, when the run within is refused. `instead`: what to do in place of results of
+    a different job, with --restart.
+    """
+    from finetune_operator.cli.commands.steps import refuse_plan
+    from finetune_operator.cli.local import CannotRunError
+    from finetune_operator.cli.workspace import BusyError, DifferentJobError, UnusableWorkspaceError
+    from finetune_operator.planning.types import PlanRefused
+
+    try:
+        yield
+    except PlanRefused as refused:
+        refuse_plan(entry, refused, output)
+    except DifferentJobError as different:
+        complain(
+            f"{request.paths.root} holds results of a different job named {entry.job.name} (stage {different.stage}): "
+            f"{'; '.join(different.differences)}. {instead} with --restart, which moves the earlier results aside."
+        )
+        raise typer.Exit(1) from None
+    except BusyError as busy:
+        complain(f"{busy}. Wait for it, or stop it.")
+        raise typer.Exit(1) from None
+    except (CannotRunError, UnusableWorkspaceError) as cannot:
+        complain(f"{cannot}.")
+        raise typer.Exit(1) from None
+
+
+def show_failure(request: RunRequest, failure: FailureStatus) -> None:
+    """Print why a stage failed, and where its log is."""
+    from finetune_operator.cli.results import print_failure
+
+    print_failure(err(), failure, str(request.paths.logs / f"{failure.stage}.log"))
 
 
 def _one(entries: Sequence[JobEntry], name: str | None) -> JobEntry:
