@@ -119,7 +119,7 @@ ACCEPTED = {
     "gate-not-measured", "deepspeed-keys", "training-arguments", "not-yet-supported",
     "remote-code", "script-host", "script-url", "no-name", "launchers-to-come", "queue", "storage-in-buckets",
     # Rules across the fields of Kubernetes' objects, which the CRD does not repeat.
-    "affinity-forms", "env-plain-secrets", "env-token-twice", "image-pull-secrets-twice", "mount-without-volume",
+    "affinity-forms", "env-plain-secrets", "split-forms", "env-token-twice", "image-pull-secrets-twice", "mount-without-volume",
     "volume-progress-token",
 }  # fmt: skip
 
@@ -309,6 +309,8 @@ STRANGE: tuple[Any, ...] = (
 )  # fmt: skip
 # Values of these are another project's names, or have rules across their fields, which the schema does not know.
 NAMED_ELSEWHERE = ("parallelism.deepspeedConfig", "training.arguments", "template.volumes")
+SLIPS = ("is less than ", "counts cores, ")
+"""How the rules begin that refuse sizes which can only be slips: the schema knows no order of quantities."""
 
 
 def test_the_api_server_accepts_what_the_models_accept_and_the_other_way_round(api: Cluster) -> None:
@@ -329,7 +331,10 @@ def test_the_api_server_accepts_what_the_models_accept_and_the_other_way_round(a
             # That an item has to be an object, it does know.
             begins = "." if strange == ["x"] else ".["
             keys = tuple(f"spec.{path}{begin}" for path in NAMED_ELSEWHERE for begin in begins)
-            if all(p.reason in ("NotYetSupported", "Forbidden") or p.path.startswith(keys) for p in problems):
+            if all(
+                p.reason in ("NotYetSupported", "Forbidden") or p.path.startswith(keys) or p.rule.startswith(SLIPS)
+                for p in problems
+            ):
                 accepted.add(name)
     said = refusals(api, jobs)
     assert len(accepted) > 150

@@ -71,6 +71,8 @@ async def collect(cluster: Cluster, job: ClusterJob, tell: Callable[[str], None]
         lines = await ask(f"the log of {pod.name}", _log(cluster, job, pod))
         if lines:
             found.files[f"logs/{pod.name}.log"] = "\n".join(lines) + "\n"
+        elif lines is not None:
+            found.missing.append(f"the log of {pod.name}: it is empty")
     found.files["versions.json"] = {
         "apiServer": await ask("the API server's version", cluster.served_version()),
         "python": platform.python_version(),
@@ -128,5 +130,5 @@ def _readme(job: ClusterJob, found: Collected) -> str:
         "like tokens, keys or passwords, are replaced; look through the files before you give them to others.",
         "",
     ]
-    lines += ["Not there, as it could not be read:", *found.missing] if found.missing else ["Everything could be read."]
+    lines += ["Not there:", *found.missing] if found.missing else ["Everything could be read."]
     return "\n".join(lines) + "\n"
