@@ -7,6 +7,7 @@ of it needs a box of our own; somebody else's cluster skips the test.
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import subprocess
@@ -296,10 +297,14 @@ class SmallClaim:
 
     def fill(self, leave: int = 0) -> None:
         """All but `leave` bytes are taken by somebody else."""
-        with (self.folder / "ballast").open("ab") as file:
+        with (self.folder / "ballast").open("ab", buffering=0) as file:
             while (left := self.free() - leave) > 0:
-                file.write(b"\0" * min(left, 1 << 20))
-                file.flush()
+                try:
+                    file.write(b"\0" * min(left, 1 << 20))
+                except OSError as error:
+                    if error.errno != errno.ENOSPC:
+                        raise
+                    return  # the job has taken the rest
 
     def clear(self) -> None:
         """That somebody has tidied up."""
