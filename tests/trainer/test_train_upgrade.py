@@ -2,46 +2,25 @@
 
 from __future__ import annotations
 
-import io
-import os
 import shutil
-import subprocess
-import sys
-import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from earlier_release import python_path, unpack
 from finetune_contract.job import CheckpointSchedule
 
-ROOT = Path(__file__).parents[2]
-EARLIER = "f169ec4c4c4df50ab40e205882dd858788b6fc1b"
-"""The last commit whose training loop was a subclass of transformers' Trainer."""
 STEPS, SAVED = 14, 8
 """An epoch has 12 steps, so the resumed part crosses into another one."""
 
 
 @pytest.fixture(scope="module")
 def earlier_trainer(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, str]:
-    """Environment in which python imports the trainer of that commit."""
-    archive = subprocess.run(
-        ["git", "-C", str(ROOT), "archive", EARLIER, "trainer_image"], capture_output=True, check=False
-    )
-    if archive.returncode:
-        pytest.skip(f"the history of the repository is not here: {archive.stderr.decode().strip()}")
-    folder = tmp_path_factory.mktemp("earlier")
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as content:
-        content.extractall(folder, filter="data")
-    packages = [folder / "trainer_image", folder / "trainer_image" / "contract"]
-    environment = {"PYTHONPATH": os.pathsep.join(map(str, packages))}
-    show = "import finetune_trainer, finetune_contract; print(finetune_trainer.__file__, finetune_contract.__file__)"
-    found = subprocess.run(
-        [sys.executable, "-c", show], env={**os.environ, **environment}, capture_output=True, text=True, check=True
-    )
-    assert all(path.startswith(str(folder)) for path in found.stdout.split())
-    return environment
+    """Environment in which Python imports the trainer of the earlier release."""
+    folder = unpack(tmp_path_factory.mktemp("earlier"), "trainer_image")
+    return python_path(folder / "trainer_image", folder / "trainer_image" / "contract")
 
 
 @pytest.mark.parametrize(
