@@ -9,7 +9,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import CheckpointSchedule, TrainerJob
+from finetune_contract.job import CheckpointSchedule, TrainerJob, World
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_trainer.failures import StageError
 from trainer_support.forking import fork_server
@@ -32,6 +31,8 @@ from trainer_support.tasks import (
     write_decoder,
     write_lines,
 )
+
+ON_GPU = World(nodes=1, processes_per_node=1, device="cuda", threads_per_process=1)
 
 needs_torchao = pytest.mark.skipif(
     find_spec("torchao") is None, reason="torchao is not installed (finetune-trainer[fp8])"
@@ -51,13 +52,13 @@ def tiny(family: str, **config: Any) -> Any:
     return AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family, **whole))
 
 
-def prepare_stage(job: TrainerJob, paths: JobPaths) -> None:
+def run_stage(job: TrainerJob, paths: JobPaths, stage: Stage) -> None:
     from finetune_trainer.distributed import ProcessWorld
     from finetune_trainer.progress import NoProgress
     from finetune_trainer.stages import STAGES, StageInput
     from finetune_trainer.training.interruption import Interruption
 
-    STAGES[Stage.PREPARE](StageInput(job, paths, NoProgress(), ProcessWorld(), None, Interruption()))
+    STAGES[stage](StageInput(job, paths, NoProgress(), ProcessWorld(), None, Interruption()))
 
 
 def loss_of(model: Any) -> Any:
@@ -228,9 +229,9 @@ def test_prepare_refuses_it_before_a_gpu_is_taken(bench, tmp_path: Path):
     for file in Path(tokenizer).glob("*token*"):
         shutil.copy(file, tmp_path / "model")
     model = bench.job.model.model_copy(update={"uri": f"file://{tmp_path / 'model'}"})
-    run = bench.at(tmp_path / "w").with_training(precision="fp8")
+    run = bench.at(tmp_path / "w").with_training(precision="fp8", world=ON_GPU)
     with pytest.raises(StageError, match="Conv1D") as error:
-        prepare_stage(run.job.model_copy(update={"model": model}), run.paths)
+        run_stage(run.job.model_copy(update={"model": model}), run.paths, Stage.PREPARE)
     assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "NothingInFp8")
     assert not (tmp_path / "w" / ".cache").exists()
 
@@ -345,10 +346,10 @@ def test_without_the_library_the_way_out_is_named_before_a_gpu_is_taken(bench, t
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchao"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchao", None)
-    run = bench.at(tmp_path).with_training(precision="fp8")
-    for attempt in (partial(prepare_stage, run.job, run.paths), run.train_here):
+    run = bench.at(tmp_path).with_training(precision="fp8", world=ON_GPU)
+    for stage in (Stage.PREPARE, Stage.TRAIN):
         with pytest.raises(StageError) as error:
-            attempt()
+            run_stage(run.job, run.paths, stage)
         assert (error.value.failure_class, error.value.reason) == (FailureClass.CONFIG, "TorchaoMissing")
         assert "finetune-trainer[fp8]" in error.value.hint
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from finetune_contract.job import Preference, TrainerJob
 from finetune_contract.layout import JobPaths
+from finetune_trainer.combinations import refuse_combinations
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.failures import StageError
@@ -459,6 +460,7 @@ def test_a_pipeline_is_refused_by_name(llama, data, paths):
         "world": {"nodes": 1, "processes_per_node": 2, "device": "cpu", "threads_per_process": 1},
     }
     job = job_on(llama, data, predict=None, training=changes)
-    prepare(job, paths, NoProgress())
-    with pytest.raises(StageError, match=r"parallelism\.pipeline\.degree is 2, and the loss of preference-tuning"):
-        train_here(job, paths)
+    assert job.training is not None
+    with pytest.raises(StageError, match=r"spec\.parallelism\.pipeline\.degree.*preference-tuning") as caught:
+        refuse_combinations(job, job.training)
+    assert caught.value.reason == "NotCombined"
