@@ -143,3 +143,19 @@ def test_records_of_csv_that_cannot_be_read_are_set_aside(tmp_path):
     [(_, rows)] = shards_of(path)
     assert texts([("", rows)]) == ["a", "b"]
     assert [(row.number, row.line) for row in rows.aside] == [(1, 3), (2, 4)]
+
+
+def test_shards_of_one_row_group_decode_it_once(tmp_path, monkeypatch):
+    decoded: list[int] = []
+    read = pq.ParquetFile.read_row_group
+
+    def counted(self: pq.ParquetFile, group: int, **how: Any) -> pa.Table:
+        decoded.append(group)
+        return read(self, group, **how)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", counted)
+    monkeypatch.setattr(row_shards, "_ROWS", 200)
+    path = tmp_path / "x.parquet"
+    path.write_bytes(parquet(row_group_size=1000))
+    assert texts(shards_of(path)) == [row["text"] for row in ROWS]
+    assert decoded == [0, 1, 2]

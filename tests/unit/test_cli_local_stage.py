@@ -1,4 +1,4 @@
-"""What a local run makes of a stage's launcher: its command line, and its report when the stage failed."""
+"""Launcher of a stage in a local run: its command line, and its report of a failure."""
 
 from __future__ import annotations
 

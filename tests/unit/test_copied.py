@@ -20,32 +20,17 @@ from finetune_operator.api.validation import validate_job
 from finetune_operator.cli.main import app
 from finetune_operator.planning.plan import plan
 from finetune_operator.planning.types import Facts
-
-
-def document(**spec: Any) -> dict[str, Any]:
-    whole = {
-        "task": "text-classification",
-        "model": {"uri": "hf://a/b"},
-        "dataset": {"uri": "hf://c/d"},
-        "training": {},
-        **spec,
-    }
-    return {
-        "apiVersion": "finetune.dev/v1alpha1",
-        "kind": "FineTuneJob",
-        "metadata": {"name": "a"},
-        "spec": whole,
-    }
+from mending import job_document
 
 
 def accepted(**spec: Any) -> FineTuneJob:
-    job, problems = validate_job(document(**spec), LOCAL_SETTINGS)
+    job, problems = validate_job(job_document(spec), LOCAL_SETTINGS)
     assert job is not None, problems
     return job
 
 
 def refused(**spec: Any) -> list[str]:
-    return [problem.path for problem in validate_job(document(**spec), LOCAL_SETTINGS)[1]]
+    return [problem.path for problem in validate_job(job_document(spec), LOCAL_SETTINGS)[1]]
 
 
 def with_arguments(**arguments: Any) -> dict[str, Any]:
@@ -166,7 +151,7 @@ def test_every_argument_of_transformers_is_free_taken_or_told_what_to_do() -> No
     for name in known_arguments():
         if name in FREE or name in copied:
             continue
-        (problem,) = validate_job(document(**with_arguments(**{name: {"odd": 1}})), LOCAL_SETTINGS)[1]
+        (problem,) = validate_job(job_document(with_arguments(**{name: {"odd": 1}})), LOCAL_SETTINGS)[1]
         assert problem.path == f"spec.training.arguments.{name}"
         assert problem.way_out.startswith(("set spec.", "set metadata.", "leave it out")), (name, problem.way_out)
 
@@ -194,7 +179,7 @@ def test_every_command_says_what_became_of_a_copied_setting(command: tuple[str, 
         "dataset": {"uri": "file://rows.jsonl"},
         "training": {"arguments": {"logging_steps": 10}, "learningRate": 2},
     }
-    file.write_text(yaml.safe_dump(document(**spec)))
+    file.write_text(yaml.safe_dump(job_document(spec)))
     result = CliRunner().invoke(app, [*command, str(file)])
     assert "spec.training.arguments.logging_steps: 10 is passed over: every step is reported" in result.output
     assert "spec.training.learningRate: 2 is very high for adamw" in result.output
@@ -202,7 +187,7 @@ def test_every_command_says_what_became_of_a_copied_setting(command: tuple[str, 
 
 def test_validate_as_data_holds_the_notes(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
-    file.write_text(yaml.safe_dump(document(**with_arguments(save_total_limit=2))))
+    file.write_text(yaml.safe_dump(job_document(with_arguments(save_total_limit=2))))
     result = CliRunner().invoke(app, ["validate", str(file), "-o", "json"])
     (note,) = json.loads(result.stdout)["notes"]
     assert note.endswith("spec.training.arguments.save_total_limit: 2 is taken as spec.checkpoints.keep.")
@@ -238,7 +223,7 @@ def test_a_file_of_a_bare_kubernetes_job_is_told_once(tmp_path: Path) -> None:
 def test_a_kubernetes_job_beside_a_job_is_passed_over(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     other = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "fill"}, "spec": {}}
-    file.write_text(yaml.safe_dump_all([other, document()]))
+    file.write_text(yaml.safe_dump_all([other, job_document({})]))
     result = CliRunner().invoke(app, ["validate", str(file)])
     assert result.exit_code == 0
     assert "is passed over" in result.output

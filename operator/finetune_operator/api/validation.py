@@ -449,7 +449,7 @@ def _hub_split(role: str, name: str) -> tuple[str, str] | None:
 
 
 def _file_split(role: str, name: str) -> tuple[str, str] | None:
-    """Rule and way out for what is no file's name without its ending."""
+    """Return the rule and the hint for a name that is not a file's name without its ending."""
     if _SHARE.fullmatch(name) or _SLICE.search(name):
         rule = "is a share of rows, and a split of files is the name of a file without its ending"
         aside = ": 5 % of train are set aside where no split is named validation" if role == "validation" else ""

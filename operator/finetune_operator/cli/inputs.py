@@ -30,7 +30,7 @@ STDIN = "-"
 SUFFIXES = (".yaml", ".yml", ".json")
 """Files of a folder that are read, as kubectl does; others are left alone."""
 
-_GLOB_CHARACTERS = frozenset("*?[")
+GLOB_CHARACTERS = frozenset("*?[")
 _LAST_PART = re.compile(r"""(?:\.?[A-Za-z_][A-Za-z0-9_-]*|\[[0-9]+\]|\["(?:[^"\\]|\\.)*"\])$""")
 
 
@@ -203,7 +203,7 @@ def absent_inputs(entry: JobEntry) -> tuple[Problem, ...]:
     problems = []
     for path, (uri, inside, what) in looked_for.items():
         place = uri.removeprefix("file://") + inside
-        glob = not inside and bool(_GLOB_CHARACTERS & set(place))
+        glob = not inside and bool(GLOB_CHARACTERS & set(place))
         if not uri.startswith("file://") or Path(place).exists() or (glob and any(Path("/").glob(place.lstrip("/")))):
             continue
         way_out = f"name {what} that is there; file://path without a third slash is relative to the job file's folder"

@@ -46,7 +46,7 @@ class StageProcess:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
-            # A session of its own: a terminal's Ctrl-C is for this command, which then decides what the stage is told.
+            # A session of its own: a terminal's Ctrl-C goes to this command alone, which then stops the stage.
             self._process = subprocess.Popen(
                 command,
                 env=dict(environment),

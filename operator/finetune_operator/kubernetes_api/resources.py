@@ -52,7 +52,7 @@ RESOURCES = (
 )  # fmt: skip
 _BY_KIND = {(each.api_version, each.kind): each for each in RESOURCES}
 OPENID = "openid"
-"""What requests about the issuer of tokens are about, which is no resource."""
+"""Subject of requests about the issuer of tokens; it is not a resource."""
 
 
 def resource_of(api_version: str, kind: str) -> Resource:

@@ -214,7 +214,7 @@ def _move(temporary: Path, place: Path) -> None:
 def _order(job: TrainerJob) -> _Order:
     task = task_of(job)
     config = load_config(job)
-    known = None if job.training else _labels_of_model(job, task, config)
+    known = None if job.training else labels_of_model(job, task, config)
     if job.preparation.packing:
         task.refuse_packing(job, config)
     parts = parts_of(job, task, trains=job.training is not None)
@@ -239,7 +239,8 @@ def _order(job: TrainerJob) -> _Order:
     return _Order(job, task, parts, known, coding, fingerprint, _digest({"basis": fingerprint, "parts": extra}))
 
 
-def _labels_of_model(job: TrainerJob, task: TaskModule, config: PretrainedConfig) -> Labels:
+def labels_of_model(job: TrainerJob, task: TaskModule, config: PretrainedConfig) -> Labels:
+    """Labels of the head of a model that is not trained. StageError MODEL `NoHead`."""
     labels = task.model_labels(config)
     if labels is None:
         raise StageError(

@@ -14,7 +14,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, cached_property, partial
 from typing import Protocol, TypeVar
 
 import datasets
@@ -182,6 +182,13 @@ def most_of(
     return kept, attempt(kept)
 
 
+def no_rows(source: RowSource) -> StageError:
+    """The error for rows to predict of which there are none."""
+    return StageError(
+        FailureClass.DATA, "EmptySplit", f"{source.origin} has no rows.", "Give it rows, or leave predict out."
+    )
+
+
 def check_first_rows(source: RowSource, check: Callable[[RawSplit], None]) -> None:
     """StageError DATA when there is no row, or when none of the first ones can be read and taken by `check`: then it is
     the data that are wrong, and not a row of them.
@@ -189,9 +196,7 @@ def check_first_rows(source: RowSource, check: Callable[[RawSplit], None]) -> No
     shard = next(source.shards(), None)
     rows = None if shard is None else shard.read()
     if rows is None or not rows.count:
-        raise StageError(
-            FailureClass.DATA, "EmptySplit", f"{source.origin} has no rows.", "Give it rows, or leave predict out."
-        )
+        raise no_rows(source)
     refused: dict[int, StageError] = {}
     kept, _ = most_of(list(range(min(len(rows.numbers), _FIRST_ROWS))), partial(rows.checked, check=check), refused)
     if not kept:
@@ -257,9 +262,13 @@ class PreparedRows:
     def shards(self) -> Iterator[RowShard]:
         yield from _of_dataset(self.split.raw(), self.origin)
 
-    def numbered(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    @cached_property
+    def _index(self) -> NDArray[np.int64]:
         index: NDArray[np.int64] = self.split.index().to_numpy()
-        return index[positions]
+        return index
+
+    def numbered(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._index[positions]
 
 
 def _of_dataset(rows: datasets.Dataset, origin: str) -> Iterator[RowShard]:
@@ -273,6 +282,10 @@ def _of_dataset(rows: datasets.Dataset, origin: str) -> Iterator[RowShard]:
 
 def _whole(table: pa.Table) -> ShardRows:
     return ShardRows(len(table), np.arange(len(table)), partial(_taken, table))
+
+
+def _slice(table: Callable[[], pa.Table], start: int, count: int) -> ShardRows:
+    return _whole(table().slice(start, count))
 
 
 def _taken(table: pa.Table, rows: Sequence[int]) -> pa.Table:
@@ -404,16 +417,19 @@ class _FileShards:
             if not rows:
                 continue
             step = -(-rows // max(-(-size // self.most), -(-rows // _ROWS)))
+            # A group can only be decoded whole: once, for all shards that are parts of it.
+            table = cache(partial(self._group, group))
             for start in range(0, rows, step):
                 count = min(step, rows - start)
-                taken = partial(self._of_group, group, start, count)
+                taken = partial(_slice, table, start, count)
                 yield self._shard(first + start, max(1, size * count // rows), taken)
             first += rows
 
-    def _of_group(self, group: int, start: int, count: int) -> ShardRows:
+    def _group(self, group: int) -> pa.Table:
         with self._parquet() as parquet:
             names = [name for name in _names(self.needs) if name in parquet.schema_arrow.names]
-            return _whole(parquet.read_row_group(group, columns=names).slice(start, count))
+            table: pa.Table = parquet.read_row_group(group, columns=names)
+            return table
 
     @contextmanager
     def _parquet(self) -> Iterator[pq.ParquetFile]:

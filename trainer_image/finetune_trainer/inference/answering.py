@@ -119,6 +119,7 @@ class Answerer:
             device=self.means.device,
             batch_tokens=self.means.batch_tokens,
             progress=progress,
+            tokenizer=tokenizer,
         )
         return self.encoder.task.predictions(answers, split, slice(0, split.rows))
 

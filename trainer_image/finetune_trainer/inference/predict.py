@@ -28,9 +28,9 @@ import pyarrow.parquet as pq
 
 from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_trainer.data.prepare import predict_part
+from finetune_trainer.data.prepare import labels_of_model, predict_part
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.data.row_shards import PreparedRows, RowSource, ShardKey, row_source
+from finetune_trainer.data.row_shards import PreparedRows, RowSource, ShardKey, no_rows, row_source
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import replaced
@@ -65,12 +65,7 @@ def predict(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[st
     parts = Parts(paths.root / _PARTS / given.key(paths))
     done = _answered(given, parts, _Done(progress, given.source.weight), paths)
     if not done.rows:
-        raise StageError(
-            FailureClass.DATA,
-            "EmptySplit",
-            f"{given.source.origin} has no rows.",
-            "Give it rows, or leave predict out.",
-        )
+        raise no_rows(given.source)
     aside = output.beside(_BAD_ROWS)
     if done.bad:
         aside.write(parts.aside(done.keys))
@@ -130,7 +125,7 @@ class _Given:
 
     def key(self, paths: JobPaths) -> str:
         """Digest of all that a part depends on."""
-        predict, job = self.job.predict, self.job
+        job = self.job
         basis = {
             "format": _FORMAT,
             "source": self.source.identity(),
@@ -140,13 +135,12 @@ class _Given:
             "length": [self.coding.max_length, self.coding.stride],
             "means": [self.means.device, self.means.batch_tokens, self.means.precision],
             "trained": _version_of_model(job, paths),
-            "predict": None if predict is None else predict.columns,
         }
         return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _version_of_model(job: TrainerJob, paths: JobPaths) -> object:
-    """What tells the weights apart without reading them: of files on this machine their sizes and times."""
+    """Identify the weights without reading them: files on this machine by their sizes and times."""
     uri = Uri.parse(job.model.uri, "model.uri")
     folder = paths.model if job.trains else local_path(uri) if uri.scheme == "file" else None
     if folder is None:
@@ -224,16 +218,9 @@ def _answered(given: _Given, parts: Parts, done: _Done, paths: JobPaths) -> _Don
 
 
 def _answerer(given: _Given, paths: JobPaths) -> Answerer:
-    model, name = used_model(given.job, paths, given.means.precision)
+    model, _ = used_model(given.job, paths, given.means.precision)
     task = task_of(given.job)
-    labels = task.model_labels(model.config)
-    if labels is None:
-        raise StageError(
-            FailureClass.MODEL,
-            "NoHead",
-            f"{name} has no head for {given.job.task}.",
-            "Name a model that was trained for this task.",
-        )
+    labels = labels_of_model(given.job, task, model.config)
     return Answerer(given.job, Encoder(task, given.coding, packing=False), model, labels, given.means, given.asked)
 
 

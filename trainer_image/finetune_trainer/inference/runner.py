@@ -24,7 +24,7 @@ from finetune_trainer.tasks.registry import task_of
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -124,6 +124,7 @@ def answers_of(
     device: Device,
     batch_tokens: int,
     progress: ProgressSink,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> list[Answer]:
     """One answer for each feature of the split and in its order; what the model writes is in that of each row's last
     feature. StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` without the GPU that `device` counts on.
@@ -131,6 +132,7 @@ def answers_of(
     `batch_tokens` bounds the padded tokens of a batch; batches that the GPU's memory does not hold are halved until it
     does, and StageError OUT_OF_MEMORY tells of a single row that it does not hold. The model keeps its dtype;
     `progress` counts features, twice where they are both judged and written to. Drawing begins with the job's seed.
+    `tokenizer`: the job's, where the caller has loaded it.
     """
     import torch
     from torch import nn
@@ -142,7 +144,7 @@ def answers_of(
     module.to(device)
     module.eval()
     result: list[Answer] = [{}] * len(split.position)
-    rounds = _rounds(stage, job, model, split, batch_tokens)
+    rounds = _rounds(stage, job, model, split, batch_tokens, tokenizer)
     total = sum(len(wanted) for _, batches in rounds for wanted in batches)
     done = 0
     try:
@@ -160,7 +162,12 @@ def answers_of(
 
 
 def _rounds(
-    stage: Stage, job: TrainerJob, model: PreTrainedModel, split: PreparedSplit, batch_tokens: int
+    stage: Stage,
+    job: TrainerJob,
+    model: PreTrainedModel,
+    split: PreparedSplit,
+    batch_tokens: int,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> list[tuple[_Answering, list[NDArray[np.int64]]]]:
     """What is asked of which features: a forward pass over all of them, but where writing is all that is wanted."""
     task, lengths = task_of(job), split.data.lengths(split.role)
@@ -173,7 +180,8 @@ def _rounds(
         chosen = writer.chosen(split)
         room = (lengths[chosen] + job.generation.max_new_tokens) * job.generation.num_beams
         batches = [chosen[batch] for batch in inference_batches(room, batch_tokens=batch_tokens)]
-        rounds.append((partial(writer.write, model, load_tokenizer(job), generation=job.generation), batches))
+        tokenizer = load_tokenizer(job) if tokenizer is None else tokenizer
+        rounds.append((partial(writer.write, model, tokenizer, generation=job.generation), batches))
     return rounds
 
 

@@ -130,7 +130,7 @@ class _Start:
     adapted: Adapted | None
     in_float8: InFloat8 | None
     digest: str | None
-    """Of the weights, where the objective compares the model with them."""
+    """Digest of the weights, where the objective compares the model with them."""
 
 
 def train(

@@ -28,7 +28,7 @@ class Rule:
     """The rule as a sentence without its full stop."""
     way_out: str
     advice: Callable[[FineTuneJobSpec], str] | None = None
-    """A way out with the job's own numbers, where arithmetic helps."""
+    """Hint with the job's own numbers, where arithmetic helps."""
     reads: tuple[str, ...] = ()
     """Fields that the Python reads; left out where the CEL names them."""
     schema: Mapping[str, JsonValue] = field(default_factory=dict)

@@ -98,7 +98,7 @@ def _limit_advice(gate: GateSpec) -> str:
 
 
 def _minimum_advice(gate: GateSpec) -> str:
-    """Of a share in per cent, the share."""
+    """Return the share that a percentage stands for."""
     most = GREATEST[gate.metric]
     assert gate.minimum is not None
     if most == 1 and gate.minimum <= 100:

@@ -87,5 +87,5 @@ WORLD_FIELDS = (
     "parallelism.pipeline.degree",
     "parallelism.sequence",
 )
-"""What the number of data-parallel ranks follows from."""
+"""Fields that decide the number of data-parallel ranks."""
 WORLD_UNKNOWN = f"has(self.resources.elastic) || {PROCESSES} == 0"

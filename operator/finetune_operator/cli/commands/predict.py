@@ -23,7 +23,6 @@ _TASKS = {
 }
 """End of a model's class -> task. Models that read one text and write another summarise or translate."""
 _ENDINGS = (".jsonl", ".parquet")
-_GLOB_CHARACTERS = frozenset("*?[")
 
 
 def predict(
@@ -82,14 +81,10 @@ def predict(
     spec: dict[str, Any] = {"task": task or _task_of(uri), "model": {"uri": uri}, "predict": predicts}
     if max_length is not None:
         spec["preparation"] = {"maxLength": max_length}
-    job = {
-        "apiVersion": "finetune.dev/v1alpha1",
-        "kind": "FineTuneJob",
-        "metadata": {"name": "predict"},
-        "spec": spec,
-    }
+    from finetune_operator.api.types import API_VERSION, KIND
     from finetune_operator.cli.yaml_text import documents
 
+    job = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "predict"}, "spec": spec}
     if dry_run:
         print_line(documents([job]).rstrip("\n"))
         return
@@ -157,8 +152,10 @@ def _model_uri(text: str) -> str:
 def _data_uri(text: str) -> str:
     if "://" in text:
         return text
+    from finetune_operator.cli.inputs import GLOB_CHARACTERS
+
     path = Path(text).expanduser().absolute()
-    if not path.exists() and not _GLOB_CHARACTERS & set(text):
+    if not path.exists() and not GLOB_CHARACTERS & set(text):
         raise UsageError(f"DATA: {text} does not exist; name a file, a folder, a glob, or hf://name for the Hub")
     return f"file://{path}"
 
