@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster_support.access import PATIENCE_SECONDS, wait_until
+from cluster_support.api_access import PATIENCE_SECONDS, wait_until
 from cluster_support.plays import PREEMPTED, RUNS, SUCCEEDS, WRONG_COLUMN
 from cluster_support.told_jobs import FAILED, JOB, NOW, SUCCEEDED, TRAINING, Jobs
 from cluster_support.world import World

@@ -13,10 +13,10 @@ from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
 from finetune_contract.plans import ASKED_LOGITS, JUDGED_LOGITS
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.memory import inference_bytes
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
+from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
 from planning_support.cases import BERT, job
 
 NODE = parse_hardware("gpu=H100,gpus=8,cpu=96,hostMemory=2Ti")

@@ -12,8 +12,8 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.report import MeasuredFacts
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import ChildReference, CostStatus, FailureStatus, ProgressStatus, StageStatus
-from finetune_operator.reconcile.times import stamp
-from finetune_operator.reconcile.types import Decision, EventNote, ObjectRef
+from finetune_operator.reconcile.reconcile_types import Decision, EventNote, ObjectRef
+from finetune_operator.reconcile.status_times import stamp
 from reconcile_world import BERT, GRACE, NOON, SPEC, World, report
 
 TWO_NODES = {**SPEC, "resources": {"nodes": 2}}

@@ -16,20 +16,19 @@ from hypothesis import strategies as st
 from jinja2 import UndefinedError
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.cli.console import emit
-from finetune_operator.launchers.registry import render, stage
-from finetune_operator.launchers.rows import TRAINING, LauncherName
+from finetune_operator.launchers.launcher_registry import render, stage
+from finetune_operator.launchers.launcher_rows import TRAINING, LauncherName
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
+from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
 from finetune_operator.rendering import templates
 from finetune_operator.rendering.contract import fingerprint, stage_files
 from finetune_operator.rendering.manifests import shared
-from finetune_operator.rendering.pods import literal
-from finetune_operator.rendering.templates import document
-from finetune_operator.rendering.types import (
+from finetune_operator.rendering.pod_parts import literal
+from finetune_operator.rendering.render_types import (
     HASH_ANNOTATION,
     Attempt,
     Manifest,
@@ -37,6 +36,7 @@ from finetune_operator.rendering.types import (
     ProgressEndpoint,
     RenderContext,
 )
+from finetune_operator.rendering.templates import document
 
 LAUNCHERS = TRAINING
 OWNER = Owner("reviews", "uid-1")

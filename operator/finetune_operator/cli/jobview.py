@@ -15,12 +15,12 @@ from rich.text import Text
 
 from finetune_operator.api.quantities import human_bytes, human_seconds
 from finetune_operator.api.types import Condition, CostStatus, FailureStatus, PlanStatus, ProgressStatus, StageStatus
-from finetune_operator.cli.cluster import ClusterJob, Happening
+from finetune_operator.cli.cluster_jobs import ClusterJob, Happening
 from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.display import duration
 from finetune_operator.reconcile.results import CHECKPOINT_BYTES
 from finetune_operator.reconcile.spot import words
-from finetune_operator.reconcile.times import moment
+from finetune_operator.reconcile.status_times import moment
 
 EVENTS = 5
 LOG_LINES = 12

@@ -25,10 +25,10 @@ import pytest
 import yaml
 
 from box_support.box import Box
-from box_support.hub import Hub
-from box_support.recording import Excerpt, Said, terminal_svg
+from box_support.hub_pod import Hub
 from box_support.team import RESTRICTED, TERMINAL, Team
-from cluster_support.access import Object, wait_until
+from box_support.terminal_picture import Excerpt, Said, terminal_svg
+from cluster_support.api_access import Object, wait_until
 from cluster_support.control_plane import ROOT
 from suite_plugins.patience import patient
 
