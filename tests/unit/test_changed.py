@@ -112,7 +112,7 @@ def light(): return 1
 def other_bench(): return Path(__file__).parents[2] / "data"
 @pytest.fixture(autouse=True)
 def seeded():
-    from finetune_contract import job
+    from finetune_contract import trainer_job
 """,
     "tests/trainer/test_bench.py": "def test(bench): pass",
     "tests/trainer/test_light.py": "def test(light): pass",

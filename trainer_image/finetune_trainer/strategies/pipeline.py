@@ -2,9 +2,9 @@
 other, in the order that a schedule of torch.distributed.pipelining gives.
 
 A stage is the model itself with its other parts taken out (`model_layout.py`), so that masks, positions and heads are
-made by the model's own code; nothing is traced. Every process reads the whole micro-batches and only hidden states travel.
-The loss is computed inside of the last stage. A schedule wants one shape for all micro-batches of a pass: they are
-padded to the same length, and each shape has a schedule of its own, made when it first comes.
+made by the model's own code; nothing is traced. Every process reads the whole micro-batches and only hidden states
+travel. The loss is computed inside of the last stage. A schedule wants one shape for all micro-batches of a pass: they
+are padded to the same length, and each shape has a schedule of its own, made when it first comes.
 """
 
 from __future__ import annotations
