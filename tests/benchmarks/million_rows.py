@@ -1,10 +1,10 @@
 """Memory and first output of predict over a million short rows.
 
-There is no other arm: the question is whether memory grows with the data. A text classifier with random weights, 2 layers
-and 128 wide, answers `--rows` short texts from one JSON Lines file in a single process, through the stage `predict`, from
-raw text to the written file. Every tenth of the rows the resident memory of the process is printed (without its page
-cache), with the rows a second so far; before that, the seconds until the first rows were answered, counted from the
-start of the stage, so with the model loaded and the library imported.
+There is no other arm: the question is whether memory grows with the data. A text classifier with random weights, 2
+layers and 128 wide, answers `--rows` short texts from one JSON Lines file in a single process, through the stage
+`predict`, from raw text to the written file. Every tenth of the rows the resident memory of the process is printed
+(without its page cache), with the rows a second so far; before that, the seconds until the first rows were answered,
+from the start of the stage: the model is loaded within them.
 
 Quality: the output has one line for each row in order, and 1,000 of them drawn at random have the label of a plain
 transformers loop over the same texts.
@@ -89,7 +89,7 @@ def write_rows(path: Path, count: int) -> None:
 def agreement(model: Path, rows: Path, answers: Path, count: int) -> float:
     """Share of 1,000 rows whose label is that of a plain loop; an error when a line is missing or out of order."""
     chosen = set(random.Random(2).sample(range(count), min(1000, count)))
-    classifier = BertForSequenceClassification.from_pretrained(model).eval()
+    classifier = BertForSequenceClassification.from_pretrained(model)  # in evaluation mode
     tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
     equal = at = 0
     with rows.open(encoding="utf-8") as texts, answers.open(encoding="utf-8") as said, torch.inference_mode():
