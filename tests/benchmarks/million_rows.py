@@ -20,6 +20,7 @@ import random
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -69,7 +70,8 @@ def write_model(folder: Path) -> None:
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", words["[CLS]"]), ("[SEP]", words["[SEP]"])]
     )
     names = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=128, **names).save_pretrained(folder)
+    fast: Any = PreTrainedTokenizerFast  # its constructor is untyped
+    fast(tokenizer_object=tokenizer, model_max_length=128, **names).save_pretrained(folder)
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=len(words), hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512,
