@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune_contract.choices import Stage
+from finetune_trainer.data import row_shards
 from finetune_trainer.data.packing import best_fit
 from finetune_trainer.data.prepare import prepare
-from finetune_trainer.data import row_shards
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate
