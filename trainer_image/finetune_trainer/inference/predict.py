@@ -37,7 +37,7 @@ from finetune_trainer.files import discard, discard_leftovers
 from finetune_trainer.inference.answering import ROW, Answerer, Asked
 from finetune_trainer.inference.prediction_output import FolderOutput, Output, output_of, write_lines
 from finetune_trainer.inference.prediction_parts import FILE, POSITION, Joined, PartFacts, Parts, PartsManifest
-from finetune_trainer.inference.prediction_workers import Alone, Crew, Sharing, Worker, attempt_is_over
+from finetune_trainer.inference.prediction_workers import Alone, Crew, Sharing, Worker, result_of
 from finetune_trainer.inference.runner import Means, used_model
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import NoProgress, ProgressSink
@@ -77,13 +77,16 @@ def predict(
     """
     output = output_of(job, paths)
     worker = Worker.of(job, world, environment)
-    if worker is not None and not worker.leads and attempt_is_over(worker, paths):
-        return {"rows": 0}  # it comes late
+    if worker is not None and (result := result_of(worker, paths)) is not None:
+        if not worker.leads:
+            return {"rows": 0}  # it comes late
+        discard(paths.root / _PARTS, paths.root, _OVER)
+        return dict(result)
     given = _Given.of(job, paths, _copies(job, output))
     parts = Parts(paths.root / _PARTS / given.key(paths)).open()
     if worker is None:
         done = _Done(progress, given.source.weight, parts, others=False)
-        return _led(given, parts, Alone(parts.there), done, paths, output, lambda: None)
+        return _led(given, parts, Alone(parts.there), done, paths, output, lambda _result: None)
     with Crew(worker, paths, parts.folder) as crew:
         if worker.leads:
             done = _Done(progress, given.source.weight, parts, others=True)
@@ -109,7 +112,7 @@ def _led(
     done: _Done,
     paths: JobPaths,
     output: Output,
-    tell_done: Callable[[], None],
+    tell_done: Callable[[Mapping[str, Any]], None],
 ) -> dict[str, Any]:
     """Answers and joins."""
     job = given.job
@@ -129,13 +132,14 @@ def _led(
         aside.discard()
     told: dict[str, Any] = {"bad_rows": done.bad, "bad_rows_path": aside.name} if done.bad else {}
     told |= output.write(Joined(parts, keys, given.source.numbered))
-    tell_done()
+    result = {"rows": done.rows, "path": output.name, "split": given.role, **told, **given.means.told}
+    tell_done(result)
     discard(parts.folder.parent, paths.root, _OVER)
     discard_leftovers(paths.root, _OVER)  # of a worker that was killed here
     if done.truncated:
         share, length = f"{done.truncated:,} of {done.rows:,} rows", given.coding.max_length
         log.warning("%s are longer than %d tokens and lose text.", share, length)
-    return {"rows": done.rows, "path": output.name, "split": given.role, **told, **given.means.told}
+    return result
 
 
 @dataclass(frozen=True)
