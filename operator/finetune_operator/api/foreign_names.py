@@ -148,6 +148,16 @@ NAMES: tuple[ForeignName, ...] = (
         ("uri", "file", "data", "data_file", "input", "inputs"), EVERYBODY, "spec.predict.dataset.uri",
         under=("predict",),
     ),
+    ForeignName(
+        ("num_workers", "parallelism", "replicas", "completions", "num_processes", "num_proc", "concurrency",
+         "partitions", "num_partitions", "num_shards", "shards"),
+        EVERYBODY, "spec.predict.workers", under=("predict",),
+    ),
+    ForeignName(("output_format", "file_format", "file_type"), EVERYBODY, "spec.predict.format", under=("predict",)),
+    ForeignName(
+        ("id", "id_field", "id_key", "key", "row_id", "index_column"), EVERYBODY, "spec.predict.idColumn",
+        under=("predict",),
+    ),
     ForeignName(("split",), EVERYBODY, "spec.dataset.splits.test", under=("evaluation", "predict")),
     ForeignName(("truncation", "truncate"), HF, None, "leave it out: rows are cut at spec.preparation.maxLength"),
     ForeignName(

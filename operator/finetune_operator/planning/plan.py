@@ -41,7 +41,7 @@ from finetune_operator.planning.cost import cost_problems, estimate_training
 from finetune_operator.planning.devices import has_fp8
 from finetune_operator.planning.draft import Draft, Lengths, decided
 from finetune_operator.planning.facts import assumed_device, assumed_hardware, assumed_model, is_well_known, node_words
-from finetune_operator.planning.inference import check_inference, choose_inference, inference_tokens
+from finetune_operator.planning.inference import check_inference, choose_inference, choose_workers, inference_tokens
 from finetune_operator.planning.model_parallel import check_model_parallel
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
@@ -70,7 +70,7 @@ def plan(
     `as_known` it is refused. Raises PlanRefused with all problems of the first group of phases that found any.
     """
     draft = _begin(job, facts, settings, adaptation, as_known)
-    first = (choose_stages, choose_engine, choose_inference, check_place, check_lengths)
+    first = (choose_stages, choose_engine, choose_inference, choose_workers, check_place, check_lengths)
     draft = _walk(draft, *first, choose_packing, choose_launcher)
     if draft.script is not None:
         draft = _walk(draft, choose_world, check_rules, choose_script, choose_capacity, check_inference)
@@ -471,6 +471,9 @@ def _prediction(draft: Draft) -> Prediction | None:
         device=draft.inference_device,
         batch_tokens=inference_tokens(draft),
         precision=draft.inference_precision,
+        workers=draft.predict_workers,
+        format=asked.format,
+        id_column=asked.id_column,
     )
 
 
