@@ -438,7 +438,7 @@ def test_claims_are_mounted_where_job_json_says_and_only_in_the_stages_that_need
         "prepare": own | {"/claims/models": "ro:models", "/claims/rows": "ro:rows", "/claims/results": "ro:results"},
         "train": own | {"/claims/models": "ro:models"},
         "evaluate": own | {"/claims/models": "ro:models"},
-        "predict": own | {"/claims/models": "models"},
+        "predict": own | {"/claims/models": "models", "/claims/results": "ro:results"},
     }
     job = TrainerJob.model_validate_json(of(manifests, "ConfigMap", "reviews-prepare-1")["data"]["job.json"])
     assert job.dataset is not None

@@ -28,6 +28,7 @@ the trainer reports a failure of its own.
 
 
 def render(pods: StagePods) -> tuple[Manifest, ...]:
+    replaces = pods.stage is Stage.PREDICT and pods.shares_rows
     made = document(
         "job",
         metadata=metadata(pods),
@@ -35,8 +36,9 @@ def render(pods: StagePods) -> tuple[Manifest, ...]:
         container=CONTAINER_NAME,
         # Of a gang each one's end counts.
         first_pod_decides=pods.shares_rows,
-        replacements=REPLACEMENTS if pods.shares_rows and pods.stage is Stage.PREDICT else None,
-        replaced_codes=[EXIT_OK, *REPLACED_CODES],
+        replacements=REPLACEMENTS if replaces else None,
+        on_disruption="Count" if replaces else "FailJob",
+        other_codes=[EXIT_OK, *REPLACED_CODES] if replaces else [EXIT_OK],
         pod=replace(stage_pod(pods), subdomain=pods.service).manifest(),
     )
     return (made,) if pods.service is None else (service(pods, pods.service), made)
