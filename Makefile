@@ -122,7 +122,7 @@ pictures: install ## Draw the dashboards' pictures in docs again (needs promethe
 	$(BIN)/python tests/dashboard_picture.py draw
 
 benchmark: install ## Measure training, prediction and the operator (see tests/benchmarks)
-	$(BIN)/python tests/benchmarks/padding.py
+	$(BIN)/python tests/benchmarks/published_padding.py
 	$(BIN)/python tests/benchmarks/operator_load.py
 
 clean: ## Remove the virtual environment, caches and results of runs

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from finetune_operator.api.settings import Settings
-from finetune_operator.launchers.rows import SUPPORTED
+from finetune_operator.launchers.launcher_rows import SUPPORTED
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "charts" / "finetune-operator"

@@ -3,7 +3,7 @@
     python tests/dashboard_picture.py record RUN RUN RUN RUN   lets a fleet work for twenty minutes, keeps the samples
     python tests/dashboard_picture.py draw                     draws docs/dashboard-*.svg from them
 
-The samples are those of `tests/picture_support/recording.py`, which tells what is real in them and what is not. A
+The samples are those of `tests/picture_support/fleet_recording.py`, which tells what is real in them and what is not. A
 Prometheus server answers each panel's expressions, and what it answers is laid out as Grafana does it. There is no
 Grafana in it: a picture that a browser makes of one is large, and nobody could make it again without one.
 """
@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from monitoring import FILES, ROOT
+from picture_support.fleet_recording import MINUTES, SHOWN, TEAM, metrics_of, record
 from picture_support.panels import View, ask
-from picture_support.recording import MINUTES, SHOWN, TEAM, metrics_of, record
 from picture_support.replay import Run
 from picture_support.samples import PROGRAMS, Engine, Samples, engine, missing_programs
 from picture_support.svg import box_of, dashboard_svg

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from examples import EXAMPLES, FOLDER, LOCAL, example_job
-from finetune_contract.job import Training
+from finetune_contract.trainer_job import Training
 from finetune_operator.api.quantities import human_bytes, human_seconds
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
-from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.plan import plan
+from finetune_operator.planning.plan_types import Facts, JobPlan
 from finetune_operator.planning.schedule import ASSUMED_ROWS
-from finetune_operator.planning.types import Facts, JobPlan
 
 LOCAL_HARDWARE = "cpu=2,hostMemory=8Gi"
 TITLE = "# Hardware, time and cost, by `finetune plan`. `make generate` writes these lines:"

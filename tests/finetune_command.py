@@ -142,10 +142,10 @@ def _preload() -> None:
     import yaml
 
     import finetune_operator.cli.costs
-    import finetune_operator.cli.local
+    import finetune_operator.cli.local_run
     import finetune_operator.cli.measure
     import finetune_operator.cli.reviewing
-    import finetune_operator.launchers.registry
+    import finetune_operator.launchers.launcher_registry
     import finetune_operator.planning.plan
 
     del requests, yaml, finetune_operator

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from box_support.recording import Excerpt, Said, terminal_svg
+from box_support.terminal_picture import Excerpt, Said, terminal_svg
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "first-run.md"

@@ -19,9 +19,9 @@ from examples import EXAMPLES
 from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.docs import api_reference, launchers_table, names_reference, settings_reference
 from finetune_operator.cli.main import COMMANDS, app
-from finetune_operator.shell import metrics
+from finetune_operator.shell import operator_metrics
 from finetune_trainer.strategies.tensor import tensor_families_json
-from finetune_trainer.training.arguments import known_arguments_json
+from finetune_trainer.training.training_arguments import known_arguments_json
 from support_matrix import support_matrix
 
 
@@ -95,7 +95,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "manifests/gitops/argocd/argocd-cm.yaml": argo_health,
     "manifests/examples/README.md": between_marks("manifests/examples/README.md", table),
     **{f"manifests/examples/{name}.yaml": with_head(name) for name in EXAMPLES},
-    "docs/metrics.md": between_marks("docs/metrics.md", metrics.reference),
+    "docs/metrics.md": between_marks("docs/metrics.md", operator_metrics.reference),
     "trainer_image/contract/finetune_contract/training_arguments.json": known_arguments_json,
     "trainer_image/contract/finetune_contract/tensor_families.json": tensor_families_json,
 }

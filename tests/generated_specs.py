@@ -24,7 +24,7 @@ from finetune_operator.api.shapes import (
     spec_shape,
 )
 from finetune_operator.api.support import ROWS
-from finetune_operator.launchers.rows import TRAINING
+from finetune_operator.launchers.launcher_rows import TRAINING
 
 NASTY = (
     "{{ job }}", "{% raw %}", "$(HOME)", "$$(HOME)", "${PATH}", "`id`", "it's", '"hi"', "a\nb", "a\r\nb",

@@ -19,13 +19,13 @@ from examples import EXAMPLES, LOCAL, example_job
 from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings, Spark
 from finetune_operator.api.types import FineTuneJob
-from finetune_operator.launchers.registry import render
-from finetune_operator.launchers.rows import TRAINING, LauncherName
+from finetune_operator.launchers.launcher_registry import render
+from finetune_operator.launchers.launcher_rows import TRAINING, LauncherName
 from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts, JobPlan
-from finetune_operator.rendering.types import Manifest, Owner, ProgressEndpoint, RenderContext
+from finetune_operator.planning.plan_types import Facts, JobPlan
+from finetune_operator.rendering.render_types import Manifest, Owner, ProgressEndpoint, RenderContext
 
 NAMESPACE = "finetune-golden"
 OWNER_UID = "6f1c9a52-0f0e-4a59-9a34-2b1d7c5e8f00"

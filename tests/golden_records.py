@@ -20,7 +20,7 @@ from typing import Any
 from differences import difference, patched, read, same, written
 from finetune_operator.cli.yaml_text import documents as yaml_text
 from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files, fingerprint
-from finetune_operator.rendering.types import STAGE_LABEL, Manifest
+from finetune_operator.rendering.render_types import STAGE_LABEL, Manifest
 from golden_cases import golden_manifests, golden_plan
 
 Document = dict[str, Any]

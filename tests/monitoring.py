@@ -17,7 +17,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from finetune_operator.api.types import FineTuneJobStatus
-from finetune_operator.shell.metrics import Metrics
+from finetune_operator.shell.operator_metrics import Metrics
 from reconcile_world import World
 from suite_plugins.patience import patient
 

@@ -20,13 +20,13 @@ from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.report import FailureReport, MeasuredFacts, TrainerReport
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus
-from finetune_operator.launchers.rows import SUPPORTED, LauncherName
+from finetune_operator.launchers.launcher_rows import SUPPORTED, LauncherName
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.reconcile.children import child_view
 from finetune_operator.reconcile.decide import decide
 from finetune_operator.reconcile.observed import job_view, leaving, pod_view, wanted_logs
-from finetune_operator.reconcile.times import stamp
-from finetune_operator.reconcile.types import Decision, EventNote, JobView, ObjectRef, Observed, Refusal
+from finetune_operator.reconcile.reconcile_types import Decision, EventNote, JobView, ObjectRef, Observed, Refusal
+from finetune_operator.reconcile.status_times import stamp
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 NOT_FOR_PEOPLE = re.compile(

@@ -19,10 +19,10 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
 from finetune_operator.api.support import ROWS, served_words
 from finetune_operator.api.types import API_VERSION, KIND
 from finetune_operator.api.validation import validate_job
-from finetune_operator.launchers import rows as launchers
-from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.launchers import launcher_rows as launchers
+from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts, PlanRefused
+from finetune_operator.planning.plan_types import Facts, PlanRefused
 
 TASKS: tuple[Task, ...] = get_args(Task)
 LAUNCHERS = tuple(each.name for each in launchers.LAUNCHERS if "train" in each.stages)

@@ -21,14 +21,14 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import Progress, TrainerReport
 from finetune_operator.api.settings import LOCAL_SETTINGS
-from finetune_operator.cli.ui.jobs import ClusterJobs
 from finetune_operator.cli.ui.pages import Pages
-from finetune_operator.cli.ui.runs import Workspace
-from finetune_operator.cli.ui.server import Server
+from finetune_operator.cli.ui.ui_jobs import ClusterJobs
+from finetune_operator.cli.ui.ui_runs import Workspace
+from finetune_operator.cli.ui.ui_server import Server
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts
+from finetune_operator.planning.plan_types import Facts
 from finetune_operator.rendering.contract import JOB_FILE, files
-from finetune_operator.rendering.types import JOB_LABEL, UID_LABEL
+from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL
 from planning_support.cases import BERT, job
 from suite_plugins.patience import patient
 

@@ -25,7 +25,7 @@ ROW = """
 MODULE = '''"""ray.io/v1 RayJob."""
 
 from finetune_operator.api.objects import Raw
-from finetune_operator.launchers.kinds.base import Verdict
+from finetune_operator.launchers.kinds.launcher_status import Verdict
 from finetune_operator.rendering.manifests import metadata
 from finetune_operator.rendering.templates import document
 from finetune_operator.rendering.trainer_pod import stage_pod
@@ -62,15 +62,15 @@ from finetune_operator.api.crd import crd
 from finetune_operator.api.docs import api_reference, launchers_table, names_reference
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.validation import validate_job
-from finetune_operator.cli.commands.files import Launcher
+from finetune_operator.cli.commands.file_commands import Launcher
 from finetune_operator.cli.debugging import KINDS
-from finetune_operator.launchers.registry import stage
+from finetune_operator.launchers.launcher_registry import stage
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts, PlanRefused
+from finetune_operator.planning.plan_types import Facts, PlanRefused
 from finetune_operator.reconcile.children import child_view
-from finetune_operator.rendering.types import Attempt, RenderContext
+from finetune_operator.rendering.render_types import Attempt, RenderContext
 from finetune_operator.shell.kube import Kube
-from finetune_operator.shell.metrics import RESOURCE_NAMES
+from finetune_operator.shell.operator_metrics import RESOURCE_NAMES
 from finetune_contract.choices import Stage
 import support_matrix
 
@@ -129,12 +129,12 @@ def trial(tmp_path: Path) -> Any:
     package = tmp_path / "finetune_operator"
     shutil.copytree(ROOT / "operator" / "finetune_operator", package, ignore=shutil.ignore_patterns("__pycache__"))
     launchers = package / "launchers"
-    insert(launchers / "rows.py", '    Launcher(\n        "trainjob", ', ROW.lstrip("\n"))
-    rows = (launchers / "rows.py").read_text(encoding="utf-8")
+    insert(launchers / "launcher_rows.py", '    Launcher(\n        "trainjob", ', ROW.lstrip("\n"))
+    rows = (launchers / "launcher_rows.py").read_text(encoding="utf-8")
     names = rows.replace('= Literal["pytorchjob",', '= Literal["rayjob", "pytorchjob",')
-    (launchers / "rows.py").write_text(names, encoding="utf-8")
-    insert(launchers / "registry.py", '    "sparkapplication": sparkapplication,', '    "rayjob": rayjob,\n')
-    insert(launchers / "registry.py", "sparkapplication\nfrom", "rayjob, ")
+    (launchers / "launcher_rows.py").write_text(names, encoding="utf-8")
+    insert(launchers / "launcher_registry.py", '    "sparkapplication": sparkapplication,', '    "rayjob": rayjob,\n')
+    insert(launchers / "launcher_registry.py", "sparkapplication\nfrom", "rayjob, ")
     (launchers / "kinds" / "rayjob.py").write_text(MODULE, encoding="utf-8")
     (launchers / "templates" / "rayjob.yaml.jinja").write_text(TEMPLATE, encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), str(ROOT / "tests")])

@@ -17,7 +17,7 @@ import yaml
 
 from finetune_operator.api.settings import OPERATOR_IMAGE, TRAINER_IMAGE
 from finetune_operator.launchers.kinds.mpijob import SSH_KEYS
-from finetune_operator.rendering.pods import USER_ID
+from finetune_operator.rendering.pod_parts import USER_ID
 from finetune_operator.rendering.trainer_pod import HOME
 from suite_plugins.patience import patient
 

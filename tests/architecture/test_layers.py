@@ -55,6 +55,15 @@ def test_modules_do_not_import_each_other_in_circles() -> None:
         pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
 
 
+def test_no_two_modules_have_the_same_file_name() -> None:
+    places: dict[str, list[str]] = {}
+    for file in tracked_files():
+        if file.suffix == ".py" and file.name not in {"__init__.py", "__main__.py", "conftest.py"}:
+            places.setdefault(file.name, []).append(str(file.relative_to(ROOT)))
+    assert len(places) > 300
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
+
+
 def test_imports_of_the_tests_own_modules_are_sorted_with_those_of_the_project() -> None:
     """Those beside the tests' folders and those in packages without tests: ruff takes what it is not told of for a
     library of others.

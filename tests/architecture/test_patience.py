@@ -22,7 +22,11 @@ SUSPECT = re.compile(r"monotonic|perf_counter|process_time|\btime\(|sleep|timeou
 DURATION, LIMIT, DEADLINE, SLEEP = "asserted duration", "fixed limit", "fixed deadline", "long sleep"
 
 EXCEPTIONS: dict[tuple[str, str, str], str] = {
-    ("cluster_support/access.py", SLEEP, "await asyncio.sleep(1)"): "polls for a kind that another test may install",
+    (
+        "cluster_support/api_access.py",
+        SLEEP,
+        "await asyncio.sleep(1)",
+    ): "polls for a kind that another test may install",
     ("cluster_support/kubelet.py", SLEEP, "await asyncio.sleep(10)"): "the interval of a node's lease",
     (
         "e2e/cluster/test_box_faults_control_plane.py",

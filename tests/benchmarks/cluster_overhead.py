@@ -25,12 +25,12 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from box_support.box import CONTROLLERS, running_box
-from box_support.inputs import ROTTEN_TOMATOES, copy_real_inputs, readable_by_all
+from box_support.box_inputs import ROTTEN_TOMATOES, copy_real_inputs, readable_by_all
 from box_support.team import INPUTS, Team, stage_of
-from cluster_support.access import Object
+from cluster_support.api_access import Object
 from finetune_operator.api.types import API_VERSION, KIND
-from finetune_operator.launchers.rows import TRAINING
-from finetune_operator.reconcile.times import moment, seconds_since
+from finetune_operator.launchers.launcher_rows import TRAINING
+from finetune_operator.reconcile.status_times import moment, seconds_since
 
 BASELINE = "finetune run"
 LAUNCHERS = TRAINING

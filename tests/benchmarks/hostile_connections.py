@@ -37,7 +37,7 @@ from requests.adapters import HTTPAdapter
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cluster_support.access import Api, new_session
+from cluster_support.api_access import Api, new_session
 from cluster_support.control_plane import Cluster, free_port, running_cluster
 from cluster_support.operator_process import OperatorProcess, install
 from cluster_support.plays import RUNS

@@ -31,7 +31,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cluster_support.access import Access, Api, new_session, path_of, wait_until
+from cluster_support.api_access import Access, Api, new_session, path_of, wait_until
 from cluster_support.control_plane import Cluster, running_cluster
 from cluster_support.operator_process import OperatorProcess, install
 from cluster_support.stand_ins import running_stand_ins

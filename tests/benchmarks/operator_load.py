@@ -28,18 +28,18 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cluster_support.access import Api, AsyncApi, path_of, wait_until
+from cluster_support.api_access import Api, AsyncApi, path_of, wait_until
 from cluster_support.control_plane import Cluster, needs_controllers, running_cluster
 from cluster_support.operator_process import NAMESPACE, USER, OperatorProcess, install
 from cluster_support.world import fresh_namespace, install_kinds
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from finetune_operator.api.validation import validate_job
-from finetune_operator.launchers.registry import stage
+from finetune_operator.launchers.launcher_registry import stage
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts
+from finetune_operator.planning.plan_types import Facts
 from finetune_operator.rendering.manifests import shared
-from finetune_operator.rendering.types import Attempt, Owner, RenderContext
+from finetune_operator.rendering.render_types import Attempt, Owner, RenderContext
 
 GENERATORS = 16
 """Connections over which jobs are applied, as several users and pipelines would."""

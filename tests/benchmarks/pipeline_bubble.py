@@ -24,8 +24,8 @@ import torch
 from torch import distributed, nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from finetune_contract.job import Pipeline as PipelineSettings
-from finetune_operator.planning.model_parallel import bubble
+from finetune_contract.trainer_job import Pipeline as PipelineSettings
+from finetune_operator.planning.model_parallel_plan import bubble
 from finetune_trainer.distributed import free_port
 from finetune_trainer.strategies.mesh import PIPELINE, MeshShape
 from finetune_trainer.strategies.pipeline import Pipeline

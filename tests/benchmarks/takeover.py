@@ -20,12 +20,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cluster_support.access import Api, path_of, wait_until
+from cluster_support.api_access import Api, path_of, wait_until
 from cluster_support.control_plane import Cluster, running_cluster
 from cluster_support.operator_process import NAMESPACE, OperatorProcess, install
 from cluster_support.world import BASE, SETTINGS, install_kinds, namespace_for_pods
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
-from finetune_operator.rendering.types import JOB_LABEL
+from finetune_operator.rendering.render_types import JOB_LABEL
 from finetune_operator.shell.leader import LEASE_NAME, LEASE_SECONDS
 
 ARMS = {"killed": OperatorProcess.kill, "told to end": OperatorProcess.terminate}

@@ -209,8 +209,8 @@ def operations(path: str, lengths: np.ndarray) -> float:
 
 def profile(folder: Path, precision: str) -> None:
     """What the steps of our arm are spent with: its own code, in this process."""
-    from finetune_contract.job import TrainerJob
     from finetune_contract.layout import JobPaths
+    from finetune_contract.trainer_job import TrainerJob
     from finetune_trainer.distributed import ProcessWorld
     from finetune_trainer.progress import NoProgress
     from finetune_trainer.training.interruption import Interruption

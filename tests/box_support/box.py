@@ -21,13 +21,13 @@ from threading import Event, Thread
 import pytest
 import yaml
 
-from cluster_support.access import Api, Object
+from cluster_support.api_access import Api, Object
 from cluster_support.control_plane import ROOT, Cluster, assets_folder, audited, free_port
 from cluster_support.operator_process import NAMESPACE
-from finetune_operator.rendering.pods import CONTAINER_NAME
+from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 from suite_plugins.patience import patient
-from suite_plugins.shared import TOOLS
-from suite_plugins.shared import missing as without
+from suite_plugins.shared_folder import TOOLS
+from suite_plugins.shared_folder import missing as without
 from suite_plugins.times import spent
 
 PROCESS_KUBELET = TOOLS / "process-kubelet"

@@ -10,8 +10,8 @@ from typing import Any
 from box_support.box import on_fragile_nodes
 from box_support.faults import puppet
 from box_support.team import JOB_SECONDS, Team, stage_of, tiny_spec
-from cluster_support.access import ApiError, Object, path_of, wait_until
-from finetune_operator.rendering.pods import CONTAINER_NAME
+from cluster_support.api_access import ApiError, Object, path_of, wait_until
+from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 
 STEPS = 300
 BEFORE_FAULT = 25

@@ -41,11 +41,11 @@ from box_support.chaos_schedule import (
     Strike,
 )
 from box_support.team import INPUTS, TERMINAL, Team, last_step, stage_of, tiny_spec
-from cluster_support.access import Api, ApiError, Object, path_of
+from cluster_support.api_access import Api, ApiError, Object, path_of
 from cluster_support.operator_process import NAMESPACE
 from finetune_contract.layout import JobPaths
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
-from finetune_operator.rendering.pods import CONTAINER_NAME
+from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 from suite_plugins.patience import patient
 
 T = TypeVar("T")

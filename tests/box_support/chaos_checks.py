@@ -12,12 +12,12 @@ from box_support.box import OPERATOR
 from box_support.chaos import STEPS, Course, Storm, living
 from box_support.chaos_schedule import TRAIN, End, Kind, possible_ends
 from box_support.faults import ready
-from cluster_support.access import Object, path_of
+from cluster_support.api_access import Object, path_of
 from cluster_support.operator_process import NAMESPACE, USER
 from cluster_support.world import CHILD_KINDS
 from finetune_contract.layout import COMPLETION_MARKER, JobPaths
 from finetune_operator.api.types import API_VERSION, PLURAL
-from finetune_operator.rendering.types import JOB_LABEL
+from finetune_operator.rendering.render_types import JOB_LABEL
 
 _BESIDE = (("v1", "configmaps"), ("v1", "services"))
 _AGAIN = re.compile(r"Stage (\w+) starts again as attempt (\d+) ")

@@ -13,8 +13,8 @@ import yaml
 
 from box_support.servers import server, way_to
 from box_support.team import Team
-from cluster_support import certificates
-from cluster_support.access import Object, path_of, wait_until
+from cluster_support import self_signed
+from cluster_support.api_access import Object, path_of, wait_until
 
 SERVER = Path(__file__).parents[1] / "script_support" / "git_server.py"
 NAME = "git"
@@ -35,7 +35,7 @@ def git_pod(team: Team, host: str, repositories: Mapping[str, Mapping[str, str]]
     for its certificate.
     """
     namespace = host.split(".")[1]
-    pair = certificates.for_hosts(folder, "git", names=(host,))
+    pair = self_signed.for_hosts(folder, "git", names=(host,))
     wait_until(lambda: not _ending(team, namespace), f"the namespace {namespace} of an earlier host is gone")
     team.box.kubectl("apply", "-f", "-", stdin=yaml.safe_dump({"apiVersion": "v1", "kind": "Namespace",
                                                                "metadata": {"name": namespace}}))  # fmt: skip

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from box_support.box import trainer_image
-from cluster_support.access import Object
-from finetune_operator.rendering.types import JOB_LABEL
+from cluster_support.api_access import Object
+from finetune_operator.rendering.render_types import JOB_LABEL
 
 
 def server(

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 import yaml
 
 from box_support.box import Box
-from cluster_support.access import ApiError, Object, path_of, wait_until
+from cluster_support.api_access import ApiError, Object, path_of, wait_until
 from finetune_contract.layout import JobPaths
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
-from finetune_operator.rendering.types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL
+from finetune_operator.rendering.render_types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL
 
 T = TypeVar("T")
 

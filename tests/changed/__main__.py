@@ -30,8 +30,8 @@ examples:
   python -m changed -- -x -m "not slow"   with options for pytest (in tests/, or with it in PYTHONPATH)
 
 A reason is a chain from the test to the changed file: `imports golden_cases.py::read_case > imports
-finetune_operator.planning.facts`. The nearest tests run first. A change that nothing explains runs every test; a new
-use that is neither an import nor a path needs a row in tests/changed/table.py.
+finetune_operator.planning.assumed_facts`. The nearest tests run first. A change that nothing explains runs every test;
+a new use that is neither an import nor a path needs a row in tests/changed/table.py.
 """
 
 
@@ -49,7 +49,7 @@ class Suite:
 def why_no_cluster() -> str | None:
     """Name what this machine lacks for an API server; None when it has everything."""
     from cluster_support.control_plane import CONTROL_PLANE, assets_folder
-    from suite_plugins.shared import missing
+    from suite_plugins.shared_folder import missing
 
     if os.environ.get("FINETUNE_TEST_KUBECONFIG"):
         return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
-from changed.sources import HERE, References, Source
+from changed.file_references import HERE, References, Source
 from changed.table import PACKAGES, SCRIPTS, Row, Table
 
 DOTTED = re.compile(r"(?<![\w./-])[a-z_]\w*(?:\.\w+)*(?![/-])")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import grimp
 
+from changed.file_references import Folder, Source, parse, path_constants
 from changed.graph import module_of
-from changed.sources import Folder, Source, parse, path_constants
 from changed.table import PACKAGES
 
 EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"

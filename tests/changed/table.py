@@ -107,7 +107,7 @@ TABLE = Table(
             "fills in",
         ),
         Link((f"{OPERATOR}/cli/ui/pages.py",), (f"{OPERATOR}/cli/ui/templates/*",), "fills in"),
-        Link((f"{OPERATOR}/cli/ui/server.py",), (f"{OPERATOR}/cli/ui/static/*",), "sends"),
+        Link((f"{OPERATOR}/cli/ui/ui_server.py",), (f"{OPERATOR}/cli/ui/static/*",), "sends"),
         Link((f"{CONTRACT}/plans.py",), (f"{CONTRACT}/tensor_families.json",), "reads"),
         Link((f"{CONTRACT}/arguments.py",), (f"{CONTRACT}/training_arguments.json",), "reads"),
         Link((f"{TRAINER}/reporting.py",), (f"{TRAINER}/templates/*",), "fills in"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster_support.access import Api
+from cluster_support.api_access import Api
 from cluster_support.control_plane import Cluster, running_cluster
 from cluster_support.operator_process import OperatorProcess, install
 from cluster_support.stand_ins import StandIns, running_stand_ins

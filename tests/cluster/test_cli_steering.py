@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster_support.access import PATIENCE_SECONDS, wait_until
+from cluster_support.api_access import PATIENCE_SECONDS, wait_until
 from cluster_support.control_plane import Cluster
 from cluster_support.told_jobs import FAILED, SUCCEEDED, TRAINING, Jobs
 from suite_plugins.patience import patient

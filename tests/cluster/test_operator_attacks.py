@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from cluster_support.access import Object, path_of, wait_until
+from cluster_support.api_access import Object, path_of, wait_until
 from cluster_support.plays import RUNS, fails
 from cluster_support.world import BASE, World, loose_crd, merged, namespace_for_pods, states
 from finetune_contract.choices import Stage
@@ -16,8 +16,8 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.report import FailureReport, TrainerReport
 from finetune_operator.api.crd import crd_yaml
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
-from finetune_operator.rendering.pods import CONTAINER_NAME
-from finetune_operator.rendering.types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL, UID_LABEL
+from finetune_operator.rendering.pod_parts import CONTAINER_NAME
+from finetune_operator.rendering.render_types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL, UID_LABEL
 
 FAILURE = TrainerReport(
     job="victim",

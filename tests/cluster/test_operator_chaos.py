@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster_support.access import Api, ApiError, Object, wait_until
+from cluster_support.api_access import Api, ApiError, Object, wait_until
 from cluster_support.control_plane import Cluster
 from cluster_support.fault_proxy import NONE, FaultProxy, Faults
 from cluster_support.operator_process import USER, OperatorProcess, install

@@ -16,7 +16,7 @@ import yaml
 
 from chart_files import CHART, ROOT, rights
 from chart_rendering import NAMESPACE, RELEASE, VALUE_SETS, Object, complete_chart, helm, one, render
-from cluster_support.access import Api, kubeconfig_text, path_of, wait_until
+from cluster_support.api_access import Api, kubeconfig_text, path_of, wait_until
 from cluster_support.control_plane import Cluster
 from cluster_support.operator_process import USER, OperatorProcess
 from cluster_support.plays import RUNS, SUCCEEDS
@@ -26,7 +26,7 @@ from finetune_operator.api.settings_check import check_settings
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from finetune_operator.shell.kube import KEYS_PATH
 from suite_plugins.patience import patient
-from suite_plugins.shared import CRDS, missing
+from suite_plugins.shared_folder import CRDS, missing
 
 MONITORING = ("servicemonitors", "podmonitors", "prometheusrules")
 TEAM, OTHER = "team-a", "team-b"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from cluster_support.access import Object, path_of, wait_until
+from cluster_support.api_access import Object, path_of, wait_until
 from cluster_support.plays import KILLED_FOR_MEMORY, OUT_OF_MEMORY, PREEMPTED, RUNS, WRONG_COLUMN, Play, fails
-from cluster_support.spark import REFUSED
+from cluster_support.spark_stand_in import REFUSED
 from cluster_support.world import CHILD_KINDS, World, condition, conditions, states
 from finetune_contract.layout import FailureClass
 from suite_plugins.patience import patient

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cluster_support.access import wait_until
+from cluster_support.api_access import wait_until
 from cluster_support.plays import RUNS, SUCCEEDS
 from cluster_support.world import BASE, World, merged, states
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster_support.access import Object, wait_until
+from cluster_support.api_access import Object, wait_until
 from cluster_support.control_plane import Cluster
 from cluster_support.operator_process import USER, OperatorProcess
 from cluster_support.plays import RUNS, SUCCEEDS, Play

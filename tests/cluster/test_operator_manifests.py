@@ -10,9 +10,9 @@ from typing import Protocol
 
 import pytest
 
-from cluster_support.access import wait_until
+from cluster_support.api_access import wait_until
 from finetune_operator.api.settings import Settings
-from finetune_operator.cli.inputs import read_settings
+from finetune_operator.cli.job_files import read_settings
 
 OPERATOR = Path(__file__).parents[2] / "manifests" / "operator"
 NAMESPACE = "finetune-system"

@@ -13,14 +13,14 @@ import pytest
 import yaml
 
 from chart_rendering import one, render, without_tests
-from cluster_support.access import Api, Object, path_of, wait_until
+from cluster_support.api_access import Api, Object, path_of, wait_until
 from cluster_support.control_plane import Cluster
 from cluster_support.operator_process import ACCOUNT, MANIFESTS, NAMESPACE, USER, OperatorProcess, install
 from cluster_support.plays import RUNS, WRONG_COLUMN
 from cluster_support.world import SETTINGS, World, condition, namespace_for_pods
 from finetune_operator.api.types import API_VERSION, PLURAL
-from finetune_operator.launchers.rows import SUPPORTED, TRAINING
-from finetune_operator.rendering.types import PROGRESS_AUDIENCE, STAGE_LABEL
+from finetune_operator.launchers.launcher_rows import SUPPORTED, TRAINING
+from finetune_operator.rendering.render_types import PROGRESS_AUDIENCE, STAGE_LABEL
 
 ROLES = ("Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding")
 LEASE = "finetune-operator"

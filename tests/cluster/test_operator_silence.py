@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
-from cluster_support.access import Object, wait_until
+from cluster_support.api_access import Object, wait_until
 from cluster_support.plays import RUNS, SUCCEEDS
 from cluster_support.world import World, condition, stage_of, states
 from suite_plugins.patience import patient

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import requests
 
-from cluster_support.access import Access, Api, ApiError, Object, new_session, path_of, wait_until
+from cluster_support.api_access import Access, Api, ApiError, Object, new_session, path_of, wait_until
 from cluster_support.control_plane import Cluster
 from cluster_support.fault_proxy import NONE, FaultProxy, Faults
 from cluster_support.kubelet import ON_STAND_IN

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster_support.access import Api, Object
+from cluster_support.api_access import Api, Object
 from cluster_support.control_plane import Cluster
 from cluster_support.operator_process import OperatorProcess, install
 from cluster_support.plays import PREEMPTED, RUNS, SUCCEEDS, WRONG_COLUMN

@@ -19,8 +19,8 @@ import pytest
 import requests
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster_support import certificates
-from cluster_support.access import new_session, wait_until
+from cluster_support import self_signed
+from cluster_support.api_access import new_session, wait_until
 from cluster_support.control_plane import ROOT, Cluster, free_port, running_cluster
 from cluster_support.operator_process import NAMESPACE, USER, OperatorProcess, install
 from cluster_support.world import BASE, SETTINGS, fresh_namespace, install_kinds, merged
@@ -235,7 +235,7 @@ def test_with_client_certificates_the_api_server_is_answered_and_nobody_else(
         asked = {"allowed": 1, "refused": 1}
         wait_until(lambda: reviews(guarded.operator) == asked, "the API server's questions are counted")
 
-        other = certificates.for_loopback(tmp_path, "kube-apiserver")
+        other = self_signed.for_loopback(tmp_path, "kube-apiserver")
         ours = [str(identity.folder / name) for name in ("ca.crt", "ca.key")]
         command = f"openssl req -x509 -noenc -newkey rsa:2048 -subj /CN=pod -CA {ours[0]} -CAkey {ours[1]}"
         named = tmp_path / "named.crt", tmp_path / "named.key"
@@ -280,7 +280,7 @@ def certificate_ends(operator: OperatorProcess) -> dict[str, float]:
 def test_a_certificate_that_somebody_else_keeps_is_served_and_its_end_is_told(
     cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
-    pair = certificates.for_loopback(tmp_path, "webhook")
+    pair = self_signed.for_loopback(tmp_path, "webhook")
     folder = tmp_path / "certificate"
     folder.mkdir()
     (folder / "tls.crt").write_text(pair.certificate.read_text())

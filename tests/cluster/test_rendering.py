@@ -13,9 +13,9 @@ import pytest
 
 from cluster_support.control_plane import Cluster
 from finetune_operator.cli.yaml_text import documents as yaml_text
-from finetune_operator.launchers.rows import SUPPORTED, LauncherName
+from finetune_operator.launchers.launcher_rows import SUPPORTED, LauncherName
 from golden_cases import JOBS, NAMESPACE, golden_manifests
-from suite_plugins.shared import CRDS, missing
+from suite_plugins.shared_folder import CRDS, missing
 
 RENDERED = [(job, launcher) for job in JOBS for launcher in golden_manifests(job)]
 PRIORITY_CLASSES = ("finetune-golden-high",)

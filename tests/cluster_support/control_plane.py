@@ -21,9 +21,9 @@ from typing import IO, Any
 
 import pytest
 
-from cluster_support.access import Access, new_session, wait_until
+from cluster_support.api_access import Access, new_session, wait_until
 from suite_plugins.patience import patient, raise_to
-from suite_plugins.shared import TOOLS, missing
+from suite_plugins.shared_folder import TOOLS, missing
 from suite_plugins.times import spent
 
 ROOT = Path(__file__).parents[2]

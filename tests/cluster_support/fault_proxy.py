@@ -10,10 +10,10 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from cluster_support.access import Access
+from cluster_support.api_access import Access
 from cluster_support.background import Background
-from cluster_support.certificates import for_loopback
 from cluster_support.control_plane import free_port
+from cluster_support.self_signed import for_loopback
 from suite_plugins.patience import patient
 
 _WRITES = ("POST", "PUT", "PATCH", "DELETE")

@@ -11,7 +11,7 @@ import asyncio
 import copy
 from typing import Any
 
-from cluster_support.access import MERGE, AsyncApi, Object, path_of
+from cluster_support.api_access import MERGE, AsyncApi, Object, path_of
 from cluster_support.background import Background
 from cluster_support.kubelet import now
 

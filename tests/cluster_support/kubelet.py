@@ -14,13 +14,13 @@ from pathlib import Path
 
 from aiohttp import web
 
-from cluster_support.access import MERGE, STRATEGIC, AsyncApi, Object, path_of
+from cluster_support.api_access import MERGE, STRATEGIC, AsyncApi, Object, path_of
 from cluster_support.background import Background
-from cluster_support.certificates import for_loopback
 from cluster_support.control_plane import free_port
 from cluster_support.plays import Play, Playbook, trainer_job
+from cluster_support.self_signed import for_loopback
 from finetune_contract.choices import Stage
-from finetune_operator.rendering.types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL
+from finetune_operator.rendering.render_types import ATTEMPT_LABEL, JOB_LABEL, STAGE_LABEL
 
 NODE_MARK = "finetune.dev/stand-in"
 """Label and taint of the nodes: pods of other users of a shared cluster stay away, and ours go nowhere else."""

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster_support.access import kubeconfig_text, new_session, wait_until
+from cluster_support.api_access import kubeconfig_text, new_session, wait_until
 from cluster_support.control_plane import ROOT, Cluster, free_port
 from suite_plugins.patience import patient
 from suite_plugins.times import spent

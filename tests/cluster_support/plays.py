@@ -9,9 +9,9 @@ from typing import Any
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.report import FailureReport, MeasuredFacts, TrainerReport
+from finetune_contract.trainer_job import TrainerJob
 
 MODEL = ModelFacts(
     model_type="bert",

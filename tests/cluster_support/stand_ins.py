@@ -7,12 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster_support.access import AsyncApi
+from cluster_support.api_access import AsyncApi
 from cluster_support.background import Background
 from cluster_support.control_plane import Cluster, needs_controllers
 from cluster_support.gangs import Gangs
 from cluster_support.kubelet import Kubelet
-from cluster_support.spark import SparkOperator
+from cluster_support.spark_stand_in import SparkOperator
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from cluster_support.access import PATIENCE_SECONDS
+from cluster_support.api_access import PATIENCE_SECONDS
 from suite_plugins.patience import patient
 
 FINETUNE = Path(sys.executable).parent / "finetune"

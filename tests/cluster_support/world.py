@@ -14,7 +14,7 @@ from typing import Any
 import requests
 import yaml
 
-from cluster_support.access import PATIENCE_SECONDS, Api, AsyncApi, Object, new_session, path_of, wait_until
+from cluster_support.api_access import PATIENCE_SECONDS, Api, AsyncApi, Object, new_session, path_of, wait_until
 from cluster_support.background import Background
 from cluster_support.control_plane import Cluster
 from cluster_support.gangs import Gangs
@@ -23,10 +23,10 @@ from cluster_support.operator_process import OperatorProcess
 from finetune_contract.report import KubeflowMetric, KubeflowStatus, KubeflowUpdate
 from finetune_operator.api.crd import crd, crd_yaml
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
-from finetune_operator.launchers.rows import SUPPORTED
-from finetune_operator.rendering.types import JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL
+from finetune_operator.launchers.launcher_rows import SUPPORTED
+from finetune_operator.rendering.render_types import JOB_LABEL, PROGRESS_AUDIENCE, STAGE_LABEL
 from suite_plugins.patience import patient
-from suite_plugins.shared import CRDS
+from suite_plugins.shared_folder import CRDS
 
 FOREIGN_CRDS = tuple(f"{each.group}_{each.plural}.yaml" for each in SUPPORTED if not each.built_in)
 CHILD_KINDS = tuple((each.api_version, each.plural) for each in SUPPORTED)

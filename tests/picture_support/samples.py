@@ -21,7 +21,7 @@ from typing import Any
 import requests
 import yaml
 
-from cluster_support.access import new_session, wait_until
+from cluster_support.api_access import new_session, wait_until
 from cluster_support.control_plane import free_port
 from suite_plugins.patience import patient
 

@@ -52,9 +52,9 @@ def divide(model: str, settings: dict[str, Any], config: dict[str, Any], out: st
     import deepspeed
     from transformers import AutoModelForCausalLM
 
-    from finetune_contract.job import Strategy
-    from finetune_trainer.strategies.base import Placed
+    from finetune_contract.trainer_job import Strategy
     from finetune_trainer.strategies.deepspeed import DeepSpeed
+    from finetune_trainer.strategies.strategy_protocol import Placed
 
     torch.distributed.init_process_group("gloo")
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()

@@ -9,11 +9,11 @@ from functools import partial
 
 def train(arguments: list[str]) -> None:
     """Runs the stage; ends the process with its exit code."""
-    from finetune_trainer import combinations
+    from finetune_trainer import start_combinations
     from finetune_trainer.__main__ import run
     from finetune_trainer.training import run as stage
 
-    combinations.refuse_combinations = lambda _job, _training: None
+    start_combinations.refuse_combinations = lambda _job, _training: None
     stage.train = partial(stage.train, fp8_without_units=True)
     code = run(arguments)
     sys.stdout.flush()

@@ -18,9 +18,9 @@ SHARD_ROWS = 60
 CHUNK_ROWS = 25
 """Several chunks in each of several files."""
 _PRELOADED = (
-    "finetune_trainer.data.pods",
+    "finetune_trainer.data.prepare_pods",
     "finetune_trainer.data.prepare",
-    "finetune_trainer.facts",
+    "finetune_trainer.measured_facts",
     "transformers.models.bert.modeling_bert",
     "transformers.models.bert.tokenization_bert",
 )
@@ -98,14 +98,14 @@ def _run(pod: Pod) -> None:
 def _settle(pod: Pod) -> None:
     """Short times, small files, and the trouble that it shall have."""
     from finetune_contract.layout import FailureClass
-    from finetune_trainer.data import pods, prepare, shards
+    from finetune_trainer.data import prepare, prepare_pods, shards
     from finetune_trainer.failures import StageError
 
     small_shards()
     # A sign of life waits for the disk, whose other users may keep it busy for longer than a test is patient.
     os.fsync = lambda _file: None
-    pods.POLL_SECONDS, pods.BEAT_SECONDS = 0.05, 0.2
-    pods.SILENT_SECONDS, pods.START_SECONDS = pod.silent_seconds, pod.start_seconds
+    prepare_pods.POLL_SECONDS, prepare_pods.BEAT_SECONDS = 0.05, 0.2
+    prepare_pods.SILENT_SECONDS, prepare_pods.START_SECONDS = pod.silent_seconds, pod.start_seconds
     write, checked = shards.Encoder.write, prepare._checked_rows
 
     hung = False

@@ -36,7 +36,7 @@ def prepared(families: list[str], training: dict[str, Any], out: str) -> None:
     """Writes to `out`, on rank 0, for each family why its rows cannot be cut; empty where they can."""
     import torch
 
-    from finetune_contract.job import Training
+    from finetune_contract.trainer_job import Training
     from finetune_trainer.failures import StageError
     from finetune_trainer.strategies.select import strategy_for
 

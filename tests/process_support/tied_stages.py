@@ -70,9 +70,9 @@ def in_stages(family: str, training: dict[str, Any], clip: float, out: str) -> N
     """The same in this process and its neighbours, as `training` says; rank 0 writes it to `out`."""
     import torch
 
-    from finetune_contract.job import Training
-    from finetune_trainer.strategies.base import Placed
+    from finetune_contract.trainer_job import Training
     from finetune_trainer.strategies.model_parallel import ModelParallel
+    from finetune_trainer.strategies.strategy_protocol import Placed
 
     torch.distributed.init_process_group("gloo")
     strategy = ModelParallel(Training.model_validate(training))

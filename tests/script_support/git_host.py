@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
-from cluster_support import certificates
+from cluster_support import self_signed
 from script_support.git_server import Repositories, handler
 
 HOST = "git.example.com"
@@ -39,7 +39,7 @@ class GitHost(Repositories):
 def git_host(folder: Path) -> Iterator[GitHost]:
     """A host with no repositories yet, in a new folder."""
     (folder / "repositories").mkdir(parents=True)
-    pair = certificates.for_hosts(folder, "git", names=(HOST,))
+    pair = self_signed.for_hosts(folder, "git", names=(HOST,))
     served = Repositories(folder / "repositories")
     with ThreadingHTTPServer(("127.0.0.1", 0), handler(served, pair.server_context)) as server:
         server.daemon_threads = True

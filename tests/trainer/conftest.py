@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import Strategy, TrainerJob
 from finetune_contract.layout import ENV_PROGRESS, ENV_REPORT, JobPaths
 from finetune_contract.report import Progress, TrainerReport
+from finetune_contract.trainer_job import Strategy, TrainerJob
 from suite_plugins.patience import patient
 from suite_plugins.times import spent
 from trainer_support.forking import fork_server

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from finetune_contract.job import Adapter, CheckpointSchedule, EarlyStopping
 from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import Adapter, CheckpointSchedule, EarlyStopping
 from finetune_trainer.failures import StageError
 from trainer_support.tasks import largest_difference
 
@@ -36,7 +36,7 @@ def adapted_bench(bench: Any, workspace: Path, adapter: Adapter = LORA, **traini
 def base_of(bench: Any) -> Any:
     """The model that the bench's job begins with, its head drawn from the job's seed."""
     from finetune_trainer.data.prepared import PreparedData
-    from finetune_trainer.tasks.registry import task_module
+    from finetune_trainer.tasks.task_registry import task_module
 
     return task_module(bench.job.task).build_model(bench.job, PreparedData.open(bench.paths).facts)
 
@@ -148,13 +148,13 @@ def loop_over(bench: Any, model: Any, adapted: Any, folder: Path) -> Any:
     from finetune_trainer.data.prepared import PreparedData
     from finetune_trainer.progress import NoProgress
     from finetune_trainer.strategies.single import Single
-    from finetune_trainer.tasks.registry import task_module
-    from finetune_trainer.training.arguments import training_arguments
+    from finetune_trainer.tasks.task_registry import task_module
     from finetune_trainer.training.interruption import Interruption
     from finetune_trainer.training.loop import LoopParts, TrainingLoop
     from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
     from finetune_trainer.training.stopping import NeverStop
     from finetune_trainer.training.telling import SilentObserver
+    from finetune_trainer.training.training_arguments import training_arguments
 
     class NoSaver:
         def wants(self) -> bool:

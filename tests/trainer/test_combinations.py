@@ -9,13 +9,13 @@ import pytest
 
 from finetune_contract.choices import Stage
 from finetune_contract.combinations import CONSTRAINTS, Choices, broken, choices_of
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
-from finetune_trainer.combinations import refuse_combinations
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.stages import STAGES, StageInput
+from finetune_trainer.start_combinations import refuse_combinations
 from finetune_trainer.training.interruption import Interruption
 from trainer_support.tasks import task_job, training_of
 

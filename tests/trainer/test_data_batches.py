@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from finetune_trainer.data.batches import inference_batches, training_order
-from suite_plugins.shared import DATA, missing
+from suite_plugins.shared_folder import DATA, missing
 
 ROTTEN_TOMATOES = DATA / "rotten_tomatoes" / "train.jsonl"
 

@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from finetune_contract.checked import CheckedData
-from finetune_contract.job import TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.cli.main import app
 from finetune_trainer.data.check import check
 from trainer_support.tasks import DATA, write_lines

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data import orders
 from finetune_trainer.data.orders import PodOrder, RowFolder, pod_order, read_pod_order, read_shards
 from finetune_trainer.data.shards import Recipe, Rows, Shard, ShardFacts, cut

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 
 from finetune_contract.causes import Cause, first_cause
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import COMPLETION_MARKER, EXIT_CODES, FailureClass, JobPaths
 from finetune_contract.report import Progress, TrainerReport
-from finetune_trainer.data import pods
+from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.data import prepare_pods
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.distributed import ProcessWorld
@@ -288,7 +288,7 @@ def test_what_an_earlier_attempt_has_left_is_not_taken_for_news(gang: Gang):
 )
 def test_pods_that_are_not_those_of_the_plan_are_refused(gang: Gang, why, size, environment, expected):
     with pytest.raises(StageError) as caught:
-        pods.Pod.of(gang.job(3), ProcessWorld(0, size), gang.paths, environment)
+        prepare_pods.Pod.of(gang.job(3), ProcessWorld(0, size), gang.paths, environment)
     assert (caught.value.failure_class, caught.value.reason) == expected
 
 
@@ -312,7 +312,7 @@ def test_a_pod_does_not_run_what_a_forged_order_holds(gang: Gang, tmp_path: Path
     marker, place = tmp_path / "it ran", gang.paths.root / "prepared.tmp-forged" / "raw" / "exchange"
     place.mkdir(parents=True)
     (place / "order-1.json").write_bytes(pickle.dumps(Marks(marker)))
-    word = pods.Word(attempt="attempt-1", state="ordered", orders=str(place.relative_to(gang.paths.root)))
+    word = prepare_pods.Word(attempt="attempt-1", state="ordered", orders=str(place.relative_to(gang.paths.root)))
     gang.paths.state.mkdir()
     (gang.paths.state / "prepare.pods.json").write_text(word.to_json(), encoding="utf-8")
     obeying = gang.pods(2)[1:]
@@ -325,7 +325,7 @@ def test_a_pod_does_not_run_what_a_forged_order_holds(gang: Gang, tmp_path: Path
 
 @pytest.mark.parametrize("orders", ["../../elsewhere", "/elsewhere"])
 def test_a_word_that_leads_out_of_the_jobs_folder_is_not_heard(orders: str, gang: Gang):
-    pod = pods.Pod(1, 2, "attempt-1", gang.paths.root)
+    pod = prepare_pods.Pod(1, 2, "attempt-1", gang.paths.root)
     gang.paths.state.mkdir(parents=True)
     forged = {"attempt": "attempt-1", "state": "ordered", "orders": orders}
     pod.place.write_text(json.dumps(forged), encoding="utf-8")

@@ -28,8 +28,8 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data import readers
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
@@ -37,7 +37,7 @@ from finetune_trainer.data.sources import ColumnNeed, FsFile, splits_by_role
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config, load_tokenizer
 from finetune_trainer.progress import NoProgress
-from finetune_trainer.tasks.base import Coding
+from finetune_trainer.tasks.task_protocol import Coding
 from suite_plugins.patience import patient
 from trainer_support.tasks import DATA, read_lines, training_of
 
@@ -702,7 +702,7 @@ def test_a_model_with_code_of_its_own_needs_trust(data, paths, tmp_path):
 @pytest.mark.parametrize("part", ["model", "dataset"])
 def test_the_hub_out_of_reach_is_worth_another_try(part, data, paths, monkeypatch):
     code = (
-        "import json, sys; from pathlib import Path; from finetune_contract.job import TrainerJob;"
+        "import json, sys; from pathlib import Path; from finetune_contract.trainer_job import TrainerJob;"
         "from finetune_contract.layout import JobPaths; from finetune_trainer.data.prepare import prepare;"
         "from finetune_trainer.failures import classify; from finetune_trainer.progress import NoProgress\n"
         "try: prepare(TrainerJob.model_validate_json(sys.argv[1]), JobPaths(Path(sys.argv[2])), NoProgress())\n"
@@ -801,7 +801,7 @@ def test_without_its_marker_prepared_data_are_not_read(data, paths):
 def prepare_process(job: TrainerJob, paths: JobPaths, body: str = "NoProgress()") -> subprocess.Popen[str]:
     """`prepare` in a process of its own; says `row` at each progress."""
     code = (
-        "import sys, time; from pathlib import Path; from finetune_contract.job import TrainerJob;"
+        "import sys, time; from pathlib import Path; from finetune_contract.trainer_job import TrainerJob;"
         "from finetune_contract.layout import JobPaths; from finetune_trainer.data.prepare import prepare;"
         "from finetune_trainer.progress import NoProgress\n"
         "class Slow(NoProgress):\n"
@@ -1075,7 +1075,7 @@ def test_roberta_like_models_hold_fewer_tokens_than_their_config_says(data):
 
 
 def test_a_batch_is_padded_to_its_own_longest_row(data, paths):
-    from finetune_trainer.tasks.registry import task_module
+    from finetune_trainer.tasks.task_registry import task_module
 
     prepare(a_job(data), paths, NoProgress())
     prepared = PreparedData.open(paths)
@@ -1095,7 +1095,7 @@ def test_a_batch_is_padded_to_its_own_longest_row(data, paths):
 PEAK = """
 import json, sys, threading, time
 from pathlib import Path
-from finetune_contract.job import TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_contract.layout import JobPaths
 from finetune_trainer.data import readers, shards
 from finetune_trainer.data.prepare import prepare

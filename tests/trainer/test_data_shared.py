@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import COMPLETION_MARKER, ENV_CACHE, JobPaths
-from finetune_trainer.data import shared as module
+from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.data import shared_data as module
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
-from finetune_trainer.data.shared import KEPT_SECONDS, SharedData
+from finetune_trainer.data.shared_data import KEPT_SECONDS, SharedData
 from finetune_trainer.progress import NoProgress
 from suite_plugins.patience import patient
 from trainer_support.tasks import training_of
@@ -271,10 +271,10 @@ def test_what_nobody_took_for_long_is_removed_and_what_was_taken_stays(workspace
 STARTED = """
 import logging, sys, time
 from pathlib import Path
-from finetune_contract.job import TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_contract.layout import JobPaths
 from finetune_trainer.data import prepare as module
-from finetune_trainer.data.shared import SharedData
+from finetune_trainer.data.shared_data import SharedData
 from finetune_trainer.progress import NoProgress
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 made = module._made

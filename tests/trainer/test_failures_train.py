@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from finetune_contract.job import CheckpointSchedule
 from finetune_contract.layout import EXIT_CODES, FailureClass
 from finetune_contract.report import TrainerReport
+from finetune_contract.trainer_job import CheckpointSchedule
 from finetune_trainer.failures import StageError
 
 
@@ -82,7 +82,7 @@ def test_a_world_of_another_size_is_refused_before_anything_is_imported(finished
     ],
 )
 def test_bad_training_arguments_are_refused(arguments: dict[str, object], reason: str, hint: str, bench):
-    from finetune_trainer.training.arguments import refuse_bad_arguments
+    from finetune_trainer.training.training_arguments import refuse_bad_arguments
 
     with pytest.raises(StageError) as caught:
         refuse_bad_arguments(bench.with_training(arguments=arguments).job.training)

@@ -14,11 +14,11 @@ import torch
 import transformers
 from transformers import AutoTokenizer
 
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import JobPaths
-from finetune_trainer.facts import model_facts
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.predict import predict
+from finetune_trainer.measured_facts import model_facts
 from finetune_trainer.models import load_tokenizer
 from finetune_trainer.progress import NoProgress
 from trainer_support.families import FAMILIES, columns_of, family_rows, write_family

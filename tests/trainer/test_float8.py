@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import CheckpointSchedule, TrainerJob, World
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.trainer_job import CheckpointSchedule, TrainerJob, World
 from finetune_trainer.failures import StageError
 from trainer_support.forking import fork_server
 from trainer_support.tasks import (

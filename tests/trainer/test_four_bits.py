@@ -13,8 +13,8 @@ import pytest
 
 import finetune_trainer
 from finetune_contract.choices import Stage
-from finetune_contract.job import Adapter
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.trainer_job import Adapter
 from finetune_trainer.failures import StageError
 from trainer_support.tasks import losses, task_job, trained, training_of
 
@@ -134,7 +134,7 @@ def test_a_weight_takes_as_many_bits_as_the_plan_counts():
     needs_four_bits()
     import torch
 
-    from finetune_operator.planning.adapters import FOUR_BIT_BYTES
+    from finetune_operator.planning.adapter_sizes import FOUR_BIT_BYTES
     from finetune_trainer.four_bits import FourBitLinear
 
     layer = FourBitLinear(torch.nn.Linear(512, 1024, bias=False), torch.float32)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from finetune_contract.job import CheckpointSchedule, EarlyStopping
 from finetune_contract.layout import ENV_CHECKPOINT_SECRET, FailureClass
+from finetune_contract.trainer_job import CheckpointSchedule, EarlyStopping
 from finetune_trainer.checkpoints import MANIFEST, SIGNATURE, Checkpoint, CheckpointStore, Manifest, verify
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
@@ -373,7 +373,7 @@ def test_a_signed_deepspeed_checkpoint_is_continued_from(trained, tmp_path: Path
 
 
 def test_universal_checkpoints_are_refused():
-    from finetune_contract.job import Strategy
+    from finetune_contract.trainer_job import Strategy
     from finetune_trainer.strategies.deepspeed import DeepSpeed
 
     settings = Strategy(name="deepspeed", zero_stage=2)

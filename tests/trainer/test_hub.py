@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from finetune_contract.layout import FailureClass
-from hub_stand_in.server import Hub, Repository
+from hub_stand_in.hub_server import Hub, Repository
 from suite_plugins.patience import patient
 
 TOKEN, WRONG = "hf_right", "hf_of_somebody_else"
@@ -22,7 +22,7 @@ NAME = "acme/private"
 
 ASKING = """
 import json, os, sys
-from finetune_contract.job import ModelSource, TrainerJob
+from finetune_contract.trainer_job import ModelSource, TrainerJob
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config, pinned
 

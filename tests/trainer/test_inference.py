@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.failures import StageError
@@ -26,7 +26,7 @@ from finetune_trainer.inference.runner import answers_of
 from finetune_trainer.models import load_tokenizer
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.reporting import CONFUSION_FILE, SAMPLES_FILE, merge_metrics
-from finetune_trainer.tasks.registry import task_module
+from finetune_trainer.tasks.task_registry import task_module
 from trainer_support.tasks import predictions, training_of, write_lines
 
 SMALL: dict[str, Any] = {"device": "cpu", "batch_tokens": 64}

@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from finetune_contract.choices import InferencePrecision, Task
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import JobPaths
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.inference.runner import model_to_use, reference_model
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.reporting import write_report
-from finetune_trainer.tasks.registry import task_of
+from finetune_trainer.tasks.task_registry import task_of
 from trainer_support.tasks import (
     WORDS,
     predictions,

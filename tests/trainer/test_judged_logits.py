@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from finetune_contract.job import Preference
 from finetune_contract.plans import JUDGED_LOGITS
+from finetune_contract.trainer_job import Preference
 from finetune_trainer.tasks import writing
 from finetune_trainer.tasks.preference_tuning import PreferenceTuning
 from finetune_trainer.tasks.text_generation import TextGeneration

@@ -9,11 +9,11 @@ from typing import Any
 import datasets
 import pytest
 
-from finetune_contract.job import Columns
+from finetune_contract.trainer_job import Columns
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import StageError
-from finetune_trainer.tasks.base import Labels, Targets
-from finetune_trainer.tasks.registry import task_module
+from finetune_trainer.tasks.task_protocol import Labels, Targets
+from finetune_trainer.tasks.task_registry import task_module
 
 COLUMNS = Columns(text="text", label="label")
 OPINIONS = {"-1": "negative", "1": "positive"}

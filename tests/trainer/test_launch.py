@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import Preparation
 from finetune_contract.layout import ENV_GRACE_SECONDS, ENV_STACKS_SECONDS, FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
+from finetune_contract.trainer_job import Preparation
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.distributed import free_port
 from process_support.left import left

@@ -19,8 +19,8 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.progress import NoProgress
-from finetune_trainer.tasks.base import DRAW, Coding
 from finetune_trainer.tasks.masked_lm import MaskedLm
+from finetune_trainer.tasks.task_protocol import DRAW, Coding
 from finetune_trainer.training.order import EpochOrder, TrainRows
 from trainer_support.tasks import (
     DATA,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from finetune_contract.job import CheckpointSchedule, EarlyStopping, Strategy
+from finetune_contract.trainer_job import CheckpointSchedule, EarlyStopping, Strategy
 from process_support import tied_stages
 from suite_plugins.selection import covering
 from trainer_support import grids

@@ -13,15 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune_contract.job import Pipeline, Strategy
 from finetune_contract.layout import FailureClass
 from finetune_contract.plans import PIPELINE_FAMILIES, tensor_families
+from finetune_contract.trainer_job import Pipeline, Strategy
 from finetune_trainer.failures import StageError
-from finetune_trainer.strategies.base import tied_names
-from finetune_trainer.strategies.layout import balance, cost_of, cuts_of, keep_stages, layout_of, shell_of
 from finetune_trainer.strategies.mesh import MeshShape
+from finetune_trainer.strategies.model_layout import balance, cost_of, cuts_of, keep_stages, layout_of, shell_of
 from finetune_trainer.strategies.model_parallel import ModelParallel, merged_groups
 from finetune_trainer.strategies.select import strategy_for
+from finetune_trainer.strategies.strategy_protocol import tied_names
 from finetune_trainer.strategies.tensor import split_weights, summed_weights, tensor_plan
 
 # ------------------------------------------------------------------------------------------------------------- balance
@@ -303,7 +303,7 @@ def two_ranks() -> Iterator[None]:
 
 
 def placed(model: Any, wrapped: Any = None, optimized: Any = None, world: int = 2) -> Any:
-    from finetune_trainer.strategies.base import Placed
+    from finetune_trainer.strategies.strategy_protocol import Placed
 
     optimizer = torch.optim.SGD((optimized or model).parameters())
     return Placed(model, wrapped or model, optimizer, world, torch.device("cpu"))

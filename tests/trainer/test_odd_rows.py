@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate

@@ -13,18 +13,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from finetune_contract.job import Preference, TrainerJob
 from finetune_contract.layout import JobPaths
-from finetune_trainer.combinations import refuse_combinations
+from finetune_contract.trainer_job import Preference, TrainerJob
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.progress import NoProgress
-from finetune_trainer.tasks.base import Coding
+from finetune_trainer.start_combinations import refuse_combinations
 from finetune_trainer.tasks.preference_tuning import PreferenceTuning
-from finetune_trainer.tasks.registry import task_of
+from finetune_trainer.tasks.task_protocol import Coding
+from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.training.order import EpochOrder
 from trainer_support.tasks import (
     DATA,

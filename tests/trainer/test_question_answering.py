@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.failures import StageError

@@ -15,9 +15,9 @@ import yaml
 import browser
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
 from finetune_trainer.reporting import (
     CONFUSION_FILE,
@@ -29,7 +29,7 @@ from finetune_trainer.reporting import (
     write_report,
     write_samples,
 )
-from finetune_trainer.tasks.figures import Confusion
+from finetune_trainer.tasks.class_figures import Confusion
 
 HOSTILE = "</title></script><script>alert(1)</script>{{ 7*7 }}\"'><img src=x onerror=alert(1)> ünïcode"
 TRAINING = {

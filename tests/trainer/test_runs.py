@@ -16,9 +16,9 @@ import pytest
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, SplitFacts
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import REPORT_LIMIT_BYTES, FailureClass, JobPaths
 from finetune_contract.report import FailureReport, MeasuredFacts, TrainerReport
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer import runs
 from finetune_trainer.failures import StageError
 

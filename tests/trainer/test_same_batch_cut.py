@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import JobPaths
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.progress import NoProgress

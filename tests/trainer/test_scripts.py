@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import Script, TrainerJob
 from finetune_contract.layout import SCRIPT_VARIABLES, FailureClass, JobPaths
 from finetune_contract.report import KubeflowMetric, KubeflowStatus, KubeflowUpdate, Progress, TrainerReport
+from finetune_contract.trainer_job import Script, TrainerJob
 from finetune_trainer.failures import StageError
 from script_support.git_host import GitHost, git_host
 from script_support.programs import TELLTALE_FILES, documented

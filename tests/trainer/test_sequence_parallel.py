@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from finetune_contract.job import Adapter, CheckpointSchedule, Strategy
 from finetune_contract.layout import FailureClass
 from finetune_contract.plans import SEQUENCE_FAMILIES
+from finetune_contract.trainer_job import Adapter, CheckpointSchedule, Strategy
 from finetune_trainer.data.slices import NOT_LEARNT, ROW_POSITIONS, TokenSlice
 from finetune_trainer.failures import StageError
 from finetune_trainer.strategies.mesh import MeshShape

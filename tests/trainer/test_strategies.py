@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from finetune_contract.job import CheckpointSchedule, Strategy
+from finetune_contract.trainer_job import CheckpointSchedule, Strategy
 from suite_plugins.patience import patient
 from suite_plugins.selection import covering
 from trainer_support import grids

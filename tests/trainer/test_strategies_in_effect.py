@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from finetune_contract.job import Strategy, World
 from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import Strategy, World
 from finetune_trainer.failures import StageError
 
 
@@ -48,7 +48,7 @@ def tiny(folder: Path) -> Any:
 def placed(model: Any, wrapped: Any, world_size: int = 1) -> Any:
     import torch
 
-    from finetune_trainer.strategies.base import Placed
+    from finetune_trainer.strategies.strategy_protocol import Placed
 
     return Placed(model, wrapped, torch.optim.SGD(model.parameters()), world_size, torch.device("cpu"))
 

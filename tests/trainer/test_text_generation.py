@@ -24,7 +24,7 @@ from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.inference.runner import answers_of
 from finetune_trainer.progress import NoProgress
-from finetune_trainer.tasks.base import Coding
+from finetune_trainer.tasks.task_protocol import Coding
 from finetune_trainer.tasks.text_generation import TextGeneration
 from trainer_support.tasks import (
     DATA,

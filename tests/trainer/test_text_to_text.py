@@ -16,7 +16,7 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.inference.evaluate import evaluate
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.progress import NoProgress
-from finetune_trainer.tasks.base import Coding
+from finetune_trainer.tasks.task_protocol import Coding
 from finetune_trainer.tasks.text_to_text import bleu, rouge, summarization
 from trainer_support.tasks import (
     DATA,

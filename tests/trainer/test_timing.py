@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from finetune_contract.job import Batch, CheckpointSchedule, Strategy
 from finetune_contract.report import TimeSplit
+from finetune_contract.trainer_job import Batch, CheckpointSchedule, Strategy
 from finetune_trainer.training import timing
 from finetune_trainer.training.order import EpochOrder
 from finetune_trainer.training.timing import PartClock, rounded

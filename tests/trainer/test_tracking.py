@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from finetune_contract.job import CheckpointSchedule
 from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import CheckpointSchedule
 from finetune_trainer.checkpoints import identity
 from finetune_trainer.failures import StageError
-from finetune_trainer.training.arguments import refuse_bad_arguments
 from finetune_trainer.training.tracking import Tracked, refuse_missing_trackers, tracking
+from finetune_trainer.training.training_arguments import refuse_bad_arguments
 
 FIGURES = {"loss", "learning_rate", "grad_norm", "samples_per_second", "tokens_per_second", "epoch"}
 STEPS = 6

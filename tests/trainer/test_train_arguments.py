@@ -117,12 +117,12 @@ def loop_of(bench, tmp_path: Path) -> Callable[..., TrainingLoop]:
         from finetune_trainer.data.prepared import PreparedData
         from finetune_trainer.progress import NoProgress
         from finetune_trainer.strategies.single import Single
-        from finetune_trainer.tasks.registry import task_of
-        from finetune_trainer.training.arguments import training_arguments
+        from finetune_trainer.tasks.task_registry import task_of
         from finetune_trainer.training.interruption import Interruption
         from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
         from finetune_trainer.training.stopping import NeverStop
         from finetune_trainer.training.telling import SilentObserver
+        from finetune_trainer.training.training_arguments import training_arguments
 
         job = bench.with_training(**training).job
         prepared, task, settings = PreparedData.open(bench.paths), task_of(job), job.training

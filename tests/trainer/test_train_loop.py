@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from finetune_contract.job import MOST_SAVING, CheckpointSchedule, EarlyStopping, Strategy
 from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule, EarlyStopping, Strategy
 from finetune_trainer.failures import StageError
 from finetune_trainer.reporting import merge_metrics
 from finetune_trainer.training.saving import RunSaver
@@ -171,7 +171,7 @@ def test_label_smoothing_is_in_the_loss_of_the_whole_global_batch(here, bench):
     import torch
 
     from finetune_trainer.data.prepared import PreparedData
-    from finetune_trainer.tasks.registry import task_module
+    from finetune_trainer.tasks.task_registry import task_module
     from finetune_trainer.training.order import EpochOrder
 
     run = here.spread("single", 1, micro=4).with_training(max_steps=1, label_smoothing=0.3)
@@ -212,7 +212,7 @@ def test_label_smoothing_is_in_the_loss_of_the_whole_global_batch(here, bench):
 def test_a_setting_reaches_the_arguments_of_the_trainer(
     setting: dict[str, Any], found: dict[str, Any], bench, tmp_path: Path
 ):
-    from finetune_trainer.training.arguments import training_arguments
+    from finetune_trainer.training.training_arguments import training_arguments
 
     made = training_arguments(bench.with_training(**setting).job.training, tmp_path, {})
     assert {name: getattr(made, name) for name in found} == found
@@ -234,7 +234,7 @@ def test_a_setting_that_a_library_passes_over_in_silence_fails_the_stage(here, m
     import torch
     from accelerate import Accelerator
 
-    import finetune_trainer.training.arguments as made
+    import finetune_trainer.training.training_arguments as made
 
     with monkeypatch.context() as patched:
         patched.setitem(made._OPTIMIZERS, "sgd", "adamw_torch")

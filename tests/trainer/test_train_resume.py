@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import CheckpointSchedule, Strategy
 from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import CheckpointSchedule, Strategy
 from process_support.signals import handles
 from suite_plugins.waiting import wait_until
 from trainer_support.forking import TESTS, fork_server

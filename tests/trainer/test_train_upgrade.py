@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from earlier_release import python_path, unpack
-from finetune_contract.job import CheckpointSchedule
+from finetune_contract.trainer_job import CheckpointSchedule
 
 STEPS, SAVED = 14, 8
 """An epoch has 12 steps, so the resumed part crosses into another one."""

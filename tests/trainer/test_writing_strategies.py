@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finetune_contract.choices import Stage, Task
-from finetune_contract.job import Preference, Strategy
+from finetune_contract.trainer_job import Preference, Strategy
 from suite_plugins.selection import covering
 from trainer_support import grids
 from trainer_support.tasks import WORDS, task_job, training_of, write_decoder, write_lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from finetune_contract.job import Strategy
+from finetune_contract.trainer_job import Strategy
 
 PROCESS_SECONDS = {"single": 0.5, "ddp": 0.5, "fsdp": 1.0, "deepspeed": 1.0}
 """Processor time of one process of a tiny run, roughly."""

@@ -12,10 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import JobPaths
-from suite_plugins.shared import DATA as DATA
-from suite_plugins.shared import missing
+from finetune_contract.trainer_job import TrainerJob
+from suite_plugins.shared_folder import DATA as DATA
+from suite_plugins.shared_folder import missing
 from suite_plugins.times import spent
 
 INFERENCE: dict[str, Any] = {"device": "cpu", "batch_tokens": 512}

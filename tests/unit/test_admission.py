@@ -11,7 +11,7 @@ import pytest
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.reconcile.admission import NoReviewError, answer
 from finetune_operator.reconcile.observed import job_view
-from finetune_operator.reconcile.types import JobView
+from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.shell.webhook import with_authority
 
 SPEC: dict[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune_operator.api.rules.resources import RESERVED_PREFIXES
+from finetune_operator.api.rules.resource_rules import RESERVED_PREFIXES
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.template import (
     ALLOWED_SOURCES,
@@ -19,10 +19,10 @@ from finetune_operator.api.template import (
 )
 from finetune_operator.api.validation import validate_job
 from finetune_operator.documents import read_documents
-from finetune_operator.launchers.registry import render
+from finetune_operator.launchers.launcher_registry import render
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts
-from finetune_operator.rendering.types import Owner, ProgressEndpoint, RenderContext
+from finetune_operator.planning.plan_types import Facts
+from finetune_operator.rendering.render_types import Owner, ProgressEndpoint, RenderContext
 
 JOBS = Path(__file__).parent / "jobs" / "good"
 NAMES = ("claims", "pytorchjob-eight-gpus", "mpijob-efa", "indexed-job", "secrets-and-image", "minimal")

@@ -21,9 +21,9 @@ from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 from cryptography.x509.verification import PolicyBuilder, Store
 
-from cluster_support.certificates import Certificate, for_loopback
+from cluster_support.self_signed import Certificate, for_loopback
 from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.rendering.types import Manifest
+from finetune_operator.rendering.render_types import Manifest
 from finetune_operator.shell.certificates import (
     LEAF_LIFE,
     SECRET_NAME,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from changed import __main__ as command
+from changed.file_references import Folder, Source, parse
 from changed.graph import Choice, Graph, build, choose, is_test, module_of, reason_in
 from changed.repository import (
     EMPTY_TREE,
@@ -22,7 +23,6 @@ from changed.repository import (
     product_imports,
     sources_of,
 )
-from changed.sources import Folder, Source, parse
 from changed.table import PACKAGES, SCRIPTS, TABLE, Link, Row, Table
 
 ROOT = Path(__file__).parents[2]
@@ -90,8 +90,8 @@ FILES = {
     "tests/conftest.py": 'pytest_plugins = ["plugins.one"]',
     "tests/plugins/one.py": "import os",
     "tests/support/jobs.py": """
-from finetune_contract import job
-def a_job(): return job.Job()
+from finetune_contract import trainer_job
+def a_job(): return trainer_job.Job()
 def b_job(): from finetune_trainer import stages
 def run(): start("-m", "finetune_trainer")
 """,
@@ -112,7 +112,7 @@ def light(): return 1
 def other_bench(): return Path(__file__).parents[2] / "data"
 @pytest.fixture(autouse=True)
 def seeded():
-    from finetune_contract import job
+    from finetune_contract import trainer_job
 """,
     "tests/trainer/test_bench.py": "def test(bench): pass",
     "tests/trainer/test_light.py": "def test(light): pass",
@@ -121,17 +121,17 @@ def seeded():
     "tests/architecture/test_all.py": "import finetune_operator.shell",
 }
 PRODUCT = {
-    "finetune_contract.job": set(),
+    "finetune_contract.trainer_job": set(),
     "finetune_contract": set(),
     "finetune_operator": set(),
     "finetune_operator.planning": set(),
     "finetune_operator.planning.plan": {"finetune_operator.planning.memory"},
-    "finetune_operator.planning.memory": {"finetune_contract.job"},
+    "finetune_operator.planning.memory": {"finetune_contract.trainer_job"},
     "finetune_operator.shell": set(),
     "finetune_operator.shell.alone": set(),
     "finetune_operator.shell.command": set(),
     "finetune_trainer": set(),
-    "finetune_trainer.stages": {"finetune_contract.job"},
+    "finetune_trainer.stages": {"finetune_contract.trainer_job"},
     "finetune_trainer.__main__": {"finetune_trainer.stages"},
 }
 SMALL_TABLE = Table(
@@ -183,7 +183,7 @@ def test_only_what_a_test_takes_from_a_support_module_counts() -> None:
     assert reasons("trainer_image/finetune_trainer/__main__.py") == {
         "trainer/test_process.py": "imports support/jobs.py::run > starts finetune_trainer.__main__"
     }
-    assert "unit/test_jobs.py" in reasons("trainer_image/contract/finetune_contract/job.py")
+    assert "unit/test_jobs.py" in reasons("trainer_image/contract/finetune_contract/trainer_job.py")
 
 
 def test_a_fixture_counts_for_the_tests_that_ask_for_it() -> None:
@@ -196,7 +196,7 @@ def test_a_fixture_counts_for_the_tests_that_ask_for_it() -> None:
 def test_a_conftest_and_its_autouse_fixtures_count_for_all_tests_below() -> None:
     both = {"trainer/test_bench.py", "trainer/test_light.py", "trainer/test_process.py"}
     assert set(reasons("tests/trainer/conftest.py")) == both
-    assert both <= set(reasons("trainer_image/contract/finetune_contract/job.py"))
+    assert both <= set(reasons("trainer_image/contract/finetune_contract/trainer_job.py"))
 
 
 def test_plugins_count_for_every_test() -> None:

@@ -15,13 +15,13 @@ import yaml
 
 from finetune_command import finetune as run_finetune
 from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.cli.inputs import read_inputs
+from finetune_operator.cli.job_files import read_inputs
 from finetune_operator.cli.main import COMMANDS, load
-from finetune_operator.launchers.registry import render
-from finetune_operator.launchers.rows import LauncherName
+from finetune_operator.launchers.launcher_registry import render
+from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts
-from finetune_operator.rendering.types import RenderContext
+from finetune_operator.planning.plan_types import Facts
+from finetune_operator.rendering.render_types import RenderContext
 from suite_plugins.patience import patient
 
 ROOT = Path(__file__).parents[2]
@@ -445,7 +445,7 @@ def test_the_list_of_commands_says_the_first_line_of_the_help_of_each() -> None:
 
 
 HEAVY = ("rich", "yaml", "asyncio", "requests", "kubernetes", "finetune_contract", "finetune_operator.api")
-CHECKS = ("rich", "asyncio", "requests", "kubernetes", "finetune_contract.job", "finetune_operator.planning")
+CHECKS = ("rich", "asyncio", "requests", "kubernetes", "finetune_contract.trainer_job", "finetune_operator.planning")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from finetune_contract.choices import Stage
-from finetune_operator.cli import hub, local
+from finetune_operator.cli import hub_reach, local_run
 from finetune_operator.cli.main import app
 
 JOB = """\
@@ -74,10 +74,10 @@ def test_command_that_goes_on_after_an_interruption_has_all_options_of_the_run(
 ) -> None:
     (tmp_path / "settings.yaml").write_text("schemes: [file, hf]\n")
 
-    def interrupted(request: local.RunRequest) -> local.RunResult:
-        return local.RunResult(local.planned_run(request)[0], interrupted=Stage.PREPARE, exit_code=130)
+    def interrupted(request: local_run.RunRequest) -> local_run.RunResult:
+        return local_run.RunResult(local_run.planned_run(request)[0], interrupted=Stage.PREPARE, exit_code=130)
 
-    monkeypatch.setattr(local, "run", interrupted)
+    monkeypatch.setattr(local_run, "run", interrupted)
     options = ["--workspace", "results", "--settings", "settings.yaml", "--no-measure", "--stage", "prepare"]
     ran = call("run", "job.yaml", *options)
     assert ran.exit_code == 130
@@ -89,7 +89,7 @@ def test_command_that_goes_on_after_an_interruption_has_all_options_of_the_run(
 def test_plan_for_a_cluster_is_not_told_to_name_a_folder_of_this_machine(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(hub, "out_of_reach", lambda: "the Hub cannot be reached (connection refused)")
+    monkeypatch.setattr(hub_reach, "out_of_reach", lambda: "the Hub cannot be reached (connection refused)")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     (tmp_path / "job.yaml").write_text(JOB.replace("file://", "hf://some-org/"))

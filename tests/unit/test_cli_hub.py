@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from finetune_command import finetune as run_finetune
-from finetune_operator.cli import hub
+from finetune_operator.cli import hub_reach
 
 JOB = """\
 apiVersion: finetune.dev/v1alpha1
@@ -26,7 +26,7 @@ spec:
   dataset: {uri: hf://some-org/rows@v1}
   training: {}
 """
-URIS: dict[str, hub.Kind] = {"hf://some-org/some-model": "model", "hf://some-org/rows@v1": "dataset"}
+URIS: dict[str, hub_reach.Kind] = {"hf://some-org/some-model": "model", "hf://some-org/rows@v1": "dataset"}
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub-home"))
     monkeypatch.setenv("NO_PROXY", "*")
-    remembering = (hub.out_of_reach, hub._tell_offline)
+    remembering = (hub_reach.out_of_reach, hub_reach._tell_offline)
     for function in remembering:
         function.cache_clear()
     yield
@@ -72,7 +72,7 @@ def answering(status: int) -> Iterator[str]:
 def test_hub_that_refuses_the_connection_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening(accepts=False) as endpoint:
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        assert hub.out_of_reach() == f"{endpoint} cannot be reached (connection refused)"
+        assert hub_reach.out_of_reach() == f"{endpoint} cannot be reached (connection refused)"
 
 
 @pytest.mark.parametrize(
@@ -85,27 +85,27 @@ def test_hub_that_refuses_the_connection_is_out_of_reach(monkeypatch: pytest.Mon
     ],
 )
 def test_reason_is_told_in_few_words(error: OSError, words: str | None) -> None:
-    assert hub._in_words(error) == words
+    assert hub_reach._in_words(error) == words
 
 
 def test_hub_that_does_not_answer_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr(hub_reach, "ANSWER_SECONDS", 0.05)
     with listening() as endpoint:
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        assert hub.out_of_reach() == f"{endpoint} cannot be reached (no answer within 5 s)"
+        assert hub_reach.out_of_reach() == f"{endpoint} cannot be reached (no answer within 5 s)"
 
 
 @pytest.mark.parametrize("status", [200, 401, 404, 501])
 def test_hub_that_answers_anything_is_left_to_the_trainer(monkeypatch: pytest.MonkeyPatch, status: int) -> None:
     with answering(status) as endpoint:
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        assert (hub.out_of_reach(), hub.missing(URIS), hub.variables(URIS)) == (None, (), {})
+        assert (hub_reach.out_of_reach(), hub_reach.missing(URIS), hub_reach.variables(URIS)) == (None, (), {})
 
 
 def test_gateway_that_does_not_reach_the_hub_is_not_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     with answering(504) as endpoint:
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        assert hub.out_of_reach() == f"{endpoint} cannot be reached (504 Gateway Timeout)"
+        assert hub_reach.out_of_reach() == f"{endpoint} cannot be reached (504 Gateway Timeout)"
 
 
 def test_copies_in_the_cache_are_used_without_the_hub(
@@ -113,29 +113,33 @@ def test_copies_in_the_cache_are_used_without_the_hub(
 ) -> None:
     with listening(accepts=False) as endpoint:
         monkeypatch.setenv("HF_ENDPOINT", endpoint)
-        assert hub.missing(URIS) == tuple(URIS)
+        assert hub_reach.missing(URIS) == tuple(URIS)
     (tmp_path / "hub-home" / "hub" / "models--some-org--some-model" / "snapshots").mkdir(parents=True)
-    assert hub.missing(URIS) == ("hf://some-org/rows@v1",)
+    assert hub_reach.missing(URIS) == ("hf://some-org/rows@v1",)
     (tmp_path / "hub-home" / "datasets" / "some-org___rows").mkdir(parents=True)
-    assert hub.missing(URIS) == ()
-    assert [hub.variables(URIS) for _ in range(2)] == [{"HF_HUB_OFFLINE": "1"}] * 2
+    assert hub_reach.missing(URIS) == ()
+    assert [hub_reach.variables(URIS) for _ in range(2)] == [{"HF_HUB_OFFLINE": "1"}] * 2
     told = capsys.readouterr().err
-    assert told == f"Note: {hub.out_of_reach()}: models and data of the Hub are taken from its cache here.\n"
+    assert told == f"Note: {hub_reach.out_of_reach()}: models and data of the Hub are taken from its cache here.\n"
 
 
 def test_nobody_is_asked_who_says_that_there_is_no_network(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(hub, "_look", lambda _: pytest.fail("the Hub was asked"))
-    assert (hub.missing(URIS), hub.out_of_reach(), hub.variables(URIS)) == (tuple(URIS), "HF_HUB_OFFLINE is set", {})
+    monkeypatch.setattr(hub_reach, "_look", lambda _: pytest.fail("the Hub was asked"))
+    assert (hub_reach.missing(URIS), hub_reach.out_of_reach(), hub_reach.variables(URIS)) == (
+        tuple(URIS),
+        "HF_HUB_OFFLINE is set",
+        {},
+    )
     assert capsys.readouterr().err == ""
 
 
 def test_job_without_the_hub_looks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "out_of_reach", lambda: pytest.fail("the Hub was asked"))
-    uris: dict[str, hub.Kind] = {"pkg://package/model": "model", "file:///rows": "dataset"}
-    assert (hub.missing(uris), hub.variables(uris)) == ((), {})
+    monkeypatch.setattr(hub_reach, "out_of_reach", lambda: pytest.fail("the Hub was asked"))
+    uris: dict[str, hub_reach.Kind] = {"pkg://package/model": "model", "file:///rows": "dataset"}
+    assert (hub_reach.missing(uris), hub_reach.variables(uris)) == ((), {})
 
 
 @pytest.mark.parametrize(
@@ -162,5 +166,5 @@ def test_command_tells_in_one_line_that_the_hub_is_out_of_reach(
         ran = run_finetune(command, "job.yaml", folder=tmp_path, HF_ENDPOINT=endpoint, XDG_CACHE_HOME=str(tmp_path))
     reason = f"{endpoint} cannot be reached (connection refused)"
     lines = [line for line in ran.stderr.splitlines() if "of memory are free here" not in line]
-    assert (ran.returncode, lines) == (code, [told.format(reason=reason, way_out=hub.WAY_OUT)])
+    assert (ran.returncode, lines) == (code, [told.format(reason=reason, way_out=hub_reach.WAY_OUT)])
     assert not (tmp_path / "runs" / "first" / "logs").exists()

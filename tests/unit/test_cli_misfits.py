@@ -11,10 +11,10 @@ import yaml
 from typer.testing import CliRunner, Result
 
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
-from finetune_operator.cli.inputs import read_inputs
+from finetune_operator.cli.job_files import read_inputs
 from finetune_operator.cli.main import app
 from finetune_operator.planning.plan import misfits
-from finetune_operator.planning.types import Facts
+from finetune_operator.planning.plan_types import Facts
 
 EXAMPLES = Path(__file__).parents[2] / "manifests/examples"
 

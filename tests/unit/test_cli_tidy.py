@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from finetune_operator.api.settings import LOCAL_SETTINGS
-from finetune_operator.cli.local import RunRequest, _Run
+from finetune_operator.cli.local_run import RunRequest, _Run
 from finetune_operator.cli.workspace import LOCAL_STAGES
-from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts
+from finetune_operator.planning.plan_types import Facts
 from planning_support.cases import BERT, job
 
 KEPT: dict[str, tuple[dict[str, Any], int, bool, str]] = {

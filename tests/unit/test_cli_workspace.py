@@ -17,7 +17,7 @@ from finetune_contract.report import Progress, TrainerReport
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.cli.display import Tail, duration, figures, latest
 from finetune_operator.cli.environment import trainer_environment
-from finetune_operator.cli.inputs import absolute_uri, read_inputs
+from finetune_operator.cli.job_files import absolute_uri, read_inputs
 from finetune_operator.cli.workspace import (
     LOCAL_STAGES,
     BusyError,

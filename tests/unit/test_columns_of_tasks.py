@@ -13,7 +13,7 @@ from finetune_operator.api.rules.data import COLUMN_TASKS
 from finetune_operator.cli.checking import data_question
 from finetune_trainer.data.prepare import parts_of, predict_part
 from finetune_trainer.failures import StageError
-from finetune_trainer.tasks.registry import task_module
+from finetune_trainer.tasks.task_registry import task_module
 from planning_support.cases import job
 
 

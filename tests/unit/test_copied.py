@@ -19,7 +19,7 @@ from finetune_operator.api.types import FineTuneJob
 from finetune_operator.api.validation import validate_job
 from finetune_operator.cli.main import app
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts
+from finetune_operator.planning.plan_types import Facts
 from mending import job_document
 
 

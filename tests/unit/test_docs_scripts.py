@@ -13,7 +13,7 @@ from finetune_operator.api.template import template_problems
 from finetune_operator.api.types import FineTuneJobSpec
 from finetune_operator.api.validation import validate_job
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts
+from finetune_operator.planning.plan_types import Facts
 from script_support.programs import PAGE, documented
 
 TEXT = PAGE.read_text(encoding="utf-8")

@@ -11,7 +11,7 @@ import pytest
 from finetune_contract.choices import Task
 from finetune_operator.api.rules.data import COLUMN_TASKS
 from finetune_trainer.tasks.label_forms import FORMS
-from finetune_trainer.tasks.registry import task_module
+from finetune_trainer.tasks.task_registry import task_module
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tasks.md").read_text(encoding="utf-8")
 LINES = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if line.startswith("| `")]

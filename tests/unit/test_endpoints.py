@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import aiohttp
 
 from finetune_operator.shell.endpoints import Endpoints, Heartbeat
-from finetune_operator.shell.metrics import Metrics
+from finetune_operator.shell.operator_metrics import Metrics
 
 
 @dataclass

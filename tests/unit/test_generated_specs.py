@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.api.validation import validate_job
-from finetune_operator.launchers.registry import render
-from finetune_operator.launchers.rows import TRAINING
+from finetune_operator.launchers.launcher_registry import render
+from finetune_operator.launchers.launcher_rows import TRAINING
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts, PlanRefused
-from finetune_operator.rendering.types import HASH_ANNOTATION, Manifest, Owner, ProgressEndpoint, RenderContext
+from finetune_operator.planning.plan_types import Facts, PlanRefused
+from finetune_operator.rendering.render_types import HASH_ANNOTATION, Manifest, Owner, ProgressEndpoint, RenderContext
 from generated_specs import NASTY, specs
 from suite_plugins.fuzz import examples, scaled
 

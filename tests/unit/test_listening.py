@@ -18,7 +18,7 @@ from finetune_operator.shell.bodies import SMALL_BYTES, Bodies, BodyError
 from finetune_operator.shell.certificates import TlsContexts, make, server_names
 from finetune_operator.shell.endpoints import BOUNDS, Endpoints
 from finetune_operator.shell.listening import Bounds, Listener, network_of
-from finetune_operator.shell.metrics import Metrics
+from finetune_operator.shell.operator_metrics import Metrics
 from suite_plugins.patience import patient
 
 CERTIFICATES = make(server_names("ops", None), datetime.now(UTC))

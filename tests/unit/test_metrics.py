@@ -18,13 +18,13 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import FailureClass
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.types import FailureStatus, FineTuneJobStatus, Phase, ProgressStatus
-from finetune_operator.reconcile.figures import Fleet, fleet
+from finetune_operator.reconcile.fleet_figures import Fleet, fleet
+from finetune_operator.reconcile.reconcile_types import Decision, JobView
 from finetune_operator.reconcile.remedies import OperatorCause
-from finetune_operator.reconcile.times import stamp
-from finetune_operator.reconcile.types import Decision, JobView
-from finetune_operator.shell.families import OTHER
+from finetune_operator.reconcile.status_times import stamp
 from finetune_operator.shell.kube import RequestCounter
-from finetune_operator.shell.metrics import Metrics
+from finetune_operator.shell.metric_families import OTHER
+from finetune_operator.shell.operator_metrics import Metrics
 from finetune_operator.shell.state import Measurements
 from reconcile_world import NOON, SPEC, World
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from finetune_operator.api.settings import LOCAL_SETTINGS
-from finetune_operator.cli.inputs import Inputs, read_inputs
+from finetune_operator.cli.job_files import Inputs, read_inputs
 
 JOBS = Path(__file__).parent / "jobs"
 NAIVE = sorted(path.name for path in (JOBS / "naive").glob("*.yaml"))

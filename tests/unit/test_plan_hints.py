@@ -17,9 +17,9 @@ from finetune_contract.facts import DataFacts, SplitFacts
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob
-from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Adaptation, Facts, PlanRefused
+from finetune_operator.planning.plan_types import Adaptation, Facts, PlanRefused
 from mending import Edit, alternatives, apply, job_document, without_gone
 from planning_support.cases import BERT, llama_1b
 

@@ -10,9 +10,9 @@ from finetune_contract.facts import DataFacts, HardwareFacts, SplitFacts
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS
 from finetune_operator.planning.adapt import next_adaptation
-from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Adaptation, Facts, JobPlan, PlanRefused
+from finetune_operator.planning.plan_types import Adaptation, Facts, JobPlan, PlanRefused
 from planning_support.cases import BERT, job
 
 DATA = DataFacts(fingerprint="f", splits={"train": SplitFacts(rows=6400, tokens=640_000, longest=128)}, max_length=128)

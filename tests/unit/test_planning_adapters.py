@@ -10,17 +10,17 @@ import pytest
 
 from finetune_contract.choices import AdapterMethod
 from finetune_contract.facts import DataFacts, LinearWidths, ModelFacts, SplitFacts
-from finetune_contract.job import Adapter, Strategy, TrainerJob, World
+from finetune_contract.trainer_job import Adapter, Strategy, TrainerJob, World
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob
-from finetune_operator.planning.adapters import Trained, adapted_layers, four_bit_weights, trained_parameters
+from finetune_operator.planning.adapter_sizes import Trained, adapted_layers, four_bit_weights, trained_parameters
 from finetune_operator.planning.architectures import ARCHITECTURES, model_facts
-from finetune_operator.planning.facts import assumed_model, parse_hardware
+from finetune_operator.planning.assumed_facts import assumed_model, parse_hardware
 from finetune_operator.planning.memory import Workload, activation_bytes_per_token, estimate
 from finetune_operator.planning.plan import plan
+from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
 from finetune_operator.planning.summary import Row, summarise
-from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
-from finetune_operator.rendering.deepspeed import deepspeed_config
+from finetune_operator.rendering.deepspeed_config import deepspeed_config
 from trainer_support.tasks import training_of
 
 GIB = 1 << 30
@@ -95,7 +95,7 @@ def test_every_architecture_with_a_formula_is_compared():
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_layers_head_and_trained_parameters_are_those_that_peft_makes(model_type, method):
     adapters = pytest.importorskip("finetune_trainer.adapters", reason="the trainer is not installed")
-    facts_module = pytest.importorskip("finetune_trainer.facts", reason="the trainer is not installed")
+    facts_module = pytest.importorskip("finetune_trainer.measured_facts", reason="the trainer is not installed")
     model, facts = built(model_type)
     assert facts.linear_layers == facts_module._linear_layers(model)
     assert facts.head_parameters == adapters.head_parameters(model)

@@ -13,12 +13,12 @@ from rich.console import Console
 from finetune_contract.facts import HardwareFacts
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 from finetune_operator.api.types import FineTuneJob, SpotSpec
-from finetune_operator.cli.cluster import ClusterJob
+from finetune_operator.cli.cluster_jobs import ClusterJob
 from finetune_operator.cli.jobview import Page, one_line, print_page
 from finetune_operator.planning.capacity import patience
 from finetune_operator.planning.plan import plan
+from finetune_operator.planning.plan_types import Facts, JobPlan
 from finetune_operator.planning.summary import Row, summarise
-from finetune_operator.planning.types import Facts, JobPlan
 
 
 def planned(local: bool = False, settings: Settings = CLUSTER_SETTINGS, **fields: Any) -> JobPlan:

@@ -12,15 +12,15 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
-from finetune_contract.job import Strategy
+from finetune_contract.trainer_job import Strategy
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.validation import validate_job
 from finetune_operator.planning.architectures import model_facts
+from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.degrees import degrees
-from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Adaptation, Facts, JobPlan, PlanRefused
+from finetune_operator.planning.plan_types import Adaptation, Facts, JobPlan, PlanRefused
 from planning_support.cases import encoder, job
 from suite_plugins.fuzz import examples
 

@@ -9,8 +9,8 @@ import pytest
 from finetune_contract.facts import DeviceFacts, HardwareFacts
 from finetune_operator.api.quantities import human_bytes, human_count, human_seconds, parse_quantity
 from finetune_operator.planning.architectures import ARCHITECTURES, UnknownArchitectureError, model_facts
+from finetune_operator.planning.assumed_facts import HardwareError, assumed_model, parse_hardware
 from finetune_operator.planning.devices import GPU_MODELS, find_gpu
-from finetune_operator.planning.facts import HardwareError, assumed_model, parse_hardware
 
 GIB = 1 << 30
 MIB = 1 << 20

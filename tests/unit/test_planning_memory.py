@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from finetune_contract.facts import LinearWidths, ModelFacts
-from finetune_contract.job import Adapter, Strategy, World
+from finetune_contract.trainer_job import Adapter, Strategy, World
 from finetune_operator.planning.architectures import ARCHITECTURES, model_facts
 from finetune_operator.planning.memory import (
     CPU_PROCESS_BYTES,

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from finetune_contract.facts import DataFacts, HardwareFacts, SplitFacts
-from finetune_contract.job import Pipeline, Strategy
+from finetune_contract.trainer_job import Pipeline, Strategy
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.cli.jobview import plan_lines
-from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.memory import CPU_PROCESS_BYTES
-from finetune_operator.planning.model_parallel import (
+from finetune_operator.planning.model_parallel_plan import (
     bubble,
     in_flight,
     layers_of_a_process,
@@ -21,7 +21,7 @@ from finetune_operator.planning.model_parallel import (
     rank_order,
 )
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
+from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
 from finetune_operator.reconcile.planned import plan_status
 from planning_support.cases import BERT, job, llama_1b
 

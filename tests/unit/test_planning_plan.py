@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
-from finetune_contract.job import Batch, CheckpointSchedule, Columns, Strategy, World
+from finetune_contract.trainer_job import Batch, CheckpointSchedule, Columns, Strategy, World
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.rules import RULES
 from finetune_operator.api.rules.parallelism import HPZ
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Price, Settings
 from finetune_operator.api.types import FineTuneJob
-from finetune_operator.launchers.rows import BUILT_IN, ENGINES
+from finetune_operator.launchers.launcher_rows import BUILT_IN, ENGINES
 from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.plan import plan
+from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
 from finetune_operator.planning.summary import Row, summarise
-from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
 from planning_support.cases import BERT, encoder, job
 from suite_plugins.fuzz import examples
 

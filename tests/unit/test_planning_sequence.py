@@ -9,18 +9,18 @@ from typing import Any
 import pytest
 
 from finetune_contract.facts import DataFacts, ModelFacts, SplitFacts
-from finetune_contract.job import Batch, Strategy
+from finetune_contract.trainer_job import Batch, Strategy
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.cli.jobview import plan_lines
 from finetune_operator.planning.architectures import model_facts
+from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.cost import exchanged_bytes, state_bytes
 from finetune_operator.planning.devices import link_bytes
-from finetune_operator.planning.facts import parse_hardware
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
+from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
 from finetune_operator.reconcile.planned import plan_status
-from finetune_operator.rendering.deepspeed import deepspeed_config
+from finetune_operator.rendering.deepspeed_config import deepspeed_config
 from planning_support.cases import job, llama_1b
 
 LLAMA = llama_1b("text-generation", max_position_embeddings=131072)

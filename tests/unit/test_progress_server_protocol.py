@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob, ProgressStatus
-from finetune_operator.launchers.registry import stage
+from finetune_operator.launchers.launcher_registry import stage
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts
-from finetune_operator.rendering.types import Attempt, Owner, ProgressEndpoint, RenderContext
+from finetune_operator.planning.plan_types import Facts
+from finetune_operator.rendering.render_types import Attempt, Owner, ProgressEndpoint, RenderContext
 from finetune_operator.shell.progress_protocol import (
     AttemptKey,
     BadBodyError,

@@ -11,9 +11,9 @@ from finetune_contract.choices import Stage
 from finetune_contract.layout import EXIT_CODES, FailureClass, retryable
 from finetune_contract.report import FailureReport, TrainerReport
 from finetune_operator.api.types import FailureStatus
-from finetune_operator.reconcile.failures import first_cause, on_node_lost
+from finetune_operator.reconcile.failure_diagnosis import first_cause, on_node_lost
+from finetune_operator.reconcile.reconcile_types import ChildView, Ended, ObjectRef, PodView
 from finetune_operator.reconcile.remedies import REMEDIES, OperatorCause, Remedy
-from finetune_operator.reconcile.types import ChildView, Ended, ObjectRef, PodView
 from reconcile_world import World, through
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)

@@ -13,7 +13,7 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJobStatus, StageStatus
 from finetune_operator.reconcile.children import child_view
 from finetune_operator.reconcile.observed import TOLD_PROBLEMS, job_view, kept_log, leaving, pod_view, wanted_logs
-from finetune_operator.reconcile.types import ChildView, Ended, JobView, ObjectRef, Observed, PodView, Waiting
+from finetune_operator.reconcile.reconcile_types import ChildView, Ended, JobView, ObjectRef, Observed, PodView, Waiting
 from reconcile_world import SPEC, World, report
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from finetune_contract.layout import FailureClass
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import CostStatus, FailureStatus, SpotStatus
-from finetune_operator.launchers.rows import LauncherName
-from finetune_operator.reconcile.times import stamp
+from finetune_operator.launchers.launcher_rows import LauncherName
+from finetune_operator.reconcile.status_times import stamp
 from reconcile_world import NOON, SPEC, World
 from suite_plugins.fuzz import examples
 

@@ -10,11 +10,11 @@ import pytest
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Limits
 from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.endings import delay_seconds
+from finetune_operator.reconcile.reconcile_types import PodView, Waiting
 from finetune_operator.reconcile.results import _numbers, headline
 from finetune_operator.reconcile.status import complete
-from finetune_operator.reconcile.times import earliest, moment, stamp
-from finetune_operator.reconcile.types import PodView, Waiting
-from finetune_operator.reconcile.waiting import Waits, waits
+from finetune_operator.reconcile.status_times import earliest, moment, stamp
+from finetune_operator.reconcile.waiting_reasons import Waits, waits
 from reconcile_world import LIVES, NOON, World
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from finetune_contract.layout import FailureClass
 from finetune_operator.api.types import ProgressStatus
-from finetune_operator.launchers.rows import LauncherName
+from finetune_operator.launchers.launcher_rows import LauncherName
 from reconcile_world import World
 from suite_plugins.fuzz import examples
 

@@ -15,11 +15,11 @@ from finetune_operator.api.deepspeed_overrides import OWNED_KEYS, override_probl
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.planning.architectures import model_facts
-from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts, JobPlan
+from finetune_operator.planning.plan_types import Facts, JobPlan
 from finetune_operator.rendering.contract import files, fingerprint
-from finetune_operator.rendering.deepspeed import deepspeed_config, uses_offload_folder
+from finetune_operator.rendering.deepspeed_config import deepspeed_config, uses_offload_folder
 from finetune_operator.rendering.merging import merge
 from suite_plugins.patience import patient
 
@@ -316,7 +316,7 @@ def test_equal_plans_give_equal_bytes_and_others_another_fingerprint():
 
 
 def test_the_trainer_reads_back_what_was_planned():
-    from finetune_contract.job import TrainerJob
+    from finetune_contract.trainer_job import TrainerJob
 
     result = planned({"zeroStage": 2}, arguments={"note": "ü {{ x }} $(Y)\n"})
     assert TrainerJob.model_validate_json(files(result)["job.json"]) == result.trainer

@@ -11,12 +11,12 @@ import yaml
 
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.types import FineTuneJob
-from finetune_operator.launchers.registry import render
+from finetune_operator.launchers.launcher_registry import render
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts
+from finetune_operator.planning.plan_types import Facts
 from finetune_operator.rendering.manifests import shared
 from finetune_operator.rendering.network import ALLOWS_ANNOTATION, OPERATOR_LABELS
-from finetune_operator.rendering.types import PROGRESS_PORT, Owner, ProgressEndpoint, RenderContext
+from finetune_operator.rendering.render_types import PROGRESS_PORT, Owner, ProgressEndpoint, RenderContext
 
 MANIFESTS = Path(__file__).parents[2] / "manifests" / "operator"
 IN_CLUSTER = ProgressEndpoint("https://finetune-operator-progress.ops.svc:8443", "CA", "ops")

@@ -11,12 +11,12 @@ import pytest
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.types import Capacity, FineTuneJob
-from finetune_operator.launchers.registry import render, stage
-from finetune_operator.launchers.rows import TRAINING, LauncherName
+from finetune_operator.launchers.launcher_registry import render, stage
+from finetune_operator.launchers.launcher_rows import TRAINING, LauncherName
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts
-from finetune_operator.rendering.spot import only_on
-from finetune_operator.rendering.types import Attempt, RenderContext
+from finetune_operator.planning.plan_types import Facts
+from finetune_operator.rendering.render_types import Attempt, RenderContext
+from finetune_operator.rendering.spot_affinity import only_on
 
 LAUNCHERS = TRAINING
 REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"

@@ -34,7 +34,7 @@ from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import ProgressStatus
 from finetune_operator.shell.certificates import TlsContexts, make, server_names
 from finetune_operator.shell.endpoints import Endpoints
-from finetune_operator.shell.metrics import Metrics
+from finetune_operator.shell.operator_metrics import Metrics
 from finetune_operator.shell.progress_protocol import AttemptKey
 from finetune_operator.shell.progress_server import KnownPod, ProgressServer, ServerLimits
 from finetune_operator.shell.tokens import PodIdentity, RefusedToken, Verdict

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from finetune_operator.api.settings import CLUSTER_SETTINGS
-from finetune_operator.reconcile.types import ChildView, PodView
+from finetune_operator.reconcile.reconcile_types import ChildView, PodView
 from finetune_operator.shell.queue import JobKey
 from finetune_operator.shell.store import BURIED_SECONDS, Store, UnreadableError, key_of
 

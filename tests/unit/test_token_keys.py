@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jwt.algorithms import ECAlgorithm, RSAAlgorithm
 
-from finetune_operator.rendering.types import PROGRESS_AUDIENCE
+from finetune_operator.rendering.render_types import PROGRESS_AUDIENCE
 from finetune_operator.shell.token_keys import (
     AGAIN_SECONDS,
     LEEWAY_SECONDS,

@@ -17,11 +17,11 @@ import pytest
 
 from finetune_command import finetune
 from finetune_contract.choices import Stage
-from finetune_operator.cli.ui.access import Keys, foreign
 from finetune_operator.cli.ui.pages import Pages
 from finetune_operator.cli.ui.reading import Content
-from finetune_operator.cli.ui.runs import Workspace, readable_lines
-from finetune_operator.cli.ui.server import Server
+from finetune_operator.cli.ui.request_checks import Keys, foreign
+from finetune_operator.cli.ui.ui_runs import Workspace, readable_lines
+from finetune_operator.cli.ui.ui_server import Server
 from finetune_operator.cli.workspace import locked
 from suite_plugins.patience import patient
 from ui_support import Client, history_lines, serving, write_run
@@ -300,7 +300,7 @@ def test_curves_follow_a_history_that_grows_begins_anew_or_ends_in_the_middle_of
 
 
 def test_the_end_of_a_huge_history_and_of_a_huge_log_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune_operator.cli.ui.runs.HISTORY_BYTES", 1000)
+    monkeypatch.setattr("finetune_operator.cli.ui.ui_runs.HISTORY_BYTES", 1000)
     paths = write_run(tmp_path, "first", steps=50)
     (paths.logs / "train.log").write_text("".join(f"line {number}\n" for number in range(20_000)))
     runs = Workspace(tmp_path)
@@ -318,7 +318,7 @@ def test_the_end_of_a_huge_history_and_of_a_huge_log_is_shown(tmp_path: Path, mo
 def test_a_long_history_is_read_at_equal_distances_with_its_evaluations_and_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("finetune_operator.cli.ui.runs.HISTORY_LINES", 10)
+    monkeypatch.setattr("finetune_operator.cli.ui.ui_runs.HISTORY_LINES", 10)
     paths = write_run(tmp_path, "first", steps=99)
     with paths.history.open("a") as file:
         file.write('{"step": 99, "eval_loss": 0.5}\n' + history_lines(101, first=100))
@@ -391,7 +391,7 @@ def test_secrets_are_hidden_in_every_page_and_log(tmp_path: Path) -> None:
         "/run/finished/log/",
         "/run/finished/../stopped",
         "/static/..%2fserver.py",
-        "/static/../server.py",
+        "/static/../ui_server.py",
         "/static/",
         "/job/default/any",
         "/etc/passwd",

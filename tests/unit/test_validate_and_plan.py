@@ -11,10 +11,10 @@ from finetune_operator.api.rules.processes import asked_strategy, certain_proces
 from finetune_operator.api.settings import CLUSTER_SETTINGS
 from finetune_operator.api.types import FineTuneJob
 from finetune_operator.api.validation import validate_job
-from finetune_operator.launchers.rows import ENGINES, TRAINING
-from finetune_operator.planning.facts import parse_hardware
+from finetune_operator.launchers.launcher_rows import ENGINES, TRAINING
+from finetune_operator.planning.assumed_facts import parse_hardware
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Facts, PlanRefused
+from finetune_operator.planning.plan_types import Facts, PlanRefused
 
 HARDWARE = parse_hardware("gpu=H100,memory=80Gi,gpus=64,cpu=2048,hostMemory=100000Gi")
 """So large that memory decides nothing."""

@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from finetune_contract.choices import Precision
-from finetune_contract.job import Adapter, TrainerJob
 from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import Adapter, TrainerJob
 from finetune_trainer.failures import StageError, first_of, needed_library
 from finetune_trainer.models import weights_digest
 from finetune_trainer.uris import public_uri

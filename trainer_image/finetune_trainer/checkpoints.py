@@ -27,9 +27,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from finetune_contract.base import Message
-from finetune_contract.job import TrainerJob
+from finetune_contract.contract_models import Message
 from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError, other_settings
 from finetune_trainer.files import (
     EntryName,

@@ -20,8 +20,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from finetune_contract.choices import Device, StrategyName
-from finetune_contract.job import World
 from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import World
 from finetune_trainer.allocator import keep_freed_memory
 from finetune_trainer.failures import StageError
 

@@ -15,7 +15,7 @@ from typing import Annotated, TypeAlias
 
 from pydantic import AfterValidator
 
-from finetune_contract.base import Message
+from finetune_contract.contract_models import Message
 
 
 class FileEntry(Message):

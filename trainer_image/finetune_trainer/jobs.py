@@ -7,8 +7,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import TrainerJob, World
 from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import TrainerJob, World
 from finetune_trainer.failures import StageError
 
 

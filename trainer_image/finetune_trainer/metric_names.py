@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import JUDGED_AFTER_TRAINING, LOSS
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
 
 

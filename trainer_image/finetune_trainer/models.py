@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune_contract.job import ModelSource, TrainerJob
 from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import ModelSource, TrainerJob
 from finetune_trainer.failures import StageError, chain
 from finetune_trainer.uris import Uri, hub_name, local_path, package_path
 

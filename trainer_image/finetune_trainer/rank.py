@@ -17,11 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import EXIT_OK, FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer import runs
-from finetune_trainer.console import quiet_libraries, settle_console
 from finetune_trainer.distributed import ProcessWorld, current, disconnect
 from finetune_trainer.failures import StageError, chain, classify
 from finetune_trainer.jobs import read_job
@@ -29,6 +28,7 @@ from finetune_trainer.launching.below import end_with_parent
 from finetune_trainer.outcome import report_path, write_report
 from finetune_trainer.progress import progress_for
 from finetune_trainer.stacks import as_rank, with_stacks
+from finetune_trainer.stage_console import quiet_libraries, settle_console
 from finetune_trainer.stages import STAGES, StageInput, StageResult, leave_out_unused
 from finetune_trainer.storage import storage_errors_named
 from finetune_trainer.training.interruption import Interruption
@@ -166,7 +166,7 @@ def _fail(error: BaseException, arguments: argparse.Namespace, world: ProcessWor
 def _print_facts(arguments: argparse.Namespace, world: ProcessWorld) -> int:
     started = time.monotonic()
     try:
-        from finetune_trainer.facts import trainer_facts
+        from finetune_trainer.measured_facts import trainer_facts
 
         facts = trainer_facts(read_job(arguments.job))
     except BaseException as error:

@@ -15,10 +15,10 @@ from pydantic import ValidationError
 from finetune_contract.charts import Bars, bars
 from finetune_contract.choices import Stage, Task
 from finetune_contract.facts import DataFacts, SplitFacts
-from finetune_contract.job import Gate, TrainerJob
 from finetune_contract.layout import JobPaths
 from finetune_contract.metrics import METRICS
 from finetune_contract.report import TrainerReport
+from finetune_contract.trainer_job import Gate, TrainerJob
 
 _BARS = 24
 """As many at most in a histogram."""

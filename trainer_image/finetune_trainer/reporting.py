@@ -21,9 +21,9 @@ import yaml
 from finetune_contract import charts
 from finetune_contract.charts import Share, shares, training_charts
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import Adapter, TrainerJob, Training, World
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.report import TimePart, TimeSplit, shortened
+from finetune_contract.trainer_job import Adapter, TrainerJob, Training, World
 from finetune_trainer import report_parts as parts
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import write_atomically
@@ -32,7 +32,7 @@ from finetune_trainer.training.history import History
 from finetune_trainer.uris import public_uri
 
 if TYPE_CHECKING:
-    from finetune_trainer.tasks.figures import Confusion
+    from finetune_trainer.tasks.class_figures import Confusion
 
 SAMPLES_FILE = "samples.json"
 """Some evaluated rows with their predictions, below the job's folder."""
@@ -134,7 +134,7 @@ def write_environment(paths: JobPaths, training: Mapping[str, Any] | None = None
     """Versions and machine, without host names, user names or environment variables; and what `training` ran on, which
     stays when a later stage, maybe on another machine, writes again.
     """
-    from finetune_trainer.facts import hardware_facts
+    from finetune_trainer.measured_facts import hardware_facts
 
     if training is None:
         training = (_read_json(paths.environment) or {}).get("training")
@@ -189,7 +189,7 @@ def _cuda_version() -> str | None:
 
 def write_model_card(paths: JobPaths, job: TrainerJob, facts: DataFacts, metrics: Mapping[str, Any]) -> None:
     """Writes `model/README.md` with the front matter that the Hub reads. `metrics` is the content of metrics.json."""
-    from finetune_trainer.tasks.registry import task_of
+    from finetune_trainer.tasks.task_registry import task_of
 
     evaluated = metrics.get("evaluate", {})
     scores = {name: value for name, value in evaluated.items() if isinstance(value, float) and name != "loss"}

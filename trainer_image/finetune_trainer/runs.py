@@ -15,11 +15,11 @@ from pathlib import Path
 
 from pydantic import JsonValue, ValidationError
 
-from finetune_contract.base import Message
 from finetune_contract.choices import Stage
-from finetune_contract.job import TrainerJob
+from finetune_contract.contract_models import Message
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.report import TrainerReport
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import locked, write_atomically
 

@@ -11,8 +11,8 @@ import hmac
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from finetune_contract.job import CheckpointSchedule
 from finetune_contract.layout import ENV_CHECKPOINT_SECRET, FailureClass
+from finetune_contract.trainer_job import CheckpointSchedule
 from finetune_trainer.failures import StageError
 
 LEAST_KEY_BYTES = 16

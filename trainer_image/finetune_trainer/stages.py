@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import Script, TrainerJob, Training
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import MeasuredFacts
+from finetune_contract.trainer_job import Script, TrainerJob, Training
 from finetune_trainer import runs
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.training.interruption import Interruption
 
 if TYPE_CHECKING:
-    from finetune_trainer.data.pods import Leader
+    from finetune_trainer.data.prepare_pods import Leader
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def leave_out_unused(job: TrainerJob) -> None:
 def _prepare(given: StageInput) -> StageResult:
     if given.job.preparation.engine != "job":
         return _prepare_alone(given)
-    from finetune_trainer.data.pods import Leader, Pod, follow
+    from finetune_trainer.data.prepare_pods import Leader, Pod, follow
 
     pod = Pod.of(given.job, given.world, given.paths, os.environ)
     if pod.leads:
@@ -99,8 +99,8 @@ def _prepare_alone(given: StageInput, leader: Leader | None = None) -> StageResu
     job, commit = pinned(given.job)
     given = replace(given, job=job)
     if job.training is not None and job.training.precision == "fp8":
-        from finetune_trainer.facts import model_without_weights
         from finetune_trainer.float8 import refuse_without_layers
+        from finetune_trainer.measured_facts import model_without_weights
 
         refuse_without_layers(model_without_weights(job))
     made = _prepare_rows(given, leader) if job.script is None else _prepare_script(given, job.script)
@@ -109,7 +109,7 @@ def _prepare_alone(given: StageInput, leader: Leader | None = None) -> StageResu
 
 def _prepare_rows(given: StageInput, leader: Leader | None) -> StageResult:
     from finetune_trainer.data.prepare import prepare
-    from finetune_trainer.data.shared import SharedData
+    from finetune_trainer.data.shared_data import SharedData
 
     facts = prepare(given.job, given.paths, given.progress, leader, SharedData.of(given.paths, os.environ))
     rows = {role: split.rows for role, split in facts.splits.items()}
@@ -122,7 +122,7 @@ def _prepare_script(given: StageInput, script: Script) -> StageResult:
     have saved, with that model's tokenizer.
     """
     from finetune_trainer.scripts.code import fetch_code
-    from finetune_trainer.scripts.inputs import check_inputs
+    from finetune_trainer.scripts.script_inputs import check_inputs
 
     given.progress.update(0, 2)
     program = fetch_code(script, given.paths)
@@ -136,7 +136,7 @@ def _prepare_script(given: StageInput, script: Script) -> StageResult:
 
 def _shape_if_known(job: TrainerJob) -> MeasuredFacts | None:
     """The model's size, by which pods ask for memory. A program may train what the task's own classes do not know."""
-    from finetune_trainer.facts import model_facts
+    from finetune_trainer.measured_facts import model_facts
 
     try:
         return MeasuredFacts(model=model_facts(job))
@@ -147,7 +147,7 @@ def _shape_if_known(job: TrainerJob) -> MeasuredFacts | None:
 
 def _measured(job: TrainerJob, data: DataFacts) -> MeasuredFacts:
     """What the operator plans the later stages with. On a laptop the finetune command measures by itself."""
-    from finetune_trainer.facts import model_facts
+    from finetune_trainer.measured_facts import model_facts
 
     return MeasuredFacts(model=model_facts(job), data=data.for_planning(_HISTOGRAM_BUCKETS))
 
@@ -181,10 +181,10 @@ def _train(given: StageInput) -> StageResult:
 
 def _refuse_settings(job: TrainerJob, training: Training) -> None:
     from finetune_trainer.adapters import four_bits
-    from finetune_trainer.combinations import refuse_combinations
     from finetune_trainer.float8 import refuse_without_library
-    from finetune_trainer.training.arguments import refuse_bad_arguments
+    from finetune_trainer.start_combinations import refuse_combinations
     from finetune_trainer.training.tracking import refuse_missing_trackers
+    from finetune_trainer.training.training_arguments import refuse_bad_arguments
 
     refuse_combinations(job, training)
     refuse_bad_arguments(training)

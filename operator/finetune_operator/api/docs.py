@@ -18,7 +18,7 @@ from finetune_operator.api.settings import Settings
 from finetune_operator.api.shapes import Fields, Items, Shape, sentence, shape_of, spec_shape, status_shape
 from finetune_operator.api.support import ROWS
 from finetune_operator.api.types import API_VERSION, KIND
-from finetune_operator.launchers.rows import SUPPORTED, TRAINING, to_come
+from finetune_operator.launchers.launcher_rows import SUPPORTED, TRAINING, to_come
 
 
 def api_reference() -> str:

@@ -16,7 +16,7 @@ from finetune_operator.api.hints import named_inside, place_of, taken_value
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.shapes import Fields, spec_shape
 from finetune_operator.api.types import API_VERSION, KIND
-from finetune_operator.launchers.rows import LAUNCHERS
+from finetune_operator.launchers.launcher_rows import LAUNCHERS
 
 DOCUMENT = ("apiVersion", "kind", "metadata", "spec", "status")
 ACCELERATE = "accelerate"

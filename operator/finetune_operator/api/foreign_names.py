@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 from pydantic import JsonValue
 
-from finetune_operator.launchers.rows import SUPPORTED
+from finetune_operator.launchers.launcher_rows import SUPPORTED
 
 HF, AXOLOTL, FACTORY, DEEPSPEED, KUBERNETES = "Hugging Face", "axolotl", "LLaMA-Factory", "DeepSpeed", "Kubernetes"
 EVERYBODY = f"{HF}, {AXOLOTL}, {FACTORY}"

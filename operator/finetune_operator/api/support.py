@@ -16,7 +16,7 @@ from pydantic import JsonValue
 from finetune_operator.api.problems import Problem, any_of, describe_value
 from finetune_operator.api.shapes import Fields, Shape, find, spec_shape
 from finetune_operator.api.types import FineTuneJobSpec, Scheme
-from finetune_operator.launchers.rows import TRAINING
+from finetune_operator.launchers.launcher_rows import TRAINING
 
 SUPPORTED: tuple[str, ...] = (
     "task",

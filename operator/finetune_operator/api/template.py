@@ -28,7 +28,7 @@ from finetune_operator.api.problems import (
 from finetune_operator.api.shapes import Shape, shape_of
 from finetune_operator.api.syntax import LABEL_KEY_RULE, LABEL_VALUE_RULE, is_label_key, is_label_value, label_problems
 from finetune_operator.api.types import FineTuneJobSpec, SecretKeySpec, TemplateSpec
-from finetune_operator.launchers.rows import SUPPORTED
+from finetune_operator.launchers.launcher_rows import SUPPORTED
 
 Model = TypeVar("Model", bound=BaseModel)
 

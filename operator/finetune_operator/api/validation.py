@@ -51,7 +51,7 @@ from finetune_operator.api.problems import (
     format_path,
 )
 from finetune_operator.api.rules import RULES
-from finetune_operator.api.rules.base import Rule
+from finetune_operator.api.rules.rule import Rule
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.api.shapes import spec_shape
 from finetune_operator.api.support import served_schemes, unsupported

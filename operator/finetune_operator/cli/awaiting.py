@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from finetune_operator.cli.cluster import Cluster, ClusterJob
+from finetune_operator.cli.cluster_jobs import Cluster, ClusterJob
 from finetune_operator.cli.jobview import phase_of
 from finetune_operator.cli.watching import JobDeletedError, versions
 

@@ -20,16 +20,16 @@ from rich.padding import Padding
 from rich.table import Table
 
 from finetune_contract.checked import CheckedData, CheckedSplit, TextLengths
-from finetune_contract.job import Evaluation, Gate, Prediction, Preparation, TrainerJob
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import FailureReport
+from finetune_contract.trainer_job import Evaluation, Gate, Prediction, Preparation, TrainerJob
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.types import EvaluationSpec, FineTuneJob, FineTuneJobSpec, PredictSpec
-from finetune_operator.cli import hub
+from finetune_operator.cli import hub_reach
 from finetune_operator.cli.console import UsageError, err, print_trimmed
 from finetune_operator.cli.environment import trainer_environment, usable_cores
-from finetune_operator.cli.files import write_atomically
-from finetune_operator.cli.inputs import JobEntry, located
+from finetune_operator.cli.job_files import JobEntry, located
+from finetune_operator.cli.local_files import write_atomically
 from finetune_operator.cli.measure import TRAINER, source_of_model, trainer_is_installed
 from finetune_operator.planning.plan import data_source, predicted_source
 
@@ -81,7 +81,7 @@ def _ask_trainer(job: FineTuneJob) -> CheckedData:
         write_atomically(paths.job, data_question(job).to_json())
         report = Path(folder) / "report.json"
         threads = usable_cores()
-        variables = {**os.environ, **hub.variables(_hub_uris(job))}
+        variables = {**os.environ, **hub_reach.variables(_hub_uris(job))}
         environment = trainer_environment(variables, device="cpu", threads=threads, report=report, progress=None)
         command = [sys.executable, "-m", TRAINER, "check", "--job", str(paths.job), "--workspace", folder, *how]
         asked = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -92,9 +92,11 @@ def _ask_trainer(job: FineTuneJob) -> CheckedData:
         raise UsageError(f"--data: the trainer could not check the data of {job.name}: {said}") from None
 
 
-def _hub_uris(job: FineTuneJob) -> dict[str, hub.Kind]:
+def _hub_uris(job: FineTuneJob) -> dict[str, hub_reach.Kind]:
     predicted = job.spec.predict.dataset if job.spec.predict else None
-    rows: dict[str, hub.Kind] = {each.uri: "dataset" for each in (job.spec.dataset, predicted) if each is not None}
+    rows: dict[str, hub_reach.Kind] = {
+        each.uri: "dataset" for each in (job.spec.dataset, predicted) if each is not None
+    }
     return {job.spec.model.uri: "model", **rows}
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.types import CostStatus, EstimateStatus
-from finetune_operator.cli.cluster import ClusterJob
+from finetune_operator.cli.cluster_jobs import ClusterJob
 from finetune_operator.cli.console import print_trimmed
 from finetune_operator.cli.jobview import phase_of
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from rich.console import Console
 
 from finetune_operator.api.redaction import Redactor
-from finetune_operator.cli.cluster import Cluster, ClusterError, ClusterJob, as_shown
+from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, ClusterJob, as_shown
 from finetune_operator.cli.jobview import Page, print_page, utc_now
 from finetune_operator.kubernetes_api import resources
 

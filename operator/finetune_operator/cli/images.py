@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from finetune_operator.api.settings import OPERATOR_IMAGE, TRAINER_IMAGE, Settings
 from finetune_operator.api.settings_check import check_settings
 from finetune_operator.cli.console import UsageError, described
-from finetune_operator.cli.inputs import JobEntry
+from finetune_operator.cli.job_files import JobEntry
 from finetune_operator.documents import read_documents
 from finetune_operator.input_file import UnreadableFileError, read_input
 

@@ -23,7 +23,7 @@ from finetune_contract.layout import JobPaths
 from finetune_contract.report import TrainerReport
 from finetune_operator.api.types import FailureStatus
 from finetune_operator.cli.measure import TRAINER
-from finetune_operator.planning.types import JobPlan
+from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.rendering.contract import Starter, launch_arguments
 
 KILL_SECONDS = 10

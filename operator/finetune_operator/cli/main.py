@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from finetune_operator.cli.program import COMPLETE_VARIABLE, program_name
+from finetune_operator.cli.program_name import COMPLETE_VARIABLE, program_name
 
 
 class _Listed(NamedTuple):
@@ -31,24 +31,24 @@ class _Listed(NamedTuple):
 
 
 COMMANDS = {
-    "validate": _Listed("files", "Check job files, without network, model or data."),
-    "plan": _Listed("files", "Show what would run, and why."),
-    "render": _Listed("files", "Write the Kubernetes objects that a job becomes."),
+    "validate": _Listed("file_commands", "Check job files, without network, model or data."),
+    "plan": _Listed("file_commands", "Show what would run, and why."),
+    "render": _Listed("file_commands", "Write the Kubernetes objects that a job becomes."),
     "review": _Listed("review", "Write a Markdown page about job files for a code review."),
-    "run": _Listed("local", "Run a job on this machine: prepare, train, evaluate, predict."),
-    "predict": _Listed("predict", "Write a model's predictions for data on this machine."),
+    "run": _Listed("run_command", "Run a job on this machine: prepare, train, evaluate, predict."),
+    "predict": _Listed("predict_command", "Write a model's predictions for data on this machine."),
     "compare": _Listed("compare", "Compare runs on this machine: settings, metrics, time, cost."),
     "ui": _Listed("ui", "Show runs and jobs in a browser."),
-    "status": _Listed("cluster", "Show where a job in a cluster is, or all jobs in a table."),
-    "logs": _Listed("cluster", "Show the log of a stage, all its pods together."),
-    "watch": _Listed("cluster", "Follow a job to its end."),
-    "wait": _Listed("steering", "Wait until all the jobs are as far as that."),
-    "suspend": _Listed("steering", "Stop jobs after a checkpoint, until they are resumed."),
-    "resume": _Listed("steering", "Let suspended jobs go on from their last checkpoint."),
-    "restart": _Listed("steering", "Begin another attempt of jobs, or run ended ones again."),
-    "cancel": _Listed("steering", "End jobs for good by deleting them."),
-    "cost": _Listed("steering", "Show what jobs have used and what that costs."),
-    "debug": _Listed("steering", "Collect what a maintainer would ask for into an archive."),
+    "status": _Listed("cluster_commands", "Show where a job in a cluster is, or all jobs in a table."),
+    "logs": _Listed("cluster_commands", "Show the log of a stage, all its pods together."),
+    "watch": _Listed("cluster_commands", "Follow a job to its end."),
+    "wait": _Listed("steering_commands", "Wait until all the jobs are as far as that."),
+    "suspend": _Listed("steering_commands", "Stop jobs after a checkpoint, until they are resumed."),
+    "resume": _Listed("steering_commands", "Let suspended jobs go on from their last checkpoint."),
+    "restart": _Listed("steering_commands", "Begin another attempt of jobs, or run ended ones again."),
+    "cancel": _Listed("steering_commands", "End jobs for good by deleting them."),
+    "cost": _Listed("steering_commands", "Show what jobs have used and what that costs."),
+    "debug": _Listed("steering_commands", "Collect what a maintainer would ask for into an archive."),
     "images": _Listed("installation", "List every image that an installation and its jobs can pull."),
     "explain": _Listed("documents", "Explain a field of FineTuneJob: type, meaning, fields in it."),
     "crd": _Listed("documents", "Write the CustomResourceDefinition of FineTuneJob."),

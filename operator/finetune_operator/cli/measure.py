@@ -27,15 +27,15 @@ import psutil
 from pydantic import ValidationError
 
 from finetune_contract.facts import HardwareFacts, ModelFacts, TrainerFacts
-from finetune_contract.job import ModelSource, TrainerJob
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import TrainerReport
+from finetune_contract.trainer_job import ModelSource, TrainerJob
 from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.types import FineTuneJob
-from finetune_operator.cli import hub
+from finetune_operator.cli import hub_reach
 from finetune_operator.cli.console import err, note
 from finetune_operator.cli.environment import trainer_environment, usable_cores
-from finetune_operator.cli.files import write_atomically
+from finetune_operator.cli.local_files import write_atomically
 
 TRAINER = "finetune_trainer"
 TIMEOUT_SECONDS = 120
@@ -63,7 +63,7 @@ def trainer_is_installed() -> bool:
     return importlib.util.find_spec(TRAINER) is not None
 
 
-def measure(job: FineTuneJob, way_out: str = hub.WAY_OUT) -> Measured:
+def measure(job: FineTuneJob, way_out: str = hub_reach.WAY_OUT) -> Measured:
     """The model's shape and this machine; without the trainer only the machine, and a note says why. `way_out`: what to
     do where the Hub cannot be reached.
     """
@@ -72,13 +72,14 @@ def measure(job: FineTuneJob, way_out: str = hub.WAY_OUT) -> Measured:
         return Measured(None, own_hardware())
     cached = _cache_file(job)
     facts = _read(cached)
-    if facts is None and hub.missing({job.spec.model.uri: "model"}):
+    if facts is None and hub_reach.missing({job.spec.model.uri: "model"}):
         note(
-            f"the size of {job.spec.model.uri} is assumed: {hub.out_of_reach()}, and there is no copy here. {way_out}."
+            f"the size of {job.spec.model.uri} is assumed: {hub_reach.out_of_reach()}, "
+            f"and there is no copy here. {way_out}."
         )
         return Measured(None, own_hardware())
     if facts is None:
-        variables = hub.variables({job.spec.model.uri: "model"})
+        variables = hub_reach.variables({job.spec.model.uri: "model"})
         with err().status(f"Measuring {job.spec.model.uri} ..."):
             facts = _ask_trainer(job, variables)
         if facts is not None:

@@ -13,9 +13,9 @@ from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import human_bytes, human_seconds
 from finetune_operator.cli.console import described, problem_data
 from finetune_operator.cli.costs import money
-from finetune_operator.cli.inputs import JobEntry
+from finetune_operator.cli.job_files import JobEntry
+from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.planning.summary import summarise
-from finetune_operator.planning.types import JobPlan
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune_operator.cli.awaiting import Goal, wait_for
-from finetune_operator.cli.cluster import Cluster, ClusterError, ClusterJob
+from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, ClusterJob
 from finetune_operator.cli.jobview import phase_of
 from finetune_operator.cli.watching import JobDeletedError, versions
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from rich.console import Console, Group
 from rich.live import Live
 
-from finetune_operator.cli.cluster import Cluster, ClusterError, ClusterJob, Happening, UnreachableError, parse_job
+from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, ClusterJob, Happening, UnreachableError, parse_job
 from finetune_operator.cli.console import note
 from finetune_operator.cli.display import LINE_PERCENT, LINE_SECONDS
 from finetune_operator.cli.jobview import Page, next_commands, one_line, utc_now

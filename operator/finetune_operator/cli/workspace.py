@@ -26,7 +26,7 @@ from finetune_contract.facts import DataFacts
 from finetune_contract.layout import JobPaths
 from finetune_contract.report import TrainerReport
 from finetune_operator.api.types import FineTuneJob, GenerationSpec
-from finetune_operator.cli.files import write_atomically
+from finetune_operator.cli.local_files import write_atomically
 from finetune_operator.cli.measure import state_of_files
 
 Inputs: TypeAlias = dict[str, Any]

@@ -28,7 +28,7 @@ from finetune_operator.kubernetes_api.answers import Lines, Page, WatchEvent, de
 from finetune_operator.kubernetes_api.configuration import configure
 from finetune_operator.kubernetes_api.errors import ApiError, UnavailableError, error_of
 from finetune_operator.kubernetes_api.resources import POD, Resource, resource_of
-from finetune_operator.rendering.types import Manifest
+from finetune_operator.rendering.render_types import Manifest
 
 Verb: TypeAlias = Literal["get", "list", "watch", "create", "update", "patch", "delete"]
 Query: TypeAlias = Mapping[str, str]

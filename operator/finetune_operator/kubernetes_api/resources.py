@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
-from finetune_operator.launchers.rows import SUPPORTED, LauncherName
+from finetune_operator.launchers.launcher_rows import SUPPORTED, LauncherName
 
 
 @dataclass(frozen=True)

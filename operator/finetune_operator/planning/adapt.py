@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from finetune_operator.planning.types import Adaptation, JobPlan
+from finetune_operator.planning.plan_types import Adaptation, JobPlan
 
 
 def next_adaptation(plan: JobPlan, current: Adaptation) -> Adaptation:

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 
 from finetune_contract.arguments import groups_by_length
 from finetune_contract.choices import Precision
-from finetune_contract.job import Batch, Strategy
+from finetune_contract.trainer_job import Batch, Strategy
 from finetune_operator.planning.draft import Draft, Lengths, decided
-from finetune_operator.planning.model_parallel import fills
-from finetune_operator.planning.padding import StepRows, quickest, step_rows
+from finetune_operator.planning.model_parallel_plan import fills
+from finetune_operator.planning.padding_estimate import StepRows, quickest, step_rows
 
 CPU_TOKENS = 2048
 """Tokens of a micro-batch above which a CPU gains nothing more: with a 22M-parameter BERT on 2 cores, rows/s at 32

@@ -11,15 +11,15 @@ from dataclasses import dataclass
 
 from finetune_contract.choices import Precision
 from finetune_contract.facts import ModelFacts
-from finetune_contract.job import Adapter, Batch, Strategy
+from finetune_contract.trainer_job import Adapter, Batch, Strategy
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.settings import Price, Settings
-from finetune_operator.planning.adapters import trained_parameters
+from finetune_operator.planning.adapter_sizes import trained_parameters
 from finetune_operator.planning.devices import find_gpu, link_bytes
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.memory import compute_bytes, weight_bytes
-from finetune_operator.planning.model_parallel import bubble
-from finetune_operator.planning.types import Estimate
+from finetune_operator.planning.model_parallel_plan import bubble
+from finetune_operator.planning.plan_types import Estimate
 
 GPU_UTILISATION = 0.35
 """Share of the dense peak in fine-tuning at 16 bits. Published: 23 % (GPT-3 175B over 960 A100) to 45 % (GPT-2 30B, 141

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from finetune_contract.plans import PIPELINE_FAMILIES, SEQUENCE_FAMILIES
 from finetune_operator.api.problems import Problem
 from finetune_operator.planning.batch import divisors
-from finetune_operator.planning.combinations import with_parallelism
+from finetune_operator.planning.combination_checks import with_parallelism
 from finetune_operator.planning.draft import Draft, decided
-from finetune_operator.planning.model_parallel import check_model_parallel
-from finetune_operator.planning.sequence import check_sequence
+from finetune_operator.planning.model_parallel_plan import check_model_parallel
+from finetune_operator.planning.sequence_plan import check_sequence
 
 
 def with_degrees(draft: Draft, tensor: int, pipeline: int) -> Draft:

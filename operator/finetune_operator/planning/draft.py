@@ -13,12 +13,12 @@ from typing import Literal, Self, TypeVar
 
 from finetune_contract.choices import Device, InferencePrecision, Precision, Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
-from finetune_contract.job import Adapter, Batch, CheckpointSchedule, Strategy, World
+from finetune_contract.trainer_job import Adapter, Batch, CheckpointSchedule, Strategy, World
 from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobSpec, ScriptSpec, TrainingSpec
-from finetune_operator.launchers.rows import LauncherName
-from finetune_operator.planning.types import Adaptation, MemoryEstimate, PlanLauncher
+from finetune_operator.launchers.launcher_rows import LauncherName
+from finetune_operator.planning.plan_types import Adaptation, MemoryEstimate, PlanLauncher
 
 Value = TypeVar("Value")
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from finetune_contract.choices import LANGUAGE_TASKS, WRITING_TASKS, InferencePrecision, Stage
 from finetune_contract.plans import ASKED_LOGITS
 from finetune_operator.api.quantities import human_bytes, human_seconds
+from finetune_operator.planning.assumed_facts import is_well_known
 from finetune_operator.planning.cost import CPU_FLOPS_PER_CORE, CPU_UTILISATION, GPU_UTILISATION, forward_flops
 from finetune_operator.planning.devices import find_gpu
 from finetune_operator.planning.draft import Draft, decided
-from finetune_operator.planning.facts import is_well_known
 from finetune_operator.planning.memory import inference_bytes
 
 GPU_BATCH_TOKENS = 16_384

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from finetune_contract.choices import LANGUAGE_TASKS, Device, InferencePrecision, OptimizerName, Precision, Task
 from finetune_contract.facts import ModelFacts
-from finetune_contract.job import Adapter, Strategy, World
 from finetune_contract.plans import ASKED_LOGITS, AVERAGED_ELEMENTS, JUDGED_LOGITS
-from finetune_operator.planning.adapters import (
+from finetune_contract.trainer_job import Adapter, Strategy, World
+from finetune_operator.planning.adapter_sizes import (
     FOUR_BIT_BYTES,
     adapted_layers,
     four_bit_weights,
@@ -24,9 +24,9 @@ from finetune_operator.planning.adapters import (
     trained_parameters,
 )
 from finetune_operator.planning.architectures import activation_shape
-from finetune_operator.planning.model_parallel import in_flight, layers_of_a_process, parameters_of_a_process
-from finetune_operator.planning.sequence import slice_tokens
-from finetune_operator.planning.types import MemoryEstimate, MemoryTerm
+from finetune_operator.planning.model_parallel_plan import in_flight, layers_of_a_process, parameters_of_a_process
+from finetune_operator.planning.plan_types import MemoryEstimate, MemoryTerm
+from finetune_operator.planning.sequence_plan import slice_tokens
 
 MIB = 1 << 20
 

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 
 from finetune_contract.choices import Stage
-from finetune_operator.launchers.rows import LONGEST_POD_SUFFIX
+from finetune_operator.launchers.launcher_rows import LONGEST_POD_SUFFIX
 
 LABEL_LIMIT = 63
 """RFC 1035, section 2.3.4."""

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from finetune_contract.choices import Precision, Stage, Task
-from finetune_contract.job import (
+from finetune_contract.trainer_job import (
     Columns,
     DataSource,
     EarlyStopping,
@@ -33,22 +33,28 @@ from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import DatasetSpec, FineTuneJob, FineTuneJobSpec
-from finetune_operator.launchers.rows import launcher_of
-from finetune_operator.planning.adapters import choose_adapter
+from finetune_operator.launchers.launcher_rows import launcher_of
+from finetune_operator.planning.adapter_sizes import choose_adapter
+from finetune_operator.planning.assumed_facts import (
+    assumed_device,
+    assumed_hardware,
+    assumed_model,
+    is_well_known,
+    node_words,
+)
 from finetune_operator.planning.capacity import choose_capacity
-from finetune_operator.planning.combinations import check_rules
+from finetune_operator.planning.combination_checks import check_rules
 from finetune_operator.planning.cost import cost_problems, estimate_training
 from finetune_operator.planning.devices import has_fp8
 from finetune_operator.planning.draft import Draft, Lengths, decided
-from finetune_operator.planning.facts import assumed_device, assumed_hardware, assumed_model, is_well_known, node_words
 from finetune_operator.planning.inference import check_inference, choose_inference, choose_workers, inference_tokens
-from finetune_operator.planning.model_parallel import check_model_parallel
+from finetune_operator.planning.model_parallel_plan import check_model_parallel
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
+from finetune_operator.planning.plan_types import Adaptation, Estimate, Facts, JobPlan, PlanRefused
 from finetune_operator.planning.schedule import choose_checkpoints, choose_steps
 from finetune_operator.planning.script import SCRIPT, choose_script, script_order
-from finetune_operator.planning.sequence import check_sequence
+from finetune_operator.planning.sequence_plan import check_sequence
 from finetune_operator.planning.strategy import choose_strategy
-from finetune_operator.planning.types import Adaptation, Estimate, Facts, JobPlan, PlanRefused
 
 Phase: TypeAlias = Callable[[Draft], Draft]
 

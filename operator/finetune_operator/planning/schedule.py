@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from finetune_contract.job import MOST_SAVING, CheckpointSchedule
+from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule
 from finetune_operator.planning.draft import Draft, Steps, decided
 
 DEFAULT_EPOCHS = 3.0

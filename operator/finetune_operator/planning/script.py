@@ -6,7 +6,7 @@ nothing to adapt when memory runs out; the plan says so rather than to guess.
 
 from __future__ import annotations
 
-from finetune_contract.job import Script
+from finetune_contract.trainer_job import Script
 from finetune_operator.api.types import ScriptSpec
 from finetune_operator.planning.draft import Draft, decided
 

@@ -14,13 +14,14 @@ from itertools import chain
 
 from finetune_contract.choices import AdapterMethod, CheckpointingMode, OffloadDevice, Stage
 from finetune_contract.combinations import Choices, broken
-from finetune_contract.job import Strategy, World
+from finetune_contract.trainer_job import Strategy, World
 from finetune_operator.api.quantities import human_bytes, human_count
 from finetune_operator.api.rules.parallelism import secondary_shards
 from finetune_operator.api.rules.processes import asked_strategy
 from finetune_operator.api.types import OffloadSpec, ParallelismSpec
 from finetune_operator.planning import memory
-from finetune_operator.planning.adapters import choose_adapter
+from finetune_operator.planning.adapter_sizes import choose_adapter
+from finetune_operator.planning.assumed_facts import assumed_memory
 from finetune_operator.planning.batch import (
     batch_arithmetic,
     batch_of,
@@ -29,13 +30,12 @@ from finetune_operator.planning.batch import (
     less_padded,
     micro_batches,
 )
-from finetune_operator.planning.combinations import decided_choices, with_parallelism, with_spec
+from finetune_operator.planning.combination_checks import decided_choices, with_parallelism, with_spec
 from finetune_operator.planning.cost import step_time
 from finetune_operator.planning.degrees import obstacles, slices, spreads
 from finetune_operator.planning.draft import Draft, decided
-from finetune_operator.planning.facts import assumed_memory
-from finetune_operator.planning.model_parallel import explain_pipeline, filled, spread
-from finetune_operator.planning.types import MemoryEstimate
+from finetune_operator.planning.model_parallel_plan import explain_pipeline, filled, spread
+from finetune_operator.planning.plan_types import MemoryEstimate
 
 MOST_NODES = 4096
 """Up to here the refusal looks for a number of nodes that would do."""

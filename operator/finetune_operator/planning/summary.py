@@ -8,11 +8,11 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
-from finetune_contract.job import Adapter, Training
+from finetune_contract.trainer_job import Adapter, Training
 from finetune_operator.api.quantities import human_bytes, human_count, human_seconds
-from finetune_operator.planning.adapters import trained_parameters
+from finetune_operator.planning.adapter_sizes import trained_parameters
 from finetune_operator.planning.batch import batch_arithmetic
-from finetune_operator.planning.types import Estimate, JobPlan, MemoryEstimate
+from finetune_operator.planning.plan_types import Estimate, JobPlan, MemoryEstimate
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from finetune_operator.api.problems import Problem, describe_value
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobSpec
 from finetune_operator.api.validation import validate_job
-from finetune_operator.launchers.rows import LauncherName
+from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.reconcile.planned import problems_text
+from finetune_operator.reconcile.reconcile_types import JobView
 from finetune_operator.reconcile.status import ended
-from finetune_operator.reconcile.types import JobView
 
 API_VERSION = "admission.k8s.io/v1"
 KIND = "AdmissionReview"

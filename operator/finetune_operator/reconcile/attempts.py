@@ -13,22 +13,22 @@ from datetime import datetime, timedelta
 from finetune_contract.causes import ECHOES
 from finetune_contract.choices import Stage
 from finetune_operator.api.types import StageStatus
-from finetune_operator.planning.types import PlanRefused
+from finetune_operator.planning.plan_types import PlanRefused
 from finetune_operator.reconcile.course import Course, reference
 from finetune_operator.reconcile.endings import attempt_failed, stage_succeeded
-from finetune_operator.reconcile.failures import first_cause, on_node_lost, reported_success, without_report
+from finetune_operator.reconcile.failure_diagnosis import first_cause, on_node_lost, reported_success, without_report
 from finetune_operator.reconcile.planned import configuration
+from finetune_operator.reconcile.reconcile_types import ChildView, PodView
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
 from finetune_operator.reconcile.replacing import standing, tell_replaced
 from finetune_operator.reconcile.results import nodes
 from finetune_operator.reconcile.silence import no_progress, silence, witnesses
 from finetune_operator.reconcile.spot import clock_started, look_for_nodes, words
 from finetune_operator.reconcile.status import NO_PROGRESS, condition
-from finetune_operator.reconcile.times import earliest, moment, stamp
-from finetune_operator.reconcile.types import ChildView, PodView
+from finetune_operator.reconcile.status_times import earliest, moment, stamp
 from finetune_operator.reconcile.usage import seen
-from finetune_operator.reconcile.waiting import waits
-from finetune_operator.rendering.types import Attempt
+from finetune_operator.reconcile.waiting_reasons import waits
+from finetune_operator.rendering.render_types import Attempt
 
 GONE_SECONDS = 30
 """A pod that is to be deleted and is still there that long after its grace period has a node that does not answer."""

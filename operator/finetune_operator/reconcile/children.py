@@ -14,9 +14,9 @@ from pydantic import JsonValue, ValidationError
 from finetune_contract.choices import Stage
 from finetune_operator.api.objects import Meta, Raw
 from finetune_operator.api.types import Capacity
-from finetune_operator.launchers.registry import module_of
-from finetune_operator.reconcile.types import ChildView, ObjectRef
-from finetune_operator.rendering.types import ATTEMPT_LABEL, CAPACITY_LABEL, STAGE_LABEL
+from finetune_operator.launchers.launcher_registry import module_of
+from finetune_operator.reconcile.reconcile_types import ChildView, ObjectRef
+from finetune_operator.rendering.render_types import ATTEMPT_LABEL, CAPACITY_LABEL, STAGE_LABEL
 
 
 class _Child(Raw):

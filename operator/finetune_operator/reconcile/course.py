@@ -20,9 +20,17 @@ from finetune_operator.api.types import (
     FineTuneJobStatus,
     StageStatus,
 )
-from finetune_operator.reconcile.times import earliest
-from finetune_operator.reconcile.types import ChildView, Decision, EventNote, JobView, ObjectRef, Observed, PodView
-from finetune_operator.rendering.types import Manifest, ProgressEndpoint
+from finetune_operator.reconcile.reconcile_types import (
+    ChildView,
+    Decision,
+    EventNote,
+    JobView,
+    ObjectRef,
+    Observed,
+    PodView,
+)
+from finetune_operator.reconcile.status_times import earliest
+from finetune_operator.rendering.render_types import Manifest, ProgressEndpoint
 
 
 @dataclass(frozen=True)

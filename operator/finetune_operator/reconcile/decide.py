@@ -15,18 +15,13 @@ from finetune_contract.choices import Stage
 from finetune_operator.api.quantities import human_bytes
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import Condition, ConditionType, FineTuneJobStatus, StageStatus
-from finetune_operator.launchers.registry import stage
-from finetune_operator.planning.types import PlanRefused
+from finetune_operator.launchers.launcher_registry import stage
+from finetune_operator.planning.plan_types import PlanRefused
 from finetune_operator.reconcile.attempts import gone_after, settle
 from finetune_operator.reconcile.course import Course, Stalled, reference
 from finetune_operator.reconcile.endings import delay_seconds, give_up, refused
 from finetune_operator.reconcile.planned import context, plan_now, plan_sentence, plan_status, problems_text
-from finetune_operator.reconcile.remedies import Cause, OperatorCause
-from finetune_operator.reconcile.results import CHECKPOINT_BYTES, with_report
-from finetune_operator.reconcile.spot import WAITING, bound_reached, clock_started, clock_stopped, next_capacity, words
-from finetune_operator.reconcile.status import complete, condition, ended
-from finetune_operator.reconcile.times import moment, stamp
-from finetune_operator.reconcile.types import (
+from finetune_operator.reconcile.reconcile_types import (
     ChildView,
     Decision,
     EventNote,
@@ -36,9 +31,14 @@ from finetune_operator.reconcile.types import (
     PodView,
     Refusal,
 )
+from finetune_operator.reconcile.remedies import Cause, OperatorCause
+from finetune_operator.reconcile.results import CHECKPOINT_BYTES, with_report
+from finetune_operator.reconcile.spot import WAITING, bound_reached, clock_started, clock_stopped, next_capacity, words
+from finetune_operator.reconcile.status import complete, condition, ended
+from finetune_operator.reconcile.status_times import moment, stamp
 from finetune_operator.reconcile.usage import attempt_over
 from finetune_operator.rendering.manifests import shared
-from finetune_operator.rendering.types import Attempt, Manifest, ProgressEndpoint
+from finetune_operator.rendering.render_types import Attempt, Manifest, ProgressEndpoint
 
 MANAGER = "finetune.dev/operator"
 """`runPolicy.managedBy` of jobs that are ours; left out, they are ours too."""
@@ -449,6 +449,7 @@ def _started(course: Course, current: StageStatus) -> Course:
             "capacity": capacity,
             "nodes_since": None,
             "running_since": None,
+            "replaced_pods": 0,
             # Before the first attempt these are refusals of the API server, which are over.
             "failures_in_row": current.failures_in_row if current.attempt else 0,
             "child": reference(child),

@@ -15,7 +15,7 @@ from finetune_contract.report import TrainerReport
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.settings import Limits
 from finetune_operator.api.types import FailureStatus, StageStatus
-from finetune_operator.planning.types import PlanRefused
+from finetune_operator.planning.plan_types import PlanRefused
 from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.planned import (
     NothingLeftToAdapt,
@@ -35,7 +35,7 @@ from finetune_operator.reconcile.results import (
     with_report,
 )
 from finetune_operator.reconcile.spot import taken_away
-from finetune_operator.reconcile.times import seconds_since, stamp
+from finetune_operator.reconcile.status_times import seconds_since, stamp
 from finetune_operator.reconcile.usage import attempt_over
 
 STEADY_SECONDS = 600

@@ -23,16 +23,16 @@ from finetune_operator.api.redaction import Redactor
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJob, FineTuneJobStatus
 from finetune_operator.api.validation import validate_job
-from finetune_operator.launchers.rows import SUPPORTED
+from finetune_operator.launchers.launcher_rows import SUPPORTED
 from finetune_operator.reconcile.children import attempt_of
 from finetune_operator.reconcile.course import heard_by
-from finetune_operator.reconcile.failures import first_cause, reported_success, without_report
+from finetune_operator.reconcile.failure_diagnosis import first_cause, reported_success, without_report
 from finetune_operator.reconcile.raw import RawPod
+from finetune_operator.reconcile.reconcile_types import ChildView, Ended, JobView, Observed, PodView, Waiting
 from finetune_operator.reconcile.remedies import LOG_LIMIT, MOST_LOGS
 from finetune_operator.reconcile.replacing import standing
 from finetune_operator.reconcile.silence import silence, witnesses
-from finetune_operator.reconcile.types import ChildView, Ended, JobView, Observed, PodView, Waiting
-from finetune_operator.rendering.pods import CONTAINER_NAME
+from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 """kubectl's copy of the whole object: what is wrong in it is told once, for the object itself."""

@@ -14,19 +14,19 @@ from pydantic import BaseModel, JsonValue, ValidationError
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts, ModelFacts
-from finetune_contract.job import CheckpointSchedule
 from finetune_contract.report import MeasuredFacts
+from finetune_contract.trainer_job import CheckpointSchedule
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.types import AdaptationStatus, EstimateStatus, MeasuredStatus, PlanStatus
-from finetune_operator.launchers.rows import ENGINES, TRAINING, LauncherName
+from finetune_operator.launchers.launcher_rows import ENGINES, TRAINING, LauncherName
 from finetune_operator.planning.adapt import next_adaptation
 from finetune_operator.planning.batch import batch_arithmetic
 from finetune_operator.planning.plan import plan
-from finetune_operator.planning.types import Adaptation, Facts, JobPlan, PlanRefused
+from finetune_operator.planning.plan_types import Adaptation, Facts, JobPlan, PlanRefused
 from finetune_operator.reconcile.course import Course
-from finetune_operator.reconcile.times import seconds_since
+from finetune_operator.reconcile.status_times import seconds_since
 from finetune_operator.rendering.contract import fingerprint, stage_files
-from finetune_operator.rendering.types import Attempt, Owner, RenderContext
+from finetune_operator.rendering.render_types import Attempt, Owner, RenderContext
 
 MOST_REASONS = 64
 MOST_ADAPTATIONS = 32

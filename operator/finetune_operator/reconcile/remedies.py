@@ -15,7 +15,7 @@ from finetune_contract.layout import FailureClass
 from finetune_contract.report import shortened
 from finetune_operator.api.redaction import Redactor
 from finetune_operator.api.types import MAX_INT, FailureStatus
-from finetune_operator.reconcile.types import PodView
+from finetune_operator.reconcile.reconcile_types import PodView
 
 MESSAGE_LIMIT = 4096
 LOG_LIMIT = 4096

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from finetune_operator.api.types import StageStatus
 from finetune_operator.reconcile.course import Course
-from finetune_operator.reconcile.failures import first_cause
-from finetune_operator.reconcile.types import ChildView, PodView
+from finetune_operator.reconcile.failure_diagnosis import first_cause
+from finetune_operator.reconcile.reconcile_types import ChildView, PodView
 
 
 def standing(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView, ...]:

@@ -23,7 +23,7 @@ from finetune_operator.api.types import (
 )
 from finetune_operator.planning.cost import find_price
 from finetune_operator.planning.names import JobNames
-from finetune_operator.reconcile.times import seconds_since
+from finetune_operator.reconcile.status_times import seconds_since
 from finetune_operator.rendering.sizes import gpus_of_stage
 
 HEADLINES = ("accuracy", "f1", "loss", "train_loss")

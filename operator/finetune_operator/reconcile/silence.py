@@ -15,9 +15,9 @@ from finetune_contract.choices import Stage
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import ProgressStatus
+from finetune_operator.reconcile.reconcile_types import JobView, Observed, PodView
 from finetune_operator.reconcile.remedies import MOST_LOGS, Cause, OperatorCause
-from finetune_operator.reconcile.times import stamp
-from finetune_operator.reconcile.types import JobView, Observed, PodView
+from finetune_operator.reconcile.status_times import stamp
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.types import Capacity, SpotStatus, StageStatus
 from finetune_operator.planning.capacity import patience
 from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.reconcile_types import PodView
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
-from finetune_operator.reconcile.times import earliest, moment, seconds_since, stamp
-from finetune_operator.reconcile.types import PodView
+from finetune_operator.reconcile.status_times import earliest, moment, seconds_since, stamp
 from finetune_operator.reconcile.usage import attempt_over
-from finetune_operator.rendering.spot import first_capacity
+from finetune_operator.rendering.spot_affinity import first_capacity
 
 WAITING = "WaitingForSpot"
 """Reason of condition Running, and of the event that tells of it once."""

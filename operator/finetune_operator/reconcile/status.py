@@ -23,7 +23,7 @@ from finetune_operator.api.types import (
 from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.planned import problems_text
 from finetune_operator.reconcile.spot import words
-from finetune_operator.reconcile.times import stamp
+from finetune_operator.reconcile.status_times import stamp
 
 MESSAGE_LIMIT = 32_768
 """Of metav1.Condition."""

@@ -11,9 +11,9 @@ from datetime import datetime
 
 from finetune_operator.api.types import StageStatus
 from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.reconcile_types import PodView
 from finetune_operator.reconcile.results import cost_after
-from finetune_operator.reconcile.times import earliest, seconds_since, stamp
-from finetune_operator.reconcile.types import PodView
+from finetune_operator.reconcile.status_times import earliest, seconds_since, stamp
 
 
 def seen(stage: StageStatus, pods: Sequence[PodView]) -> StageStatus:

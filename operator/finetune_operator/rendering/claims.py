@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import DataSource, TrainerJob
+from finetune_contract.trainer_job import DataSource, TrainerJob
 from finetune_operator.api.problems import Problem, describe_value
 from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, FineTuneJobSpec
 from finetune_operator.planning.names import JobNames
-from finetune_operator.planning.types import PlanRefused
-from finetune_operator.rendering.pods import Mount, Volume, claim_volume
+from finetune_operator.planning.plan_types import PlanRefused
+from finetune_operator.rendering.pod_parts import Mount, Volume, claim_volume
 
 WORKSPACE = "/workspace"
 CACHE = "/cache"

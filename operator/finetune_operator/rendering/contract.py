@@ -11,10 +11,10 @@ import json
 from typing import Literal, TypeAlias
 
 from finetune_contract.choices import Stage
-from finetune_operator.planning.types import JobPlan
+from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.rendering.claims import in_the_pod
-from finetune_operator.rendering.deepspeed import deepspeed_config
-from finetune_operator.rendering.types import RenderContext
+from finetune_operator.rendering.deepspeed_config import deepspeed_config
+from finetune_operator.rendering.render_types import RenderContext
 
 JOB_FILE = "job.json"
 DEEPSPEED_FILE = "deepspeed.json"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pydantic import JsonValue
 
 from finetune_operator.api.types import API_VERSION, KIND
-from finetune_operator.launchers.rows import launcher
+from finetune_operator.launchers.launcher_rows import launcher
 from finetune_operator.planning.names import JobNames
-from finetune_operator.planning.types import JobPlan
+from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.rendering.network import ALLOWS_ANNOTATION, rules_of
+from finetune_operator.rendering.render_types import JOB_LABEL, MANAGED_BY, Manifest, RenderContext
 from finetune_operator.rendering.templates import document
 from finetune_operator.rendering.trainer_pod import CA_FILE, RENDEZVOUS_PORT, StagePods
-from finetune_operator.rendering.types import JOB_LABEL, MANAGED_BY, Manifest, RenderContext
 
 
 def shared(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, JsonValue
 
-from finetune_operator.rendering.types import (
+from finetune_operator.rendering.render_types import (
     PROGRESS_PORT,
     Manifest,
     ProgressEndpoint,

@@ -11,8 +11,8 @@ from finetune_contract.choices import Device, Stage
 from finetune_operator.api.settings import Defaults
 from finetune_operator.api.types import FineTuneJobSpec
 from finetune_operator.planning.memory import CPU_PROCESS_BYTES
-from finetune_operator.planning.types import JobPlan
-from finetune_operator.rendering.pods import Resources
+from finetune_operator.planning.plan_types import JobPlan
+from finetune_operator.rendering.pod_parts import Resources
 
 MIB = 1 << 20
 MEMORY_STEP = 128 * MIB

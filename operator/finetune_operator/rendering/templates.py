@@ -17,8 +17,8 @@ from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined, pa
 from jinja2.runtime import Context
 from pydantic import JsonValue
 
-from finetune_operator.launchers.rows import LauncherName
-from finetune_operator.rendering.types import Manifest
+from finetune_operator.launchers.launcher_rows import LauncherName
+from finetune_operator.rendering.render_types import Manifest
 
 TemplateName: TypeAlias = Literal["claim", "configmap", "networkpolicy", "service"] | LauncherName
 """A launcher's template has the launcher's name."""

@@ -20,9 +20,9 @@ from finetune_contract.layout import (
     ENV_KUBEFLOW_URL,
     ENV_STACKS_SECONDS,
 )
-from finetune_operator.launchers.rows import launcher
+from finetune_operator.launchers.launcher_rows import launcher
 from finetune_operator.planning.names import JobNames
-from finetune_operator.planning.types import JobPlan
+from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.rendering.claims import Storage, storage
 from finetune_operator.rendering.contract import (
     DEEPSPEED_FILE,
@@ -33,8 +33,8 @@ from finetune_operator.rendering.contract import (
     stage_arguments,
     stage_files,
 )
-from finetune_operator.rendering.deepspeed import OFFLOAD_FOLDER, deepspeed_config, uses_offload_folder
-from finetune_operator.rendering.pods import (
+from finetune_operator.rendering.deepspeed_config import OFFLOAD_FOLDER, deepspeed_config, uses_offload_folder
+from finetune_operator.rendering.pod_parts import (
     Container,
     EnvVar,
     Mount,
@@ -47,17 +47,7 @@ from finetune_operator.rendering.pods import (
     scratch_volume,
     token_volume,
 )
-from finetune_operator.rendering.sizes import (
-    GPU,
-    network_environment,
-    shared_memory,
-    stage_device,
-    stage_gpus,
-    stage_resources,
-    stage_threads,
-)
-from finetune_operator.rendering.spot import spot_tolerations
-from finetune_operator.rendering.types import (
+from finetune_operator.rendering.render_types import (
     ATTEMPT_LABEL,
     CAPACITY_LABEL,
     HASH_ANNOTATION,
@@ -67,6 +57,16 @@ from finetune_operator.rendering.types import (
     Attempt,
     RenderContext,
 )
+from finetune_operator.rendering.sizes import (
+    GPU,
+    network_environment,
+    shared_memory,
+    stage_device,
+    stage_gpus,
+    stage_resources,
+    stage_threads,
+)
+from finetune_operator.rendering.spot_affinity import spot_tolerations
 
 CONFIG = "/etc/finetune"
 CA_FILE = "ca.crt"

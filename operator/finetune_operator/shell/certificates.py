@@ -33,7 +33,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from pydantic import JsonValue
 
-from finetune_operator.rendering.types import FIELD_OWNER, Manifest
+from finetune_operator.rendering.render_types import FIELD_OWNER, Manifest
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import logging
 import time
 
 from finetune_operator.kubernetes_api.resources import LAUNCHER_RESOURCES, Resource
-from finetune_operator.launchers.rows import BUILT_IN, LauncherName
+from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
 from finetune_operator.shell.kube import Kube
 
 log = logging.getLogger(__name__)

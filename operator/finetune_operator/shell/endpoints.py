@@ -16,7 +16,7 @@ from typing import Protocol
 from aiohttp import web
 
 from finetune_operator.shell.listening import Bounds
-from finetune_operator.shell.metrics import Metrics
+from finetune_operator.shell.operator_metrics import Metrics
 from finetune_operator.shell.sites import Site
 
 HTTP_PORT = 8080

@@ -15,7 +15,7 @@ from contextlib import aclosing
 from finetune_operator.kubernetes_api.answers import WatchEvent
 from finetune_operator.kubernetes_api.errors import ApiError, GoneError
 from finetune_operator.kubernetes_api.resources import FINETUNE_JOB, POD, Resource
-from finetune_operator.rendering.types import JOB_LABEL
+from finetune_operator.rendering.render_types import JOB_LABEL
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.state import OperatorState
 from finetune_operator.shell.sync import Turn, read_all, take

@@ -16,8 +16,8 @@ from pydantic import JsonValue
 
 from finetune_operator.api.settings import Settings
 from finetune_operator.reconcile.observed import Validate, asks_the_same, job_view
-from finetune_operator.reconcile.types import JobView
-from finetune_operator.rendering.types import Manifest
+from finetune_operator.reconcile.reconcile_types import JobView
+from finetune_operator.rendering.render_types import Manifest
 
 log = logging.getLogger(__name__)
 

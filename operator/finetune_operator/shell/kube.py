@@ -6,7 +6,7 @@ What is used, and so what the Roles in manifests/operator grant:
 |---|---|---|---|---|
 | finetune.dev | finetunejobs | get list watch delete | jobs | get after a conflict; delete for the time to live |
 | finetune.dev | finetunejobs/status | patch | jobs | status, by server-side apply |
-| of launchers/rows.py | those of its rows | get list watch create delete | jobs | attempts |
+| of launchers/launcher_rows.py | those of its rows | get list watch create delete | jobs | attempts |
 | "" | configmaps services persistentvolumeclaims | get create | jobs | beside attempts; get when a name is taken |
 | networking.k8s.io | networkpolicies | get create | jobs | before the first attempt; get when a name is taken |
 | "" | pods | list watch | jobs | reports, causes |
@@ -48,9 +48,9 @@ from finetune_operator.kubernetes_api.resources import (
     POD,
     Resource,
 )
-from finetune_operator.launchers.rows import BUILT_IN, LauncherName
-from finetune_operator.reconcile.times import stamp
-from finetune_operator.rendering.types import FIELD_OWNER, Manifest
+from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
+from finetune_operator.reconcile.status_times import stamp
+from finetune_operator.rendering.render_types import FIELD_OWNER, Manifest
 from finetune_operator.shell.clock import ClusterClock
 
 log = logging.getLogger(__name__)

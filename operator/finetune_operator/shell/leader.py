@@ -33,7 +33,7 @@ from pydantic import JsonValue
 
 from finetune_operator.kubernetes_api.errors import ApiError, UnavailableError
 from finetune_operator.kubernetes_api.resources import LEASE
-from finetune_operator.rendering.types import Manifest
+from finetune_operator.rendering.render_types import Manifest
 from finetune_operator.shell.kube import Kube
 
 log = logging.getLogger(__name__)

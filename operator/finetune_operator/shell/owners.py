@@ -16,7 +16,7 @@ from typing import NamedTuple
 from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
-from finetune_operator.launchers.rows import SUPPORTED
+from finetune_operator.launchers.launcher_rows import SUPPORTED
 from finetune_operator.planning.names import JobNames
 
 JOBS_BETWEEN = tuple(each.job_between for each in SUPPORTED if each.job_between is not None)

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from finetune_contract.choices import Stage
 from finetune_contract.report import KubeflowStatus, KubeflowUpdate
 from finetune_operator.api.types import ProgressStatus
-from finetune_operator.reconcile.times import stamp
+from finetune_operator.reconcile.status_times import stamp
 
 BODY_LIMIT_BYTES = 64 * 1024
 _NAME = r"[a-z0-9](?:[-a-z0-9.]{0,251}[a-z0-9])?"

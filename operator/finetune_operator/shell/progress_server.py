@@ -25,7 +25,7 @@ import aiohttp
 from aiohttp import web
 
 from finetune_operator.api.types import ProgressStatus
-from finetune_operator.rendering.types import PROGRESS_PORT
+from finetune_operator.rendering.render_types import PROGRESS_PORT
 from finetune_operator.shell.bodies import Bodies, BodyError
 from finetune_operator.shell.certificates import SERVICE_NAME, TlsContexts
 from finetune_operator.shell.connections import Server

@@ -38,9 +38,17 @@ from finetune_operator.kubernetes_api.errors import (
 )
 from finetune_operator.kubernetes_api.resources import CLAIM, FINETUNE_JOB, JOB, LAUNCHER_RESOURCES, POD, resource_of
 from finetune_operator.reconcile.observed import kept_log, leaving, wanted_logs
-from finetune_operator.reconcile.types import ChildView, Decision, EventNote, JobView, ObjectRef, Observed, Refusal
-from finetune_operator.rendering.pods import CONTAINER_NAME
-from finetune_operator.rendering.types import JOB_LABEL, UID_LABEL, Manifest, ProgressEndpoint
+from finetune_operator.reconcile.reconcile_types import (
+    ChildView,
+    Decision,
+    EventNote,
+    JobView,
+    ObjectRef,
+    Observed,
+    Refusal,
+)
+from finetune_operator.rendering.pod_parts import CONTAINER_NAME
+from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL, Manifest, ProgressEndpoint
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.owners import controller_of
 from finetune_operator.shell.queue import JobKey

@@ -23,10 +23,10 @@ from finetune_operator.kubernetes_api.errors import (
     NotFoundError,
 )
 from finetune_operator.kubernetes_api.resources import POD, SECRET, TOKEN_REVIEW
-from finetune_operator.launchers.rows import LauncherName
-from finetune_operator.reconcile.figures import Fleet, fleet
-from finetune_operator.reconcile.types import JobView, PodView
-from finetune_operator.rendering.types import Manifest, ProgressEndpoint
+from finetune_operator.launchers.launcher_rows import LauncherName
+from finetune_operator.reconcile.fleet_figures import Fleet, fleet
+from finetune_operator.reconcile.reconcile_types import JobView, PodView
+from finetune_operator.rendering.render_types import Manifest, ProgressEndpoint
 from finetune_operator.shell.certificates import (
     LOOK_AGAIN,
     SECRET_NAME,
@@ -39,7 +39,7 @@ from finetune_operator.shell.certificates import (
 )
 from finetune_operator.shell.endpoints import HTTP_PORT, Endpoints
 from finetune_operator.shell.kube import Kube
-from finetune_operator.shell.metrics import Metrics
+from finetune_operator.shell.operator_metrics import Metrics
 from finetune_operator.shell.progress_protocol import AttemptKey, later
 from finetune_operator.shell.progress_server import PORT, KnownPod, ProgressServer
 from finetune_operator.shell.queue import JobKey

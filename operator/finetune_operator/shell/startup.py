@@ -23,13 +23,13 @@ from kubernetes.aio.client import ApiClient
 from finetune_operator.api.settings import Settings
 from finetune_operator.kubernetes_api.client import connect
 from finetune_operator.kubernetes_api.errors import TooManyRequestsError, UnavailableError
-from finetune_operator.rendering.types import FIELD_OWNER
+from finetune_operator.rendering.render_types import FIELD_OWNER
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.endpoints import HTTP_PORT
 from finetune_operator.shell.following import Followers
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.leader import Leader
-from finetune_operator.shell.metrics import Metrics
+from finetune_operator.shell.operator_metrics import Metrics
 from finetune_operator.shell.progress_server import PORT
 from finetune_operator.shell.queue import WorkQueue
 from finetune_operator.shell.reconciler import Decide, Reconciler

@@ -16,9 +16,9 @@ from typing import Protocol
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import FineTuneJobStatus, ProgressStatus
-from finetune_operator.launchers.rows import LauncherName
-from finetune_operator.reconcile.types import JobView
-from finetune_operator.rendering.types import Manifest, ProgressEndpoint
+from finetune_operator.launchers.launcher_rows import LauncherName
+from finetune_operator.reconcile.reconcile_types import JobView
+from finetune_operator.rendering.render_types import Manifest, ProgressEndpoint
 from finetune_operator.shell.judging import Judge
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.queue import JobKey, WorkQueue

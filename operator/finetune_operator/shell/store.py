@@ -24,8 +24,8 @@ from pydantic import JsonValue
 from finetune_operator.api.settings import Settings
 from finetune_operator.reconcile.children import child_view
 from finetune_operator.reconcile.observed import job_view, pod_view
-from finetune_operator.reconcile.types import ChildView, JobView, PodView
-from finetune_operator.rendering.types import JOB_LABEL, UID_LABEL
+from finetune_operator.reconcile.reconcile_types import ChildView, JobView, PodView
+from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL
 from finetune_operator.shell.owners import DRIVERS, JOBS_BETWEEN, Links, Owner, controller_of, expected_owners
 from finetune_operator.shell.queue import JobKey
 

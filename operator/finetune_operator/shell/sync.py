@@ -14,8 +14,8 @@ from contextlib import suppress
 
 from finetune_operator.kubernetes_api.errors import ApiError
 from finetune_operator.kubernetes_api.resources import FINETUNE_JOB, POD, Resource
-from finetune_operator.reconcile.types import JobView
-from finetune_operator.rendering.types import JOB_LABEL, Manifest
+from finetune_operator.reconcile.reconcile_types import JobView
+from finetune_operator.rendering.render_types import JOB_LABEL, Manifest
 from finetune_operator.shell.discovery import Discovery
 from finetune_operator.shell.state import OperatorState
 from finetune_operator.shell.store import Key, UnreadableError, key_of

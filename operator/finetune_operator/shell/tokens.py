@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from finetune_operator.api.json_text import loads
-from finetune_operator.rendering.types import PROGRESS_AUDIENCE
+from finetune_operator.rendering.render_types import PROGRESS_AUDIENCE
 
 REMEMBER_SECONDS = 600.0
 """Most for a good answer: so long a token of a deleted pod stays known, and the pod has to be in the store besides."""

@@ -29,10 +29,10 @@ from pydantic import JsonValue
 from finetune_operator.api.settings import Settings
 from finetune_operator.kubernetes_api.errors import ConflictError, NotFoundError
 from finetune_operator.kubernetes_api.resources import WEBHOOK
-from finetune_operator.launchers.rows import LauncherName
+from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.reconcile.admission import NoReviewError, answer
-from finetune_operator.reconcile.types import JobView
-from finetune_operator.rendering.types import Manifest
+from finetune_operator.reconcile.reconcile_types import JobView
+from finetune_operator.rendering.render_types import Manifest
 from finetune_operator.shell.bodies import Bodies, BodyError
 from finetune_operator.shell.certificates import valid_until
 from finetune_operator.shell.kube import Kube

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 
 from box_support.box import CONTROLLERS, Box, held_box, running_box
-from box_support.hub import Hub, hub_stand_in
-from box_support.inputs import copy_real_inputs, readable_by_all, write_tagged_words
+from box_support.box_inputs import copy_real_inputs, readable_by_all, write_tagged_words
+from box_support.hub_pod import Hub, hub_stand_in
 from box_support.team import INPUTS, RESTRICTED, Team
-from cluster_support.access import wait_until
+from cluster_support.api_access import wait_until
 from cluster_support.control_plane import ROOT
 
 

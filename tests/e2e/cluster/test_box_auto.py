@@ -6,7 +6,7 @@ import pytest
 
 from box_support.box import Box
 from box_support.team import Team, tiny_spec
-from cluster_support.access import Object
+from cluster_support.api_access import Object
 
 HELD = {"suspend": True}
 """Planned, and nothing more: no pods are needed to see the launcher."""

@@ -15,7 +15,7 @@ from box_support.chaos import CLASSIFIER, Storm
 from box_support.chaos_schedule import schedule
 from box_support.faults import caught_up
 from box_support.team import INPUTS, Team
-from cluster_support.access import wait_until
+from cluster_support.api_access import wait_until
 
 FAULTS = int(os.environ.get("FINETUNE_FAULTS", "10"))
 SEED = int(os.environ.get("FINETUNE_SEED", "7"))

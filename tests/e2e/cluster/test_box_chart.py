@@ -19,7 +19,7 @@ from box_support.box import SETTINGS, Box
 from box_support.team import JOB_SECONDS, Team, stage_of, tiny_spec
 from chart_files import CHART
 from chart_rendering import helm
-from cluster_support.access import Object, path_of, wait_until
+from cluster_support.api_access import Object, path_of, wait_until
 from cluster_support.operator_process import NAMESPACE, USER
 from cluster_support.world import CHILD_KINDS
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL

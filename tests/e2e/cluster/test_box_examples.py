@@ -19,9 +19,9 @@ import pytest
 from box_support.box import EXAMPLES_GIT_HOST, Box
 from box_support.git_pod import TEMPLATE as TRUSTING_THE_GIT_HOST
 from box_support.git_pod import git_pod
-from box_support.hub import Hub
+from box_support.hub_pod import Hub
 from box_support.team import INPUTS, Team, stage_of
-from cluster_support.access import Object
+from cluster_support.api_access import Object
 from examples import FITTED_LOCALLY, IN_CLUSTER, example_document
 from script_support.programs import documented
 

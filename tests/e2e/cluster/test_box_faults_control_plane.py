@@ -14,7 +14,7 @@ from box_support.box import Box
 from box_support.breaking import EVERY
 from box_support.faults import api_server_away, caught_up, kill_operator, operator_pods, puppet
 from box_support.team import JOB_SECONDS, Team, last_step, stage_of, tiny_spec
-from cluster_support.access import Object, wait_until
+from cluster_support.api_access import Object, wait_until
 from cluster_support.operator_process import USER
 from finetune_contract.layout import JobPaths
 

@@ -14,7 +14,7 @@ import pytest
 
 from box_support.box import SETTINGS, Box
 from box_support.team import JOB_SECONDS, Team, stage_of, tiny_spec
-from cluster_support.access import Object, path_of, wait_until
+from cluster_support.api_access import Object, path_of, wait_until
 
 GPU = "nvidia.com/gpu"
 ONE_PROCESS: Object = {"nodes": 1, "processesPerNode": 1, "cpu": "1", "memory": "2Gi"}

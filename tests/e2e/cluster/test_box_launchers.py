@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from box_support.box import Box
+from box_support.job_watch import watching
 from box_support.team import Team, stage_of
-from box_support.watching import watching
-from cluster_support.access import Object
-from finetune_operator.launchers.rows import SUPPORTED, TRAINING
-from suite_plugins.shared import DATA, missing
+from cluster_support.api_access import Object
+from finetune_operator.launchers.launcher_rows import SUPPORTED, TRAINING
+from suite_plugins.shared_folder import DATA, missing
 
 KINDS = {each.name: each.kind for each in SUPPORTED if each.name in TRAINING}
 ROWS = 267

@@ -10,9 +10,9 @@ import pytest
 from box_support.box import SCRIPTS_GIT_HOST, Box
 from box_support.faults import kill_pod, puppet
 from box_support.git_pod import TEMPLATE, git_pod
+from box_support.job_watch import watching
 from box_support.team import Team, stage_of
-from box_support.watching import watching
-from cluster_support.access import Object, wait_until
+from cluster_support.api_access import Object, wait_until
 from script_support.programs import documented
 
 EPOCHS = 12

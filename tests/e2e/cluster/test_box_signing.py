@@ -18,7 +18,7 @@ import yaml
 from box_support.box import Box
 from box_support.faults import Rank, kill_rank, puppet, ranks
 from box_support.team import Team, stage_of, tiny_spec
-from cluster_support.access import Object, wait_until
+from cluster_support.api_access import Object, wait_until
 from finetune_contract.layout import ENV_CHECKPOINT_SECRET
 from finetune_trainer.checkpoints import MANIFEST, SIGNATURE, Manifest
 from finetune_trainer.files import entries_of

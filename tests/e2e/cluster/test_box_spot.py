@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 
 from box_support.team import Team, stage_of, tiny_spec
-from cluster_support.access import Object
-from finetune_operator.rendering.types import CAPACITY_LABEL
+from cluster_support.api_access import Object
+from finetune_operator.rendering.render_types import CAPACITY_LABEL
 
 pytestmark = pytest.mark.alone
 """Another file makes a node a spot node."""

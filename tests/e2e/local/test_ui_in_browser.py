@@ -11,8 +11,8 @@ import pytest
 
 from browser import CHROMIUM, WIDTHS
 from finetune_contract.choices import Stage
-from finetune_operator.cli.cluster import Connection
-from finetune_operator.cli.ui.jobs import ClusterJobs
+from finetune_operator.cli.cluster_jobs import Connection
+from finetune_operator.cli.ui.ui_jobs import ClusterJobs
 from finetune_operator.cli.workspace import locked
 from suite_plugins.patience import patient
 from suite_plugins.times import spent

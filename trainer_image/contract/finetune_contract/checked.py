@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from finetune_contract.base import Message
+from finetune_contract.contract_models import Message
 from finetune_contract.report import FailureReport
 
 

@@ -27,7 +27,7 @@ from finetune_contract.choices import (
 )
 
 if TYPE_CHECKING:
-    from finetune_contract.job import Strategy, TrainerJob, Training
+    from finetune_contract.trainer_job import Strategy, TrainerJob, Training
 
 Value: TypeAlias = str | int | bool
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from finetune_contract.base import Message
 from finetune_contract.choices import Device, LabelForm, Task
+from finetune_contract.contract_models import Message
 
 
 class LinearWidths(Message):

@@ -8,8 +8,8 @@ from typing import Literal, TypeAlias
 
 from pydantic import Field, JsonValue
 
-from finetune_contract.base import Message
 from finetune_contract.choices import Stage
+from finetune_contract.contract_models import Message
 from finetune_contract.facts import DataFacts, ModelFacts
 from finetune_contract.layout import EXIT_CODES, REPORT_LIMIT_BYTES, FailureClass
 

@@ -20,17 +20,17 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import pyarrow as pa
 
 from finetune_contract.checked import CheckedData, CheckedSplit, TextLengths
-from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.report import FailureReport
+from finetune_contract.trainer_job import Columns, TrainerJob
 from finetune_trainer.data.prepare import Part, parts_of, predict_part, set_aside
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import RawSplit, Role, source_of
 from finetune_trainer.failures import StageError, classify
 from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.models import resolve_model, truncation_length
-from finetune_trainer.tasks.base import TaskModule
-from finetune_trainer.tasks.registry import task_of
-from finetune_trainer.tasks.rows import is_list, is_text
+from finetune_trainer.tasks.row_checks import is_list, is_text
+from finetune_trainer.tasks.task_protocol import TaskModule
+from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.uris import Uri
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field, JsonValue, TypeAdapter, ValidationError
 
-from finetune_contract.base import Order
+from finetune_contract.contract_models import Order
 from finetune_contract.layout import FailureClass
 from finetune_trainer.data.shards import CHUNK_ROWS, Recipe, Rows, Shard, ShardFacts
 from finetune_trainer.data.sources import Role

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
+from finetune_contract.trainer_job import Columns, TrainerJob
 from finetune_trainer.data.prepared import FACTS_FILE, INPUTS_FILE, PreparedInputs, raw_name, shard_name
 from finetune_trainer.data.row_shards import check_first_rows, row_source
 from finetune_trainer.data.shards import (
@@ -36,7 +36,7 @@ from finetune_trainer.data.shards import (
     write_here,
     write_in_processes,
 )
-from finetune_trainer.data.shared import Entry, SharedData
+from finetune_trainer.data.shared_data import Entry, SharedData
 from finetune_trainer.data.sources import ColumnNeed, RawSplit, Role, SplitSource, predict_split, splits_by_role
 from finetune_trainer.data.spool import write_tables
 from finetune_trainer.failures import StageError
@@ -45,13 +45,13 @@ from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.storage import storage_errors_named
-from finetune_trainer.tasks.base import Coding, Labels, Targets, TaskModule
-from finetune_trainer.tasks.registry import task_of
+from finetune_trainer.tasks.task_protocol import Coding, Labels, Targets, TaskModule
+from finetune_trainer.tasks.task_registry import task_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-    from finetune_trainer.data.pods import Leader
+    from finetune_trainer.data.prepare_pods import Leader
 
 log = logging.getLogger(__name__)
 
@@ -443,7 +443,7 @@ def _written(
     recipe = Recipe(order.job, coding.max_length, coding.stride, coding.model_type)
     workers = min(order.job.preparation.workers, len(shards))
     if order.job.preparation.engine == "spark":
-        from finetune_trainer.data.spark import write_by_spark
+        from finetune_trainer.data.spark_engine import write_by_spark
 
         return write_by_spark(folder, folder / _SCRATCH, shards, recipe, workers, progressed)
     encoder = Encoder(order.task, coding, order.job.preparation.packing)

@@ -19,8 +19,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field
 
-from finetune_contract.base import Message
 from finetune_contract.choices import Task
+from finetune_contract.contract_models import Message
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
 from finetune_trainer.data.spool import batches

@@ -24,13 +24,13 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from finetune_contract.facts import SplitFacts
-from finetune_contract.job import TrainerJob
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.packing import packed
 from finetune_trainer.data.prepared import POSITION, ROW, shard_name
 from finetune_trainer.data.spool import write_tables
 from finetune_trainer.models import load_tokenizer
-from finetune_trainer.tasks.base import Coding, Encoded, TaskModule
-from finetune_trainer.tasks.registry import task_of
+from finetune_trainer.tasks.task_protocol import Coding, Encoded, TaskModule
+from finetune_trainer.tasks.task_registry import task_of
 
 SHARD_ROWS = 50_000
 """Rows of one file: some seconds of work for one process, which tokenises 10,000 to 20,000 short rows a second. With

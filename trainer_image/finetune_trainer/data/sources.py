@@ -21,8 +21,8 @@ import datasets
 import fsspec
 import pyarrow as pa
 
-from finetune_contract.job import DataSource
 from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import DataSource
 from finetune_trainer.data.readers import ENDINGS, SUFFIXES, format_of, read
 from finetune_trainer.data.spool import Spool
 from finetune_trainer.failures import StageError

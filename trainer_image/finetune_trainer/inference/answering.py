@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import Columns, TrainerJob
+from finetune_contract.trainer_job import Columns, TrainerJob
 from finetune_trainer.data.prepared import PreparedData, dataset_of
 from finetune_trainer.data.row_shards import AsideRow, RowShard, ShardRows, most_of
 from finetune_trainer.data.shards import Encoder
@@ -22,7 +22,7 @@ from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.runner import Means, answers_of
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.base import Labels
+from finetune_trainer.tasks.task_protocol import Labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import Gate, TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.trainer_job import Gate, TrainerJob
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.runner import Means, answers_of, model_to_use, reference_model
@@ -16,8 +16,8 @@ from finetune_trainer.metric_names import refuse_unknown_metrics
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.report_parts import not_met
 from finetune_trainer.reporting import merge_metrics, write_confusion, write_model_card, write_samples
-from finetune_trainer.tasks.base import REFERENCE, Answer, TaskModule, compared
-from finetune_trainer.tasks.registry import task_of
+from finetune_trainer.tasks.task_protocol import REFERENCE, Answer, TaskModule, compared
+from finetune_trainer.tasks.task_registry import task_of
 
 _SAMPLES = 20
 

@@ -26,8 +26,8 @@ import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepare import labels_of_model, predict_part
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.data.row_shards import PreparedRows, RowSource, ShardKey, no_rows, row_source
@@ -39,8 +39,8 @@ from finetune_trainer.inference.prediction_parts import PartFacts, Parts
 from finetune_trainer.inference.runner import Means, used_model
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import NoProgress, ProgressSink
-from finetune_trainer.tasks.base import Coding
-from finetune_trainer.tasks.registry import task_of
+from finetune_trainer.tasks.task_protocol import Coding
+from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.uris import Uri, local_path
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from finetune_contract.base import Message
+from finetune_contract.contract_models import Message
 from finetune_contract.layout import FailureClass
 from finetune_trainer.data.row_shards import RowShard, ShardKey, ShardRows
 from finetune_trainer.data.spool import batches, write_tables

@@ -10,16 +10,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from finetune_contract.choices import Device, InferencePrecision, Stage
-from finetune_contract.job import Evaluation, Prediction, TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.trainer_job import Evaluation, Prediction, TrainerJob
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.distributed import refuse_missing_gpu
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_tokenizer, pinned, resolve_model
 from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.base import Answer, Feature, TaskModule, labels_of
-from finetune_trainer.tasks.registry import task_of
+from finetune_trainer.tasks.task_protocol import Answer, Feature, TaskModule, labels_of
+from finetune_trainer.tasks.task_registry import task_of
 
 if TYPE_CHECKING:
     import numpy as np

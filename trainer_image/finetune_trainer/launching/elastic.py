@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from finetune_contract.base import Message
+from finetune_contract.contract_models import Message
 from finetune_contract.layout import EXIT_CODES, EXIT_OK, FailureClass
 from finetune_contract.report import FailureReport
 from finetune_trainer.distributed import LOOPBACK, START_SECONDS, free_port

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from finetune_contract.job import World
 from finetune_contract.layout import ENV_FORWARD, MPI_HOSTFILE, SSH_PORT, FailureClass
 from finetune_contract.report import FailureReport
+from finetune_contract.trainer_job import World
 from finetune_trainer.failures import StageError
 
 ENV_HOSTFILE = "OMPI_MCA_orte_default_hostfile"

@@ -17,9 +17,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from finetune_contract.base import Message
-from finetune_contract.job import Script
+from finetune_contract.contract_models import Message
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
+from finetune_contract.trainer_job import Script
 from finetune_trainer.failures import StageError, first_of
 from finetune_trainer.files import write_synced
 from finetune_trainer.scripts.git import fetch

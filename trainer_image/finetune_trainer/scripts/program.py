@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from finetune_contract.causes import of_exit, signal_of
-from finetune_contract.job import Script, TrainerJob
 from finetune_contract.layout import (
     CLASS_OF_EXIT_CODE,
     ENV_KUBEFLOW_CA,
@@ -33,6 +32,7 @@ from finetune_contract.layout import (
     FailureClass,
     JobPaths,
 )
+from finetune_contract.trainer_job import Script, TrainerJob
 from finetune_trainer.distributed import ProcessWorld, settle_rank
 from finetune_trainer.failures import StageError, classify_words
 from finetune_trainer.files import share
@@ -42,8 +42,8 @@ from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics
 from finetune_trainer.scripts import site
 from finetune_trainer.scripts.code import Program, open_code
-from finetune_trainer.scripts.inputs import Origin, check_origin, former_model, make_folders, variables
 from finetune_trainer.scripts.relay import relayed
+from finetune_trainer.scripts.script_inputs import Origin, check_origin, former_model, make_folders, variables
 from finetune_trainer.training.interruption import preempted
 
 log = logging.getLogger(__name__)

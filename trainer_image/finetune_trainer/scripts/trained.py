@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from finetune_contract.job import ModelSource, TrainerJob
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.trainer_job import ModelSource, TrainerJob
 from finetune_trainer.failures import StageError
 
 

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune_contract.choices import Precision, StrategyName
-from finetune_contract.job import Strategy as StrategySettings
 from finetune_contract.layout import FailureClass
 from finetune_contract.report import TimePart
+from finetune_contract.trainer_job import Strategy as StrategySettings
 from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.failures import StageError
-from finetune_trainer.strategies.base import Placed, expect, not_in_effect, tied_names, type_name
+from finetune_trainer.strategies.strategy_protocol import Placed, expect, not_in_effect, tied_names, type_name
 
 if TYPE_CHECKING:
     import torch

@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from finetune_contract.choices import Precision, StrategyName
-from finetune_contract.job import Strategy as StrategySettings
-from finetune_contract.job import World
 from finetune_contract.report import TimePart
-from finetune_trainer.strategies.base import Placed, computes_in_bf16, expect, type_name
+from finetune_contract.trainer_job import Strategy as StrategySettings
+from finetune_contract.trainer_job import World
 from finetune_trainer.strategies.full_state import FullState
+from finetune_trainer.strategies.strategy_protocol import Placed, computes_in_bf16, expect, type_name
 
 if TYPE_CHECKING:
     import torch

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune_contract.job import WHOLE_CHECKPOINTS
+from finetune_contract.trainer_job import WHOLE_CHECKPOINTS
 from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.distributed import barrier
-from finetune_trainer.strategies.base import Placed, ReplicaStep
+from finetune_trainer.strategies.strategy_protocol import Placed, ReplicaStep
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from finetune_contract.choices import RankOrder
-from finetune_contract.job import Strategy
+from finetune_contract.trainer_job import Strategy
 from finetune_trainer.data.slices import TokenSlice
 
 if TYPE_CHECKING:

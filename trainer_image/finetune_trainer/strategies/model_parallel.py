@@ -15,17 +15,17 @@ import torch
 from torch import distributed
 
 from finetune_contract.choices import Precision, StrategyName
-from finetune_contract.job import Training
 from finetune_contract.layout import FailureClass
 from finetune_contract.plans import AVERAGED_ELEMENTS
 from finetune_contract.report import TimePart
+from finetune_contract.trainer_job import Training
 from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.distributed import barrier
 from finetune_trainer.failures import StageError
-from finetune_trainer.strategies.base import Placed, ReplicaStep, expect, tied_names, type_name
 from finetune_trainer.strategies.full_state import OPTIMIZER, WEIGHTS, FullState
 from finetune_trainer.strategies.mesh import DATA, PIPELINE, TENSOR, MeshShape
 from finetune_trainer.strategies.pipeline import Pipeline
+from finetune_trainer.strategies.strategy_protocol import Placed, ReplicaStep, expect, tied_names, type_name
 from finetune_trainer.strategies.tensor import split_layers, split_weights, summed_weights, tensor_plan
 
 if TYPE_CHECKING:

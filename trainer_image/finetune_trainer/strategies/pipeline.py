@@ -1,10 +1,10 @@
 """Pipeline parallelism: the layers in stages on several processes, micro-batches passing through them one after the
 other, in the order that a schedule of torch.distributed.pipelining gives.
 
-A stage is the model itself with its other parts taken out (`layout.py`), so that masks, positions and heads are made by
-the model's own code; nothing is traced. Every process reads the whole micro-batches and only hidden states travel. The
-loss is computed inside of the last stage. A schedule wants one shape for all micro-batches of a pass: they are padded
-to the same length, and each shape has a schedule of its own, made when it first comes.
+A stage is the model itself with its other parts taken out (`model_layout.py`), so that masks, positions and heads are
+made by the model's own code; nothing is traced. Every process reads the whole micro-batches and only hidden states
+travel. The loss is computed inside of the last stage. A schedule wants one shape for all micro-batches of a pass: they
+are padded to the same length, and each shape has a schedule of its own, made when it first comes.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 from torch import distributed, nn
 
 from finetune_contract.choices import PipelineSchedule, Precision
-from finetune_contract.job import Pipeline as PipelineSettings
-from finetune_trainer.strategies.layout import Layout, Shell, cuts_of, keep_stages, layout_of, shell_of
+from finetune_contract.trainer_job import Pipeline as PipelineSettings
+from finetune_trainer.strategies.model_layout import Layout, Shell, cuts_of, keep_stages, layout_of, shell_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

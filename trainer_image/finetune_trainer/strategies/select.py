@@ -6,16 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, assert_never
 
-from finetune_contract.job import Training
 from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import Training
 from finetune_trainer.failures import StageError
 from finetune_trainer.strategies import sequence
-from finetune_trainer.strategies.base import Strategy
 from finetune_trainer.strategies.ddp import DataParallel
 from finetune_trainer.strategies.deepspeed import DeepSpeed
 from finetune_trainer.strategies.fsdp import FullySharded
 from finetune_trainer.strategies.model_parallel import ModelParallel, refuse_broken_passes
 from finetune_trainer.strategies.single import Single
+from finetune_trainer.strategies.strategy_protocol import Strategy
 
 
 def strategy_for(training: Training, deepspeed: Mapping[str, Any] | None, scratch: Path) -> Strategy:

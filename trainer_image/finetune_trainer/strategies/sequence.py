@@ -23,15 +23,15 @@ import torch
 from torch import distributed
 
 from finetune_contract.choices import StrategyName
-from finetune_contract.job import Training
 from finetune_contract.layout import FailureClass
 from finetune_contract.plans import SEQUENCE_FAMILIES
 from finetune_contract.report import TimePart
+from finetune_contract.trainer_job import Training
 from finetune_trainer.checkpoints import CheckpointPart
 from finetune_trainer.data.slices import NOT_LEARNT, ROW_POSITIONS
 from finetune_trainer.failures import StageError
-from finetune_trainer.strategies.base import HEADS, Placed, ReplicaStep, Strategy, expect, refuse_uneven
 from finetune_trainer.strategies.mesh import SEQUENCE, MeshShape
+from finetune_trainer.strategies.strategy_protocol import HEADS, Placed, ReplicaStep, Strategy, expect, refuse_uneven
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from finetune_contract.choices import Precision, StrategyName
 from finetune_contract.report import TimePart
-from finetune_trainer.strategies.base import Placed, computes_in_bf16, expect, type_name
 from finetune_trainer.strategies.full_state import FullState
+from finetune_trainer.strategies.strategy_protocol import Placed, computes_in_bf16, expect, type_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

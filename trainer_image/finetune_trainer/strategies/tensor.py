@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from finetune_contract.layout import FailureClass
 from finetune_contract.plans import tensor_families
 from finetune_trainer.failures import StageError
-from finetune_trainer.strategies.base import HEADS, refuse_uneven, tied_names
 from finetune_trainer.strategies.conv1d import FAMILIES, conv1d_plan
 from finetune_trainer.strategies.conv1d import widths as conv1d_widths
+from finetune_trainer.strategies.strategy_protocol import HEADS, refuse_uneven, tied_names
 
 if TYPE_CHECKING:
     import torch

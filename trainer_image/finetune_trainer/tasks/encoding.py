@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from finetune_trainer.tasks.base import Coding
+from finetune_trainer.tasks.task_protocol import Coding
 
 if TYPE_CHECKING:
     from tokenizers import Encoding

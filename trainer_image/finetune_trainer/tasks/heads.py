@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from finetune_contract.job import TrainerJob
 from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_error, load_tokenizer, resolve_model
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from finetune_trainer.data.prepared import PreparedData, PreparedSplit
-    from finetune_trainer.tasks.base import Answer, Objective, Writer
-    from finetune_trainer.tasks.figures import Confusion
+    from finetune_trainer.tasks.class_figures import Confusion
+    from finetune_trainer.tasks.task_protocol import Answer, Objective, Writer
 
 
 def labels_of(config: PretrainedConfig, head: str) -> tuple[str, ...] | None:

@@ -23,9 +23,9 @@ from finetune_contract.metrics import METRICS
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import StageError, first_of
-from finetune_trainer.tasks.base import Feature
-from finetune_trainer.tasks.figures import class_scores, cross_entropy, softmax
-from finetune_trainer.tasks.rows import class_names, is_list, is_text, row_error, shown_names
+from finetune_trainer.tasks.class_figures import class_scores, cross_entropy, softmax
+from finetune_trainer.tasks.row_checks import class_names, is_list, is_text, row_error, shown_names
+from finetune_trainer.tasks.task_protocol import Feature
 
 if TYPE_CHECKING:
     import torch

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from finetune_contract.choices import LabelForm
-from finetune_contract.job import Columns
+from finetune_contract.trainer_job import Columns
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.base import Answer, Labels, Writer
+from finetune_trainer.tasks.task_protocol import Answer, Labels, Writer
 from finetune_trainer.tasks.writing import WRITTEN, Continues, surprising_rows, text_table, written
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from finetune_trainer.tasks.base import Feature
+from finetune_trainer.tasks.task_protocol import Feature
 
 if TYPE_CHECKING:
     import torch

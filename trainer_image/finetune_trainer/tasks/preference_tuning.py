@@ -16,14 +16,27 @@ import numpy as np
 
 from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import Columns, Preference, TrainerJob
 from finetune_contract.metrics import METRICS
+from finetune_contract.trainer_job import Columns, Preference, TrainerJob
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.base import (
+from finetune_trainer.tasks.conversations import ASSISTANT, conversation, require_template
+from finetune_trainer.tasks.encoding import completions, prompts
+from finetune_trainer.tasks.language import DecoderTask
+from finetune_trainer.tasks.padding import padded
+from finetune_trainer.tasks.row_checks import (
+    is_list,
+    not_set,
+    refuse_not_messages,
+    refuse_not_text,
+    refuse_other_columns,
+    row_error,
+    wanted_texts,
+)
+from finetune_trainer.tasks.task_protocol import (
     REFERENCE,
     Answer,
     Card,
@@ -33,19 +46,6 @@ from finetune_trainer.tasks.base import (
     Labels,
     Objective,
     Targets,
-)
-from finetune_trainer.tasks.conversations import ASSISTANT, conversation, require_template
-from finetune_trainer.tasks.encoding import completions, prompts
-from finetune_trainer.tasks.language import DecoderTask
-from finetune_trainer.tasks.padding import padded
-from finetune_trainer.tasks.rows import (
-    is_list,
-    not_set,
-    refuse_not_messages,
-    refuse_not_text,
-    refuse_other_columns,
-    row_error,
-    wanted_texts,
 )
 from finetune_trainer.tasks.writing import judged, logits_at
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
+from finetune_contract.trainer_job import Columns, TrainerJob
 from finetune_trainer.data.packing import SIZES
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.slices import FOLLOWING, LABELS, NOT_LEARNT
@@ -27,12 +27,11 @@ from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
 from finetune_trainer.tasks.conversations import ASSISTANT, conversation, require_template
 from finetune_trainer.tasks.encoding import completions, plain_ids, prompts
 from finetune_trainer.tasks.language import DecoderTask
 from finetune_trainer.tasks.padding import padded
-from finetune_trainer.tasks.rows import (
+from finetune_trainer.tasks.row_checks import (
     not_set,
     refuse_not_messages,
     refuse_not_text,
@@ -40,6 +39,7 @@ from finetune_trainer.tasks.rows import (
     row_error,
     wanted_texts,
 )
+from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets
 from finetune_trainer.tasks.writing import logits_at, surprises, token_figures
 
 if TYPE_CHECKING:

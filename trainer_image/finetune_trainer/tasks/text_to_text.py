@@ -11,18 +11,18 @@ import numpy as np
 
 from finetune_contract.choices import LabelForm, Stage
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import Columns, Generation, TrainerJob
 from finetune_contract.metrics import METRICS
+from finetune_contract.trainer_job import Columns, Generation, TrainerJob
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.models import load_config
-from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets, Writer
+from finetune_trainer.tasks.class_figures import telling_rows
 from finetune_trainer.tasks.encoding import never_empty
-from finetune_trainer.tasks.figures import telling_rows
 from finetune_trainer.tasks.language import LanguageTask
 from finetune_trainer.tasks.padding import padded
-from finetune_trainer.tasks.rows import not_set, refuse_not_text, refuse_other_columns, wanted_texts
+from finetune_trainer.tasks.row_checks import not_set, refuse_not_text, refuse_other_columns, wanted_texts
+from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets, Writer
 from finetune_trainer.tasks.writing import (
     WRITTEN,
     generated,

@@ -24,19 +24,18 @@ import pyarrow.compute as pc
 
 from finetune_contract.choices import LabelForm
 from finetune_contract.facts import DataFacts
-from finetune_contract.job import Columns, TrainerJob
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import METRICS
+from finetune_contract.trainer_job import Columns, TrainerJob
 from finetune_trainer.data.prepared import arrow_table
 from finetune_trainer.data.sources import ColumnNeed, RawSplit
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import load_config
 from finetune_trainer.tasks import heads
-from finetune_trainer.tasks.base import Answer, Card, Coding, Encoded, Feature, Labels, Targets
+from finetune_trainer.tasks.class_figures import Confusion, class_scores, cross_entropy, softmax, telling_rows
 from finetune_trainer.tasks.encoding import never_empty
-from finetune_trainer.tasks.figures import Confusion, class_scores, cross_entropy, softmax, telling_rows
 from finetune_trainer.tasks.padding import padded
-from finetune_trainer.tasks.rows import (
+from finetune_trainer.tasks.row_checks import (
     class_names,
     is_list,
     is_text,
@@ -45,6 +44,7 @@ from finetune_trainer.tasks.rows import (
     row_error,
     shown_names,
 )
+from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets
 from finetune_trainer.tasks.windows import made_ready
 
 if TYPE_CHECKING:

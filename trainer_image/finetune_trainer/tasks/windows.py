@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
-from finetune_trainer.tasks.base import Coding
+from finetune_trainer.tasks.task_protocol import Coding
 
 
 def made_ready(coding: Coding, *, pair: bool) -> int:

@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 
 from finetune_contract.choices import Stage
-from finetune_contract.job import Generation
 from finetune_contract.layout import FailureClass
 from finetune_contract.plans import ASKED_LOGITS, JUDGED_LOGITS
+from finetune_contract.trainer_job import Generation
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.failures import StageError
 from finetune_trainer.models import position_limit
-from finetune_trainer.tasks.base import Answer, Feature
+from finetune_trainer.tasks.task_protocol import Answer, Feature
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from finetune_contract.choices import CheckpointingMode, StrategyName
-from finetune_trainer.strategies.base import expect
+from finetune_trainer.strategies.strategy_protocol import expect
 
 _LEAST_BYTES = 1 << 16
 """A copy of less costs more time than its room is worth."""

@@ -16,7 +16,7 @@ import torch
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.data.slices import WHOLE, TokenSlice
-from finetune_trainer.tasks.base import Answer, TaskModule
+from finetune_trainer.tasks.task_protocol import Answer, TaskModule
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -31,9 +31,9 @@ from transformers.integrations.neftune import activate_neftune
 from transformers.trainer_pt_utils import get_parameter_names
 
 from finetune_contract.choices import OptimizerName
-from finetune_trainer.strategies.base import Placed, Strategy, expect
-from finetune_trainer.tasks.base import REFERENCE
-from finetune_trainer.training.arguments import is_optimizer
+from finetune_trainer.strategies.strategy_protocol import Placed, Strategy, expect
+from finetune_trainer.tasks.task_protocol import REFERENCE
+from finetune_trainer.training.training_arguments import is_optimizer
 
 _NOT_DECAYED = ("bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)")
 """Patterns of the names of weights without weight decay, besides all of `nn.LayerNorm`; those of transformers' Trainer,

@@ -33,16 +33,16 @@ from finetune_trainer.allocator import give_back_freed_memory
 from finetune_trainer.data.slices import LABELS
 from finetune_trainer.failures import StageError
 from finetune_trainer.float8 import InFloat8
-from finetune_trainer.strategies.base import Placed, Strategy
-from finetune_trainer.tasks.base import Objective
+from finetune_trainer.strategies.strategy_protocol import Placed, Strategy
+from finetune_trainer.tasks.task_protocol import Objective
 from finetune_trainer.training.activations import Activations, OnDevice, assert_checkpointing_in_effect
 from finetune_trainer.training.engine import OptimizerStep, engine_of
 from finetune_trainer.training.interruption import Interruption, preempted
 from finetune_trainer.training.objective import objective_of
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows, micro_batches
-from finetune_trainer.training.reference import NoReference, Reference
+from finetune_trainer.training.reference_answers import NoReference, Reference
 from finetune_trainer.training.timing import PartClock
-from finetune_trainer.training.validation import Validation
+from finetune_trainer.training.validation_rounds import Validation
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from transformers.trainer_pt_utils import LabelSmoother
 
-from finetune_trainer.tasks.base import Objective
+from finetune_trainer.tasks.task_protocol import Objective
 
 
 class ModelLoss:

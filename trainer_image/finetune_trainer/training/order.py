@@ -15,19 +15,19 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from finetune_contract.job import Batch
 from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import Batch
 from finetune_trainer.data.batches import training_order
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.data.slices import WHOLE, TokenSlice
 from finetune_trainer.failures import StageError
-from finetune_trainer.tasks.base import DRAW
-from finetune_trainer.training.reference import Said
+from finetune_trainer.tasks.task_protocol import DRAW
+from finetune_trainer.training.reference_answers import Said
 
 if TYPE_CHECKING:
     import torch
 
-    from finetune_trainer.tasks.base import TaskModule
+    from finetune_trainer.tasks.task_protocol import TaskModule
 
 
 @dataclass(frozen=True)

@@ -21,12 +21,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from finetune_contract.arguments import groups_by_length
-from finetune_contract.job import TrainerJob, Training
 from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.trainer_job import TrainerJob, Training
 from finetune_trainer.adapters import Adapted, adapt, write_adapter_and_merge
 from finetune_trainer.allocator import give_back_freed_memory
 from finetune_trainer.checkpoints import CheckpointStore, identity
-from finetune_trainer.console import quiet_transformers
 from finetune_trainer.data.prepared import PreparedData
 from finetune_trainer.data.slices import TokenSlice
 from finetune_trainer.distributed import ProcessWorld, gathered
@@ -38,28 +37,29 @@ from finetune_trainer.models import load_tokenizer, pinned, position_limit, weig
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.reporting import merge_metrics, training_environment, write_environment, write_model_card
 from finetune_trainer.signing import signer_of
+from finetune_trainer.stage_console import quiet_transformers
 from finetune_trainer.storage import storage_errors_named
-from finetune_trainer.strategies.base import Strategy, tied_names
 from finetune_trainer.strategies.mesh import MeshShape
 from finetune_trainer.strategies.select import strategy_for
-from finetune_trainer.tasks.base import TaskModule, compared
-from finetune_trainer.tasks.registry import task_of
+from finetune_trainer.strategies.strategy_protocol import Strategy, tied_names
+from finetune_trainer.tasks.task_protocol import TaskModule, compared
+from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.training.activations import InHostMemory, OnDevice
-from finetune_trainer.training.arguments import refused_arguments, training_arguments
 from finetune_trainer.training.dealing import Deal
 from finetune_trainer.training.dropout import share_random_bits
 from finetune_trainer.training.history import History, RunFigures
 from finetune_trainer.training.interruption import Interruption
 from finetune_trainer.training.loop import LoopParts, Observer, TrainingLoop
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows
-from finetune_trainer.training.reference import KeptReference, NoReference, Reference, Said
+from finetune_trainer.training.reference_answers import KeptReference, NoReference, Reference, Said
 from finetune_trainer.training.saving import RunSaver
 from finetune_trainer.training.stopping import EarlyStopper, NeverStop
 from finetune_trainer.training.telling import RunObserver, SilentObserver
 from finetune_trainer.training.timing import PartClock, moments_of, time_split
 from finetune_trainer.training.tracking import Tracked, tracking
-from finetune_trainer.training.validation import ROLE as VALIDATION
-from finetune_trainer.training.validation import Validation
+from finetune_trainer.training.training_arguments import refused_arguments, training_arguments
+from finetune_trainer.training.validation_rounds import ROLE as VALIDATION
+from finetune_trainer.training.validation_rounds import Validation
 
 log = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from finetune_contract.job import MOST_SAVING, CheckpointSchedule
 from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import MOST_SAVING, CheckpointSchedule
 from finetune_trainer.checkpoints import Checkpoint, CheckpointStore, refuse_other_job
 from finetune_trainer.distributed import ProcessWorld, barrier
 from finetune_trainer.failures import StageError
 from finetune_trainer.storage import storage_errors_named
-from finetune_trainer.strategies.base import Strategy
+from finetune_trainer.strategies.strategy_protocol import Strategy
 
 if TYPE_CHECKING:
     from finetune_trainer.training.loop import TrainingLoop

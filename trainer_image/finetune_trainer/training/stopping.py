@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from finetune_contract.job import EarlyStopping
 from finetune_contract.layout import FailureClass
 from finetune_contract.metrics import LOWER_IS_BETTER
+from finetune_contract.trainer_job import EarlyStopping
 from finetune_trainer.distributed import ProcessWorld, barrier
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import sha256_of

@@ -17,7 +17,7 @@ from finetune_contract.choices import Device
 from finetune_contract.report import TimePart, TimeSplit
 
 if TYPE_CHECKING:
-    from finetune_trainer.strategies.base import Strategy
+    from finetune_trainer.strategies.strategy_protocol import Strategy
 
 
 class Moments(Protocol):

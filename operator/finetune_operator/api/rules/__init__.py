@@ -8,16 +8,24 @@ its place is in `schema`.
 
 from __future__ import annotations
 
-from finetune_operator.api.rules import batch, combinations, data, evaluation, parallelism, resources, training
-from finetune_operator.api.rules.base import Rule
+from finetune_operator.api.rules import (
+    batch_rules,
+    combination_rules,
+    data,
+    evaluation,
+    parallelism,
+    resource_rules,
+    training,
+)
+from finetune_operator.api.rules.rule import Rule
 
 RULES: tuple[Rule, ...] = (
     *data.RULES,
     *evaluation.RULES,
     *training.RULES,
-    *batch.RULES,
-    *combinations.RULES,
+    *batch_rules.RULES,
+    *combination_rules.RULES,
     *parallelism.RULES,
-    *resources.RULES,
+    *resource_rules.RULES,
 )
 """Order is the order of reporting."""

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from finetune_contract.choices import Task
 from finetune_contract.metrics import GREATEST, LEAST, LOSS, LOWER_IS_BETTER, METRICS, metrics_of, stopping_metrics_of
 from finetune_operator.api.problems import describe_value
-from finetune_operator.api.rules.base import Holds, Rule, loops
+from finetune_operator.api.rules.rule import Holds, Rule, loops
 from finetune_operator.api.types import FineTuneJobSpec, GateSpec
 
 

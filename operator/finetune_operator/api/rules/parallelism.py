@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from finetune_operator.api.rules.base import NO_LOOP, Rule, loops
 from finetune_operator.api.rules.processes import (
     MODEL,
     SPREAD,
@@ -12,6 +11,7 @@ from finetune_operator.api.rules.processes import (
     certain_processes,
     world_size,
 )
+from finetune_operator.api.rules.rule import NO_LOOP, Rule, loops
 from finetune_operator.api.types import FineTuneJobSpec, ParallelismSpec
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pydantic.alias_generators import to_snake
 
-from finetune_operator.api.rules.base import Rule
+from finetune_operator.api.rules.rule import Rule
 from finetune_operator.api.shapes import Number, Shape, find, spec_shape
 from finetune_operator.api.types import AdapterSpec, CheckpointEverySpec, FineTuneJobSpec, PreferenceSpec, ScriptSpec
 

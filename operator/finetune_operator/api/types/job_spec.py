@@ -26,7 +26,7 @@ from finetune_operator.api.types.spec_results import (
     PreferenceSpec,
 )
 from finetune_operator.api.types.spec_training import ScriptSpec, TrainingSpec
-from finetune_operator.launchers.rows import TrainingLauncher, to_come
+from finetune_operator.launchers.launcher_rows import TrainingLauncher, to_come
 
 
 class FineTuneJobSpec(SpecModel):

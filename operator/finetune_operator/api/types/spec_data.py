@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from finetune_contract.pods import preparing_pods
+from finetune_contract.stage_pods import preparing_pods
 from finetune_operator.api.types.field_types import Auto, SpecModel, Text, Uri
 
 

@@ -38,7 +38,7 @@ def compare(
       finetune compare baseline lora -o json
     """
     from finetune_operator.cli import comparing
-    from finetune_operator.cli.files import write_atomically
+    from finetune_operator.cli.local_files import write_atomically
     from finetune_operator.cli.runfolders import NoRunError, find_runs
 
     try:

@@ -9,7 +9,7 @@ import typer
 
 from finetune_operator.cli.commands.options import DocumentForm, Form
 from finetune_operator.cli.console import DocumentOutput, Output, UsageError, emit
-from finetune_operator.cli.program import COMPLETE_VARIABLE
+from finetune_operator.cli.program_name import COMPLETE_VARIABLE
 
 
 class Shell(StrEnum):

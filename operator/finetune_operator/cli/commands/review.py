@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from finetune_operator.cli.commands.files import objects_of
+from finetune_operator.cli.commands.file_commands import objects_of
 from finetune_operator.cli.commands.options import ClusterSettings, Filenames, Files, Form, Hardware
 from finetune_operator.cli.console import Output, UsageError, complain, emit
 
@@ -46,11 +46,11 @@ def review(
       finetune review jobs/*.yaml -o json
     """
     from finetune_operator.cli.commands.steps import cluster_facts, hardware_of, settings_of, tell_notes
-    from finetune_operator.cli.inputs import located, read_inputs
+    from finetune_operator.cli.job_files import located, read_inputs
     from finetune_operator.cli.reviewing import Review, Reviewed, markdown, too_dear
     from finetune_operator.cli.yaml_text import documents
     from finetune_operator.planning.plan import plan
-    from finetune_operator.planning.types import PlanRefused
+    from finetune_operator.planning.plan_types import PlanRefused
 
     limits, node = settings_of(settings, cluster=True), hardware_of(hardware)
     inputs = read_inputs([*(files or []), *(filename or [])], limits)

@@ -10,12 +10,12 @@ import typer
 
 from finetune_operator.api.settings import CLUSTER_SETTINGS, LOCAL_SETTINGS, Settings
 from finetune_operator.cli.console import DocumentOutput, Output, UsageError, emit, note, problem_data, report
-from finetune_operator.cli.inputs import Inputs, JobEntry, absent_inputs, located, read_inputs, read_settings
+from finetune_operator.cli.job_files import Inputs, JobEntry, absent_inputs, located, read_inputs, read_settings
 
 if TYPE_CHECKING:
     from finetune_contract.facts import DataFacts, HardwareFacts
     from finetune_operator.api.problems import Problem
-    from finetune_operator.planning.types import Facts, JobPlan, PlanRefused
+    from finetune_operator.planning.plan_types import Facts, JobPlan, PlanRefused
 
 
 def settings_of(file: Path | None, *, cluster: bool) -> Settings:
@@ -29,7 +29,7 @@ def hardware_of(text: str | None) -> HardwareFacts | None:
     """The node that --hardware describes."""
     if text is None:
         return None
-    from finetune_operator.planning.facts import HardwareError, parse_hardware
+    from finetune_operator.planning.assumed_facts import HardwareError, parse_hardware
 
     try:
         return parse_hardware(text)
@@ -78,7 +78,7 @@ def refuse_plan(entry: JobEntry, refused: PlanRefused, output: Output | Document
 def local_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path, ask_trainer: bool) -> Facts:
     """What is known for a plan without a cluster: measured here, prepared earlier, or given with --hardware."""
     from finetune_operator.cli.measure import Measured, measure, own_hardware
-    from finetune_operator.planning.types import Facts
+    from finetune_operator.planning.plan_types import Facts
 
     measured = measure(entry.job) if ask_trainer else Measured(None, own_hardware())
     return Facts(
@@ -95,8 +95,8 @@ def cluster_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path |
     Which operators a cluster has is not known here: what the job names is taken as installed.
     """
     from finetune_operator.cli.measure import measure
-    from finetune_operator.launchers.rows import SUPPORTED
-    from finetune_operator.planning.types import Facts
+    from finetune_operator.launchers.launcher_rows import SUPPORTED
+    from finetune_operator.planning.plan_types import Facts
 
     spec = entry.job.spec
     asked = [each.name for each in SUPPORTED if each.name == spec.launcher or each.engine == spec.preparation.engine]
@@ -129,7 +129,7 @@ def planned(
     known, although prepare may find that it does.
     """
     from finetune_operator.planning.plan import plan
-    from finetune_operator.planning.types import PlanRefused
+    from finetune_operator.planning.plan_types import PlanRefused
 
     try:
         return plan(entry.job, facts, settings, as_known=as_known)

@@ -62,11 +62,11 @@ def ui(
     if JobPaths(workspace).job.is_file():
         raise UsageError(f"--workspace {workspace}: it is the folder of one run; name the folder that it is in")
 
-    from finetune_operator.cli.cluster import Connection
-    from finetune_operator.cli.ui.jobs import ClusterJobs
+    from finetune_operator.cli.cluster_jobs import Connection
     from finetune_operator.cli.ui.pages import Pages
-    from finetune_operator.cli.ui.runs import Workspace as Runs
-    from finetune_operator.cli.ui.server import ADDRESS, Server
+    from finetune_operator.cli.ui.ui_jobs import ClusterJobs
+    from finetune_operator.cli.ui.ui_runs import Workspace as Runs
+    from finetune_operator.cli.ui.ui_server import ADDRESS, Server
     from finetune_operator.kubernetes_api.configuration import is_configured
 
     shown = cluster and (named or is_configured(kubeconfig))

@@ -20,7 +20,7 @@ from finetune_contract.report import Progress
 from finetune_operator.api.quantities import human_seconds
 from finetune_operator.api.redaction import Redactor
 from finetune_operator.api.types import FailureStatus, ProgressStatus
-from finetune_operator.cli.cluster import ClusterJob
+from finetune_operator.cli.cluster_jobs import ClusterJob
 from finetune_operator.cli.comparing import MARK, Comparison, Figure, compare, curves, setting_text
 from finetune_operator.cli.display import duration, figures
 from finetune_operator.cli.jobview import (
@@ -38,12 +38,12 @@ from finetune_operator.cli.jobview import (
     utc_now,
 )
 from finetune_operator.cli.jobview import figures as cluster_figures
-from finetune_operator.cli.ui.jobs import ClusterJobs, JobDetails
 from finetune_operator.cli.ui.reading import Content
-from finetune_operator.cli.ui.runs import LOG_LINES as RUN_LOG_LINES
-from finetune_operator.cli.ui.runs import Run, Workspace, readable_lines, shown_name
+from finetune_operator.cli.ui.ui_jobs import ClusterJobs, JobDetails
+from finetune_operator.cli.ui.ui_runs import LOG_LINES as RUN_LOG_LINES
+from finetune_operator.cli.ui.ui_runs import Run, Workspace, readable_lines, shown_name
+from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.planning.summary import summarise
-from finetune_operator.planning.types import JobPlan
 from finetune_operator.reconcile.spot import words
 
 LIST_METRICS = 3

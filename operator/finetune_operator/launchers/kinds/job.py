@@ -10,12 +10,12 @@ from pydantic import JsonValue
 from finetune_contract.choices import Stage
 from finetune_contract.layout import EXIT_CODES, EXIT_OK, FailureClass
 from finetune_operator.api.objects import Raw
-from finetune_operator.launchers.kinds.base import ConditionedStatus, PodTemplate, Verdict
+from finetune_operator.launchers.kinds.launcher_status import ConditionedStatus, PodTemplate, Verdict
 from finetune_operator.rendering.manifests import metadata, service
-from finetune_operator.rendering.pods import CONTAINER_NAME
+from finetune_operator.rendering.pod_parts import CONTAINER_NAME
+from finetune_operator.rendering.render_types import Manifest
 from finetune_operator.rendering.templates import document
 from finetune_operator.rendering.trainer_pod import StagePods, stage_pod
-from finetune_operator.rendering.types import Manifest
 
 REPLACEMENTS = 3
 """Pods of one index that the Job replaces in an attempt. One lost more often is a failure of the attempt, with its

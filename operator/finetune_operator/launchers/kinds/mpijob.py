@@ -8,12 +8,12 @@ from dataclasses import replace
 from pydantic import JsonValue
 
 from finetune_contract.layout import ENV_FORWARD, MPI_HOSTFILE, SSH_PORT
-from finetune_operator.launchers.kinds.base import KubeflowJob, Verdict
+from finetune_operator.launchers.kinds.launcher_status import KubeflowJob, Verdict
 from finetune_operator.rendering.manifests import metadata
-from finetune_operator.rendering.pods import Pod, Resources
+from finetune_operator.rendering.pod_parts import Pod, Resources
+from finetune_operator.rendering.render_types import Manifest
 from finetune_operator.rendering.templates import document
 from finetune_operator.rendering.trainer_pod import HOME, Role, StagePods, stage_pod
-from finetune_operator.rendering.types import Manifest
 
 SSH_KEYS = "/home/mpiuser/.ssh"
 """ssh looks for keys in the home that passwd names for the user, whatever HOME says."""

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from pydantic import JsonValue
 
-from finetune_operator.launchers.kinds.base import KubeflowJob, Verdict
+from finetune_operator.launchers.kinds.launcher_status import KubeflowJob, Verdict
 from finetune_operator.rendering.manifests import metadata
+from finetune_operator.rendering.render_types import Manifest
 from finetune_operator.rendering.templates import document
 from finetune_operator.rendering.trainer_pod import StagePods, stage_pod
-from finetune_operator.rendering.types import Manifest
 
 PORT = {"pytorchjob-port": 23456}
 """Name and default that the Training Operator looks for; the rendezvous listens there."""

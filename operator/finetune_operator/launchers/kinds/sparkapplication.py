@@ -8,12 +8,12 @@ from dataclasses import replace
 from pydantic import JsonValue
 
 from finetune_operator.api.objects import Raw, RawCondition, Time
-from finetune_operator.launchers.kinds.base import PodTemplate, Verdict
+from finetune_operator.launchers.kinds.launcher_status import PodTemplate, Verdict
 from finetune_operator.rendering.manifests import metadata
-from finetune_operator.rendering.pods import CONTAINER_NAME, Pod, Resources
+from finetune_operator.rendering.pod_parts import CONTAINER_NAME, Pod, Resources
+from finetune_operator.rendering.render_types import MANAGED_BY, Manifest
 from finetune_operator.rendering.templates import document
 from finetune_operator.rendering.trainer_pod import StagePods, program_arguments, stage_pod
-from finetune_operator.rendering.types import MANAGED_BY, Manifest
 
 
 def render(pods: StagePods) -> tuple[Manifest, ...]:

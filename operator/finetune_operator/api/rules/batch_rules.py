@@ -1,0 +1,141 @@
+"""Rules on the arithmetic of a step: the global batch, its micro-batches, and passes of a pipeline."""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Literal
+
+from finetune_contract.choices import PipelineSchedule
+from finetune_operator.api.rules.processes import (
+    MODEL,
+    WORLD,
+    WORLD_FIELDS,
+    WORLD_UNKNOWN,
+    certain_ranks,
+    nearest_multiples,
+    replicas_on_cpu,
+)
+from finetune_operator.api.rules.rule import NO_LOOP, Rule, loops
+from finetune_operator.api.types import FineTuneJobSpec, PipelineSpec
+
+
+def full_passes(schedule: PipelineSchedule, degree: int, micro_batches: int) -> bool:
+    """Whether torch's schedule takes that many micro-batches: the interleaved one deals them out in even rounds."""
+    return schedule != "interleaved" or micro_batches % max(1, micro_batches // degree) == 0
+
+
+def keeps_full(asked: PipelineSpec, accumulation: int) -> bool:
+    """Whether a step of that many micro-batches is one or several whole passes."""
+    if asked.degree == 1:
+        return True
+    passed = accumulation if asked.micro_batches == "auto" else asked.micro_batches
+    return accumulation % passed == 0 and full_passes(asked.schedule, asked.degree, passed)
+
+
+def passes_are_whole(asked: PipelineSpec, share: int, micro: Literal["auto"] | int) -> bool:
+    """Whether `share` rows of a replica and step make whole passes, in micro-batches of `micro` rows or of any size."""
+    sizes = [size for size in range(1, share + 1) if share % size == 0] if micro == "auto" else [micro]
+    return any(share % size == 0 and keeps_full(asked, share // size) for size in sizes)
+
+
+def _batch_unit(spec: FineTuneJobSpec) -> int:
+    """The global batch has to be a multiple of this: certain ranks x explicit micro-batch."""
+    ranks = certain_ranks(spec) or 1
+    micro = spec.training.micro_batch_size if spec.training else "auto"
+    return ranks * (1 if micro == "auto" else micro)
+
+
+def _global_batch_fits(spec: FineTuneJobSpec) -> bool:
+    if spec.training is None or spec.training.script is not None:
+        return True
+    return spec.training.global_batch_size % _batch_unit(spec) == 0
+
+
+def _global_batch_advice(spec: FineTuneJobSpec) -> str:
+    assert spec.training is not None
+    unit = _batch_unit(spec)
+    near = " or ".join(str(batch) for batch in nearest_multiples(spec.training.global_batch_size, unit))
+    ranks, micro = certain_ranks(spec), spec.training.micro_batch_size
+    parts = [] if ranks in (None, 1) else [f"{ranks} ranks"]
+    parts += [] if micro == "auto" else [f"{micro} row{'s' * (micro > 1)} of a micro-batch"]
+    smaller = ""
+    share, left = divmod(spec.training.global_batch_size, ranks or 1)
+    if micro != "auto" and not left:
+        smaller = f"; or set spec.training.microBatchSize to {gcd(share, micro)}"
+    return f"use {near}, multiples of {unit} = {' x '.join(parts)}{smaller}"
+
+
+def _replicas_divide(spec: FineTuneJobSpec) -> bool:
+    ranks = replicas_on_cpu(spec)
+    if ranks is None or not loops(spec) or spec.training is None:
+        return True
+    micro = spec.training.micro_batch_size
+    return spec.training.global_batch_size % (ranks * (1 if micro == "auto" else micro)) == 0
+
+
+def _replicas_advice(spec: FineTuneJobSpec) -> str:
+    assert spec.training is not None
+    ranks, micro = replicas_on_cpu(spec) or 1, spec.training.micro_batch_size
+    unit = ranks * (1 if micro == "auto" else micro)
+    near = " or ".join(str(batch) for batch in nearest_multiples(spec.training.global_batch_size, unit))
+    return f"use {near}, multiples of {unit}"
+
+
+def _passes_fit(spec: FineTuneJobSpec) -> bool:
+    """Whether a step is whole passes of the pipeline, where the ranks are certain and divide it."""
+    ranks = certain_ranks(spec) or replicas_on_cpu(spec)
+    if not loops(spec) or spec.training is None or ranks is None or spec.parallelism.pipeline.degree == 1:
+        return True
+    total = spec.training.global_batch_size
+    if total % ranks or not _global_batch_fits(spec) or not _replicas_divide(spec):
+        return True  # another rule tells
+    return passes_are_whole(spec.parallelism.pipeline, total // ranks, spec.training.micro_batch_size)
+
+
+def _passes_advice(spec: FineTuneJobSpec) -> str:
+    assert spec.training is not None
+    micro, ranks = spec.training.micro_batch_size, certain_ranks(spec) or replicas_on_cpu(spec) or 1
+    share = spec.training.global_batch_size // ranks
+    passed = share if micro == "auto" else max(1, share // micro)
+    whole = ", a multiple of the degree" if spec.parallelism.pipeline.schedule == "interleaved" else ""
+    return f"set it to auto or to a divisor of {passed}, the micro-batches of a replica's step{whole}"
+
+
+_MICRO = "self.training.microBatchSize"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "global-batch-divides",
+        "training.globalBatchSize",
+        # The arithmetic of _batch_unit, in two steps because CEL has no local variables.
+        f"{NO_LOOP} || self.training.globalBatchSize % "
+        f"((({WORLD_UNKNOWN}) || ({WORLD}) % {MODEL} != 0 ? 1 : ({WORLD}) / {MODEL})"
+        f" * (type({_MICRO}) == int ? int({_MICRO}) : 1)) == 0",
+        _global_batch_fits,
+        "is kept exactly, so it has to be a multiple of the data-parallel ranks x spec.training.microBatchSize",
+        "change it or spec.training.microBatchSize",
+        advice=_global_batch_advice,
+        reads=("training", *WORLD_FIELDS),
+    ),
+    Rule(
+        "replicas-on-cpus-divide-the-batch",
+        "training.globalBatchSize",
+        None,
+        _replicas_divide,
+        "is kept exactly, so it has to be a multiple of the replicas x spec.training.microBatchSize",
+        "change it or spec.training.microBatchSize",
+        advice=_replicas_advice,
+        reads=("training", *WORLD_FIELDS),
+    ),
+    Rule(
+        "pipeline-passes-are-whole",
+        "parallelism.pipeline.microBatches",
+        None,
+        _passes_fit,
+        "does not divide the micro-batches of a replica's step into whole passes",
+        "set it to auto",
+        advice=_passes_advice,
+        reads=("training", "parallelism.pipeline", *WORLD_FIELDS),
+    ),
+)

@@ -1,0 +1,218 @@
+"""Rules on nodes, GPUs, sizes, spot nodes, endpoints and pods."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+from pydantic.alias_generators import to_snake
+
+from finetune_operator.api.quantities import parse_quantity
+from finetune_operator.api.rules.rule import Holds, Rule
+from finetune_operator.api.types import FineTuneJobSpec
+from finetune_operator.launchers.launcher_rows import SUPPORTED
+
+RESERVED_PREFIXES = (
+    "finetune.dev/",
+    *dict.fromkeys(prefix for each in SUPPORTED for prefix in each.reserved.label_prefixes),
+    "app.kubernetes.io/managed-by",
+    "app.kubernetes.io/component",
+)
+"""Of labels and annotations by which operators find their pods."""
+MUTABLE = {"runPolicy": ("suspend", "ttlSecondsAfterFinished"), "endpoint": ()}
+"""What may change after the first stage has started: named fields of a block, or (empty) the whole block."""
+
+
+def _one_process_per_gpu(spec: FineTuneJobSpec) -> bool:
+    processes, gpus = spec.resources.processes_per_node, spec.resources.gpus_per_node
+    return processes == "auto" or gpus == "auto" or gpus == 0 or processes <= gpus
+
+
+def _elastic_holds(test: Callable[[int, int, int], bool]) -> Holds:
+    def holds(spec: FineTuneJobSpec) -> bool:
+        elastic = spec.resources.elastic
+        return elastic is None or test(elastic.min_nodes, spec.resources.nodes, elastic.max_nodes)
+
+    return holds
+
+
+def _reserved_rule(block: Literal["labels", "annotations"]) -> Rule:
+    """Keys by which operators find their pods."""
+    begins = " || ".join(f"key.startsWith('{prefix}')" for prefix in RESERVED_PREFIXES)
+
+    def holds(spec: FineTuneJobSpec) -> bool:
+        keys = spec.template.labels if block == "labels" else spec.template.annotations
+        return not any(key.startswith(RESERVED_PREFIXES) for key in keys)
+
+    return Rule(
+        name=f"template-{block}-are-the-users",
+        path=f"template.{block}",
+        cel=f"!has(self.template.{block}) || !self.template.{block}.exists(key, {begins})",
+        holds=holds,
+        text=f"cannot have keys that begin with {', '.join(RESERVED_PREFIXES)}: operators find their pods by them",
+        way_out="choose another prefix",
+    )
+
+
+SIZES: Mapping[str, tuple[str, str]] = {
+    "resources.memory": ("64Mi", "16Gi"),
+    "resources.sharedMemory": ("1Mi", "8Gi"),
+    "resources.accelerator.memory": ("1Gi", "80Gi"),
+    "storage.size": ("1Mi", "100Gi"),
+}
+"""Field -> the least that can be meant, and a usual value. An interpreter that has imported torch takes 200 MiB."""
+MOST_CORES = 2048
+"""Above the largest machines of the clouds, which have 1,920."""
+
+
+def _size_of(spec: FineTuneJobSpec, path: str) -> str | None:
+    value: object = spec
+    for part in path.split("."):
+        value = getattr(value, to_snake(part), None)
+    return value if isinstance(value, str) and value != "auto" else None
+
+
+def _size_rule(path: str, least: str, usual: str) -> Rule:
+    """A size that is too small to be meant: its unit was forgotten, or is `m`, a thousandth."""
+
+    def advice(spec: FineTuneJobSpec) -> str:
+        found = re.fullmatch(r"0*([1-9][0-9]*)(m?)", _size_of(spec, path) or "")
+        if found is None:
+            return f"write a size such as {usual}"
+        units = ("Mi", "Gi") if found[2] or int(found[1]) >= 1024 else ("Gi",)
+        meant = (f"{found[1]}{unit}" for unit in units)
+        return f"write {next((each for each in meant if parse_quantity(each) >= parse_quantity(least)), usual)}"
+
+    def holds(spec: FineTuneJobSpec) -> bool:
+        size = _size_of(spec, path)
+        return size is None or parse_quantity(size) >= parse_quantity(least)
+
+    return Rule(
+        name=f"{path}-has-a-unit",
+        path=path,
+        cel=None,
+        holds=holds,
+        text=f"is less than {least}: a number without a unit counts bytes",
+        way_out=f"write a size such as {usual}",
+        advice=advice,
+        reads=(path,),
+    )
+
+
+def _cores_advice(spec: FineTuneJobSpec) -> str:
+    found = re.fullmatch(r"([0-9]+)", spec.resources.cpu or "")
+    return f"write {found[1]}m, which is {int(found[1]) / 1000:g}" if found else "write a number of cores such as 4"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "one-process-per-gpu",
+        "resources.processesPerNode",
+        "type(self.resources.processesPerNode) != int || type(self.resources.gpusPerNode) != int"
+        " || int(self.resources.gpusPerNode) == 0"
+        " || int(self.resources.processesPerNode) <= int(self.resources.gpusPerNode)",
+        _one_process_per_gpu,
+        "cannot be more than spec.resources.gpusPerNode: a GPU takes one process",
+        "set it to auto or to the number of GPUs",
+    ),
+    Rule(
+        "accelerator-needs-gpus",
+        "resources.accelerator",
+        "(!has(self.resources.accelerator.product) && !has(self.resources.accelerator.memory))"
+        " || self.resources.gpusPerNode != 0",
+        lambda spec: (
+            (spec.resources.accelerator.product is None and spec.resources.accelerator.memory is None)
+            or spec.resources.gpus_per_node != 0
+        ),
+        "has no effect while spec.resources.gpusPerNode is 0",
+        "set spec.resources.gpusPerNode, or leave spec.resources.accelerator out",
+    ),
+    Rule(
+        "elastic-bounds-in-order",
+        "resources.elastic.maxNodes",
+        "!has(self.resources.elastic) || self.resources.elastic.minNodes <= self.resources.elastic.maxNodes",
+        _elastic_holds(lambda least, _, most: least <= most),
+        "cannot be below spec.resources.elastic.minNodes",
+        "exchange the two",
+    ),
+    Rule(
+        "elastic-bounds-hold-nodes",
+        "resources.nodes",
+        "!has(self.resources.elastic) || self.resources.elastic.minNodes > self.resources.elastic.maxNodes"
+        " || (self.resources.elastic.minNodes <= self.resources.nodes"
+        " && self.resources.nodes <= self.resources.elastic.maxNodes)",
+        _elastic_holds(lambda least, nodes, most: least > most or least <= nodes <= most),
+        "has to lie between spec.resources.elastic.minNodes and maxNodes",
+        "change it or the bounds",
+    ),
+    Rule(
+        "spot-is-enabled",
+        "spot.enabled",
+        "self.spot.enabled || (!has(self.spot.maxRunSeconds) && !has(self.spot.maxWaitSeconds)"
+        " && !self.spot.fallbackToOnDemand)",
+        lambda spec: (
+            spec.spot.enabled
+            or (
+                spec.spot.max_run_seconds is None
+                and spec.spot.max_wait_seconds is None
+                and not spec.spot.fallback_to_on_demand
+            )
+        ),
+        "has to be true beside other fields of spec.spot, which say nothing without it",
+        "set it to true, or leave spec.spot out",
+    ),
+    Rule(
+        "spot-is-for-training",
+        "spot.enabled",
+        "!self.spot.enabled || has(self.training)",
+        lambda spec: not spec.spot.enabled or spec.training is not None,
+        "is about the training, and nothing is trained",
+        "leave spec.spot out, or add spec.training",
+    ),
+    Rule(
+        "spot-resumes",
+        "checkpoints.resume",
+        "!self.spot.enabled || self.checkpoints.resume == 'auto'",
+        lambda spec: not spec.spot.enabled or spec.checkpoints.resume == "auto",
+        "never would begin the training anew each time a spot node is taken away",
+        "set it to auto, or leave spec.spot out",
+    ),
+    Rule(
+        "spot-wait-covers-run",
+        "spot.maxWaitSeconds",
+        "!has(self.spot.maxRunSeconds) || !has(self.spot.maxWaitSeconds)"
+        " || self.spot.maxWaitSeconds >= self.spot.maxRunSeconds",
+        lambda spec: (
+            spec.spot.max_run_seconds is None
+            or spec.spot.max_wait_seconds is None
+            or spec.spot.max_wait_seconds >= spec.spot.max_run_seconds
+        ),
+        "includes the run, so it cannot be below spec.spot.maxRunSeconds",
+        "make it longer",
+    ),
+    Rule(
+        "replicas-within-bounds",
+        "endpoint.maxReplicas",
+        "!has(self.endpoint) || !has(self.endpoint.maxReplicas) || self.endpoint.maxReplicas >= self.endpoint.replicas",
+        lambda spec: (
+            spec.endpoint is None
+            or spec.endpoint.max_replicas is None
+            or spec.endpoint.max_replicas >= spec.endpoint.replicas
+        ),
+        "cannot be below spec.endpoint.replicas",
+        "raise it, or lower spec.endpoint.replicas",
+    ),
+    *(_size_rule(path, least, usual) for path, (least, usual) in SIZES.items()),
+    Rule(
+        "cpu-counts-cores",
+        "resources.cpu",
+        None,
+        lambda spec: spec.resources.cpu is None or parse_quantity(spec.resources.cpu) <= MOST_CORES,
+        f"counts cores, and no machine has more than {MOST_CORES:,}",
+        "write a number of cores such as 4, or of thousandths such as 4000m",
+        advice=_cores_advice,
+        reads=("resources.cpu",),
+    ),
+    *(_reserved_rule(block) for block in ("labels", "annotations")),
+)

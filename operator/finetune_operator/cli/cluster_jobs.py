@@ -1,0 +1,331 @@
+"""The cluster as the `finetune` command sees it: jobs, their events, their pods, the pods' logs.
+
+Everything that comes back is parsed here into what the commands need; what a newer operator says beside that is
+passed over. Every way in which a cluster can be out of reach becomes a ClusterError, whose text says what to do.
+Only jobs are ever written.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from pydantic import Field, ValidationError
+
+from finetune_contract.choices import Stage
+from finetune_operator.api.objects import Meta, Raw
+from finetune_operator.api.types import GROUP, FineTuneJobStatus
+from finetune_operator.kubernetes_api import errors
+from finetune_operator.kubernetes_api.errors import ApiError, NoClusterError, NotFoundError, in_one_line
+from finetune_operator.kubernetes_api.resources import EVENT, FINETUNE_JOB, POD, Resource
+from finetune_operator.reconcile.observed import pod_view
+from finetune_operator.reconcile.reconcile_types import PodView
+from finetune_operator.rendering.pod_parts import CONTAINER_NAME
+from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL, Manifest
+
+if TYPE_CHECKING:
+    from finetune_operator.kubernetes_api.client import KubernetesClient
+
+MANAGER = "finetune"
+"""Field manager and user agent."""
+CONNECT_SECONDS = 10.0
+READ_SECONDS = 60.0
+"""Of silence, in a log that is not followed."""
+
+
+class ClusterError(Exception):
+    """The cluster does not give what was asked for; the text has the way out."""
+
+    def __init__(self, text: str, code: int | None = None) -> None:
+        super().__init__(text)
+        self.code = code
+        """HTTP status; None when there was no answer."""
+
+
+class UnreachableError(ClusterError):
+    """There was no answer, or not to the end; the same call may work in a moment."""
+
+
+# ------------------------------------------------------------------------------------------------------ what comes back
+
+
+class JobMeta(Meta):
+    """The job's metadata."""
+
+    resource_version: str = ""
+
+
+class JobResources(Raw):
+    """Of the job's resources, what is shown."""
+
+    nodes: int = 1
+
+
+class JobRunPolicy(Raw):
+    """Of the job's run policy, what is shown."""
+
+    suspend: bool = False
+
+
+class JobSpec(Raw):
+    """Of the job's spec, what is shown."""
+
+    resources: JobResources = JobResources()
+    run_policy: JobRunPolicy = JobRunPolicy()
+
+
+class ClusterJob(Raw):
+    """One FineTuneJob as the API server has it."""
+
+    metadata: JobMeta
+    spec: JobSpec = JobSpec()
+    status: FineTuneJobStatus = FineTuneJobStatus()
+    raw: dict[str, Any] = Field(default_factory=dict, exclude=True)
+    """The object as kubectl shows it, for `-o json`."""
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.metadata.name
+
+    @property
+    def outcome(self) -> Literal["Succeeded", "Failed"] | None:
+        """How the job ended; None while it has not."""
+        ended = {condition.type for condition in self.status.conditions if condition.status == "True"}
+        return "Succeeded" if "Succeeded" in ended else "Failed" if "Failed" in ended else None
+
+
+@dataclass(frozen=True)
+class Happening:
+    """One event of the job."""
+
+    time: datetime
+    type: str
+    reason: str
+    message: str
+    count: int
+
+
+Change: TypeAlias = tuple[Literal["changed", "deleted"], dict[str, Any]]
+
+
+# ----------------------------------------------------------------------------------------------------------- connection
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Which cluster, as the options of the command name it."""
+
+    kubeconfig: Path | None = None
+    context: str | None = None
+    namespace: str | None = None
+
+
+@asynccontextmanager
+async def connect(connection: Connection) -> AsyncIterator[Cluster]:
+    """The cluster for the time of a `with` block. Raises ClusterError when there is no way to one."""
+    try:
+        from finetune_operator.kubernetes_api.client import KubernetesClient
+        from finetune_operator.kubernetes_api.client import connect as connect_client
+    except ImportError as missing:
+        raise ClusterError(
+            f"talking to a cluster needs packages that are not installed here ({missing.name}); "
+            "install finetune-operator[operator]"
+        ) from missing
+    try:
+        api, namespace = await connect_client(MANAGER, connection.kubeconfig, connection.context, proxies=True)
+    except NoClusterError as error:
+        raise ClusterError(str(error)) from error
+    async with api:
+        # A person sees at once that the cluster is away, and what follows a job tries again by itself.
+        client = KubernetesClient(api, MANAGER, tries=1, connect_seconds=CONNECT_SECONDS)
+        yield Cluster(client, connection.namespace or namespace)
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+class Cluster:
+    """One cluster, and the namespace that is meant."""
+
+    def __init__(self, client: KubernetesClient, namespace: str) -> None:
+        self._client = client
+        self.namespace = namespace
+
+    async def job(self, name: str) -> ClusterJob:
+        """The job. Raises ClusterError, with the jobs that there are, when there is no such one."""
+        with self._in_words():
+            try:
+                return parse_job(await self._client.get(FINETUNE_JOB, self.namespace, name))
+            except NotFoundError as error:
+                there = [job.name for job in await self.jobs()]
+                listed = ", ".join(there[:10]) + (f" and {len(there) - 10} more" if len(there) > 10 else "")
+                instead = f"there are {listed}" if there else "it has none; name another with -n"
+                raise ClusterError(
+                    f"there is no FineTuneJob {name} in namespace {self.namespace}; {instead}", 404
+                ) from error
+
+    async def jobs(self, everywhere: bool = False) -> tuple[ClusterJob, ...]:
+        """All jobs of the namespace, or of all namespaces."""
+        with self._in_words():
+            try:
+                items, _ = await self._client.list_objects(FINETUNE_JOB, None if everywhere else self.namespace)
+            except NotFoundError as error:
+                raise ClusterError(
+                    f"the cluster at {self._client.server} has no FineTuneJobs: install the operator with "
+                    "kubectl apply -k manifests/operator, or name another --context"
+                ) from error
+        return tuple(parse_job(item) for item in items)
+
+    async def set_suspended(self, job: ClusterJob, suspended: bool, dry_run: bool = False) -> ClusterJob:
+        """Write `runPolicy.suspend` of this very job."""
+        body: Manifest = {"metadata": {"uid": job.metadata.uid}, "spec": {"runPolicy": {"suspend": suspended}}}
+        with self._in_words():
+            return parse_job(
+                await self._client.merge(FINETUNE_JOB, job.metadata.namespace, job.name, body, dry_run=dry_run)
+            )
+
+    async def delete(self, job: ClusterJob, dry_run: bool = False) -> None:
+        """Delete this very job; what it has made goes in the background."""
+        meta = job.metadata
+        with self._in_words():
+            await self._client.delete(FINETUNE_JOB, meta.namespace, job.name, meta.uid, dry_run=dry_run)
+
+    async def create(self, manifest: Mapping[str, Any], dry_run: bool = False) -> ClusterJob:
+        """Make a job; its namespace is the manifest's."""
+        namespace = manifest["metadata"]["namespace"]
+        with self._in_words():
+            return parse_job(await self._client.create(dict(manifest), namespace, dry_run=dry_run))
+
+    async def objects(self, job: ClusterJob, resource: Resource) -> list[Manifest]:
+        """Objects of another kind that carry the job's label; none where the kind is not served."""
+        with self._in_words():
+            try:
+                return (await self._client.list_objects(resource, job.metadata.namespace, f"{JOB_LABEL}={job.name}"))[0]
+            except NotFoundError:
+                return []
+
+    async def raw_events(self, job: ClusterJob) -> list[Manifest]:
+        """The job's events as the API server has them."""
+        fields = f"involvedObject.uid={job.metadata.uid}"
+        with self._in_words():
+            return (await self._client.list_objects(EVENT, job.metadata.namespace, fields=fields))[0]
+
+    async def served_version(self) -> Manifest:
+        """What the API server says of itself."""
+        with self._in_words():
+            return await self._client.document("/version", "version")
+
+    async def job_changes(self, job: ClusterJob) -> AsyncGenerator[Change, None]:
+        """What becomes of the job after this version; ends when the server ends the watch, and is then begun anew
+        from the job as it is by then.
+        """
+        version, fields = int(job.metadata.resource_version), f"metadata.name={job.name}"
+        events = self._client.watch(FINETUNE_JOB, version, job.metadata.namespace, fields=fields)
+        with self._in_words(), suppress(errors.GoneError):
+            async with aclosing(events):
+                async for event in events:
+                    if event.type != "BOOKMARK":
+                        yield "deleted" if event.type == "DELETED" else "changed", event.object
+
+    async def events(self, job: ClusterJob) -> tuple[Happening, ...]:
+        """The job's events, oldest first; times have whole seconds, so that versions decide among those of one."""
+        by_version = sorted(await self.raw_events(job), key=_version)
+        return tuple(sorted(map(_happening, by_version), key=lambda event: event.time))
+
+    async def pods(self, job: ClusterJob) -> tuple[PodView, ...]:
+        """The job's pods, by stage, attempt and place."""
+        labels = f"{UID_LABEL}={job.metadata.uid}"
+        with self._in_words():
+            items, _ = await self._client.list_objects(POD, job.metadata.namespace, labels)
+        found = [pod for item in items if (pod := pod_view(item)) is not None]
+        order = {stage: number for number, stage in enumerate(Stage)}
+        return tuple(sorted(found, key=lambda pod: (order[pod.stage], pod.attempt, pod.index or 0, pod.name)))
+
+    async def log(
+        self, job: ClusterJob, pod: PodView, *, follow: bool = False, tail: int | None = None, since: str | None = None
+    ) -> AsyncGenerator[str, None]:
+        """The lines of a pod's log, each with its time in front."""
+        query = {"container": CONTAINER_NAME, "timestamps": "true"}
+        query |= {"follow": "true"} if follow else {}
+        query |= {} if tail is None else {"tailLines": str(tail)}
+        query |= {} if since is None else {"sinceTime": since}
+        lines = self._client.log_lines(job.metadata.namespace, pod.name, query, None if follow else READ_SECONDS)
+        with self._in_words():
+            async with aclosing(lines):
+                async for line in lines:
+                    yield line.decode(errors="replace")
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        """Raise ClusterError for an ApiError."""
+        try:
+            yield
+        except ApiError as error:
+            raise _in_words(error, self._client.server) from error
+
+
+def _in_words(error: ApiError, server: str) -> ClusterError:
+    """Return what a person reads."""
+    cause = error.__cause__
+    match error:
+        case errors.NoAnswerError() if isinstance(cause, TimeoutError):
+            return UnreachableError(f"the API server at {server} does not answer in time")
+        case errors.NoAnswerError():
+            return UnreachableError(
+                f"the API server at {server} cannot be reached: {in_one_line(cause or error)}. "
+                "Is the cluster up, and is this the right --context?"
+            )
+        case errors.TooManyRequestsError() | errors.UnavailableError():
+            text = f"the API server at {server} cannot answer now ({error.code}: {error.message})"
+            return UnreachableError(text, error.code)
+        case errors.UnauthorizedError():
+            text = f"the API server at {server} does not accept the kubeconfig's credentials; log in again"
+        case errors.ForbiddenError() | errors.NamespaceTerminatingError():
+            text = f"not allowed: {error.message}. Ask the cluster's administrator for that right, or name another -n"
+        case _:
+            text = f"the API server at {server} answered {error.code}: {error.message}"
+    return ClusterError(text, error.code)
+
+
+def as_shown(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """An object as kubectl shows it: who has written which field is left out."""
+    return {**raw, "metadata": {k: v for k, v in raw["metadata"].items() if k != "managedFields"}}
+
+
+def parse_job(value: dict[str, Any]) -> ClusterJob:
+    """Raises ClusterError for a job that this version cannot read."""
+    try:
+        # Through JSON: strict models take a list for a tuple only there.
+        return ClusterJob.model_validate_json(json.dumps(value)).model_copy(update={"raw": as_shown(value)})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = value.get("metadata", {}).get("name")
+        place = ".".join(str(part) for part in first["loc"])
+        raise ClusterError(
+            f"FineTuneJob {name} has a status that this version of finetune cannot read ({place}: {first['msg']}); "
+            f"install the version that the cluster's operator has ({GROUP})"
+        ) from error
+
+
+def _version(item: Mapping[str, Any]) -> int:
+    """Version of an object; 0: the server tells none."""
+    return int(item["metadata"].get("resourceVersion", 0))
+
+
+def _happening(item: Mapping[str, Any]) -> Happening:
+    series: Mapping[str, Any] = item.get("series") or {}
+    times = (series.get("lastObservedTime"), item.get("lastTimestamp"), item.get("eventTime"))
+    time = next((text for text in times if text), item["metadata"]["creationTimestamp"])
+    return Happening(
+        time=datetime.fromisoformat(time),
+        type=item.get("type") or "Normal",
+        reason=item.get("reason") or "",
+        message=" ".join((item.get("message") or "").split()),
+        count=series.get("count") or item.get("count") or 1,
+    )

@@ -1,0 +1,280 @@
+"""`finetune validate`, `plan` and `render`: what is wrong with a file, what would run, and what would be created."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+
+import typer
+
+from finetune_operator.cli.commands.options import (
+    ClusterSettings,
+    DocumentForm,
+    EarlierWorkspace,
+    Filenames,
+    Files,
+    ForCluster,
+    Form,
+    Hardware,
+    LocalSettings,
+    Measure,
+)
+from finetune_operator.cli.console import (
+    DocumentOutput,
+    Output,
+    UsageError,
+    emit,
+    list_of,
+    note,
+    note_misfits,
+    out,
+    print_line,
+    problem_data,
+    report,
+)
+from finetune_operator.launchers.launcher_rows import TRAINING
+
+if TYPE_CHECKING:
+    from finetune_operator.api.problems import Problem
+    from finetune_operator.api.settings import Settings
+    from finetune_operator.cli.checking import EntryCheck
+    from finetune_operator.cli.job_files import Inputs, JobEntry
+    from finetune_operator.planning.plan_types import JobPlan
+
+    Launcher: TypeAlias = StrEnum
+else:
+    Launcher = StrEnum("Launcher", {name: name for name in TRAINING})
+    """Launchers that can be rendered; Typer reads the choices of an option from an enum."""
+
+DEFAULT_NAMESPACE = "default"
+
+
+# ------------------------------------------------------------------------------------------------------------- validate
+
+
+def validate(
+    files: Files = None,
+    filename: Filenames = None,
+    cluster: ForCluster = False,
+    data: Annotated[
+        bool,
+        typer.Option("--data", help="Read the first rows of the data, and check columns, labels and lengths of texts."),
+    ] = False,
+    settings: LocalSettings = None,
+    output: Form = Output.TEXT,
+) -> None:
+    """Check job files, without network, model or data.
+
+    All problems are reported at once, each with its line, field, value, rule and way out. With --cluster, what
+    only a run on this machine can have (file:// and pkg://) is a problem too. With --data the first 10,000 rows
+    of each split are read as prepare would read them, in some seconds.
+
+    \b
+    Examples:
+      finetune validate job.yaml
+      finetune validate job.yaml --data
+      finetune validate -f jobs/ -f extra.json
+      finetune validate job.yaml --cluster
+      finetune validate job.yaml -o json
+      cat job.yaml | finetune validate -
+    """
+    from finetune_operator.cli.commands.steps import settings_of, tell_notes
+    from finetune_operator.cli.job_files import read_inputs
+
+    inputs = read_inputs([*(files or []), *(filename or [])], settings_of(settings, cluster=cluster))
+    checked: dict[str, EntryCheck] = {}
+    if data:
+        from finetune_operator.cli.checking import check_entry
+
+        checked = {entry.job.name: check_entry(entry) for entry in inputs.entries}
+    problems = [*inputs.problems, *(found for each in checked.values() for found in each.problems)]
+    if output is Output.TEXT:
+        tell_notes(inputs)
+        report(inputs.problems)
+        for entry in inputs.entries:
+            _tell_checked(entry, checked.get(entry.job.name))
+    else:
+        emit([_validation(inputs, problems, checked)], output)
+    raise typer.Exit(1 if problems else 0)
+
+
+def _tell_checked(entry: JobEntry, checked: EntryCheck | None) -> None:
+    if checked is not None:
+        from finetune_operator.cli.checking import print_check
+
+        for text in checked.data.notes:
+            note(f"{entry.source}:{entry.document.line}: {entry.job.name}: {text}")
+        report(checked.problems)
+        print_check(out(), entry, checked.data)
+    if checked is None or not checked.problems:
+        print_line(f"{entry.source}:{entry.document.line}: {entry.job.name} is valid")
+
+
+def _validation(
+    inputs: Inputs, problems: Sequence[tuple[str, Problem]], checked: Mapping[str, EntryCheck]
+) -> dict[str, Any]:
+    jobs: list[dict[str, Any]] = []
+    for entry in inputs.entries:
+        job: dict[str, Any] = {"file": entry.source, "line": entry.document.line, "name": entry.job.name}
+        if entry.job.name in checked:
+            found = checked[entry.job.name].data
+            job["data"] = found.model_dump(mode="json", by_alias=True, exclude={"problems": {"__all__": {"time"}}})
+        jobs.append(job)
+    return {
+        "valid": not problems,
+        "jobs": jobs,
+        "problems": [problem_data(source, problem) for source, problem in problems],
+        "notes": list(inputs.notes),
+    }
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+
+def plan(
+    files: Files = None,
+    filename: Filenames = None,
+    cluster: ForCluster = False,
+    hardware: Hardware = None,
+    settings: LocalSettings = None,
+    workspace: EarlierWorkspace = None,
+    measure: Annotated[
+        bool | None,
+        typer.Option(
+            "--measure/--no-measure",
+            help="Ask the trainer for the model's size, or assume it. Left out: ask, but not with --cluster.",
+        ),
+    ] = None,
+    output: Form = Output.TEXT,
+) -> None:
+    """Show what would run, and why.
+
+    Strategy, processes, batch, memory, time, and a reason for each decision. Plans for this machine, or for
+    the one that --hardware describes; data that an earlier run prepared in --workspace (runs) are taken into
+    account. With --cluster it is the operator's first plan: it knows nothing but the job until prepare has
+    measured the model and the data, and says what it assumes.
+
+    \b
+    Examples:
+      finetune plan job.yaml
+      finetune plan job.yaml --cluster
+      finetune plan job.yaml --hardware gpu=H100,memory=80Gi,gpus=8
+      finetune plan job.yaml --hardware cpu=32,hostMemory=128Gi -o yaml
+      finetune plan job.yaml --no-measure -o json
+    """
+    from finetune_operator.cli.commands.steps import (
+        checked_jobs,
+        cluster_facts,
+        hardware_of,
+        local_facts,
+        planned,
+        refuse_absent,
+        settings_of,
+    )
+
+    limits, node = settings_of(settings, cluster=cluster), hardware_of(hardware)
+    plans = []
+    entries = checked_jobs([*(files or []), *(filename or [])], limits, output)
+    if not cluster and measure is not False:
+        refuse_absent(entries, output)
+    for entry in entries:
+        if cluster:
+            facts = cluster_facts(entry, node, workspace, measure is True)
+        else:
+            facts = local_facts(entry, node, workspace or Path("runs"), measure is not False)
+        plans.append(planned(entry, facts, limits, output, as_known=True))
+    if output is not Output.TEXT:
+        emit([json.loads(made.to_json()) for made in plans], output)
+        return
+    from finetune_operator.cli.result_tables import print_plan
+
+    for made in plans:
+        print_plan(out(), made)
+
+
+# --------------------------------------------------------------------------------------------------------------- render
+
+
+def render(
+    files: Files = None,
+    filename: Filenames = None,
+    launcher: Annotated[
+        Launcher | None,
+        typer.Option("--launcher", help="What runs the training, instead of spec.launcher; taken as installed."),
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option("--namespace", "-n", help="Namespace of the objects. Left out: the file's, else default."),
+    ] = None,
+    hardware: Hardware = None,
+    settings: ClusterSettings = None,
+    workspace: EarlierWorkspace = None,
+    measure: Measure = False,
+    output: DocumentForm = DocumentOutput.YAML,
+) -> None:
+    """Write the Kubernetes objects that a job becomes.
+
+    The claim for the workspace, and for the first attempt of each stage its ConfigMap and the object that runs
+    it, in the order of creation. Not in them, as only a cluster has it: the owner reference and the address for
+    progress. After prepare the operator plans again with what that measured, so the later stages' objects may
+    change; --measure, --workspace and --hardware plan with more facts from the beginning. JSON is one List.
+
+    \b
+    Examples:
+      finetune render job.yaml
+      finetune render job.yaml --launcher pytorchjob -n team-a
+      finetune render job.yaml --settings settings.yaml -o json
+      finetune render job.yaml | kubectl apply --dry-run=server -f -
+    """
+    from finetune_operator.cli.commands.steps import checked_jobs, cluster_facts, hardware_of, planned, settings_of
+    from finetune_operator.planning.plan import misfits
+
+    limits, node = settings_of(settings, cluster=True), hardware_of(hardware)
+    manifests: list[Any] = []
+    for entry in checked_jobs([*(files or []), *(filename or [])], limits, output):
+        if launcher is not None:
+            entry = _with_launcher(entry, launcher)
+        facts = cluster_facts(entry, node, workspace, measure)
+        made = planned(entry, facts, limits, output)
+        note_misfits(misfits(entry.job, facts, limits))
+        manifests.extend(_rendered(entry, made, namespace, limits, output))
+    if output is DocumentOutput.JSON:
+        emit([list_of(manifests)], output)
+    else:
+        emit(manifests, output)
+
+
+def _with_launcher(entry: JobEntry, launcher: Launcher) -> JobEntry:
+    from dataclasses import replace
+
+    spec = entry.job.spec.model_copy(update={"launcher": launcher.value})
+    return replace(entry, job=entry.job.model_copy(update={"spec": spec}))
+
+
+def objects_of(entry: JobEntry, made: JobPlan, settings: Settings, namespace: str | None = None) -> tuple[Any, ...]:
+    """The objects that the job becomes, in `namespace` or in the one that its file names. PlanRefused."""
+    from finetune_operator.launchers.launcher_registry import render as render_plan
+    from finetune_operator.rendering.render_types import RenderContext
+
+    place = namespace or entry.job.metadata.namespace or DEFAULT_NAMESPACE
+    return render_plan(made, RenderContext(place, entry.job.spec, settings))
+
+
+def _rendered(
+    entry: JobEntry, made: JobPlan, namespace: str | None, settings: Settings, output: DocumentOutput
+) -> tuple[Any, ...]:
+    from finetune_operator.cli.commands.steps import refuse_plan
+    from finetune_operator.planning.plan_types import PlanRefused
+
+    written = entry.job.metadata.namespace
+    if namespace is not None and written is not None and namespace != written:
+        raise UsageError(
+            f"--namespace {namespace}: {entry.job.name} has metadata.namespace {written}; change one of them"
+        )
+    try:
+        return objects_of(entry, made, settings, namespace)
+    except PlanRefused as refused:
+        refuse_plan(entry, refused, output)

@@ -1,0 +1,187 @@
+"""`finetune predict`: predictions for data on this machine, without a job file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from finetune_operator.cli.console import Output, UsageError, note, print_line
+
+_TASKS = {
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForMaskedLM": "masked-lm",
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+}
+"""End of a model's class -> task. Models that read one text and write another summarise or translate."""
+_ENDINGS = (".jsonl", ".parquet")
+
+
+def predict(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model or of a run, or hf://name.")],
+    data: Annotated[str, typer.Argument(metavar="DATA", help="File, folder or glob, or hf://name.")],
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="OUT", help="File for the predictions, .jsonl or .parquet.")
+    ],
+    task: Annotated[
+        str | None, typer.Option("--task", metavar="TASK", help="Left out: what the folder's config.json says.")
+    ] = None,
+    column: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--column", metavar="ROLE=NAME", help="Column of the data, as text=review; repeatable. Left out: the role."
+        ),
+    ] = None,
+    copy: Annotated[
+        list[str] | None, typer.Option("--copy", metavar="NAME", help="Column to repeat in the output; repeatable.")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option("--split", metavar="NAME", help="Split or file stem. Left out: the only one, or test.")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option("--max-length", metavar="TOKENS", help="Cut rows here. Left out: the model's limit.")
+    ] = None,
+    max_bad_rows: Annotated[
+        int | None,
+        typer.Option("--max-bad-rows", metavar="COUNT", help="Rows that may be unreadable. Left out: 1 % of them."),
+    ] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Begin anew, where an earlier call was stopped.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job that would run, and stop.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log too.")] = False,
+) -> None:
+    """Write a model's predictions for data on this machine.
+
+    What runs is a job, as `finetune run` would run it; --dry-run prints it. When the call is stopped, the same
+    call goes on where it was. Rows that cannot be read are listed in OUT's name with .bad-rows.jsonl.
+
+    \b
+    Examples:
+      finetune predict runs/quickstart reviews.jsonl -o predictions.jsonl
+      finetune predict ./model 'new/*.csv' -o answers.parquet --column text=review --copy id
+      finetune predict hf://org/name rows.jsonl -o out.jsonl --task text-classification
+    """
+    out = out.resolve()
+    if out.suffix not in _ENDINGS:
+        raise UsageError(f"--out: {out.name} must end in {' or '.join(_ENDINGS)}, which is the form that is written")
+    uri = _model_uri(model)
+    rows: dict[str, Any] = {"uri": _data_uri(data), "columns": _columns(column or ())}
+    if split is not None:
+        rows["splits"] = {"test": split}
+    predicts: dict[str, Any] = {"dataset": rows, "output": f"file://{out}", "columns": list(copy or ())}
+    if max_bad_rows is not None:
+        predicts["maxBadRows"] = max_bad_rows
+    spec: dict[str, Any] = {"task": task or _task_of(uri), "model": {"uri": uri}, "predict": predicts}
+    if max_length is not None:
+        spec["preparation"] = {"maxLength": max_length}
+    from finetune_operator.api.types import API_VERSION, KIND
+    from finetune_operator.cli.yaml_text import documents
+
+    job = {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": "predict"}, "spec": spec}
+    if dry_run:
+        print_line(documents([job]).rstrip("\n"))
+        return
+    folder = out.with_name(f".{out.name}.predict")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "job.yaml"
+    file.write_text(documents([job]), encoding="utf-8")
+    _run(file, folder, out, restart=restart, verbose=verbose)
+
+
+def _run(file: Path, folder: Path, out: Path, *, restart: bool, verbose: bool) -> None:
+    from finetune_contract.choices import Stage
+    from finetune_operator.api.settings import LOCAL_SETTINGS
+    from finetune_operator.cli.commands.run_command import refusals_told, show_failure
+    from finetune_operator.cli.commands.steps import checked_jobs, refuse_absent
+    from finetune_operator.cli.local_run import RunRequest
+    from finetune_operator.cli.local_run import run as run_locally
+    from finetune_operator.cli.workspace import finished
+
+    try:
+        (entry,) = checked_jobs([str(file)], LOCAL_SETTINGS, Output.TEXT)
+        refuse_absent([entry], Output.TEXT)
+    except typer.Exit:
+        file.unlink()
+        with suppress(OSError):
+            folder.rmdir()  # it holds what an earlier call has left
+        raise
+    request = RunRequest(
+        job=entry.job,
+        workspace=folder,
+        settings=LOCAL_SETTINGS,
+        restart=restart,
+        measure=False,
+        verbose=verbose,
+        report=False,
+    )
+    with refusals_told(request, entry, Output.TEXT, f"Name another file than {out.name}, or begin anew"):
+        result = run_locally(request)
+    if result.failure is not None:
+        show_failure(request, result.failure)
+    elif result.interrupted is not None:
+        note(f"stopped; the same call goes on where it was, by what is kept in {folder}")
+    else:
+        report = finished(request.paths, Stage.PREDICT)
+        told = {} if report is None else report.metrics
+        shutil.rmtree(folder, ignore_errors=True)
+        print_line(f"{told.get('rows', 0):,} rows -> {out}")
+        if "bad_rows" in told:
+            note(f"{told['bad_rows']:,} of them have no prediction; {told['bad_rows_path']} says why")
+    raise typer.Exit(result.exit_code)
+
+
+def _model_uri(text: str) -> str:
+    """Of a folder with a model, of a run's folder, or what is a URI already."""
+    if "://" in text:
+        return text
+    folder = Path(text).expanduser()
+    for place in (folder, folder / "model"):
+        if (place / "config.json").is_file():
+            return f"file://{place.resolve()}"
+    why = "has no config.json" if folder.is_dir() else "does not exist"
+    raise UsageError(f"MODEL: {text} {why}; name a folder with a model, a run's folder, or hf://name for the Hub")
+
+
+def _data_uri(text: str) -> str:
+    if "://" in text:
+        return text
+    from finetune_operator.cli.job_files import GLOB_CHARACTERS
+
+    path = Path(text).expanduser().absolute()
+    if not path.exists() and not GLOB_CHARACTERS & set(text):
+        raise UsageError(f"DATA: {text} does not exist; name a file, a folder, a glob, or hf://name for the Hub")
+    return f"file://{path}"
+
+
+def _task_of(uri: str) -> str:
+    """What the classes in the model's config.json are for."""
+    names: Sequence[str] = ()
+    if uri.startswith("file://"):
+        try:
+            names = (
+                json.loads((Path(uri.removeprefix("file://")) / "config.json").read_bytes()).get("architectures") or ()
+            )
+        except (OSError, ValueError, AttributeError) as error:
+            raise UsageError(f"MODEL: {uri}/config.json cannot be read: {error}") from error
+    found = [task for name in names for end, task in _TASKS.items() if str(name).endswith(end)]
+    if not found:
+        why = f"a {names[0]} can do several" if names else "it is read from a folder's config.json only"
+        raise UsageError(f"--task: name the task of the model, as text-classification or summarization; {why}")
+    return found[0]
+
+
+def _columns(given: Sequence[str]) -> dict[str, str]:
+    columns = {}
+    for text in given:
+        role, mark, name = text.partition("=")
+        if not (role and mark and name):
+            raise UsageError(f"--column: {text!r} must be ROLE=NAME, as text=review")
+        columns[role] = name
+    return columns

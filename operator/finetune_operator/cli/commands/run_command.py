@@ -1,0 +1,191 @@
+"""`finetune run`: a job on this machine."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from finetune_operator.cli.commands.options import (
+    Filenames,
+    Files,
+    Form,
+    LocalSettings,
+    Measure,
+    RunStage,
+    Workspace,
+)
+from finetune_operator.cli.console import Output, UsageError, complain, emit, err, note, out, print_line
+from finetune_operator.cli.program_name import program_name
+
+if TYPE_CHECKING:
+    from finetune_contract.choices import Stage
+    from finetune_operator.api.types import FailureStatus
+    from finetune_operator.cli.job_files import JobEntry
+    from finetune_operator.cli.local_run import RunRequest
+    from finetune_operator.planning.plan_types import JobPlan
+
+
+def run(
+    files: Files = None,
+    filename: Filenames = None,
+    workspace: Workspace = Path("runs"),
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on where an earlier run stopped. The default, spelled out.")
+    ] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", help="Begin anew; earlier results are moved to <job>.previous-<n>.")
+    ] = False,
+    stage: Annotated[
+        list[RunStage] | None,
+        typer.Option(
+            "--stage",
+            metavar="STAGE",
+            help="Run only prepare, train, evaluate or predict; repeatable. Its inputs must be there.",
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Which job, when the files hold several.")] = None,
+    settings: LocalSettings = None,
+    measure: Measure = True,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan and the stages, and start nothing.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the stages' own log too.")] = False,
+    output: Form = Output.TEXT,
+) -> None:
+    """Run a job on this machine: prepare, train, evaluate, predict.
+
+    Results go to DIR/<job name>/. Finished stages of the same job are kept and an unfinished training goes on
+    from its last checkpoint; results of a different job under the same name are refused unless --restart is
+    given. Ctrl-C saves a checkpoint first. Checkpoints are deleted once all stages have succeeded, unless the
+    job's checkpoints.afterSuccess is keep.
+
+    \b
+    Examples:
+      finetune run job.yaml
+      finetune run job.yaml --workspace results --restart
+      finetune run job.yaml --stage evaluate --stage predict
+      finetune run jobs.yaml --name reviews -v
+    """
+    if resume and restart:
+        raise UsageError("--resume and --restart exclude each other")
+    from finetune_contract.choices import Stage
+    from finetune_operator.cli.commands.steps import checked_jobs, settings_of
+    from finetune_operator.planning.capacity import NO_SPOT_HERE
+
+    names = [*(files or []), *(filename or [])]
+    limits = settings_of(settings, cluster=False)
+    entry = _one(checked_jobs(names, limits, output), name)
+    if entry.job.spec.spot.enabled:
+        note(f"{entry.job.name}: {NO_SPOT_HERE}.")
+
+    from finetune_operator.cli.local_run import RunRequest, planned_run, result_data
+    from finetune_operator.cli.local_run import run as run_locally
+
+    # What runs the job again, by the same limits and with the same facts.
+    options = ["--workspace", str(workspace)]
+    options += ["--name", name] if name is not None else []
+    options += ["--settings", str(settings)] if settings is not None else []
+    options += [] if measure else ["--no-measure"]
+    only = [word for one in stage or () for word in ("--stage", one.value)]
+    request = RunRequest(
+        job=entry.job,
+        workspace=workspace.resolve(),
+        settings=limits,
+        stages=tuple(Stage(one) for one in stage or ()),
+        restart=restart,
+        measure=measure,
+        verbose=verbose,
+        command=_command(names, [*options, "--restart"]),
+    )
+    with refusals_told(request, entry, output, "Give the job another name or another --workspace, or begin anew"):
+        if dry_run:
+            _show_dry_run(*planned_run(request), output)
+            return
+        result = run_locally(request)
+    data = result_data(request, result)
+    if output is not Output.TEXT:
+        emit([data], output)
+    elif result.exit_code == 0:
+        from finetune_operator.cli.result_tables import print_result
+
+        print_result(out(), data)
+    if result.failure is not None:
+        from finetune_contract.layout import FailureClass
+
+        show_failure(request, result.failure)
+        if "report" in data["artifacts"] and result.failure.failure_class == FailureClass.GATE_NOT_MET:
+            note(f"what was measured is in {data['artifacts']['report']}")
+    elif result.interrupted is not None:
+        note(f"stopped in {result.interrupted}. Go on with: {_command(names, [*options, *only, '--resume'])}")
+    raise typer.Exit(result.exit_code)
+
+
+@contextmanager
+def refusals_told(request: RunRequest, entry: JobEntry, output: Output, instead: str) -> Iterator[None]:
+    """End the command with 1, and say why, when the run within is refused. `instead`: what to do in place of results of
+    a different job, with --restart.
+    """
+    from finetune_operator.cli.commands.steps import refuse_plan
+    from finetune_operator.cli.local_run import CannotRunError
+    from finetune_operator.cli.workspace import BusyError, DifferentJobError, UnusableWorkspaceError
+    from finetune_operator.planning.plan_types import PlanRefused
+
+    try:
+        yield
+    except PlanRefused as refused:
+        refuse_plan(entry, refused, output)
+    except DifferentJobError as different:
+        complain(
+            f"{request.paths.root} holds results of a different job named {entry.job.name} (stage {different.stage}): "
+            f"{'; '.join(different.differences)}. {instead} with --restart, which moves the earlier results aside."
+        )
+        raise typer.Exit(1) from None
+    except BusyError as busy:
+        complain(f"{busy}. Wait for it, or stop it.")
+        raise typer.Exit(1) from None
+    except (CannotRunError, UnusableWorkspaceError) as cannot:
+        complain(f"{cannot}.")
+        raise typer.Exit(1) from None
+
+
+def show_failure(request: RunRequest, failure: FailureStatus) -> None:
+    """Print why a stage failed, and where its log is."""
+    from finetune_operator.cli.result_tables import print_failure
+
+    print_failure(err(), failure, str(request.paths.logs / f"{failure.stage}.log"))
+
+
+def _one(entries: Sequence[JobEntry], name: str | None) -> JobEntry:
+    chosen = [entry for entry in entries if name is None or entry.job.name == name]
+    if len(chosen) == 1:
+        return chosen[0]
+    names = ", ".join(entry.job.name for entry in entries)
+    if name is None:
+        raise UsageError(f"there are {len(entries)} jobs ({names}); choose one with --name")
+    raise UsageError(f"--name {name}: no such job; there are {names}")
+
+
+def _show_dry_run(planned: JobPlan, stages: dict[Stage, str], output: Output) -> None:
+    if output is not Output.TEXT:
+        emit(
+            [{"stages": {stage.value: word for stage, word in stages.items()}, "plan": json.loads(planned.to_json())}],
+            output,
+        )
+        return
+    from finetune_operator.cli.result_tables import print_plan
+
+    print_plan(out(), planned)
+    for does, word in (("keep", "kept"), ("run", "run")):
+        named = ", ".join(stage for stage, state in stages.items() if state == word)
+        if named:
+            print_line(f"Would {does}: {named}")
+
+
+def _command(names: Sequence[str], options: Sequence[str]) -> str:
+    return shlex.join([*program_name().split(), "run", *names, *options])

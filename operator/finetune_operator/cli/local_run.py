@@ -1,0 +1,483 @@
+"""`finetune run`: the stages of one job as processes of this machine, from the job file to the result.
+
+The order of events is written in `run`: check what is there, plan, write the contract's files, run each stage
+that is not done, plan again once the data are known, report. Every stage is what a cluster would run, with
+the same `job.json`.
+
+Refused: more than one node (this machine is one), results of a different job under the same name, and a
+second run of the same job at the same time. A stage counts as done by its completion marker only, whatever
+its exit code says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune_contract.choices import Device, Stage
+from finetune_contract.layout import DEFAULT_GRACE_SECONDS, ENV_GRACE_SECONDS, ENV_REPORT, FailureClass, JobPaths
+from finetune_operator.api.quantities import human_bytes
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.types import FailureStatus, FineTuneJob
+from finetune_operator.cli import hub_reach
+from finetune_operator.cli.console import err, note, note_misfits
+from finetune_operator.cli.display import Display, Shown, Tail, latest
+from finetune_operator.cli.environment import trainer_environment, usable_cores
+from finetune_operator.cli.local_files import write_atomically
+from finetune_operator.cli.local_stage import Interrupts, StageProcess, failure_of, stage_command
+from finetune_operator.cli.measure import TRAINER, Measured, measure, own_hardware, trainer_is_installed
+from finetune_operator.cli.workspace import (
+    AFTER_TRAINING,
+    FAILURE_FILE,
+    LOCAL_STAGES,
+    changed_after_training,
+    check_same_job,
+    finished,
+    locked,
+    prepared_facts,
+    read_data_facts,
+    record_inputs,
+    set_aside,
+    size_of,
+)
+from finetune_operator.planning.plan import misfits, plan
+from finetune_operator.planning.plan_types import Facts, JobPlan
+from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files
+
+POLL_SECONDS = 0.1
+SECOND_PRESS_SECONDS = 1.0
+"""`timeout` and some shells deliver one Ctrl-C twice; a second one counts only after this."""
+GRACE_SECONDS = DEFAULT_GRACE_SECONDS
+"""Time to save a checkpoint after the first Ctrl-C or SIGTERM; the launcher ends everything before."""
+REPORT_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What the user asked for."""
+
+    job: FineTuneJob
+    workspace: Path
+    settings: Settings
+    stages: tuple[Stage, ...] = ()
+    """Run only these; empty: all."""
+    restart: bool = False
+    measure: bool = True
+    verbose: bool = False
+    report: bool = True
+    """Write report.html after the last stage."""
+    command: str = ""
+    """What runs all of it again; empty: left to the report."""
+
+    @property
+    def paths(self) -> JobPaths:
+        return JobPaths.of(self.workspace, self.job.name)
+
+
+@dataclass
+class RunResult:
+    """How a run ended: well, with a failure, or interrupted (`exit_code` 130, 143, 129)."""
+
+    plan: JobPlan
+    seconds: dict[Stage, float] = field(default_factory=dict)
+    """Wall-clock time by stage; that of the earlier run for a stage that was kept."""
+    kept: list[Stage] = field(default_factory=list)
+    failure: FailureStatus | None = None
+    interrupted: Stage | None = None
+    exit_code: int = 0
+
+
+class CannotRunError(Exception):
+    """The run is refused before anything is started; the text has the way out."""
+
+
+def run(request: RunRequest) -> RunResult:
+    """Run the job. Raises CannotRunError, PlanRefused, BusyError and DifferentJobError before a stage has
+    started."""
+    if not trainer_is_installed():
+        raise CannotRunError(
+            "the package finetune-trainer is not installed here, and it does the work; install it beside this one"
+        )
+    paths, job = request.paths, request.job
+    with locked(request.workspace, job.name):
+        redone = _checked_stages_to_redo(request)
+        _check_hub(request, redone)
+        facts = _facts(request, keep_data=Stage.PREPARE not in redone)
+        planned = plan(job, facts, request.settings)
+        note_misfits(misfits(job, facts, request.settings))
+        wanted = _wanted(request, planned)
+        _check_inputs(request, planned, wanted, redone)
+        contract = files(planned)
+        moved = set_aside(paths, redone)
+        if moved is not None:
+            note(f"earlier results are in {moved}; delete that folder when you no longer need them.")
+        _write(paths, planned, contract)
+        (paths.root / FAILURE_FILE).unlink(missing_ok=True)
+        return _Run(request, facts, planned).through(wanted)
+
+
+def planned_run(request: RunRequest) -> tuple[JobPlan, dict[Stage, str]]:
+    """For --dry-run: the plan, and for each stage `run` or `kept`. Raises as `run` does; writes nothing."""
+    redone = _checked_stages_to_redo(request)
+    facts = _facts(request, keep_data=Stage.PREPARE not in redone)
+    planned = plan(request.job, facts, request.settings)
+    note_misfits(misfits(request.job, facts, request.settings))
+    wanted = _wanted(request, planned)
+    _check_inputs(request, planned, wanted, redone)
+    return planned, {
+        stage: "kept" if stage not in redone and finished(request.paths, stage) else "run" for stage in wanted
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- before a stage
+
+
+def _checked_stages_to_redo(request: RunRequest) -> tuple[Stage, ...]:
+    """With --restart all stages, or the named ones and those that rest on them. Without it those that only evaluate or
+    predict, and whose own settings have changed; DifferentJobError when other settings have.
+    """
+    if request.restart:
+        return _stages_to_redo(request)
+    changed = changed_after_training(request.paths, request.job)
+    checked = _up_to_last(request.stages) if request.stages else LOCAL_STAGES
+    check_same_job(request.paths, request.job, [stage for stage in checked if stage not in changed])
+    redone = tuple(stage for stage in changed if stage in (request.stages or LOCAL_STAGES))
+    for stage in redone:
+        note(f"{stage}: {'; '.join(changed[stage])}. It runs again; what was prepared and trained is kept.")
+    return redone
+
+
+def _stages_to_redo(request: RunRequest) -> tuple[Stage, ...]:
+    """With --restart: all, or the named ones and those that rest on them."""
+    if not request.stages:
+        return LOCAL_STAGES
+    first = min(LOCAL_STAGES.index(stage) for stage in request.stages)
+    if LOCAL_STAGES[first] in AFTER_TRAINING:
+        return tuple(stage for stage in LOCAL_STAGES if stage in request.stages)  # neither rests on the other
+    return LOCAL_STAGES[first:]
+
+
+def _up_to_last(stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    last = max(LOCAL_STAGES.index(stage) for stage in stages)
+    return LOCAL_STAGES[: last + 1]
+
+
+def _check_hub(request: RunRequest, redone: Sequence[Stage]) -> None:
+    """CannotRunError when a stage would need what neither the Hub nor its cache here gives."""
+    wanted = [stage for stage in request.stages or LOCAL_STAGES if _is_to_run(request, stage, redone)]
+    absent = hub_reach.missing(_uris(request.job, wanted)) if wanted else ()
+    if absent:
+        # What is wrong with the job comes first. The machine was not measured; it is taken to be what the job asks for.
+        plan(request.job, Facts(local=True), request.settings)
+        raise CannotRunError(
+            f"{' and '.join(absent)}: {hub_reach.out_of_reach()}, and there is no copy here. {hub_reach.WAY_OUT}"
+        )
+
+
+def _is_to_run(request: RunRequest, stage: Stage, redone: Sequence[Stage]) -> bool:
+    spec = request.job.spec
+    has = {Stage.TRAIN: spec.training, Stage.EVALUATE: spec.evaluation, Stage.PREDICT: spec.predict}
+    if stage in has and has[stage] is None:
+        return False
+    return stage in redone or finished(request.paths, stage) is None
+
+
+def _uris(job: FineTuneJob, stages: Sequence[Stage] = LOCAL_STAGES) -> dict[str, hub_reach.Kind]:
+    """What these stages read, each with its kind."""
+    spec = job.spec
+    uris: dict[str, hub_reach.Kind] = {spec.model.uri: "model"}
+    if spec.dataset is not None and Stage.PREPARE in stages:
+        uris[spec.dataset.uri] = "dataset"
+    if spec.predict is not None and spec.predict.dataset is not None and Stage.PREDICT in stages:
+        uris[spec.predict.dataset.uri] = "dataset"
+    return uris
+
+
+def _facts(request: RunRequest, keep_data: bool) -> Facts:
+    measured = measure(request.job) if request.measure else Measured(None, own_hardware())
+    data = prepared_facts(request.paths, request.job) if keep_data else None
+    return Facts(model=measured.model, data=data, hardware=measured.hardware, local=True)
+
+
+def _wanted(request: RunRequest, planned: JobPlan) -> tuple[Stage, ...]:
+    missing = [stage for stage in request.stages if stage not in planned.stages]
+    if missing:
+        raise CannotRunError(
+            f"--stage {missing[0]}: the job has no such stage; it has {', '.join(planned.stages)}. "
+            f"Add {_field_of(missing[0])} to the job, or name another stage"
+        )
+    return tuple(
+        stage for stage in LOCAL_STAGES if stage in planned.stages and (not request.stages or stage in request.stages)
+    )
+
+
+def _field_of(stage: Stage) -> str:
+    return {Stage.TRAIN: "spec.training", Stage.EVALUATE: "spec.evaluation", Stage.PREDICT: "spec.predict"}.get(
+        stage, "spec.dataset"
+    )
+
+
+def _check_inputs(request: RunRequest, planned: JobPlan, wanted: Sequence[Stage], redone: Sequence[Stage]) -> None:
+    """CannotRunError when a named stage rests on others that are neither done nor named."""
+    for stage in wanted:
+        needed = [
+            each
+            for each in LOCAL_STAGES[: LOCAL_STAGES.index(stage)]
+            if each is not Stage.EVALUATE and each in planned.stages and each not in wanted
+            if each in redone or finished(request.paths, each) is None
+        ]
+        if needed:
+            raise CannotRunError(
+                f"--stage {stage}: it needs the results of {' and '.join(needed)}, and {request.paths.root} has none; "
+                f"add {' '.join(f'--stage {each}' for each in needed)}"
+            )
+
+
+def _write(paths: JobPaths, planned: JobPlan, contract: Mapping[str, str]) -> None:
+    """The plan and the contract's files, each whole or not at all."""
+    write_atomically(paths.plan, planned.to_json())
+    write_atomically(paths.root / JOB_FILE, contract[JOB_FILE])
+    if DEEPSPEED_FILE in contract:
+        write_atomically(paths.root / DEEPSPEED_FILE, contract[DEEPSPEED_FILE])
+    else:
+        paths.deepspeed.unlink(missing_ok=True)
+
+
+# --------------------------------------------------------------------------------------------------------------- stages
+
+
+class _Run:
+    """The stages of one run."""
+
+    def __init__(self, request: RunRequest, facts: Facts, planned: JobPlan) -> None:
+        self._request = request
+        self._paths = request.paths
+        self._facts = facts
+        self._result = RunResult(planned)
+
+    def through(self, stages: Sequence[Stage]) -> RunResult:
+        """Run the stages that are not done, in order, up to the first that fails or an interruption."""
+        result = self._result
+        with Interrupts() as interrupts:
+            with Shown(err()) as display:
+                for stage in stages:
+                    done = finished(self._paths, stage)
+                    if done is not None:
+                        result.seconds[stage] = done.seconds
+                        result.kept.append(stage)
+                        display.log(f"{stage}: done in an earlier run, kept")
+                        continue
+                    if interrupts.count == 0:
+                        record_inputs(self._paths, self._request.job, stage)
+                        self._run_stage(stage, display, interrupts)
+                    if interrupts.count:
+                        result.interrupted, result.exit_code = stage, interrupts.exit_code
+                    if result.exit_code:
+                        if result.failure is not None and result.failure.failure_class == FailureClass.GATE_NOT_MET:
+                            # The last stage after all: what was measured is what people want to see.
+                            write_report(self._paths, self._request.command)
+                        return result
+                    if stage is Stage.PREPARE:
+                        self._plan_with_data(display)
+            if self._request.report:
+                write_report(self._paths, self._request.command)
+        self._tidy()
+        return result
+
+    def _tidy(self) -> None:
+        """Delete checkpoints that nothing needs any more, or tell what they take. A program's own are its own."""
+        planned, folder = self._result.plan, self._paths.checkpoints
+        size = size_of(folder)
+        if planned.trainer.training is None or not size:
+            return
+        takes = f"checkpoints in {folder} take {human_bytes(size)}"
+        done = all(finished(self._paths, stage) for stage in LOCAL_STAGES if stage in planned.stages)
+        if not done:
+            note(f"{takes}; they are deleted once all stages have succeeded, unless checkpoints.afterSuccess is keep.")
+        elif self._request.job.spec.checkpoints.after_success == "keep":
+            note(f"{takes} and are kept, as checkpoints.afterSuccess says; nothing needs them any more.")
+        else:
+            shutil.rmtree(folder)
+            note(
+                f"deleted {human_bytes(size)} of checkpoints, as all stages have succeeded; "
+                "set spec.checkpoints.afterSuccess to keep to have them stay."
+            )
+
+    def _run_stage(self, stage: Stage, display: Display, interrupts: Interrupts) -> None:
+        progress, log = self._paths.logs / f"{stage}.progress.jsonl", self._paths.logs / f"{stage}.log"
+        for old in (progress, log, *self._paths.reports.glob(f"{stage}-*.json")):
+            old.unlink(missing_ok=True)
+        self._paths.reports.mkdir(parents=True, exist_ok=True)
+        self._paths.logs.mkdir(parents=True, exist_ok=True)
+        started = time.monotonic()
+        display.start(stage)
+        process = StageProcess(
+            stage_command(stage, self._paths, self._result.plan), self._environment(stage, progress), log
+        )
+        try:
+            code = self._watch(process, Tail(progress), Tail(log), display, interrupts, stage)
+        finally:
+            process.kill()
+        seconds = time.monotonic() - started
+        self._result.seconds[stage] = seconds
+        if finished(self._paths, stage) is not None and code == 0:
+            display.end(stage, seconds, "done")
+        elif interrupts.count:
+            display.end(stage, seconds, "stopped")
+        else:
+            display.end(stage, seconds, "failed")
+            failure = failure_of(stage, code, self._paths.reports, log)
+            text = failure.model_dump_json(by_alias=True, exclude_none=True, indent=2)
+            with contextlib.suppress(OSError):  # on a full disk the message on the screen has to do
+                write_atomically(self._paths.root / FAILURE_FILE, text + "\n")
+            self._result.failure, self._result.exit_code = failure, 1
+
+    def _watch(
+        self,
+        process: StageProcess,
+        progress: Tail,
+        log: Tail,
+        display: Display,
+        interrupts: Interrupts,
+        stage: Stage,
+    ) -> int:
+        asked_at: float | None = None
+        while True:
+            code = process.exit_code()
+            news = latest(progress.lines())
+            if news is not None:
+                display.update(news)
+            for line in log.lines() if self._request.verbose else ():
+                display.log(line)
+            if code is not None:
+                return code
+            if asked_at is None and interrupts.count:
+                asked_at = time.monotonic()
+                saving = "saving a checkpoint" if stage is Stage.TRAIN else "stopping"
+                display.log(f"{stage}: {saving} (at most {GRACE_SECONDS} s); press Ctrl-C again to kill it")
+                process.ask_to_stop()
+            elif asked_at is not None:
+                waited = time.monotonic() - asked_at
+                if waited < SECOND_PRESS_SECONDS:
+                    interrupts.count = 1
+                elif interrupts.count > 1 or waited > GRACE_SECONDS:
+                    process.kill()
+            time.sleep(POLL_SECONDS)
+
+    def _environment(self, stage: Stage, progress: Path) -> dict[str, str]:
+        world = self._result.plan.trainer.world
+        threads = usable_cores()
+        if stage is Stage.TRAIN and world is not None:
+            threads = world.threads_per_process
+        return trainer_environment(
+            {**os.environ, **hub_reach.variables(_uris(self._request.job)), ENV_GRACE_SECONDS: str(GRACE_SECONDS)},
+            device=device_of(self._request.job, self._result.plan),
+            threads=threads,
+            report=self._paths.reports / f"{stage}-{{rank}}.json",
+            progress=progress,
+        )
+
+    def _plan_with_data(self, display: Display) -> None:
+        """Plan again now that the rows are counted; what the trainer gets changes only here, between two
+        stages."""
+        data = read_data_facts(self._paths)
+        for text in data.notes if data else ():
+            display.log(f"prepare: {text}")
+        facts = Facts(model=self._facts.model, data=data, hardware=self._facts.hardware, local=True)
+        again = plan(self._request.job, facts, self._request.settings)
+        changed = plan_changes(self._result.plan, again)
+        self._result.plan = again
+        _write(self._paths, again, files(again))
+        if changed:
+            display.log(f"planned again with the prepared data: {', '.join(changed)}")
+
+
+def device_of(job: FineTuneJob, planned: JobPlan) -> Device:
+    """Where the stages compute."""
+    if planned.trainer.world is not None:
+        return planned.trainer.world.device
+    return "cpu" if job.spec.resources.gpus_per_node == 0 else planned.hardware.device
+
+
+def plan_changes(before: JobPlan, after: JobPlan) -> list[str]:
+    """What the trainer gets that it would not have got before, e.g. `training.maxSteps 100 -> 61`."""
+    old, new = (dict(_flat(planned.trainer.model_dump(mode="json", by_alias=True))) for planned in (before, after))
+    return [
+        f"{name} {old.get(name)} -> {new.get(name)}"
+        for name in dict.fromkeys([*old, *new])
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _flat(value: object, prefix: str = "") -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [pair for key, inner in value.items() for pair in _flat(inner, f"{prefix}.{key}" if prefix else key)]
+    return [(prefix, value)]
+
+
+def write_report(paths: JobPaths, again: str) -> None:
+    """report.html from what lies in the folder. The results stand without it, so a failure is only noted."""
+    command = [sys.executable, "-m", TRAINER, "report", "--job", str(paths.job), "--workspace", str(paths.root.parent)]
+    command += ["--command", again] if again else []
+    environment = trainer_environment(
+        {name: value for name, value in os.environ.items() if name != ENV_REPORT},
+        device="cpu",
+        threads=1,
+        report=paths.reports / "report-{rank}.json",
+        progress=None,
+    )
+    try:
+        made = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=REPORT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        note(f"report.html was not written within {REPORT_SECONDS} s.")
+        return
+    if made.returncode:
+        note(f"report.html could not be written: {(made.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+
+
+def result_data(request: RunRequest, result: RunResult) -> dict[str, Any]:
+    """The result for `-o json` and the table."""
+    paths = request.paths
+    try:
+        metrics = json.loads(paths.metrics.read_text())
+    except (OSError, ValueError):
+        metrics = {}
+    predicted = finished(paths, Stage.PREDICT)
+    told = {} if predicted is None else predicted.metrics
+    artifacts = {
+        "model": paths.model,
+        "predictions": Path(str(told["path"])) if "path" in told else None,
+        "badRows": Path(str(told["bad_rows_path"])) if "bad_rows_path" in told else None,
+        "metrics": paths.metrics,
+        "report": paths.report,
+        "plan": paths.plan,
+    }
+    world = result.plan.trainer.world
+    failure = (
+        None if result.failure is None else result.failure.model_dump(mode="json", by_alias=True, exclude_none=True)
+    )
+    return {
+        "name": request.job.name,
+        "outcome": "interrupted" if result.interrupted else "failed" if failure else "succeeded",
+        "folder": str(paths.root),
+        "strategy": result.plan.strategy,
+        "worldSize": world.size if world else 1,
+        "stages": [
+            {"name": stage.value, "seconds": round(seconds, 1), "kept": stage in result.kept}
+            for stage, seconds in result.seconds.items()
+        ],
+        "metrics": metrics,
+        "artifacts": {name: str(path) for name, path in artifacts.items() if path is not None and path.exists()},
+        "failure": failure,
+    }

@@ -1,0 +1,278 @@
+"""`finetune logs`: the lines of all pods of a stage's attempt, and with --follow of every later one until the job ends.
+
+Pods are deleted with their attempt or their node, and their logs with them; then the end of the log that the status
+keeps of a failure is all there is, and it is said so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import zlib
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.text import Text
+
+from finetune_contract.choices import Stage
+from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, ClusterJob, UnreachableError
+from finetune_operator.cli.console import note
+from finetune_operator.cli.watching import versions
+from finetune_operator.reconcile.reconcile_types import PodView
+
+LOOK_SECONDS = 2.0
+"""How often new pods are looked for while a job is followed."""
+LAST_SECONDS = 10.0
+"""What the logs get to end after the job has: they end with their containers, which are over by then."""
+ORDER = {stage: number for number, stage in enumerate(Stage)}
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "bright_red")
+
+
+class NoLogError(ClusterError):
+    """There is nothing to show; the text says why and what there is instead."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which lines."""
+
+    stage: Stage | None = None
+    pod: str | None = None
+    """A pod by its name, or by what stands behind the slash of its prefix."""
+    rank: int | None = None
+    tail: int | None = None
+    previous: bool = False
+    """The attempt before the newest one."""
+
+    def takes(self, job: ClusterJob, pod: PodView) -> bool:
+        """Whether the pod's lines are wanted, whatever its attempt."""
+        if self.stage is not None and pod.stage is not self.stage:
+            return False
+        if self.pod is not None and self.pod not in (pod.name, place_of(pod)):
+            return False
+        return self.rank is None or pod.index == node_of(job, self.rank)
+
+
+def place_of(pod: PodView) -> str:
+    """Which of its attempt's pods it is: its node rank, or `launcher` for the one that starts the others."""
+    return "launcher" if pod.index is None and pod.stage is Stage.TRAIN else str(pod.index or 0)
+
+
+def label_of(pod: PodView) -> str:
+    """What stands before its lines, e.g. `train-1/0`."""
+    return f"{pod.stage}-{pod.attempt}/{place_of(pod)}"
+
+
+def node_of(job: ClusterJob, rank: int) -> int:
+    """The node rank of the pod in which a process runs."""
+    plan, nodes = job.status.plan, max(1, job.spec.resources.nodes)
+    if plan is None:
+        return rank
+    return rank // max(1, plan.world_size // nodes)
+
+
+_STAMP = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d))(?: |$)")
+
+
+def stamped_line(line: str) -> tuple[str, str]:
+    """The time that the kubelet put before a line, and the line; no time before what is not the container's."""
+    found = _STAMP.match(line)
+    return (found[1], line[found.end() :]) if found else ("", line)
+
+
+@dataclass
+class Printer:
+    """Writes lines with their pod's prefix, coloured on a terminal only."""
+
+    console: Console
+
+    def print(self, label: str, line: str) -> None:
+        """One line, as it came: it is not cut, and nothing in it is taken for markup."""
+        prefix = Text(f"[{label}] ", style=COLOURS[zlib.crc32(label.encode()) % len(COLOURS)])
+        self.console.print(
+            Text.assemble(prefix, Text.from_ansi(line) if self.console.is_terminal else line), soft_wrap=True
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- what is there
+
+
+@dataclass(frozen=True)
+class FoundLog:
+    """Lines of pods with their labels, and what there is to tell about them."""
+
+    lines: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
+
+
+async def read_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted) -> FoundLog:
+    """The lines that there are now, of all pods in the order of their times. Raises NoLogError when there are none."""
+    stage, attempt = _attempt(job, wanted)
+    pods = [
+        pod
+        for pod in await cluster.pods(job)
+        if (pod.stage, pod.attempt) == (stage, attempt) and wanted.takes(job, pod) and pod.phase != "Pending"
+    ]
+    stamped: list[tuple[str, str, str]] = []
+    unreadable = []
+    for pod in pods:
+        try:
+            async for line in cluster.log(job, pod, tail=wanted.tail):
+                moment, text = stamped_line(line)
+                # A line without a time is the node's own word about the log; it stays where it came.
+                last = moment or (stamped[-1][0] if stamped else "")
+                stamped.append((last, label_of(pod), text))
+        except ClusterError as error:
+            if error.code in (None, 401, 403):
+                raise
+            unreadable.append(f"{pod.name}: {error}")
+    if not stamped:
+        kept = _kept_tail(job, stage, attempt, wanted, running=bool(pods) and not unreadable)
+        return FoundLog(kept.lines, (*unreadable, *kept.notes))
+    lines = tuple((label, text) for _, label, text in sorted(stamped, key=lambda each: each[0]))
+    return FoundLog(lines, tuple(unreadable))
+
+
+async def show_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted, console: Console) -> None:
+    """Print what `read_logs` finds."""
+    found = await read_logs(cluster, job, wanted)
+    for text in found.notes:
+        note(text)
+    printer = Printer(console)
+    for label, line in found.lines:
+        printer.print(label, line)
+
+
+def _attempt(job: ClusterJob, wanted: Wanted) -> tuple[Stage, int]:
+    """Stage and attempt that are meant: the named one, else the one that runs or ran last."""
+    begun = {Stage(stage.name): stage.attempt for stage in job.status.stages if stage.attempt}
+    if not begun:
+        why = next((one.message for one in job.status.conditions if one.status == "False" and one.message), "")
+        raise NoLogError(f"no stage of {job.name} has started yet" + (f": {why}" if why else ""))
+    stage = wanted.stage or job.status.stage or list(begun)[-1]
+    if stage not in begun:
+        raise NoLogError(
+            f"--stage {stage}: it has not started; {', '.join(begun)} {'have' if len(begun) > 1 else 'has'}"
+        )
+    attempt = begun[stage] - (1 if wanted.previous else 0)
+    if attempt < 1:
+        raise NoLogError(f"--previous: {stage} is at its first attempt")
+    return stage, attempt
+
+
+def _kept_tail(job: ClusterJob, stage: Stage, attempt: int, wanted: Wanted, *, running: bool) -> FoundLog:
+    """The end of the log that the status keeps, with a note that it is that. Raises NoLogError when it keeps none."""
+    failure = job.status.failure
+    fits = failure is not None and (failure.stage, failure.attempt) == (stage, attempt)
+    if failure is not None and fits and failure.log_tail:
+        lines = failure.log_tail.splitlines()
+        kept = lines if wanted.tail is None else lines[max(0, len(lines) - wanted.tail) :]
+        label = failure.pod or f"{stage}-{attempt}"
+        gone = f"the pods of {stage}-{attempt} are gone; this is the end of the log that the job's status keeps."
+        return FoundLog(tuple((label, line) for line in kept), (gone,))
+    if running and wanted.pod is None and wanted.rank is None:
+        raise NoLogError(f"the pods of {stage}-{attempt} have written nothing yet")
+    if wanted.pod is not None or wanted.rank is not None:
+        asked = f"--pod {wanted.pod}" if wanted.pod is not None else f"--rank {wanted.rank}"
+        raise NoLogError(f"{asked}: {stage}-{attempt} has no such pod, or it is gone or has not started")
+    state = next((each.state for each in job.status.stages if each.name == stage.value), None)
+    if state in ("Pending", "Running") and not wanted.previous:
+        raise NoLogError(f"no pod of {stage}-{attempt} has started yet")
+    raise NoLogError(f"the pods of {stage}-{attempt} are gone, and their logs with them")
+
+
+# ------------------------------------------------------------------------------------------------------------ following
+
+
+@dataclass
+class _Follower:
+    """One `finetune logs -f`."""
+
+    cluster: Cluster
+    wanted: Wanted
+    printer: Printer
+    job: ClusterJob
+    first: tuple[int, int]
+    """Order of the stage and number of the attempt to begin with; what was before is history."""
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+
+    async def until_the_end(self) -> ClusterJob:
+        """Follow every wanted pod there is and will be, until the job has ended and their lines with it."""
+        await self._look(tail=self.wanted.tail)
+        if not self.tasks:
+            note(f"no pod of {self.job.name} has started yet that has the lines asked for; waiting for one.")
+        looking = asyncio.create_task(self._look_again_and_again())
+        try:
+            async for job in versions(self.cluster, self.job.name):
+                self.job = job
+                if looking.done():
+                    looking.result()
+                if job.outcome is not None or self._wanted_stage_is_over():
+                    break
+        finally:
+            looking.cancel()
+            with suppress(asyncio.CancelledError):
+                await looking
+        await self._look()
+        if self.tasks:
+            _, late = await asyncio.wait(self.tasks.values(), timeout=LAST_SECONDS)
+            for task in late:
+                task.cancel()
+        return self.job
+
+    def _wanted_stage_is_over(self) -> bool:
+        states = {stage.name: stage.state for stage in self.job.status.stages}
+        return self.wanted.stage is not None and states.get(self.wanted.stage.value) == "Succeeded"
+
+    async def _look_again_and_again(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            with suppress(UnreachableError):
+                await self._look()
+
+    async def _look(self, tail: int | None = None) -> None:
+        """Begin with the pods that have started since the last look."""
+        for pod in await self.cluster.pods(self.job):
+            later = (ORDER[pod.stage], pod.attempt) >= self.first
+            if later and pod.uid not in self.tasks and pod.phase != "Pending" and self.wanted.takes(self.job, pod):
+                self.tasks[pod.uid] = asyncio.create_task(self._follow(pod, tail))
+
+    async def _follow(self, pod: PodView, tail: int | None) -> None:
+        """The pod's lines to the last. A connection that ends before the pod is taken up after the last line."""
+        label, last = label_of(pod), ""
+        while True:
+            over = pod.over
+            try:
+                async for line in self.cluster.log(self.job, pod, follow=True, tail=tail, since=last or None):
+                    moment, text = stamped_line(line)
+                    if not moment or moment > last:
+                        self.printer.print(label, text)
+                        last, tail = moment or last, None
+                if over:
+                    return
+                there = [each for each in await self.cluster.pods(self.job) if each.uid == pod.uid]
+                if not there:
+                    return
+                pod = there[0]
+            except UnreachableError:
+                await asyncio.sleep(LOOK_SECONDS)
+            except ClusterError as error:
+                note(f"the log of {pod.name} has ended: {error}")
+                return
+            if not pod.over:
+                await asyncio.sleep(LOOK_SECONDS)
+
+
+async def follow_logs(cluster: Cluster, job: ClusterJob, wanted: Wanted, console: Console) -> None:
+    """Show lines as they come, from pod to pod and stage to stage, until the job has ended. When no pod has been there
+    in all that time, the end of the log that the status keeps, or NoLogError.
+    """
+    try:
+        stage, attempt = _attempt(job, wanted)
+    except NoLogError:
+        stage, attempt = wanted.stage or Stage.PREPARE, 1
+    follower = _Follower(cluster, wanted, Printer(console), job, (ORDER[stage], attempt))
+    ended = await follower.until_the_end()
+    if not follower.tasks:
+        await show_logs(cluster, ended, wanted, console)

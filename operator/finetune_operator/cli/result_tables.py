@@ -1,0 +1,97 @@
+"""Plans and results as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+
+from finetune_operator.api.quantities import human_bytes
+from finetune_operator.api.types import FailureStatus
+from finetune_operator.cli.console import print_trimmed
+from finetune_operator.cli.display import duration
+from finetune_operator.planning.plan_types import JobPlan
+from finetune_operator.planning.summary import summarise
+
+
+def _table() -> Table:
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    return table
+
+
+def _print_indented(console: Console, table: Table, below: int) -> None:
+    """The table without the spaces that fill its last column: text that is copied or compared has none."""
+    print_trimmed(console, Padding(table, (0, 0, below, 2), expand=False))
+
+
+def print_plan(console: Console, plan: JobPlan) -> None:
+    """A plan, section by section."""
+    for section in summarise(plan):
+        console.print(section.title, style="bold cyan")
+        table = _table()
+        if all(not row.label for row in section.rows):
+            table.columns[0].no_wrap = False
+            table.columns[0].style = ""
+            for row in section.rows:
+                table.add_row(f"- {row.value}")
+        else:
+            table.add_column(overflow="fold")
+            table.add_column(style="dim", overflow="fold")
+            for row in section.rows:
+                table.add_row(row.label, row.value, row.remark)
+        _print_indented(console, table, below=1)
+
+
+def result_rows(data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The result of a run as label and value; what was not measured has no row."""
+    metrics: Mapping[str, Any] = data["metrics"]
+    evaluated, majority = metrics.get("evaluate") or {}, metrics.get("majority") or {}
+    train = metrics.get("train") or {}
+    rows = []
+    for name, value in evaluated.items():
+        if isinstance(value, int | float) and name in majority:
+            rows.append((name, f"{value:.4f}  (majority class: {majority[name]:.4f})"))
+    if "accuracy" in evaluated and "accuracy" not in majority:
+        rows.append(("accuracy", f"{evaluated['accuracy']:.4f}"))
+    if train.get("loss_first") is not None and train.get("loss_last") is not None:
+        rows.append(("loss", f"{train['loss_first']:.4f} at first, {train['loss_last']:.4f} at last"))
+    if train.get("samples_per_second") is not None:
+        rows.append(("speed", f"{train['samples_per_second']:,.1f} samples/s"))
+    if train.get("peak_memory_bytes") is not None:
+        rows.append(("peak memory", f"{human_bytes(int(train['peak_memory_bytes']))} in one process"))
+    processes = train.get("world_size", data["worldSize"])
+    rows.append(
+        ("strategy", f"{train.get('strategy', data['strategy'])}, {processes} process{'es' * (processes != 1)}")
+    )
+    stages = [f"{s['name']} {duration(s['seconds'])}{' (kept)' if s['kept'] else ''}" for s in data["stages"]]
+    rows.append(("time", ", ".join(stages)))
+    rows.extend(data["artifacts"].items())
+    return rows
+
+
+def print_result(console: Console, data: Mapping[str, Any]) -> None:
+    """The result of a run that ended well."""
+    console.print(f"{data['name']}: {data['outcome']}", style="bold green")
+    table = _table()
+    table.add_column(overflow="fold")
+    for label, value in result_rows(data):
+        table.add_row(label, value)
+    _print_indented(console, table, below=0)
+
+
+def print_failure(console: Console, failure: FailureStatus, log: str) -> None:
+    """What went wrong, the way out, and the end of the log."""
+    rank = "" if failure.rank is None else f" on rank {failure.rank}"
+    kind = f"{failure.failure_class} ({failure.reason}), exit code {failure.exit_code}"
+    headline = f"Error: {failure.stage} failed{rank}: {kind}"
+    console.print(headline, style="bold red", soft_wrap=True)
+    console.print(f"  {failure.message}", soft_wrap=True)
+    if failure.hint:
+        console.print(f"  {failure.hint}", style="yellow", soft_wrap=True)
+    console.print(f"  Log: {log}", soft_wrap=True)
+    for line in (failure.log_tail or "").splitlines():
+        console.print(f"    {line}", style="dim", soft_wrap=True)

@@ -1,0 +1,183 @@
+"""A cluster's jobs as values, asked for beside the pages: a page never waits long for an API server that is away.
+
+What was answered last is shown, with what went wrong since. The API server is asked only while somebody looks, and
+once for all pages that are open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from threading import Condition, Lock, Thread
+from typing import Generic, TypeVar
+
+from finetune_contract.choices import Stage
+from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, ClusterJob, Connection, Happening, connect
+from finetune_operator.cli.log_following import NoLogError, Wanted, read_logs
+from finetune_operator.cli.watching import events_of
+
+Value = TypeVar("Value")
+ASK_SECONDS = 4.0
+"""An answer that is older is asked for anew."""
+ANSWER_SECONDS = 30.0
+"""What the API server gets for one answer."""
+PATIENCE_SECONDS = 2.0
+"""How long the first page waits for a first answer."""
+LOG_LINES = 200
+"""The last lines of each pod."""
+MOST_JOBS = 32
+"""Pages of single jobs whose last answers are kept."""
+MOST_POINTS = 5000
+"""Progress of one job that is kept for its curve."""
+
+
+@dataclass(frozen=True)
+class Answer(Generic[Value]):
+    """What the cluster said last."""
+
+    value: Value | None = None
+    error: str | None = None
+    """Why there is no newer value."""
+
+    @property
+    def waiting(self) -> bool:
+        """True until something is printed."""
+        return self.value is None and self.error is None
+
+
+@dataclass(frozen=True)
+class JobDetails:
+    """One job with what belongs to it."""
+
+    job: ClusterJob
+    events: tuple[Happening, ...] | None
+    """None: they may not be read."""
+    log: tuple[tuple[str, str], ...]
+    """Label of the pod, line."""
+    notes: tuple[str, ...]
+
+
+class Question(Generic[Value]):
+    """Something that is asked in a thread of its own, at most once at a time."""
+
+    def __init__(self, ask: Callable[[], Value]) -> None:
+        self._ask = ask
+        self._changed = Condition()
+        self._answer: Answer[Value] = Answer()
+        self._answered_at: float | None = None
+        self._under_way = False
+
+    def answer(self, patience: float = PATIENCE_SECONDS) -> Answer[Value]:
+        """Return the last answer; asks anew when it is old, and waits only for the first one."""
+        with self._changed:
+            old = self._answered_at is None or time.monotonic() - self._answered_at > ASK_SECONDS
+            if old and not self._under_way:
+                self._under_way = True
+                Thread(target=self._find_out, daemon=True, name="finetune-ui-cluster").start()
+            self._changed.wait_for(lambda: not self._answer.waiting, patience)
+            return self._answer
+
+    def _find_out(self) -> None:
+        answer: Answer[Value]
+        try:
+            answer = Answer(self._ask())
+        except ClusterError as error:
+            answer = replace(self._answer, error=f"{str(error).removesuffix('.')}.")
+        except TimeoutError:
+            answer = replace(self._answer, error=f"The API server did not answer within {ANSWER_SECONDS:g} s.")
+        except Exception as error:  # a fault of ours: the page tells it, instead of waiting for ever
+            answer = replace(self._answer, error=f"{type(error).__name__}: {error}")
+        with self._changed:
+            self._answer, self._answered_at, self._under_way = answer, time.monotonic(), False
+            self._changed.notify_all()
+
+
+class ClusterJobs:
+    """The jobs of one namespace, or of all."""
+
+    def __init__(self, connection: Connection, everywhere: bool = False) -> None:
+        self.everywhere = everywhere
+        self.where = "any namespace" if everywhere else "this namespace"
+        """Which jobs are listed, in words."""
+        self._connection = connection
+        self._all = Question(self._ask_all)
+        self._details: OrderedDict[tuple[str, str], Question[JobDetails]] = OrderedDict()
+        self._curves: OrderedDict[str, dict[int, float]] = OrderedDict()
+        self._lock = Lock()
+
+    def all(self) -> Answer[tuple[ClusterJob, ...]]:
+        """All jobs, the newest first."""
+        return self._all.answer()
+
+    def details(self, namespace: str, name: str) -> Answer[JobDetails] | None:
+        """One of the jobs; None when there is no such one. Names are looked up, never sent on as they came."""
+        listed = self.all()
+        if listed.value is not None:
+            there = any((job.metadata.namespace, job.name) == (namespace, name) for job in listed.value)
+            if not there:
+                return None
+        elif listed.waiting:
+            return Answer()
+        else:
+            return Answer(error=listed.error)
+        with self._lock:
+            key = (namespace, name)
+            question = self._details.setdefault(key, Question(lambda: self._ask_one(namespace, name)))
+            while len(self._details) > MOST_JOBS:
+                self._details.popitem(last=False)
+        return question.answer()
+
+    def curve(self, job: ClusterJob) -> list[dict[str, float]]:
+        """The loss by step, of all answers since this page has asked: a cluster keeps the newest only."""
+        with self._lock:
+            points = sorted(self._curves.get(job.metadata.uid, {}).items())
+        return [{"step": step, "loss": loss} for step, loss in points]
+
+    def _ask_all(self) -> tuple[ClusterJob, ...]:
+        async def listed(cluster: Cluster) -> tuple[ClusterJob, ...]:
+            if not self.everywhere:
+                self.where = f"namespace {cluster.namespace}"
+            return await cluster.jobs(self.everywhere)
+
+        found = self._in_cluster(self._connection, listed)
+        for job in found:
+            self._remember(job)
+        return tuple(sorted(found, key=lambda job: job.metadata.creation_timestamp, reverse=True))
+
+    def _ask_one(self, namespace: str, name: str) -> JobDetails:
+        async def all_of_it(cluster: Cluster) -> JobDetails:
+            job = await cluster.job(name)
+            events = await events_of(cluster, job)
+            try:
+                found = await read_logs(cluster, job, Wanted(tail=LOG_LINES))
+            except NoLogError as none:
+                return JobDetails(job, events, (), (str(none),))
+            except ClusterError as error:
+                return JobDetails(job, events, (), (f"The log cannot be read: {error}",))
+            return JobDetails(job, events, found.lines[-LOG_LINES:], found.notes)
+
+        details = self._in_cluster(replace(self._connection, namespace=namespace), all_of_it)
+        self._remember(details.job)
+        return details
+
+    def _in_cluster(self, connection: Connection, work: Callable[[Cluster], Awaitable[Value]]) -> Value:
+        async def connected() -> Value:
+            async with asyncio.timeout(ANSWER_SECONDS), connect(connection) as cluster:
+                return await work(cluster)
+
+        return asyncio.run(connected())
+
+    def _remember(self, job: ClusterJob) -> None:
+        progress = job.status.progress
+        if job.status.stage is not Stage.TRAIN or progress is None or progress.step is None or progress.loss is None:
+            return
+        with self._lock:
+            points = self._curves.setdefault(job.metadata.uid, {})
+            points[progress.step] = progress.loss
+            if len(points) > MOST_POINTS:
+                del points[min(points)]
+            while len(self._curves) > 4 * MOST_JOBS:
+                self._curves.popitem(last=False)

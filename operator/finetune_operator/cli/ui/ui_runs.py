@@ -1,0 +1,590 @@
+"""The runs of a workspace as values: what `finetune run` has left in each folder, also of one that runs, was killed in
+the middle, or holds files that something else has broken.
+
+What cannot be read is a line in `Run.problems`; the rest is shown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from threading import Lock
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
+
+from pydantic import JsonValue, ValidationError
+
+from finetune_contract.choices import Stage
+from finetune_contract.report import Progress, TrainerReport
+from finetune_operator.api.json_text import loads
+from finetune_operator.api.objects import Raw
+from finetune_operator.api.redaction import Redactor
+from finetune_operator.api.types import FailureStatus
+from finetune_operator.cli import runfolders
+from finetune_operator.cli.display import latest
+from finetune_operator.cli.ui.reading import Content, Stamp, UnreadableError, folders, read, stamp
+from finetune_operator.cli.workspace import FAILURE_FILE, INPUTS_FILE, LOCAL_STAGES
+from finetune_operator.planning.plan_types import JobPlan
+
+RunState: TypeAlias = Literal["running", "succeeded", "failed", "interrupted", "not started", "damaged", "set aside"]
+Value = TypeVar("Value")
+
+DOCUMENT_BYTES = 4 << 20
+HISTORY_BYTES = 64 << 20
+"""About 200,000 steps; of a longer history the last ones are shown."""
+HISTORY_LINES = 3000
+"""Of a history with more lines, so many at equal distances are read: a curve has about half as many points."""
+PROGRESS_BYTES = 16 << 10
+LOG_BYTES = 64 << 10
+LOG_LINES = 400
+WHOLE_LOG_BYTES = 4 << 20
+REPORT_BYTES = 64 << 20
+MOST_RUNS = 200
+"""Folders that are listed, those that changed last; the others are counted."""
+MOST_FIGURES = 40
+"""Figures of a history that are shown: the trainer writes about ten, and those of the task's metrics."""
+_KNOWN = ("plan.json", "job.json", INPUTS_FILE, "metrics.json", "history.jsonl", FAILURE_FILE)
+_ASIDE = re.compile(r"\.previous-\d+\Z")
+_ANSI = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+
+
+class _Gate(Raw):
+    """The metric that a job has to reach."""
+
+    metric: str
+    minimum: float | None = None
+    maximum: float | None = None
+
+
+class _Evaluation(Raw):
+    gate: _Gate | None = None
+
+
+class _Uri(Raw):
+    uri: str = ""
+
+
+class _Trainer(Raw):
+    task: str = ""
+    model: _Uri = _Uri()
+    dataset: _Uri | None = None
+    evaluation: _Evaluation | None = None
+
+
+class _PlanGlance(Raw):
+    """Of a plan, what a list shows. A plan of another version may be no JobPlan, and is this still."""
+
+    stages: tuple[str, ...] = ()
+    strategy: str = ""
+    trainer: _Trainer = _Trainer()
+
+
+@dataclass(frozen=True)
+class Gate:
+    """The job's gate, and whether it was met."""
+
+    words: str
+    met: bool | None
+    """None: not measured yet."""
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage of a run."""
+
+    name: str
+    state: Literal["done", "running", "failed", "stopped", "waiting"]
+    seconds: float | None
+    has_log: bool
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One measured value, and that of always answering the most frequent label."""
+
+    name: str
+    value: float
+    majority: float | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One folder of the workspace."""
+
+    name: str
+    state: RunState
+    task: str
+    model: str
+    dataset: str
+    strategy: str
+    stages: tuple[StageRow, ...]
+    stage: str | None
+    """The stage that runs, failed or was stopped."""
+    progress: Progress | None
+    """How far that stage is."""
+    metrics: tuple[Metric, ...]
+    gate: Gate | None
+    started: datetime | None
+    stage_started: datetime | None
+    seconds: float | None
+    """Of all stages that have ended."""
+    failure: FailureStatus | None
+    has_report: bool
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Log:
+    """The end of a stage's log, without escape sequences of terminals."""
+
+    stage: str
+    lines: tuple[str, ...]
+    cut: bool
+
+
+@dataclass(frozen=True)
+class Runs:
+    """All runs that are listed."""
+
+    runs: tuple[Run, ...]
+    more: int = 0
+    """Further folders, which changed earlier."""
+    problem: str | None = None
+
+
+class _Kept(Generic[Value]):
+    """Values by key, as long as nothing that they were made from has changed; the oldest go."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._values: OrderedDict[Hashable, tuple[Hashable, Value]] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, key: Hashable, stamps: Hashable, make: Callable[[], Value]) -> Value:
+        """Return the value of `key`, made anew when the stamps differ."""
+        with self._lock:
+            held = self._values.get(key)
+        if held is not None and held[0] == stamps:
+            return held[1]
+        value = make()
+        with self._lock:
+            self._values[key] = (stamps, value)
+            self._values.move_to_end(key)
+            while len(self._values) > self._most:
+                self._values.popitem(last=False)
+        return value
+
+
+class Workspace:
+    """The folder that `finetune run --workspace` writes to. It need not be there yet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._runs: _Kept[Run] = _Kept(2 * MOST_RUNS)
+        self._histories: _Kept[tuple[list[dict[str, float]], bool]] = _Kept(16)
+
+    def runs(self) -> Runs:
+        """All runs: those that run, then those that started last."""
+        try:
+            found = sorted(folders(self.folder), key=lambda each: each[1], reverse=True)
+        except UnreadableError as error:
+            return Runs((), problem=str(error))
+        names = [name for name, _ in found if self._is_run(name)]
+        runs = [self._run(name) for name in names[:MOST_RUNS]]
+        earliest = datetime.min.replace(tzinfo=UTC)
+        runs.sort(key=lambda run: (run.state == "running", run.started or earliest), reverse=True)
+        return Runs(tuple(runs), more=len(names) - len(runs))
+
+    def run(self, name: str) -> Run | None:
+        """The run of this name; None when the workspace has no such folder."""
+        return self._run(name) if self._has(name) and self._is_run(name) else None
+
+    def plan(self, name: str) -> JobPlan | str | None:
+        """The plan; why it cannot be shown; None when there is none."""
+        try:
+            content = read(self._root(name), "plan.json", limit=DOCUMENT_BYTES)
+        except UnreadableError as error:
+            return str(error)
+        if content is None:
+            return None
+        try:
+            return JobPlan.model_validate_json(content.data)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            return f"plan.json is damaged or of another version of finetune ({place or 'plan.json'}: {first['msg']})"
+
+    def job_file(self, name: str) -> JsonValue:
+        """The trainer's job.json; None when it cannot be read."""
+        return _json(self._root(name), "job.json", [])
+
+    def compared(self, run: Run) -> runfolders.Run:
+        """The run as `finetune compare` takes it, without secrets."""
+        root, problems = self._root(run.name), list[str]()
+        job, plan, metrics, environment = (
+            _object(root, file, problems) for file in ("job.json", "plan.json", "metrics.json", "environment.json")
+        )
+        redactor = Redactor()
+        for each in (job, plan):
+            redactor.learn(each)
+        return runfolders.Run(
+            name=shown_name(run.name),
+            folder=root,
+            job=redactor.value(job or plan.get("trainer") or {}),
+            plan=redactor.value(plan),
+            metrics=metrics,
+            environment=environment,
+            history=self.history(run.name)[0],
+            seconds={Stage(stage.name): stage.seconds for stage in run.stages if stage.seconds is not None},
+            state="finished" if run.state == "succeeded" else run.state,
+            problems=tuple(problems),
+        )
+
+    def history(self, name: str) -> tuple[list[dict[str, float]], bool]:
+        """The finite numbers of each line of the training's history, and whether earlier lines are left out."""
+        root = self._root(name)
+        return self._histories.get(name, stamp(root, "history.jsonl"), lambda: _history(root))
+
+    def log(self, name: str, stage: str) -> Log | None:
+        """The end of a stage's log; None when there is none."""
+        content = self._log(name, stage, LOG_BYTES)
+        if content is None:
+            return None
+        lines = readable_lines(content)
+        return Log(stage, tuple(lines[-LOG_LINES:]), content.cut or len(lines) > LOG_LINES)
+
+    def whole_log(self, name: str, stage: str) -> str | None:
+        """The log as text, of a very long one the end; None when there is none."""
+        content = self._log(name, stage, WHOLE_LOG_BYTES)
+        return None if content is None else "\n".join(readable_lines(content)) + "\n"
+
+    def report(self, name: str) -> bytes | None:
+        """report.html; None when it is not there or too large."""
+        if not self._has(name):
+            return None
+        try:
+            content = read(self._root(name), "report.html", limit=REPORT_BYTES)
+        except UnreadableError:
+            return None
+        return None if content is None or content.cut else content.data
+
+    def _log(self, name: str, stage: str, limit: int) -> Content | None:
+        if not self._has(name) or stage not in LOCAL_STAGES:
+            return None
+        try:
+            return read(self._root(name), "logs", f"{stage}.log", limit=limit, end=True)
+        except UnreadableError as error:
+            return Content(str(error).encode())
+
+    def _has(self, name: str) -> bool:
+        """Names are looked up in what the folder holds, never made into paths before."""
+        try:
+            return any(name == there for there, _ in folders(self.folder))
+        except UnreadableError:
+            return False
+
+    def _root(self, name: str) -> Path:
+        return self.folder / name
+
+    def _is_run(self, name: str) -> bool:
+        root = self._root(name)
+        return any(stamp(root, file) for file in _KNOWN) or any(
+            stamp(root, "logs", f"{stage}.log") for stage in LOCAL_STAGES
+        )
+
+    def _run(self, name: str) -> Run:
+        root = self._root(name)
+        running = is_locked(self.folder, name)
+        files: list[Stamp] = [stamp(root, file) for file in (*_KNOWN, "report.html")]
+        for stage in LOCAL_STAGES:
+            files += [stamp(root, "logs", f"{stage}.progress.jsonl"), stamp(root, "logs", f"{stage}.log")]
+            files.append(stamp(root, "state", f"{stage}.json"))
+        return self._runs.get(name, (running, *files), lambda: _read_run(root, name, running))
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+def is_locked(workspace: Path, name: str) -> bool:
+    """Return whether a `finetune run` works on this job: whether the process that wrote its id into the lock file still
+    holds that file open. Taking the lock to find out would turn away a run that starts in that moment.
+    """
+    import psutil
+
+    file = f".{name}.lock"
+    try:
+        content = read(workspace, file, limit=32)
+        process = psutil.Process(int(content.text)) if content is not None else None
+    except (UnreadableError, ValueError, OverflowError, psutil.Error):
+        return False
+    if process is None:
+        return False
+    path = (workspace / file).resolve()
+    try:
+        return any(Path(opened.path) == path for opened in process.open_files())
+    except psutil.AccessDenied:  # of another user: its id was written by it unless the id was given out again
+        return bool(process.create_time() <= path.stat().st_mtime)
+    except (psutil.Error, OSError):
+        return False
+
+
+def _read_run(root: Path, name: str, running: bool) -> Run:
+    problems: list[str] = []
+    glance = _glance(root, problems)
+    finished = {stage: report for stage in LOCAL_STAGES if (report := _finished(root, stage, problems)) is not None}
+    begun = [stage for stage in LOCAL_STAGES if stamp(root, "logs", f"{stage}.log")]
+    planned = [stage for stage in LOCAL_STAGES if stage in glance.stages] or [
+        stage for stage in LOCAL_STAGES if stage in finished or stage in begun
+    ]
+    failure, metrics = _failure(root, problems), _metrics(root, problems)
+    open_stages = [stage for stage in planned if stage not in finished]
+    current = _current(root, open_stages, failure)
+    state: RunState
+    if _ASIDE.search(name):
+        state = "set aside"
+    elif running:
+        state = "running"
+    elif failure is not None:
+        state = "failed"
+    elif planned and not open_stages:
+        state = "succeeded"
+    elif begun or finished:
+        state = "interrupted"
+    else:
+        state = "not started" if planned else "damaged"
+    if state in ("succeeded", "not started"):
+        current = None
+    firsts = [moment for stage in planned if (moment := _began(root, stage)) is not None]
+    return Run(
+        name=name,
+        state=state,
+        task=glance.trainer.task,
+        model=glance.trainer.model.uri,
+        dataset=glance.trainer.dataset.uri if glance.trainer.dataset else "",
+        strategy=glance.strategy,
+        stages=tuple(
+            StageRow(
+                stage.value,
+                _stage_state(stage, stage in finished, stage is current, stage in begun, state),
+                finished[stage].seconds if stage in finished else None,
+                stage in begun,
+            )
+            for stage in planned
+        ),
+        stage=current.value if current else None,
+        progress=_progress(root, current) if current else None,
+        metrics=metrics,
+        gate=_gate(glance, metrics),
+        started=min(firsts, default=None),
+        stage_started=_began(root, current) if current else None,
+        seconds=sum(report.seconds for report in finished.values()) if finished else None,
+        failure=failure,
+        has_report=stamp(root, "report.html") is not None,
+        problems=tuple(problems),
+    )
+
+
+def _current(root: Path, open_stages: Sequence[Stage], failure: FailureStatus | None) -> Stage | None:
+    """Of the stages that are not done the one that failed, else the one that wrote last, else the first."""
+    named = [stage for stage in open_stages if failure is not None and stage == failure.stage]
+    written = [(found[2], stage) for stage in open_stages if (found := stamp(root, "logs", f"{stage}.log"))]
+    return named[0] if named else max(written)[1] if written else next(iter(open_stages), None)
+
+
+def _stage_state(
+    stage: Stage, done: bool, current: bool, begun: bool, run: RunState
+) -> Literal["done", "running", "failed", "stopped", "waiting"]:
+    if done:
+        return "done"
+    if current and run == "running":
+        return "running"
+    if current and run == "failed":
+        return "failed"
+    return "stopped" if begun else "waiting"
+
+
+def _json(root: Path, name: str, problems: list[str]) -> JsonValue:
+    """A document; None, with a problem unless it is not there, when it cannot be read."""
+    try:
+        content = read(root, *name.split("/"), limit=DOCUMENT_BYTES)
+        if content is None:
+            return None
+        if content.cut:
+            raise UnreadableError(f"{name} is larger than {DOCUMENT_BYTES >> 20} MiB")
+        return loads(content.data)
+    except UnreadableError as error:
+        problems.append(str(error))
+    except (ValueError, RecursionError):
+        problems.append(f"{name} is damaged: it is no JSON")
+    return None
+
+
+def _object(root: Path, name: str, problems: list[str]) -> dict[str, Any]:
+    """An object whose numbers can be reckoned with; empty when it cannot be read."""
+    value = _json(root, name, problems)
+    return {key: _tame(one) for key, one in value.items()} if isinstance(value, dict) else {}
+
+
+def _tame(value: JsonValue) -> JsonValue:
+    match value:
+        case dict():
+            return {name: _tame(one) for name, one in value.items()}
+        case list():
+            return [_tame(one) for one in value]
+        case int() | float() if not isinstance(value, bool) and _number(value) is None:
+            return None
+        case _:
+            return value
+
+
+def _glance(root: Path, problems: list[str]) -> _PlanGlance:
+    value = _json(root, "plan.json", problems)
+    if value is None:
+        return _PlanGlance()
+    try:
+        return _PlanGlance.model_validate(value)
+    except ValidationError:
+        problems.append("plan.json is damaged or of another version of finetune")
+        return _PlanGlance()
+
+
+def _finished(root: Path, stage: Stage, problems: list[str]) -> TrainerReport | None:
+    name = f"state/{stage}.json"
+    value = _json(root, name, problems)
+    if value is None:
+        return None
+    try:
+        report = TrainerReport.model_validate_json(json.dumps(value))
+    except ValidationError:
+        problems.append(f"{name} is damaged or of another version of finetune")
+        return None
+    return report if report.outcome == "succeeded" else None
+
+
+def _failure(root: Path, problems: list[str]) -> FailureStatus | None:
+    value = _json(root, FAILURE_FILE, problems)
+    if value is None:
+        return None
+    try:
+        return FailureStatus.model_validate_json(json.dumps(value))
+    except ValidationError:
+        problems.append(f"{FAILURE_FILE} is damaged or of another version of finetune")
+        return None
+
+
+def _metrics(root: Path, problems: list[str]) -> tuple[Metric, ...]:
+    value = _json(root, "metrics.json", problems)
+    evaluated, majority = (
+        (section if isinstance(section := value.get(name), dict) else {}) if isinstance(value, dict) else {}
+        for name in ("evaluate", "majority")
+    )
+    return tuple(
+        Metric(name, number, _number(majority.get(name)))
+        for name, one in evaluated.items()
+        if (number := _number(one)) is not None and not isinstance(one, int)
+    )
+
+
+def _number(value: object) -> float | None:
+    """A finite number; JSON of Python's knows NaN, infinities, and integers larger than any float."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if -1e300 < value < 1e300 else None
+
+
+def _gate(glance: _PlanGlance, metrics: Sequence[Metric]) -> Gate | None:
+    gate = glance.trainer.evaluation.gate if glance.trainer.evaluation else None
+    if gate is None:
+        return None
+    value = next((metric.value for metric in metrics if metric.name == gate.metric), None)
+    at_least = gate.minimum is not None
+    limit = gate.minimum if gate.minimum is not None else gate.maximum
+    words = f"{gate.metric} at {'least' if at_least else 'most'} {limit if limit is None else f'{limit:g}'}"
+    if value is None or limit is None:
+        return Gate(words, None)
+    return Gate(f"{words}, is {value:.4g}", value >= limit if at_least else value <= limit)
+
+
+def _progress(root: Path, stage: Stage) -> Progress | None:
+    try:
+        content = read(root, "logs", f"{stage}.progress.jsonl", limit=PROGRESS_BYTES, end=True)
+    except UnreadableError:
+        return None
+    news = None if content is None else latest(content.text.splitlines())
+    return news if news is not None and _number(news.time) is not None and math.isfinite(news.time) else None
+
+
+def _began(root: Path, stage: Stage) -> datetime | None:
+    try:
+        content = read(root, "logs", f"{stage}.progress.jsonl", limit=PROGRESS_BYTES)
+    except UnreadableError:
+        return None
+    first = None if content is None else latest(content.text.splitlines()[:1])
+    try:
+        return None if first is None else datetime.fromtimestamp(first.time, UTC)
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+def _history(root: Path) -> tuple[list[dict[str, float]], bool]:
+    try:
+        content = read(root, "history.jsonl", limit=HISTORY_BYTES, end=True)
+    except UnreadableError:
+        return [], False
+    if content is None:
+        return [], False
+    lines = content.data.split(b"\n")
+    names: set[str] = set()
+    rows = []
+    for line in _sample(lines[1:] if content.cut else lines):
+        try:
+            value: Any = json.loads(line) if line else None
+        except (ValueError, RecursionError):
+            continue  # cut off in the middle, or damaged: only for show
+        if isinstance(value, dict):
+            names.update(list(value)[: MOST_FIGURES - len(names)])
+            rows.append(
+                {name: number for name in value if name in names and (number := _number(value[name])) is not None}
+            )
+    return rows, content.cut
+
+
+def _sample(lines: Sequence[bytes]) -> list[bytes]:
+    """Steps at equal distances and evaluations at equal distances, with the last of all."""
+    if len(lines) <= HISTORY_LINES:
+        return list(lines)
+    evaluations = [at for at, line in enumerate(lines) if b'"eval_' in line]
+    chosen = {*_thinned(range(len(lines)), HISTORY_LINES), *_thinned(evaluations, HISTORY_LINES // 10)}
+    return [lines[at] for at in sorted(chosen)]
+
+
+def _thinned(places: Sequence[int], most: int) -> Sequence[int]:
+    every = -(-len(places) // most) or 1
+    return [*places[::every], *places[-2:]]
+
+
+def readable_lines(content: Content) -> list[str]:
+    """The lines of a log as a terminal leaves them: no escape sequences, of a progress bar its last state."""
+    lines = content.text.split("\n")
+    if content.cut:
+        lines = lines[1:]
+    if lines and not lines[-1]:
+        lines.pop()
+    return [_as_left(line) for line in lines]
+
+
+def _as_left(line: str) -> str:
+    last = next((part for part in reversed(line.split("\r")) if part), "")
+    return _CONTROL.sub("\ufffd", _ANSI.sub("", last))
+
+
+def shown_name(name: str) -> str:
+    """The name of a folder as text, also of one that is no UTF-8."""
+    return os.fsencode(name).decode(errors="replace")

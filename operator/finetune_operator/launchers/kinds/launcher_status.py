@@ -1,0 +1,85 @@
+"""What the modules of launchers share: a verdict on an object, and the status that most kinds have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal, TypeAlias
+
+from pydantic import Field
+
+from finetune_operator.api.objects import Conditions, Raw, RawCondition, Time
+from finetune_operator.rendering.render_types import HASH_ANNOTATION
+
+ChildState: TypeAlias = Literal["Pending", "Running", "Succeeded", "Failed", "Suspended"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How far an object is, in the words of its own controller."""
+
+    state: ChildState
+    said: RawCondition | None = None
+    """The condition that says so."""
+    finished: datetime | None = None
+    started: datetime | None = None
+    configuration: str | None = None
+    """sha256 of the files that its pods read; None: its kind does not show it."""
+    replaces_pods: bool = False
+    """Whether its controller creates another pod in the place of one that is lost."""
+
+
+class TemplateMeta(Raw):
+    """`metadata` of a pod template, which has no name."""
+
+    annotations: dict[str, str] = Field(default_factory=dict)
+
+
+class PodTemplate(Raw):
+    """A pod template."""
+
+    metadata: TemplateMeta = TemplateMeta()
+
+    @property
+    def configuration(self) -> str | None:
+        """As `Verdict.configuration`."""
+        return self.metadata.annotations.get(HASH_ANNOTATION)
+
+
+class RunPolicy(Raw):
+    """Kubeflow's `spec.runPolicy`."""
+
+    suspend: bool | None = None
+
+
+class KubeflowSpec(Raw):
+    """The spec of Kubeflow's kinds."""
+
+    run_policy: RunPolicy = RunPolicy()
+
+
+class ConditionedStatus(Raw):
+    """A status with conditions."""
+
+    conditions: Conditions = ()
+    start_time: Time | None = None
+    completion_time: Time | None = None
+
+    def condition(self, type_: str) -> RawCondition | None:
+        """Return the condition of that type when it holds."""
+        return next((one for one in self.conditions if one.type == type_ and one.holds), None)
+
+
+class KubeflowJob(Raw):
+    """A PyTorchJob or an MPIJob."""
+
+    spec: KubeflowSpec = KubeflowSpec()
+    status: ConditionedStatus = ConditionedStatus()
+
+    def underway(self) -> Verdict:
+        """Return the verdict on one that is not over."""
+        started = self.status.start_time
+        if self.spec.run_policy.suspend:
+            return Verdict("Suspended", self.status.condition("Suspended"), started=started)
+        running = self.status.condition("Running")
+        return Verdict("Running" if running else "Pending", running, started=started)

@@ -1,0 +1,70 @@
+"""Makes the objects that run a plan, and reads what their controllers say of them, by the module of each launcher.
+
+Pure: the operator creates what these functions return, in this order, and `finetune render` prints it. A launcher or a
+stage that cannot be rendered is refused with PlanRefused; validation refuses it before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from pydantic import JsonValue
+
+from finetune_contract.choices import Stage
+from finetune_operator.api.problems import Problem, any_of, describe_value
+from finetune_operator.launchers.kinds import job, mpijob, pytorchjob, sparkapplication
+from finetune_operator.launchers.kinds.launcher_status import Verdict
+from finetune_operator.launchers.launcher_rows import SUPPORTED, TRAINING, LauncherName, launcher_of
+from finetune_operator.planning.plan_types import JobPlan, PlanRefused
+from finetune_operator.rendering.manifests import config_map, shared
+from finetune_operator.rendering.render_types import Attempt, Manifest, RenderContext
+from finetune_operator.rendering.spot_affinity import first_capacity
+from finetune_operator.rendering.trainer_pod import StagePods
+
+
+class LauncherModule(Protocol):
+    """What a module of `launchers.kinds` has."""
+
+    def render(self, pods: StagePods) -> tuple[Manifest, ...]:
+        """Return what runs the attempt beside its ConfigMap, in the order of creation."""
+
+    def read(self, value: Mapping[str, JsonValue]) -> Verdict:
+        """Return how far an object of the launcher's kind is. ValidationError when it cannot be read."""
+
+
+MODULES: Mapping[LauncherName, LauncherModule] = {
+    "job": job,
+    "mpijob": mpijob,
+    "pytorchjob": pytorchjob,
+    "sparkapplication": sparkapplication,
+}
+
+
+def module_of(api_version: str, kind: str) -> LauncherModule | None:
+    """Return the module of a kind; None for one that runs no attempts."""
+    names = (each.name for each in SUPPORTED if (each.api_version, each.kind) == (api_version, kind))
+    return next((MODULES[name] for name in names), None)
+
+
+def render(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
+    """Everything that a job without a failure needs: what is shared, then the first attempt of every stage in order."""
+    attempts = [Attempt(each, capacity=first_capacity(context.spec, each)) for each in plan.stages]
+    stages = [stage(plan, context, attempt) for attempt in attempts]
+    return (*shared(plan, context), *(manifest for made in stages for manifest in made))
+
+
+def stage(plan: JobPlan, context: RenderContext, attempt: Attempt) -> tuple[Manifest, ...]:
+    """One attempt of a stage: its ConfigMap, a Service where its pods look for each other, and last what runs them."""
+    if attempt.stage is Stage.SERVE:
+        raise _refused("spec.endpoint", None, "servers cannot be rendered yet", "leave it out")
+    if attempt.stage is Stage.TRAIN and plan.launcher not in TRAINING:
+        raise _refused("spec.launcher", plan.launcher, "it cannot be rendered", f"set launcher to {any_of(TRAINING)}")
+    pods = StagePods(plan, context, attempt)
+    name = launcher_of(attempt.stage, plan.launcher, plan.trainer.preparation.engine).name
+    return (config_map(pods), *MODULES[name].render(pods))
+
+
+def _refused(field: str, value: str | None, rule: str, way_out: str) -> PlanRefused:
+    shown = None if value is None else describe_value(value, field.split("."))
+    return PlanRefused((Problem(field, shown, rule, way_out, reason="NotYetSupported"),))

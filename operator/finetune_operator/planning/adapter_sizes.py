@@ -1,0 +1,126 @@
+"""What an adapter trains of a model: which layers it goes into, and how many parameters that makes.
+
+LoRA (Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models", 2021, section 4.1) puts B A beside a frozen
+weight, with A of rank x inputs and B of outputs x rank: rank x (inputs + outputs) parameters a layer. DoRA (Liu et al.,
+"DoRA: Weight-Decomposed Low-Rank Adaptation", 2024, section 4) adds one magnitude for each output. The task's head is
+trained whole; peft keeps its first state beside it.
+
+QLoRA (Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023, section 3) holds the linear layers of the
+blocks in 4 bits, adapted or not, and trains what LoRA trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from finetune_contract.facts import LinearWidths, ModelFacts
+from finetune_contract.trainer_job import Adapter
+from finetune_operator.api.quantities import human_bytes, human_count
+from finetune_operator.planning.draft import Draft
+
+FOUR_BIT_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
+"""Of a weight: 4 bits, a scale of 8 bits for 64 weights, and one of 32 bits for 256 of these scales."""
+
+
+def adapted_layers(model: ModelFacts, adapter: Adapter) -> Mapping[str, LinearWidths]:
+    """The layers of `model` that `adapter` goes into, by their name in the block; all where it names none of them, as
+    an assumed model may have other names than the real one.
+    """
+    wanted = adapter.target_modules
+    if wanted is None:
+        return model.linear_layers
+    named = {n: each for n, each in model.linear_layers.items() if any(_matches(target, n) for target in wanted)}
+    return named or model.linear_layers
+
+
+def _matches(target: str, name: str) -> bool:
+    """As peft matches: the whole name or its end from a dot on. A target that names one block stands for all."""
+    return name == target or name.endswith(f".{target}") or target.endswith(f".{name}")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Parameters of a run."""
+
+    added: int
+    """Beside the model's own: the adapter's, and those of the head's first state."""
+    trained: int
+    """All that have gradients and optimizer state."""
+
+
+def trained_parameters(model: ModelFacts, adapter: Adapter | None) -> Trained:
+    """What is trained of `model`. Where nobody has looked at its layers, every weight counts as trained."""
+    if adapter is None or not model.linear_layers:
+        return Trained(0, model.parameters)
+    matrices = sum(
+        adapter.rank * (each.inputs + each.outputs) + (each.outputs if adapter.method == "dora" else 0)
+        for each in adapted_layers(model, adapter).values()
+    )
+    whole = matrices + model.head_parameters
+    return Trained(added=whole, trained=whole)
+
+
+def four_bit_weights(model: ModelFacts, adapter: Adapter | None) -> int:
+    """Weights that are held in 4 bits; none where nobody has counted them."""
+    if adapter is None or adapter.method != "qlora":
+        return 0
+    return sum(each.weights for each in model.linear_layers.values())
+
+
+def largest_linear(model: ModelFacts) -> int:
+    """Weights of the largest linear layer of the blocks, where layers of one name have one shape: n x n i o / (n i x n
+    o) = i o.
+    """
+    return max((each.weights**2 // (each.inputs * each.outputs) for each in model.linear_layers.values()), default=0)
+
+
+def choose_adapter(draft: Draft) -> Draft:
+    """The adapter as the job asks for it, or none; layers that a known model does not have are refused."""
+    asked, model = draft.spec.model.adapter, draft.model
+    if asked.method == "none":
+        return draft
+    targets = None if asked.target_modules == "auto" else asked.target_modules
+    unknown = [each for each in targets or () if not any(_matches(each, name) for name in model.linear_layers)]
+    if unknown and draft.model_known and model.linear_layers:
+        return draft.refusing(
+            ("model", "adapter", "targetModules"),
+            targets,
+            f"no linear layer in the blocks of this model is called {' or '.join(unknown)}; there are "
+            f"{', '.join(sorted(model.linear_layers))}",
+            "set it to auto, or name these or ends of them after a dot",
+        )
+    adapter = Adapter(
+        method=asked.method, rank=asked.rank, alpha=asked.alpha, dropout=asked.dropout, target_modules=targets
+    )
+    draft = replace(draft, adapter=adapter)
+    if model.linear_layers:
+        return _explain_four_bits(draft.because(_reason(model, adapter)), adapter)
+    return draft.because(f"adapter {adapter.method} of rank {adapter.rank}: as asked").assuming(
+        "adapter: nobody has looked at the model's layers; memory is counted as if every weight were trained"
+    )
+
+
+def _reason(model: ModelFacts, adapter: Adapter) -> str:
+    layers, parts = adapted_layers(model, adapter), trained_parameters(model, adapter)
+    where = "all linear layers of the blocks" if adapter.target_modules is None else ", ".join(sorted(layers))
+    share = parts.trained / model.parameters
+    return (
+        f"adapter {adapter.method} of rank {adapter.rank} on {where}: {human_count(parts.trained)} parameters are "
+        f"trained ({share:.2%} of {human_count(model.parameters)}), {human_count(model.head_parameters)} of them the "
+        "head, whole"
+    )
+
+
+def _explain_four_bits(draft: Draft, adapter: Adapter) -> Draft:
+    held = four_bit_weights(draft.model, adapter)
+    if adapter.method != "qlora":
+        return draft
+    if not held:
+        return draft.assuming(
+            "adapter: nobody has counted the weights of the model's linear layers; memory is counted as with lora"
+        )
+    return draft.because(
+        f"4 bits: the linear layers of the blocks have {human_count(held)} weights, frozen, that take "
+        f"{human_bytes(int(FOUR_BIT_BYTES * held))} in NF4 with double quantization instead of {human_bytes(4 * held)}"
+    )

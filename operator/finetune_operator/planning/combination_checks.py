@@ -1,0 +1,58 @@
+"""Validation's rules on a job whose node, precision and degrees are decided.
+
+The plan closes what a spec leaves open; what then contradicts itself is refused in the words of validation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from finetune_contract.combinations import Choices
+from finetune_operator.api.fields import value_at
+from finetune_operator.api.rules import RULES
+from finetune_operator.api.rules.combination_rules import choices_of
+from finetune_operator.api.types import AcceleratorSpec, FineTuneJobSpec, ParallelismSpec
+from finetune_operator.planning.draft import Draft
+
+
+def check_rules(draft: Draft) -> Draft:
+    """Refuse what breaks a rule, as far as the draft is decided."""
+    spec = _decided_spec(draft)
+    for rule in RULES:
+        if not rule.holds(spec):
+            path = tuple(rule.path.split("."))
+            value = value_at(draft.spec.model_dump(mode="json", by_alias=True), path)
+            hint = rule.advice(spec) if rule.advice else rule.way_out
+            draft = draft.refusing(path, value, rule.text, hint, "Required" if value is None else "Invalid")
+    return draft
+
+
+def decided_choices(draft: Draft) -> Choices:
+    """Return the choices of the job, as far as the draft is decided."""
+    return choices_of(_decided_spec(draft))
+
+
+def _decided_spec(draft: Draft) -> FineTuneJobSpec:
+    """Return the spec with what the node and the plan decide in place of `auto`."""
+    spec, world = draft.spec, draft.world
+    if world is None:
+        return spec
+    training = spec.training
+    resources = spec.resources.model_copy(
+        update={"gpus_per_node": draft.gpus_per_node, "processes_per_node": world.processes_per_node}
+    )
+    if world.device == "cpu":  # where there is no GPU, the kind that is asked for says nothing
+        resources = resources.model_copy(update={"accelerator": AcceleratorSpec()})
+    if training is not None and draft.precision is not None:
+        training = training.model_copy(update={"precision": draft.precision})
+    return spec.model_copy(update={"resources": resources, "training": training})
+
+
+def with_spec(draft: Draft, spec: FineTuneJobSpec) -> Draft:
+    """Return the draft of a job with another spec, with the rules that it breaks as problems."""
+    return check_rules(replace(draft, job=draft.job.model_copy(update={"spec": spec})))
+
+
+def with_parallelism(draft: Draft, parallelism: ParallelismSpec) -> Draft:
+    """`with_spec` of a job that differs in this alone."""
+    return with_spec(draft, draft.spec.model_copy(update={"parallelism": parallelism}))

@@ -1,0 +1,214 @@
+"""Tensor and pipeline parallelism: which models allow them, how processes are ordered, and what they cost.
+
+T is the tensor-parallel degree, p the pipeline's, v the stages of one process, m the micro-batches of one pass of the
+schedule.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from finetune_contract.choices import RankOrder
+from finetune_contract.facts import ModelFacts
+from finetune_contract.plans import tensor_families
+from finetune_contract.trainer_job import Pipeline, Strategy
+from finetune_operator.api.rules.batch_rules import keeps_full
+from finetune_operator.api.types import ParallelismSpec, PipelineSpec
+from finetune_operator.planning.draft import Draft, decided
+
+PASSES_TO_FILL = 4
+"""With m = 4 p a fifth of the time at most is bubble; more micro-batches make them smaller, and slower for that."""
+_NAMED: dict[str, RankOrder] = {"cluster": "DPT", "spread": "PTD"}
+
+
+# ----------------------------------------------------------------------------------------------------------- arithmetic
+
+
+def bubble(pipeline: Pipeline) -> float:
+    """Share of a pass in which a process has nothing to do, (p - 1) / (v m + p - 1) with stages that take equally long.
+
+    Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021), section 2.2, who give it
+    in relation to the time without a bubble.
+    """
+    others = pipeline.degree - 1
+    return others / (pipeline.stages_per_process * pipeline.micro_batches + others)
+
+
+def in_flight(pipeline: Pipeline) -> float:
+    """Micro-batches whose activations the first process keeps at once, over all of its layers.
+
+    All m of a pass with GPipe; p with 1F1B, as many as are under way when the first comes back; of the interleaved
+    schedule as many as torch's warm-up lets in: 2 (p - 1) + (v - 1) p and the one in work, each a v-th of the layers.
+    """
+    p, v, m = pipeline.degree, pipeline.stages_per_process, pipeline.micro_batches
+    match pipeline.schedule:
+        case "gpipe":
+            return m
+        case "1f1b":
+            return min(m, p)
+        case "interleaved":
+            return min(m, (2 * (p - 1) + (v - 1) * p + 1) / v)
+
+
+def layers_of_a_process(model: ModelFacts, pipeline: Pipeline | None) -> int:
+    """Of the process that has most of them."""
+    if pipeline is None:
+        return model.layers
+    return pipeline.stages_per_process * -(-model.layers // pipeline.stages)
+
+
+def parameters_of_a_process(model: ModelFacts, strategy: Strategy) -> int:
+    """Of the process that has most of them: the first stage with the embeddings or the last with what else there is
+    (and a copy of tied embeddings), split over T. What a plan leaves whole, norms and heads, is small beside it.
+    """
+    pipeline = strategy.pipeline
+    if pipeline is None:
+        return model.parameters // strategy.tensor
+    rest = max(0, model.parameters - model.embedding_parameters - model.layers * model.block_parameters)
+    ends = max(model.embedding_parameters, rest + model.embedding_parameters * model.tied_embeddings)
+    layers = layers_of_a_process(model, pipeline)
+    return min(model.parameters, layers * model.block_parameters + ends) // strategy.tensor
+
+
+def rank_order(placement: str) -> RankOrder:
+    """The order of the dimensions, that of neighbouring ranks last. Dimensions that `placement` does not name have one
+    rank each, and come first.
+    """
+    if placement in _NAMED:
+        return _NAMED[placement]
+    missing = "".join(letter for letter in "DPT" if letter not in placement)
+    order: RankOrder = missing + placement  # type: ignore[assignment]
+    return order
+
+
+# ------------------------------------------------------------------------------------------------------------ decisions
+
+
+def spread(asked: ParallelismSpec, base: Strategy) -> Strategy:
+    """`base` with the degrees that are asked for; how many micro-batches pass at once follows from the micro-batch."""
+    if asked.model_ranks == 1:
+        return base.model_copy(update={"sequence": asked.sequence})
+    pipeline = None
+    if asked.pipeline.degree > 1:
+        pipeline = Pipeline(degree=asked.pipeline.degree, micro_batches=1, schedule=asked.pipeline.schedule)
+    order = rank_order(asked.placement)
+    return base.model_copy(update={"tensor": asked.tensor, "pipeline": pipeline, "rank_order": order})
+
+
+def filled(strategy: Strategy, asked: PipelineSpec, accumulation: int) -> Strategy:
+    """`strategy` with the micro-batches of a pass: those asked for, or all of a step."""
+    if strategy.pipeline is None:
+        return strategy
+    passed = accumulation if asked.micro_batches == "auto" else asked.micro_batches
+    return strategy.model_copy(update={"pipeline": strategy.pipeline.model_copy(update={"micro_batches": passed})})
+
+
+def fills(asked: PipelineSpec, sizes: tuple[int, ...], share: int) -> tuple[int, ...]:
+    """Of micro-batches to try, best first, those that keep a pipeline busy: of `share` rows they leave whole passes, of
+    at least 4 p micro-batches where there are such.
+    """
+    if asked.degree == 1:
+        return sizes
+    whole = tuple(size for size in sizes if keeps_full(asked, share // size))
+    busy = tuple(size for size in whole if share // size >= PASSES_TO_FILL * asked.degree)
+    return busy or whole[-1:]
+
+
+def check_model_parallel(draft: Draft) -> Draft:
+    """Refuse degrees of tensor and pipeline parallelism that the model does not allow."""
+    asked = draft.spec.parallelism
+    if draft.model_ranks == 1 or draft.world is None:
+        return draft
+    if asked.tensor > 1:
+        draft = _check_tensor(draft)
+    if asked.pipeline.degree > 1:
+        draft = _check_pipeline(draft)
+    world, ranks = decided(draft.world), draft.model_ranks
+    if draft.problems or world.size % ranks:
+        return draft
+    replicas, order = draft.data_ranks, rank_order(asked.placement)
+    here = "on one node" if _stays_on_a_node(draft, order) else "over several nodes"
+    return draft.because(
+        f"{replicas} replica{'s' * (replicas > 1)} of the model, each over {ranks} processes {here} "
+        f"(tensor {asked.tensor} x pipeline {asked.pipeline.degree}); ranks ordered {order}, that of neighbours last"
+    )
+
+
+def _stays_on_a_node(draft: Draft, order: RankOrder) -> bool:
+    world, pipeline = decided(draft.world), draft.spec.parallelism.pipeline
+    sizes = {"D": draft.data_ranks, "P": pipeline.degree, "T": draft.spec.parallelism.tensor}
+    # The span of ranks of one replica: from the first to the last, with those of other replicas between them.
+    stride, span = 1, 1
+    for letter in reversed(order):
+        if letter != "D":
+            span += (sizes[letter] - 1) * stride
+        stride *= sizes[letter]
+    return world.nodes == 1 or (span <= world.processes_per_node and world.processes_per_node % span == 0)
+
+
+def _check_tensor(draft: Draft) -> Draft:
+    path, degree, model = ("parallelism", "tensor"), draft.spec.parallelism.tensor, draft.model
+    families = tensor_families()
+    if draft.model_known and model.model_type not in families:
+        return draft.refusing(
+            path,
+            degree,
+            f"there is no tensor-parallel plan for models of type {model.model_type}; there is one for "
+            f"{', '.join(families)}",
+            "set it to 1, and spread the model by parallelism.pipeline or strategy fsdp or deepspeed",
+            "NotSupported",
+        )
+    uneven = [(count, what) for count, what in _dealt_out(model) if count % degree]
+    if draft.model_known and uneven:
+        count, what = uneven[0]
+        return draft.refusing(
+            path, degree, f"it has to divide the model's {count} {what}", divisor_hint(degree, count, _dealt_out(model))
+        )
+    return draft
+
+
+def divisor_hint(degree: int, blamed: int, counts: Iterable[tuple[int, str]]) -> str:
+    """The greatest degree that divides all `counts`, and the asked one as well: it divides the processes."""
+    return f"set it to {math.gcd(degree, *(count for count, _ in counts))}, or to another divisor of {blamed}"
+
+
+def _dealt_out(model: ModelFacts) -> tuple[tuple[int, str], ...]:
+    """What tensor ranks get equal parts of."""
+    return (*heads(model), (model.intermediate_size, "columns of feed-forward layers"))
+
+
+def heads(model: ModelFacts) -> tuple[tuple[int, str], ...]:
+    """How many there are of each kind."""
+    return (
+        (model.attention_heads, "attention heads"),
+        (model.key_value_heads or model.attention_heads, "key-value heads"),
+    )
+
+
+def _check_pipeline(draft: Draft) -> Draft:
+    asked, model = draft.spec.parallelism.pipeline, draft.model
+    stages = spread(draft.spec.parallelism, Strategy(name="ddp")).pipeline
+    assert stages is not None
+    if draft.model_known and model.layers < stages.stages:
+        twice = ", two for each process" if stages.stages_per_process > 1 else ""
+        return draft.refusing(
+            ("parallelism", "pipeline", "degree"),
+            asked.degree,
+            f"the model has {model.layers} layers for {stages.stages} stages{twice}",
+            f"set it to {max(1, model.layers // stages.stages_per_process)} or less",
+        )
+    return draft
+
+
+def explain_pipeline(draft: Draft) -> Draft:
+    """What the schedule costs."""
+    pipeline = decided(draft.strategy).pipeline
+    if pipeline is None:
+        return draft
+    v, p, m = pipeline.stages_per_process, pipeline.degree, pipeline.micro_batches
+    chunks = f"{v} x " if v > 1 else ""
+    return draft.because(
+        f"pipeline {pipeline.schedule}: {m} micro-batches a pass leave {bubble(pipeline):.0%} of it idle, "
+        f"{p - 1} / ({chunks}{m} + {p - 1}); {in_flight(pipeline):.3g} of them are kept at once"
+    )

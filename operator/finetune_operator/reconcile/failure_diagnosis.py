@@ -1,0 +1,373 @@
+"""Why an attempt failed, and what is to be done about it: the first cause over all its pods, never its echoes.
+
+When one process breaks, the others lose their connection, the launcher reports a lost worker, and the Job says that its
+backoff limit is reached. All of that is true and none of it helps. So the witnesses are heard in order of trust: what
+the trainer itself reported, what the kubelet and the scheduler did to a pod, the exit code by the contract's table, and
+last the child's own word.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+
+from finetune_contract.causes import ECHOES, of_exit
+from finetune_contract.choices import Stage
+from finetune_contract.layout import CLASS_OF_EXIT_CODE, EXIT_CODES, EXIT_OK, FailureClass, retryable
+from finetune_contract.report import FailureReport, TrainerReport
+from finetune_operator.reconcile.reconcile_types import ChildView, PodView
+from finetune_operator.reconcile.remedies import MOST_LOGS, Cause, CauseClass, OperatorCause
+
+_EXIT_CODE = re.compile(r"failed with exit code (\d+)")
+"""In the message of a Job's pod failure policy (kubernetes `pkg/controller/job/pod_failure_policy.go`)."""
+_POD_NAME = re.compile(r"\b[Pp]od [^\s/]+/(\S+)")
+"""In the same message."""
+_SECOND_HAND = frozenset({"UnexpectedError", "NoReport", "Killed", "KilledBySignal"})
+"""Reasons of reports that only tell how a process ended: by an error that the trainer has no word for, or, as its
+launcher infers (`finetune_contract.causes.of_exit`), without a word. All of these may be the shock of losing others.
+"""
+_KILLED_BY_SIGNAL = "KilledBySignal"
+
+
+def first_cause(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Cause:
+    """The first cause of the failure of `child`, an attempt at `stage`; `pods` are the attempt's."""
+    cause = _first(stage, child, pods)
+    if cause.pod is None:
+        return cause
+    # Its log may have gone with it, or be empty: then those of the others are what is left to be read.
+    # Those that were deleted come last: theirs were read when their deletion began.
+    left = sorted(
+        (pod for pod in pods if (pod.phase == "Failed" or pod.gone) and pod is not cause.pod),
+        key=lambda pod: (pod.gone, _end(pod)),
+    )
+    return replace(cause, witnesses=tuple(left[:MOST_LOGS]))
+
+
+def _first(stage: Stage, child: ChildView, pods: Sequence[PodView]) -> Cause:
+    failed = sorted((pod for pod in pods if _broke(pod)), key=_end)
+    reports = sorted(_reported(stage, failed), key=lambda one: one[1].known_time)
+    own = [one for one in reports if one[1].failure_class not in ECHOES]
+    done_to_pods = [found for found in map(_done_to, failed) if found is not None]
+    for pod, report in own:
+        if not (done_to_pods and report.reason in _SECOND_HAND):
+            return _from_report(pod, report)
+    if done_to_pods:
+        return min(done_to_pods, key=lambda one: _weight(one))
+    heard = {pod.name for pod, _ in reports}
+    silent = [pod for pod in failed if pod.ended is not None and pod.name not in heard]
+    by_code = [_from_exit_code(pod) for pod in silent]
+    telling = [one for one in by_code if one.cause not in ECHOES]
+    if telling:
+        return telling[0]
+    if (deleted := _deleted(pods, failed, reports)) is not None:
+        return deleted
+    if reports:
+        return _from_report(*reports[0])
+    if by_code:
+        return by_code[0]
+    return _from_child(child, pods)
+
+
+def _deleted(
+    pods: Sequence[PodView], failed: Sequence[PodView], reports: Sequence[tuple[PodView, FailureReport]]
+) -> Cause | None:
+    """The pod that somebody deleted, when all that is known besides may be an echo of it.
+
+    Controllers delete the other pods of a gang once one has failed, so it has to have come before the first failure.
+    Times of deletions are whole seconds; where the first word is of having been told to stop, somebody was. Of several
+    in one second the first to end is why the others had to go.
+    """
+    asked = [(pod.deleting_since, _end(pod), pod) for pod in pods if pod.deleting_since and pod.phase != "Succeeded"]
+    if not asked:
+        return None
+    since, _, pod = min(asked, key=lambda one: one[:2])
+    told_to_stop = bool(reports) and reports[0][1].failure_class is FailureClass.PREEMPTED
+    broke = min((one.known_time for _, one in reports), default=min((_end(one)[0] for one in failed), default=math.inf))
+    if not told_to_stop and since.timestamp() + 1 > broke:
+        return None
+    words = next((f" {failure.message}" for told, failure in reports if told is pod), "")
+    return Cause(
+        FailureClass.PREEMPTED,
+        "PodDeleted",
+        f"Pod {pod.name} was deleted, and the operator did not delete it.{words}",
+        f"{_HINTS[FailureClass.PREEMPTED]} To stop a job for a while set runPolicy.suspend.",
+        pod,
+    )
+
+
+def _weight(cause: Cause) -> int:
+    """Memory that ran out explains more than the eviction of the pods that were left."""
+    return 0 if cause.cause is FailureClass.OUT_OF_MEMORY else 1
+
+
+def _broke(pod: PodView) -> bool:
+    return pod.phase == "Failed" or pod.disruption is not None or (pod.ended is not None and pod.ended.exit_code != 0)
+
+
+def _end(pod: PodView) -> tuple[float, str]:
+    return _seconds(pod.ended.finished if pod.ended else None), pod.name
+
+
+def _seconds(time: datetime | None) -> float:
+    """For sorting: what has no time comes last."""
+    return math.inf if time is None else time.timestamp()
+
+
+def _reported(stage: Stage, pods: Sequence[PodView]) -> Iterator[tuple[PodView, FailureReport]]:
+    for pod in pods:
+        report = pod.ended.report if pod.ended else None
+        if report is not None and report.stage is stage and report.failure is not None:
+            yield pod, report.failure
+
+
+def _from_report(pod: PodView, failure: FailureReport) -> Cause:
+    report = pod.ended.report if pod.ended else None
+    crashed = failure.failure_class is FailureClass.PROGRAM and failure.reason == _KILLED_BY_SIGNAL
+    return Cause(
+        # The launcher in the pod has no class for it; 128 + the signal is worth another try by the contract's table.
+        cause=OperatorCause.KILLED if crashed else failure.failure_class,
+        reason=failure.reason,
+        message=failure.message,
+        hint=_hint(failure),
+        pod=pod,
+        rank=None if report is None else report.rank,
+    )
+
+
+# ------------------------------------------------------------------------------------------- what was done to a pod
+
+_MEMORY_HINT = (
+    "Set resources.memory higher, or training.microBatchSize or preparation.maxLength lower, or shard or offload more "
+    "under parallelism; a script has its own settings for all of that."
+)
+_NODE_REASONS = frozenset({"NodeLost", "NodeShutdown", "Shutdown", "Terminated"})
+"""`status.reason` of pods whose node went away or was told to shut down (kubelet, node lifecycle controller)."""
+_ROOM_REASONS = frozenset({"Preempting", "Preempted"})
+"""The kubelet's preemption for a critical pod has the disruption reason TerminationByKubelet, as a shutdown has."""
+_REJECTED_REASONS = frozenset({"UnexpectedAdmissionError", "TopologyAffinityError", "NodeAffinity"})
+"""Refusals of the kubelet that another node may not have; `OutOf...` is one more."""
+_NODE_DISRUPTIONS = frozenset({"DeletionByTaintManager", "DeletionByPodGC", "TerminationByKubelet"})
+_OWN_LIMIT = re.compile(r"exceeds? the (total )?limit|exceeded its local ephemeral storage", re.IGNORECASE)
+_LOW_ON_MEMORY = re.compile(r"low on resource: memory", re.IGNORECASE)
+_OVER_REQUEST = re.compile(r"was using \S+, request is \S+|consumption of memory", re.IGNORECASE)
+
+
+def _done_to(pod: PodView) -> Cause | None:
+    """What the kubelet, the scheduler or a controller did to the pod, in their words; None: nothing."""
+    if pod.ended is not None and pod.ended.reason == "OOMKilled":
+        return _out_of_memory(
+            pod,
+            "OOMKilled",
+            f"Container memory ran out in pod {pod.name}: the kernel killed the process (exit code 137).",
+        )
+    if pod.status_reason == "Evicted":
+        return _evicted(pod)
+    said = f": {pod.status_message}" if pod.status_message else "."
+    made_room = pod.status_reason in _ROOM_REASONS
+    if not made_room and (pod.status_reason in _NODE_REASONS or pod.disruption in _NODE_DISRUPTIONS):
+        return Cause(
+            OperatorCause.NODE_LOST,
+            pod.disruption or pod.status_reason or "NodeLost",
+            f"Node {pod.node or 'unknown'} went away under pod {pod.name}{said}",
+            "Nothing needs to be done: the stage goes on from its last checkpoint, on other nodes where there are any.",
+            pod,
+            node_at_fault=True,
+        )
+    if pod.status_reason in _REJECTED_REASONS or (pod.status_reason or "").startswith("OutOf"):
+        return Cause(
+            OperatorCause.POD_REJECTED,
+            pod.status_reason or "Rejected",
+            f"Node {pod.node or 'unknown'} did not take pod {pod.name}{said}",
+            "If it happens again, look at the node's device plugin: a GPU may be broken or taken.",
+            pod,
+            node_at_fault=True,
+        )
+    if pod.disruption is not None or made_room:
+        return Cause(
+            FailureClass.PREEMPTED,
+            (pod.status_reason if made_room else pod.disruption) or "Preempted",
+            f"Pod {pod.name} had to make room{said}",
+            "Nothing needs to be done: the stage goes on from its last checkpoint. A higher "
+            "runPolicy.priorityClassName is preempted less often.",
+            pod,
+        )
+    if pod.ended is not None and pod.ended.reason == "ContainerStatusUnknown":
+        return Cause(
+            OperatorCause.NODE_LOST,
+            "ContainerStatusUnknown",
+            f"Node {pod.node or 'unknown'} lost sight of the container of pod {pod.name}.",
+            "Nothing needs to be done: the stage goes on from its last checkpoint.",
+            pod,
+            node_at_fault=True,
+        )
+    return _not_begun(pod, said)
+
+
+_NOT_STARTED = frozenset({"StartError", "ContainerCannotRun"})
+"""What the kubelet calls a container that its runtime could not start, with exit code 128."""
+
+
+def _not_begun(pod: PodView, said: str) -> Cause | None:
+    """A container that never ran, for a reason that is in no list above; the kubelet's words are all there is."""
+    if pod.ended is not None and pod.ended.reason in _NOT_STARTED:
+        words = pod.ended.message or "the runtime does not say why"
+        return Cause(
+            OperatorCause.CHILD_FAILED,
+            pod.ended.reason,
+            f"The container of pod {pod.name} could not be started: {words}",
+            "Check that the image is a trainer image, and on GPU nodes that their container runtime works.",
+            pod,
+        )
+    if pod.ended is None and pod.phase == "Failed" and pod.status_reason:
+        return Cause(
+            OperatorCause.CHILD_FAILED,
+            camel(pod.status_reason),
+            f"Pod {pod.name} failed before its container ran ({pod.status_reason}){said}",
+            "Change what the message names; often it is something under template.",
+            pod,
+        )
+    return None
+
+
+def _evicted(pod: PodView) -> Cause:
+    said = pod.status_message or "the kubelet gave no reason"
+    if _OWN_LIMIT.search(said):
+        return Cause(
+            FailureClass.STORAGE_FULL,
+            "Evicted",
+            f"Pod {pod.name} was evicted as it used more local storage than it may: {said}",
+            "Keep data in the workspace, or raise the limit under template or resources.sharedMemory.",
+            pod,
+        )
+    if _LOW_ON_MEMORY.search(said) and _OVER_REQUEST.search(said):
+        return _out_of_memory(pod, "EvictedForMemory", f"Pod {pod.name} was evicted for its use of memory: {said}")
+    return Cause(
+        OperatorCause.EVICTED,
+        "Evicted",
+        f"Pod {pod.name} was evicted from node {pod.node or 'unknown'}: {said}",
+        "Nothing needs to be done: the stage goes on from its last checkpoint, on other nodes where there are any.",
+        pod,
+        node_at_fault=True,
+    )
+
+
+def _out_of_memory(pod: PodView | None, reason: str, message: str) -> Cause:
+    return Cause(FailureClass.OUT_OF_MEMORY, reason, message, _MEMORY_HINT, pod)
+
+
+# ------------------------------------------------------------------------------------------------- exit code, child
+
+_SEE_LOG = "The log's last lines are in logTail."
+_HINTS: Mapping[CauseClass, str] = {
+    FailureClass.OUT_OF_MEMORY: _MEMORY_HINT,
+    FailureClass.PREEMPTED: "Nothing needs to be done: the stage goes on from its last checkpoint.",
+    OperatorCause.KILLED: "The log's last lines are in logTail; a crash in a native library leaves its trace there.",
+}
+"""What to do in a cluster, where the operator tries again by itself."""
+
+
+def _from_exit_code(pod: PodView) -> Cause:
+    """What the contract says about a process that could not say it itself."""
+    assert pod.ended is not None
+    if pod.ended.exit_code == EXIT_OK:
+        return _no_report(pod)
+    if pod.deleting_until is not None and pod.ended.exit_code == EXIT_CODES[FailureClass.OUT_OF_MEMORY]:
+        return Cause(
+            FailureClass.PREEMPTED,
+            "Terminated",
+            f"Pod {pod.name} was told to end and was killed at the end of its grace period (exit code 137).",
+            _HINTS[FailureClass.PREEMPTED],
+            pod,
+        )
+    return _by_code(pod.ended.exit_code, f"in pod {pod.name}", pod)
+
+
+def _hint(failure: FailureReport) -> str:
+    """The report's own, but where that is for somebody at a terminal who has to start it again."""
+    if failure.failure_class is FailureClass.PREEMPTED:
+        return _HINTS[FailureClass.PREEMPTED]
+    return _SEE_LOG if failure.reason == "UnexpectedError" else failure.hint
+
+
+def _by_code(code: int, where: str, pod: PodView | None) -> Cause:
+    told = of_exit(code, who=f"The process {where}")
+    cause = CLASS_OF_EXIT_CODE.get(code) or (OperatorCause.KILLED if retryable(code) else FailureClass.PROGRAM)
+    return Cause(cause, told.reason, told.message, _HINTS.get(cause, _SEE_LOG), pod)
+
+
+def _no_report(pod: PodView | None) -> Cause:
+    told = of_exit(EXIT_OK, who="The process" if pod is None else f"The process in pod {pod.name}")
+    return Cause(
+        OperatorCause.NO_REPORT,
+        told.reason,
+        told.message,
+        "Something inside the process ended it early, e.g. os._exit in a library, or the pod was deleted before its "
+        "last word could be read; see the log.",
+        pod,
+    )
+
+
+def reported_success(pods: Sequence[PodView]) -> TrainerReport | None:
+    """The word of rank 0 that the stage ended well."""
+    reports = (pod.ended.report for pod in pods if pod.ended is not None)
+    return next((one for one in reports if one is not None and one.outcome == "succeeded" and one.rank == 0), None)
+
+
+def without_report(pods: Sequence[PodView]) -> Cause:
+    """The child says that it succeeded, and no process of rank 0 does."""
+    return _no_report(next((pod for pod in pods if pod.index in (None, 0)), None))
+
+
+def _from_child(child: ChildView, pods: Sequence[PodView]) -> Cause:
+    """The child's own word, when no pod is left that says more; a Job's pod failure policy repeats what a pod said."""
+    what = f"{child.ref.kind} {child.ref.name}"
+    if child.reason == "PodFailurePolicy":
+        name = found[1] if (found := _POD_NAME.search(child.message)) else None
+        # What was seen of it last may be from before its end: it was deleted with its word, or that is on its way.
+        pod = next((pod for pod in pods if pod.name == name), None)
+        if "DisruptionTarget" in child.message:
+            return Cause(
+                FailureClass.PREEMPTED,
+                "DisruptionTarget",
+                f"A pod of {what} had to go: {child.message}",
+                "Nothing needs to be done: the stage goes on from its last checkpoint.",
+                pod,
+                second_hand=True,
+            )
+        if code := _EXIT_CODE.search(child.message):
+            cause = _by_code(int(code[1]), f"of {what}" if pod is None else f"in pod {pod.name}", pod)
+            return replace(cause, exit_code=int(code[1]), second_hand=True)
+    if child.reason == "DeadlineExceeded":
+        return Cause(
+            OperatorCause.DEADLINE_EXCEEDED, "DeadlineExceeded", f"{what} ran longer than it may: {child.message}",
+            "Raise runPolicy.activeDeadlineSeconds.",
+        )  # fmt: skip
+    return Cause(
+        OperatorCause.CHILD_FAILED,
+        camel(child.reason) or "ChildFailed",
+        f"{what} failed, and no pod says why. It says itself: {child.message or child.reason or 'nothing'}",
+        "The pods may have been deleted from outside; kubectl get events shows what happened to them.",
+    )
+
+
+def camel(reason: str) -> str:
+    """A reason without what Kubernetes does not allow in one (`BackoffLimitExceeded/Evicted`)."""
+    return re.sub(r"[^A-Za-z0-9_]", "", reason)
+
+
+def on_node_lost(pod: PodView) -> Cause:
+    """A pod that should be gone long since: its node does not answer."""
+    known = _done_to(pod)
+    if known is not None:
+        return replace(known, node_at_fault=True)
+    return Cause(
+        OperatorCause.NODE_LOST,
+        "PodDoesNotEnd",
+        f"Pod {pod.name} was told to end and does not: node {pod.node or 'unknown'} does not answer.",
+        "Nothing needs to be done: the stage goes on from its last checkpoint, on other nodes where there are any.",
+        pod,
+        node_at_fault=True,
+    )

@@ -1,0 +1,188 @@
+"""What a fleet is measured by: what one new status adds to sums over all jobs, and what all jobs are at now.
+
+Names of jobs, pods and nodes are in none of it: it goes to people who may not read the jobs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Literal, TypeAlias
+
+from finetune_contract.choices import Stage
+from finetune_operator.api.types import CostStatus, FineTuneJobStatus, StageStatus
+from finetune_operator.reconcile.decide import MANAGER
+from finetune_operator.reconcile.reconcile_types import JobView
+from finetune_operator.reconcile.results import gpus
+from finetune_operator.reconcile.status import condition, ended
+from finetune_operator.reconcile.status_times import moment, seconds_since
+
+FRESH_SECONDS = 600.0
+"""A rate that was told longer ago says nothing of now. Reports come every few seconds, and from an epoch of slow steps
+every few minutes.
+"""
+
+CapacityWord: TypeAlias = Literal["spot", "onDemand", "any"]
+"""`any`: the job does not ask for spot nodes."""
+
+
+@dataclass(frozen=True)
+class Used:
+    """What attempts that are over have taken."""
+
+    stage: Stage
+    capacity: CapacityWord
+    node_seconds: float
+    """In which pods had nodes; those are paid."""
+    running_node_seconds: float
+    """In which all pods ran."""
+    gpu_seconds: float
+    """The node seconds times the GPUs of a node that were taken."""
+    currency: str | None
+    cost: float
+    saved: float
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """All jobs at one moment."""
+
+    phases: Mapping[str, int] = field(default_factory=dict)
+    waiting: int = 0
+    """Jobs that nothing but capacity, a queue or the operator keeps from running their first pods."""
+    oldest_waiting_seconds: float = 0.0
+    progress_age_seconds: float = 0.0
+    """Of the running attempt that has told progress and for the longest time nothing new."""
+    samples_per_second: Mapping[str, float] = field(default_factory=dict)
+    """By stage."""
+    tokens_per_second: Mapping[str, float] = field(default_factory=dict)
+    estimated_cost: Mapping[str, float] = field(default_factory=dict)
+    """By currency: of the trainings of jobs that are not over."""
+
+
+# ------------------------------------------------------------------------------------------------------ one new status
+
+
+def wait_seconds(job: JobView, after: FineTuneJobStatus) -> float | None:
+    """How long the job waited until its first pods ran, when this status is the first to tell of it."""
+    if _has_run(job.status):
+        return None
+    first = next((stage for stage in after.stages if stage.running_since is not None), None)
+    since, ran = _waits_since(job, after), None if first is None else moment(first.running_since)
+    return None if since is None or ran is None else max(0.0, (ran - since).total_seconds())
+
+
+def used(job: JobView, after: FineTuneJobStatus) -> Used | None:
+    """What this status adds to what the job has used; it grows at ends of attempts only."""
+    then, now = job.status.cost or CostStatus(), after.cost
+    if now is None or now.billable_seconds <= then.billable_seconds:
+        return None
+    stage = _running(job.status) or next((one for one in after.stages if one.name == after.stage), None)
+    if stage is None:
+        return None
+    kind, held = Stage(stage.name), now.billable_seconds - then.billable_seconds
+    return Used(
+        stage=kind,
+        capacity=stage.capacity or "any",
+        node_seconds=held,
+        running_node_seconds=max(0.0, now.node_seconds - then.node_seconds),
+        gpu_seconds=0.0 if job.job is None else held * gpus(job.job.spec, kind),
+        currency=now.currency,
+        cost=_more(then.amount, now.amount),
+        saved=_more(then.saved, now.saved),
+    )
+
+
+def estimate_ratio(job: JobView, after: FineTuneJobStatus) -> float | None:
+    """Seconds that a training took over those that its plan expected, when this status tells of its success.
+
+    Only of trainings in one attempt: those that were resumed computed some steps twice and others in an attempt before.
+    """
+    done = _stage(after, Stage.TRAIN)
+    then, plan = _stage(job.status, Stage.TRAIN), job.status.plan or after.plan
+    if (
+        done is None
+        or done.state != "Succeeded"
+        or done.attempt != 1
+        or (then is not None and then.state == done.state)
+    ):
+        return None
+    expected = None if plan is None else plan.estimated.duration_seconds
+    began, over = moment(done.running_since), moment(done.completion_time)
+    if not expected or began is None or over is None:
+        return None
+    return max(0.0, (over - began).total_seconds()) / expected
+
+
+def _more(then: float | None, now: float | None) -> float:
+    """What was added; nothing where a part has no price."""
+    return 0.0 if now is None else max(0.0, now - (then or 0.0))
+
+
+# ------------------------------------------------------------------------------------------------------------ all jobs
+
+
+def fleet(jobs: Iterable[JobView], now: datetime, moved: Callable[[JobView], datetime | None]) -> Fleet:
+    """All jobs at `now`; `moved` knows when a job's running attempt told something new last, None where it does not."""
+    phases = Counter[str]()
+    costs, samples, tokens = (
+        defaultdict[str, float](float),
+        defaultdict[str, float](float),
+        defaultdict[str, float](float),
+    )
+    waits, silent = [0.0], [0.0]
+    waiting = 0
+    for job in jobs:
+        status = job.status
+        phases[status.phase or "Pending"] += 1
+        if ended(status) is not None:
+            continue
+        estimated = None if status.plan is None else status.plan.estimated
+        if estimated is not None and estimated.cost is not None and estimated.currency is not None:
+            costs[estimated.currency] += estimated.cost
+        if _waits(job):
+            waiting += 1
+            waits.append(_age(_waits_since(job, status), now))
+        stage, told = _running(status), status.progress
+        if stage is None or told is None:
+            continue
+        silent.append(_age(moved(job) or moment(told.last_update_time), now))
+        if seconds_since(told.last_update_time, now) <= FRESH_SECONDS:
+            samples[stage.name] += told.samples_per_second or 0.0
+            tokens[stage.name] += told.tokens_per_second or 0.0
+    return Fleet(phases, waiting, max(waits), max(silent), samples, tokens, costs)
+
+
+def _waits(job: JobView) -> bool:
+    """Whether its first pods are still to run. A job that is refused or suspended waits for its owner."""
+    status, ours = job.status, job.managed_by in (None, "", MANAGER)
+    stalled = condition(status, "Stalled")
+    held = status.phase == "Suspended" or (stalled is not None and stalled.status == "True")
+    return ours and not job.deleting and job.job is not None and not held and not _has_run(status)
+
+
+def _waits_since(job: JobView, status: FineTuneJobStatus) -> datetime | None:
+    """Its creation; the first child's where the spec was changed since, as a job that was suspended or refused was in
+    no queue until then.
+    """
+    return job.created if job.generation <= 1 else moment(status.start_time)
+
+
+def _has_run(status: FineTuneJobStatus) -> bool:
+    """Whether any attempt had all of its pods running; one that found no nodes is over without it."""
+    ran = status.cost is not None and status.cost.node_seconds > 0
+    return ran or any(stage.running_since is not None or stage.state == "Succeeded" for stage in status.stages)
+
+
+def _running(status: FineTuneJobStatus) -> StageStatus | None:
+    return next((stage for stage in status.stages if stage.state == "Running"), None)
+
+
+def _stage(status: FineTuneJobStatus, name: Stage) -> StageStatus | None:
+    return next((stage for stage in status.stages if stage.name == name), None)
+
+
+def _age(since: datetime | None, now: datetime) -> float:
+    return 0.0 if since is None else max(0.0, (now - since).total_seconds())

@@ -1,0 +1,126 @@
+"""Why an attempt does not run yet: told at once, and a failure only when it lasts longer than the settings allow.
+
+A missing image or Secret, or a full cluster, may come right by itself; nobody should have to look at pods to see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+
+from finetune_operator.api.settings import Limits
+from finetune_operator.reconcile.reconcile_types import ChildView, PodView
+from finetune_operator.reconcile.remedies import Cause, CauseClass, OperatorCause
+
+IMAGE_REASONS = frozenset(
+    {
+        "ErrImagePull",
+        "ImagePullBackOff",
+        "InvalidImageName",
+        "ErrImageNeverPull",
+        "RegistryUnavailable",
+        "ImageInspectError",
+        "SignatureValidationFailed",
+    }
+)
+NO_PODS_SECONDS = 60
+"""A controller that can create pods does so within seconds."""
+CONFIG_REASONS = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_HINTS: dict[CauseClass, str] = {
+    OperatorCause.IMAGE_PULL: "Check the name of the image (spec.image, or defaults.image in the operator's settings) "
+    "and the pull secrets (template.imagePullSecrets).",
+    OperatorCause.CONTAINER_CONFIG: "Create the Secret or ConfigMap that the message names, in the job's namespace and "
+    "with that key, and apply the job anew.",
+    OperatorCause.UNSCHEDULABLE: "Ask for less under resources, loosen template.nodeSelector and tolerations, or give "
+    "the cluster more nodes.",
+}
+
+
+@dataclass(frozen=True)
+class Waits:
+    """An attempt that is not running whole."""
+
+    message: str
+    cause: Cause | None = None
+    """When it has lasted too long."""
+    until: datetime | None = None
+    """When that will be, or when there will be more to say."""
+    blocked_since: datetime | None = None
+    """Since when a container cannot start; a long pull of its image before that does not count."""
+    idle: bool = True
+    """Whether nothing is done meanwhile."""
+
+
+def waits(
+    child: ChildView, pods: Sequence[PodView], now: datetime, limits: Limits, blocked_since: datetime | None = None
+) -> Waits | None:
+    """What the attempt waits for; None when its pods run. `blocked_since`, as it was found the last time."""
+    name = child.ref.name
+    pending = sorted((pod for pod in pods if pod.phase == "Pending"), key=lambda pod: pod.spare)
+    if not pods and child.state in ("Pending", "Suspended"):
+        return _without_pods(child, now)
+    if not pending:
+        return None
+    count = f"{len(pending)} pod{'s' * (len(pending) > 1)} of {name}"
+    since, idle = blocked_since or now, not pending[0].spare
+    told = [one for one in (_held(pod, now, limits, since) for pod in pending) if one is not None]
+    if not told:
+        return Waits(f"Waiting for {count} to start.", idle=idle)
+    overdue = next((one for one in told if one.cause is not None), None)
+    first = overdue or told[0]
+    ends = [one.until for one in told if one.until is not None]
+    blocked = next((one.blocked_since for one in told if one.blocked_since is not None), None)
+    return Waits(f"Waiting for {count}: {first.message}", first.cause, min(ends, default=None), blocked, idle)
+
+
+def _without_pods(child: ChildView, now: datetime) -> Waits:
+    """Only events of the child tell why its pods are not created, so that after a while the way to them is shown."""
+    kind, name = child.ref.kind, child.ref.name
+    said = f" {child.message}" if child.message else ""
+    until = child.created + timedelta(seconds=NO_PODS_SECONDS)
+    if child.state == "Suspended" or now < until:
+        return Waits(
+            f"Waiting for the pods of {name} to be created.{said}", until=until if child.state == "Pending" else None
+        )
+    return Waits(
+        f"No pod of {kind} {name} has been created in {NO_PODS_SECONDS} s: a quota, a policy or a missing service "
+        f"account may forbid it. kubectl describe {kind.lower()} {name} shows why.{said}"
+    )
+
+
+def _held(pod: PodView, now: datetime, limits: Limits, blocked_since: datetime) -> Waits | None:
+    if pod.waiting is not None:
+        kind = _kind(pod.waiting.reason)
+        message = f"{pod.waiting.reason}: {pod.waiting.message}" if pod.waiting.message else pod.waiting.reason
+        if kind is None:
+            return Waits(message)
+        seconds = limits.image_pull_seconds if kind is OperatorCause.IMAGE_PULL else limits.container_config_seconds
+        held = _bounded(pod, kind, pod.waiting.reason, message, blocked_since, seconds, now)
+        return replace(held, blocked_since=blocked_since)
+    if pod.unschedulable is not None:
+        return _bounded(
+            pod, OperatorCause.UNSCHEDULABLE, "Unschedulable", pod.unschedulable, pod.created,
+            limits.unschedulable_seconds, now,
+        )  # fmt: skip
+    return None
+
+
+def _kind(reason: str) -> OperatorCause | None:
+    if reason in IMAGE_REASONS:
+        return OperatorCause.IMAGE_PULL
+    return OperatorCause.CONTAINER_CONFIG if reason in CONFIG_REASONS else None
+
+
+def _bounded(
+    pod: PodView, kind: OperatorCause, reason: str, message: str, since: datetime, seconds: int | None, now: datetime
+) -> Waits:
+    if seconds is None or pod.spare:
+        return Waits(message)
+    until = since + timedelta(seconds=seconds)
+    if now < until:
+        return Waits(message, until=until)
+    cause = Cause(
+        kind, reason, f"Pod {pod.name} could not start for {seconds} s: {message}", _HINTS[kind], pod
+    )  # fmt: skip
+    return Waits(message, cause)

@@ -1,0 +1,277 @@
+"""The parts that pods have in common, as typed values that turn into Kubernetes' JSON: environment, volumes, resources,
+affinity, security context, the pod itself.
+
+They decide nothing about a job; `trainer_pod.py` does. What holds for every pod of ours is fixed here: PodSecurity
+`restricted` is met by construction, no API token is mounted, the root file system is read-only, and text never meets
+the kubelet's `$(NAME)` expansion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pydantic import JsonValue
+
+from finetune_contract.layout import DEFAULT_REPORT_PATH
+from finetune_operator.api.types import SecretKeySpec, SecretSpec
+from finetune_operator.rendering.merging import join, merge
+from finetune_operator.rendering.render_types import Manifest
+from finetune_operator.rendering.spot_affinity import only_on
+
+CONTAINER_NAME = "pytorch"
+"""In every kind, as PyTorchJob takes no other."""
+USER_ID = 1000
+"""The image's user mpiuser; a number, since `runAsNonRoot` cannot check a name."""
+
+
+def literal(text: str) -> str:
+    """`text` so that the kubelet makes it `text` again: it reads `$(NAME)` as a variable and `$$` as one `$`.
+
+    Kubernetes, third_party/forked/golang/expansion/expand.go: in command, args and env values.
+    """
+    return text.replace("$", "$$")
+
+
+# ---------------------------------------------------------------------------------------------------------- environment
+
+
+@dataclass(frozen=True)
+class PodLabel:
+    """A label of the pod itself, which a controller may have added."""
+
+    label: str
+
+
+@dataclass(frozen=True)
+class EnvVar:
+    """One variable of the container: a text, one key of a Secret, or a label of the pod."""
+
+    name: str
+    value: str | SecretKeySpec | PodLabel
+
+    def manifest(self) -> Manifest:
+        match self.value:
+            case str(text):
+                return {"name": self.name, "value": literal(text)}
+            case PodLabel(label):
+                return {"name": self.name, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}}
+            case SecretKeySpec(name=name, key=key):
+                return {"name": self.name, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}
+
+
+def user_variable(variable: Mapping[str, JsonValue]) -> Manifest:
+    """A Kubernetes EnvVar that a user wrote; its text arrives as it is, as no `$(NAME)` is expanded."""
+    value = variable.get("value")
+    return {**variable, "value": literal(value)} if isinstance(value, str) else dict(variable)
+
+
+# -------------------------------------------------------------------------------------------------------------- volumes
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A volume of the pod; made by the functions below."""
+
+    name: str
+    source: Manifest
+
+    def manifest(self) -> Manifest:
+        return {"name": self.name, **self.source}
+
+
+@dataclass(frozen=True)
+class Mount:
+    """Where the trainer's container sees a volume."""
+
+    volume: str
+    path: str
+    read_only: bool = False
+
+    def manifest(self) -> Manifest:
+        read_only: Manifest = {"readOnly": True} if self.read_only else {}
+        return {"name": self.volume, "mountPath": self.path, **read_only}
+
+
+def config_volume(name: str, config_map: str) -> Volume:
+    """The keys of a ConfigMap as files."""
+    return Volume(name, {"configMap": {"name": config_map}})
+
+
+def claim_volume(name: str, claim: str) -> Volume:
+    """A claim; whether it may be written to is the mount's business."""
+    return Volume(name, {"persistentVolumeClaim": {"claimName": claim}})
+
+
+def scratch_volume(name: str) -> Volume:
+    """Space on the node's disk that ends with the pod."""
+    return Volume(name, {"emptyDir": {}})
+
+
+def memory_volume(name: str, size: str) -> Volume:
+    """Space in memory, for /dev/shm; what is written counts into the container's memory."""
+    return Volume(name, {"emptyDir": {"medium": "Memory", "sizeLimit": size}})
+
+
+def token_volume(name: str, audience: str, file: str) -> Volume:
+    """A token that is good for `audience` only, which the API server itself does not take, renewed every hour."""
+    token: JsonValue = {"serviceAccountToken": {"audience": audience, "expirationSeconds": 3600, "path": file}}
+    return Volume(name, {"projected": {"sources": [token]}})
+
+
+# ------------------------------------------------------------------------------------------------------------ resources
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a container takes, as quantities; names among `limits` are requested as much."""
+
+    requests: Mapping[str, str]
+    """Asked of the scheduler without a limit."""
+    limits: Mapping[str, str] = field(default_factory=dict)
+
+    def manifest(self) -> Manifest:
+        limits: Manifest = {"limits": dict(self.limits)} if self.limits else {}
+        return {"requests": {**self.requests, **self.limits}, **limits}
+
+
+# ------------------------------------------------------------------------------------------------------------- affinity
+
+
+def avoiding(nodes: Sequence[str]) -> Manifest:
+    """Affinity to any other node than `nodes`: a wish, as there may be no other."""
+    if not nodes:
+        return {}
+    hostname: JsonValue = {"key": "kubernetes.io/hostname", "operator": "NotIn", "values": list(nodes)}
+    term: JsonValue = {"weight": 100, "preference": {"matchExpressions": [hostname]}}
+    return {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [term]}}
+
+
+# ------------------------------------------------------------------------------------------------------------------ pod
+
+
+@dataclass(frozen=True)
+class Container:
+    """The only container of a pod."""
+
+    image: str
+    command: tuple[str, ...]
+    """An argument vector: no shell reads it."""
+    env: tuple[EnvVar, ...]
+    mounts: tuple[Mount, ...]
+    resources: Resources
+    image_pull_policy: str | None = None
+    env_from_secret: str | None = None
+    """Secret whose keys all become variables."""
+    ports: Mapping[str, int] = field(default_factory=dict)
+    ready_port: int | None = None
+    """Port that has to answer before the container counts as ready; None: it is ready once it runs."""
+    user_env: tuple[Mapping[str, JsonValue], ...] = ()
+    user_mounts: tuple[Mapping[str, JsonValue], ...] = ()
+
+    def manifest(self) -> Manifest:
+        optional: Manifest = {}
+        if self.image_pull_policy is not None:
+            optional["imagePullPolicy"] = self.image_pull_policy
+        if self.env_from_secret is not None:
+            optional["envFrom"] = [{"secretRef": {"name": self.env_from_secret}}]
+        if self.ports:
+            optional["ports"] = [{"name": name, "containerPort": port} for name, port in self.ports.items()]
+        if self.ready_port is not None:
+            optional["readinessProbe"] = {"tcpSocket": {"port": self.ready_port}, "periodSeconds": 2}
+        return {
+            "name": CONTAINER_NAME,
+            "image": self.image,
+            "command": [literal(word) for word in self.command],
+            "env": self._env(),
+            "resources": self.resources.manifest(),
+            "volumeMounts": [*(mount.manifest() for mount in self.mounts), *map(dict, self.user_mounts)],
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                "readOnlyRootFilesystem": True,
+            },
+            "terminationMessagePath": DEFAULT_REPORT_PATH,
+            "terminationMessagePolicy": "File",
+            **optional,
+        }
+
+    def _env(self) -> list[JsonValue]:
+        """A user's variable takes the place of ours; validation refuses those that may not be replaced."""
+        replaced = {variable["name"] for variable in self.user_env}
+        ours = (variable for variable in self.env if variable.name not in replaced)
+        return [*(variable.manifest() for variable in ours), *map(user_variable, self.user_env)]
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A pod template; the fields that begin with `user_` are laid beside or over ours as they were written."""
+
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    container: Container
+    volumes: tuple[Volume, ...]
+    termination_grace_seconds: int
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    tolerations: tuple[Mapping[str, JsonValue], ...] = ()
+    affinity: Mapping[str, JsonValue] = field(default_factory=dict)
+    only_nodes: tuple[Mapping[str, str], ...] = ()
+    """Labels of the nodes that it may run on: all of one of these, whatever the user asks for beside it; (): any."""
+    image_pull_secrets: tuple[SecretSpec, ...] = ()
+    service_account: str | None = None
+    priority_class: str | None = None
+    api_token: bool = False
+    """Whether the token of its service account is mounted."""
+    subdomain: str | None = None
+    """Headless Service that gives the pod's host name an address."""
+    user_labels: Mapping[str, str] = field(default_factory=dict)
+    user_annotations: Mapping[str, str] = field(default_factory=dict)
+    user_node_selector: Mapping[str, str] = field(default_factory=dict)
+    user_affinity: Mapping[str, JsonValue] = field(default_factory=dict)
+    user_volumes: tuple[Mapping[str, JsonValue], ...] = ()
+    user_security_context: Mapping[str, JsonValue] = field(default_factory=dict)
+
+    def manifest(self) -> Manifest:
+        """A PodTemplateSpec. The operator finds pods by our labels, so they come last."""
+        return {
+            "metadata": {
+                "labels": {**self.user_labels, **self.labels},
+                "annotations": {**self.user_annotations, **self.annotations},
+            },
+            "spec": {
+                "restartPolicy": "Never",
+                "automountServiceAccountToken": self.api_token,
+                "enableServiceLinks": False,
+                "terminationGracePeriodSeconds": self.termination_grace_seconds,
+                "securityContext": merge(_security_context(), self.user_security_context),
+                **self._placement(),
+                "containers": [self.container.manifest()],
+                "volumes": [*(volume.manifest() for volume in self.volumes), *map(dict, self.user_volumes)],
+            },
+        }
+
+    def _placement(self) -> Manifest:
+        """Fields that are left out where there is nothing to say."""
+        fields: Manifest = {
+            "nodeSelector": {**self.node_selector, **self.user_node_selector},
+            "tolerations": [dict(toleration) for toleration in self.tolerations],
+            "affinity": only_on(join(self.affinity, self.user_affinity), self.only_nodes),
+            "imagePullSecrets": [{"name": secret.name} for secret in self.image_pull_secrets],
+            "serviceAccountName": self.service_account,
+            "priorityClassName": self.priority_class,
+            "subdomain": self.subdomain,
+        }
+        return {name: value for name, value in fields.items() if value}
+
+
+def _security_context() -> Manifest:
+    """PodSecurity `restricted`, and volumes that our group may write to."""
+    return {
+        "runAsNonRoot": True,
+        "runAsUser": USER_ID,
+        "runAsGroup": USER_ID,
+        "fsGroup": USER_ID,
+        # Without this, the kubelet changes the owner of every file of the workspace at each start of a pod.
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
+    }

@@ -1,0 +1,56 @@
+"""Keeping pods on spot nodes: a required node affinity that holds beside whatever the user's own template asks for.
+
+Required terms of node affinity are alternatives, and what stands in one term holds together. A term of ours beside the
+user's would therefore let pods on nodes that the user has ruled out: each of the user's is combined with each of ours.
+Nodes to be avoided are a wish, in a list of its own, and stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from pydantic import JsonValue
+
+from finetune_contract.choices import Stage
+from finetune_operator.api.settings import Settings
+from finetune_operator.api.types import Capacity, FineTuneJobSpec
+from finetune_operator.rendering.render_types import Manifest
+
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
+
+
+def first_capacity(spec: FineTuneJobSpec, stage: Stage) -> Capacity | None:
+    """What the first attempt at `stage` asks for; None: any node."""
+    return "spot" if spec.spot.enabled and stage is Stage.TRAIN else None
+
+
+def spot_tolerations(settings: Settings) -> tuple[Manifest, ...]:
+    """Taints of spot nodes that pods bear."""
+    return tuple(
+        toleration.model_dump(mode="json", by_alias=True, exclude_none=True) for toleration in settings.spot.tolerations
+    )
+
+
+def only_on(affinity: Mapping[str, JsonValue], nodes: Sequence[Mapping[str, str]]) -> Manifest:
+    """`affinity`, but only to nodes that have all labels of one of `nodes`; none: as it is."""
+    if not nodes:
+        return dict(affinity)
+    of_nodes = _object(affinity.get("nodeAffinity"))
+    required = _object(of_nodes.get(_REQUIRED))
+    given = required.get("nodeSelectorTerms")
+    # An empty term matches no node; combined with ours it would match some.
+    own = [] if not isinstance(given, list) else [term for term in map(_object, given) if any(term.values())]
+    if given and not own:
+        return dict(affinity)
+    terms: list[JsonValue] = [_both(term, labels) for term in own or [{}] for labels in nodes]
+    return {**affinity, "nodeAffinity": {**of_nodes, _REQUIRED: {**required, "nodeSelectorTerms": terms}}}
+
+
+def _both(term: Manifest, labels: Mapping[str, str]) -> Manifest:
+    given = term.get("matchExpressions")
+    ours: list[JsonValue] = [{"key": key, "operator": "In", "values": [value]} for key, value in labels.items()]
+    return {**term, "matchExpressions": [*(given if isinstance(given, list) else ()), *ours]}
+
+
+def _object(value: JsonValue) -> Manifest:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,358 @@
+"""Figures about the operator and its jobs for Prometheus.
+
+Labels are drawn from closed sets (`metric_families.py`), so that the number of series does not grow with the number of
+jobs. No name of a job, namespace, pod or node is ever a label: metrics are readable by people who may not read the
+jobs.
+
+Counters of jobs count statuses that this process has written. A status names the version that it was computed from, so
+that of several replicas one alone writes each change, and the sum over replicas counts it once, also when the
+leadership changes in between. A process that ends between the write and the count, or never learns that its write was
+taken, loses that one count; none is made twice. With the process its counts end: they begin at zero in the next, which
+`rate` and `increase` know.
+
+Gauges of jobs are told by every replica, as each has the whole view: take their `max` over replicas, not their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from itertools import product
+from typing import get_args
+
+from prometheus_client import Gauge, ProcessCollector, generate_latest
+
+from finetune_contract.choices import Stage
+from finetune_contract.layout import FailureClass
+from finetune_operator.api.settings import CLUSTER_SETTINGS
+from finetune_operator.api.types import FineTuneJobStatus, Phase, StageStatus
+from finetune_operator.kubernetes_api.resources import LAUNCHER_RESOURCES, OPENID, RESOURCES
+from finetune_operator.reconcile.fleet_figures import CapacityWord, Fleet, estimate_ratio, used, wait_seconds
+from finetune_operator.reconcile.reconcile_types import JobView
+from finetune_operator.reconcile.remedies import OperatorCause
+from finetune_operator.reconcile.status import ended
+from finetune_operator.reconcile.status_times import moment
+from finetune_operator.shell.metric_families import OTHER, Families, Family
+
+RESYNC_REASONS = frozenset({"start", "leadership", "outage", "relist"})
+VERBS = frozenset({"get", "list", "watch", "create", "update", "patch", "delete"})
+RESOURCE_NAMES = frozenset(
+    {"leases", "finetunejobs/status", "pods/log", OPENID}
+    | {resource.plural for resource in RESOURCES}
+    | {f"{resource.plural}/discovery" for resource in LAUNCHER_RESOURCES.values()}
+)
+"""What requests are about, in the words of `kube.py`."""
+NO_ANSWER = "0"
+API_CODES = (
+    NO_ANSWER, "200", "201", "202", "400", "401", "403", "404", "405", "409", "410", "413", "415", "422", "429", "500",
+    "502", "503", "504",
+)  # fmt: skip
+SERVERS = ("progress", "webhook")
+"""That have a certificate."""
+POST_CODES = ("200", "400", "401", "403", "404", "405", "408", "413", "429", "500", "503")
+"""Answers of the progress server."""
+NO_CAUSE = "none"
+"""Of jobs that have succeeded."""
+
+_PHASES: tuple[str, ...] = get_args(Phase)
+_STAGES = tuple(stage.value for stage in Stage)
+_CAPACITIES: tuple[str, ...] = get_args(CapacityWord)
+_CAUSES = (*(cause.value for cause in FailureClass), *(cause.value for cause in OperatorCause))
+_STAGE_BUCKETS = (10, 30, 60, 300, 900, 1800, 3600, 3 * 3600, 6 * 3600, 12 * 3600, 86_400, 3 * 86_400)
+"""Seconds: a check of some rows takes half a minute, a training run days, and a full cluster makes wait as long."""
+_RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+"""Seconds: one pass is a millisecond of thinking and a few requests."""
+_RATIO_BUCKETS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 4, 10)
+"""An estimate knows nothing of loading and saving, and the speed only within a factor of two."""
+
+
+class _FleetGauges:
+    """All jobs at the moment that metrics are read."""
+
+    def __init__(self, made: Families, currency: str) -> None:
+        self._jobs = made.gauge("finetune_jobs", "FineTuneJobs by phase.", phase=_PHASES)
+        self._waiting = made.gauge(
+            "finetune_jobs_waiting",
+            "Jobs whose first pods do not run yet, and that only capacity, a queue or the operator holds up.",
+        )
+        self._oldest_waiting = made.gauge(
+            "finetune_oldest_waiting_seconds", "How long the one of them waits that has waited longest; 0: none waits."
+        )
+        self._progress_age = made.gauge(
+            "finetune_progress_age_seconds",
+            "Time since the running attempt that is silent for longest told a new step or figure, of those that have "
+            "told any; 0: there is none.",
+        )
+        self._samples = made.gauge(
+            "finetune_samples_per_second",
+            "Rows a second of all running attempts, as they reported last.",
+            stage=_STAGES,
+        )
+        self._tokens = made.gauge(
+            "finetune_tokens_per_second",
+            "Tokens a second of all running attempts, as they reported last.",
+            stage=_STAGES,
+        )
+        self._estimated_cost = made.gauge(
+            "finetune_estimated_cost",
+            "Estimated cost of the trainings of all jobs that are not over.",
+            currency=(currency,),
+        )
+
+    def set(self, fleet: Fleet) -> None:
+        _set(self._jobs, fleet.phases)
+        self._waiting.of().set(fleet.waiting)
+        self._oldest_waiting.of().set(fleet.oldest_waiting_seconds)
+        self._progress_age.of().set(fleet.progress_age_seconds)
+        _set(self._samples, fleet.samples_per_second)
+        _set(self._tokens, fleet.tokens_per_second)
+        _set(self._estimated_cost, fleet.estimated_cost)
+
+
+class _JobSums:
+    """Sums over jobs, of statuses that this process has written."""
+
+    def __init__(self, made: Families, currency: str) -> None:
+        self._ends = made.counter(
+            "finetune_job_ends",
+            "Jobs that came to their end, by the class of the failure; none: a success.",
+            outcome=("succeeded", "failed"),
+            cause=(NO_CAUSE, *_CAUSES),
+        )
+        self._ends.show(("succeeded", NO_CAUSE), *product(["failed"], (*_CAUSES, OTHER)))
+        self._wait = made.histogram(
+            "finetune_job_wait_seconds",
+            "Time from a job's creation until all pods of its first stage ran; from its first child when the spec was "
+            "edited before, as by resuming it.",
+            _STAGE_BUCKETS,
+        )
+        self._stages = made.histogram(
+            "finetune_stage_seconds",
+            "Duration of attempts at a stage, from the start of the child to its end.",
+            _STAGE_BUCKETS,
+            stage=_STAGES,
+            outcome=("succeeded", "failed"),
+        )
+        self._restarts = made.counter(
+            "finetune_restarts", "Attempts made anew, by the class of the failure before.", cause=_CAUSES
+        )
+        self._restarts.show()
+        self._preemptions = made.counter("finetune_preemptions", "Attempts that ended as a spot node was taken away.")
+        self._node_seconds = made.counter(
+            "finetune_node_seconds",
+            "Seconds in which pods had nodes, times the nodes, over attempts that are over; those are paid.",
+            stage=_STAGES,
+            capacity=_CAPACITIES,
+        )
+        self._running_node_seconds = made.counter(
+            "finetune_running_node_seconds",
+            "Seconds in which all pods of an attempt ran, times the nodes, over attempts that are over.",
+            stage=_STAGES,
+            capacity=_CAPACITIES,
+        )
+        self._gpu_seconds = made.counter(
+            "finetune_gpu_seconds",
+            "finetune_node_seconds_total times the GPUs of a node that the attempt took.",
+            stage=_STAGES,
+            capacity=_CAPACITIES,
+        )
+        self._cost = made.counter(
+            "finetune_cost", "Cost of attempts that are over, as far as the settings have prices.", currency=(currency,)
+        )
+        self._saved = made.counter(
+            "finetune_cost_saved", "What the same node seconds would have cost more on demand.", currency=(currency,)
+        )
+        self._estimates = made.histogram(
+            "finetune_estimate_ratio",
+            "Seconds that a training took over those that its plan expected; of those that succeeded in one attempt.",
+            _RATIO_BUCKETS,
+        )
+        for family in (self._node_seconds, self._running_node_seconds, self._gpu_seconds, self._cost, self._saved):
+            family.show()
+
+    def count(self, job: JobView, after: FineTuneJobStatus) -> None:
+        """Count what happened between the status in `job` and the one that took its place."""
+        before = job.status
+        self._attempts_ended(before, after)
+        if after.restarts > before.restarts:
+            self._restarts.of(_cause(after, before)).inc(after.restarts - before.restarts)
+        if ended(before) is None and (outcome := ended(after)) is not None:
+            cause = NO_CAUSE if outcome == "Succeeded" else _cause(after)
+            self._ends.of(outcome.lower(), cause).inc()
+        if (waited := wait_seconds(job, after)) is not None:
+            self._wait.of().observe(waited)
+        if (ratio := estimate_ratio(job, after)) is not None:
+            self._estimates.of().observe(ratio)
+        taken = (0 if after.spot is None else after.spot.preemptions) - (
+            0 if before.spot is None else before.spot.preemptions
+        )
+        self._preemptions.of().inc(max(0, taken))
+        self._count_usage(job, after)
+
+    def _attempts_ended(self, before: FineTuneJobStatus, after: FineTuneJobStatus) -> None:
+        earlier = {stage.name: stage for stage in before.stages}
+        for stage in after.stages:
+            then = earlier.get(stage.name)
+            if stage.state in ("Succeeded", "Failed") and (then is None or then.state != stage.state):
+                self._stage_ended(stage)
+
+    def _stage_ended(self, stage: StageStatus) -> None:
+        started, over = moment(stage.start_time), moment(stage.completion_time)
+        if started is not None and over is not None:
+            seconds = max(0.0, (over - started).total_seconds())
+            self._stages.of(stage.name, stage.state.lower()).observe(seconds)
+
+    def _count_usage(self, job: JobView, after: FineTuneJobStatus) -> None:
+        taken = used(job, after)
+        if taken is None:
+            return
+        where = (taken.stage.value, taken.capacity)
+        self._node_seconds.of(*where).inc(taken.node_seconds)
+        self._running_node_seconds.of(*where).inc(taken.running_node_seconds)
+        self._gpu_seconds.of(*where).inc(taken.gpu_seconds)
+        if taken.currency is not None:
+            self._cost.of(taken.currency).inc(taken.cost)
+            self._saved.of(taken.currency).inc(taken.saved)
+
+
+class Metrics:
+    """What the parts of the operator tell, each by one method; `exposition` is what Prometheus reads."""
+
+    def __init__(self, currency: str = CLUSTER_SETTINGS.currency) -> None:
+        """`currency` of the prices; amounts of jobs that began under another one are counted as `other`."""
+        self.families = made = Families()
+        # Memory, processor seconds and open files of this process, where the system tells them.
+        ProcessCollector(registry=made.registry)
+        self._fleet: Callable[[], Fleet] = Fleet
+        self._fleet_gauges = _FleetGauges(made, currency)
+        self._job_sums = _JobSums(made, currency)
+        self._leading = made.gauge("finetune_leading", "1 where this replica acts, 0 where it stands by.")
+        self._reconcile = made.histogram(
+            "finetune_reconcile_seconds", "Duration of one pass over one job, requests included.", _RECONCILE_BUCKETS
+        )
+        self._reconcile_errors = made.counter(
+            "finetune_reconcile_errors", "Passes that ended in an error and are made again."
+        )
+        self._requests = made.counter(
+            "finetune_api_requests",
+            "Requests to the API server by verb, resource and status code; code 0: no answer.",
+            verb=VERBS,
+            resource=RESOURCE_NAMES,
+            code=API_CODES,
+        )
+        self._request_seconds = made.histogram(
+            "finetune_api_request_seconds",
+            "Time until the API server had answered, by verb.",
+            _RECONCILE_BUCKETS,
+            verb=VERBS,
+        )
+        self._depth = made.gauge("finetune_queue_depth", "Jobs that wait for a worker.")
+        self._lag = made.gauge("finetune_event_loop_lag_seconds", "How much too late the event loop woke up last.")
+        self._reviews = made.counter(
+            "finetune_webhook_reviews",
+            "Questions of the API server whether a job may be stored, by the answer; failed: no such question, or a "
+            "client without the right certificate.",
+            outcome=("allowed", "refused", "failed"),
+        )
+        self._posts = made.counter(
+            "finetune_progress_posts", "Progress reports by the status code of the answer.", code=POST_CODES
+        )
+        self._certificates = made.gauge(
+            "finetune_certificate_expiration_timestamp_seconds",
+            "Unix time at which the certificate that a server shows comes to its end.",
+            server=SERVERS,
+        )
+        self._resyncs = made.counter(
+            "finetune_resyncs", "Times that everything was listed again, by reason.", reason=RESYNC_REASONS
+        )
+
+    def follow_jobs(self, fleet: Callable[[], Fleet]) -> None:
+        """Ask `fleet` for all jobs whenever metrics are read."""
+        self._fleet = fleet
+
+    def status_written(self, job: JobView, after: FineTuneJobStatus) -> None:
+        """Count what happened between the status in `job` and the one that took its place."""
+        self._job_sums.count(job, after)
+
+    def pass_done(self, seconds: float, outcome: str) -> None:
+        """One pass over a job."""
+        self._reconcile.of().observe(seconds)
+        if outcome == "failed":
+            self._reconcile_errors.of().inc()
+
+    def request_done(self, verb: str, resource: str, code: int, seconds: float) -> None:
+        """One request to the API server; `code` is 0 when there was no answer."""
+        self._requests.of(verb, resource, str(code)).inc()
+        self._request_seconds.of(verb).observe(seconds)
+
+    def follow_queue(self, depth: Callable[[], int]) -> None:
+        """Ask `depth` for the length of the queue whenever metrics are read."""
+        self._depth.of().set_function(depth)
+
+    def event_loop_lag(self, seconds: float) -> None:
+        self._lag.of().set(seconds)
+
+    def follow_leading(self, leading: Callable[[], bool]) -> None:
+        """Ask `leading` whether this replica acts whenever metrics are read."""
+        self._leading.of().set_function(lambda: float(leading()))
+
+    def webhook_review(self, outcome: str) -> None:
+        self._reviews.of(outcome).inc()
+
+    def progress_post(self, code: int) -> None:
+        self._posts.of(str(code)).inc()
+
+    def follow_certificate(self, server: str, valid_until: Callable[[], datetime]) -> None:
+        """Ask `valid_until` for the end of a server's certificate whenever metrics are read."""
+        self._certificates.of(server).set_function(lambda: valid_until().timestamp())
+
+    def resynced(self, reason: str) -> None:
+        """Everything was listed again."""
+        self._resyncs.of(reason).inc()
+
+    def exposition(self) -> bytes:
+        """All figures in Prometheus' text format, version 0.0.4."""
+        self._fleet_gauges.set(self._fleet())
+        return generate_latest(self.families.registry)
+
+
+def _cause(*statuses: FineTuneJobStatus) -> str:
+    """Class of the first failure that one of them tells."""
+    told = (status.failure.failure_class for status in statuses if status.failure is not None)
+    return next(told, OTHER)
+
+
+def _set(family: Family[Gauge], values: Mapping[str, float]) -> None:
+    """One gauge for each value of its only label; what is not told is 0."""
+    (words,) = family.labels.values()
+    totals = dict.fromkeys(words, 0.0)
+    for word, value in values.items():
+        totals[word if word in totals else OTHER] += value
+    for word, value in totals.items():
+        family.of(word).set(value)
+
+
+def reference() -> str:
+    """All metrics as Markdown: a table of them, and one of what their labels may say. Ends in a newline."""
+    rows = Metrics().families.rows
+    labels: dict[str, dict[str, None]] = {}
+    for row in rows:
+        for name, words in row.labels.items():
+            labels.setdefault(name, {}).update(dict.fromkeys(word for word in words if word != OTHER))
+    labels["currency"] = {"`currency` of the settings": None}
+    lines = [
+        "| metric | type | labels | series at most | meaning |",
+        "|---|---|---|---|---|",
+        *(
+            f"| `{row.name}` | {row.kind} | {', '.join(f'`{name}`' for name in row.labels)} | {row.most} "
+            f"| {row.meaning} |"
+            for row in rows
+        ),
+        "",
+        f"A label whose value is in none of these sets says `{OTHER}`.",
+        "",
+        "| label | values |",
+        "|---|---|",
+        *(f"| `{name}` | {', '.join(words)} |" for name, words in labels.items()),
+    ]
+    return "\n".join(lines) + "\n"

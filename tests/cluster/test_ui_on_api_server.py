@@ -1,0 +1,81 @@
+"""`finetune ui` beside a real API server and the operator: jobs in several states, looked at in a browser.
+
+`pytest tests/cluster/test_ui_on_api_server.py --record-ui` writes the pictures of docs/ui.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import browser
+from cluster_support.plays import RUNS, SUCCEEDS, WRONG_COLUMN
+from cluster_support.world import World
+from finetune_operator.cli.cluster_jobs import Connection
+from finetune_operator.cli.ui.ui_jobs import ClusterJobs
+from suite_plugins.waiting import wait_until
+from ui_support import Client, serving, standalone, write_run
+
+DOCS = Path(__file__).parents[2] / "docs"
+STEP_LOG = "step 40  loss 0.52\nstep 80  loss 0.38\n"
+
+
+def make_jobs(world: World) -> None:
+    """Jobs that have succeeded, failed, been suspended and that train, as the operator brings them there."""
+    playbook = world.kubelet.playbook
+    playbook.set("reviews", "evaluate", replace(SUCCEEDS, metrics={"accuracy": 0.9125, "loss": 0.26}))
+    playbook.set("typo", "prepare", WRONG_COLUMN)
+    playbook.set("topics", "train", replace(RUNS, log=STEP_LOG))
+    world.apply("reviews", {"evaluation": {"gate": {"metric": "accuracy", "minimum": 0.85}}})
+    world.apply("typo")
+    world.apply("later", {"runPolicy": {"suspend": True}})
+    world.apply("topics")
+    world.wait_phase("reviews", "Succeeded")
+    world.wait_phase("typo", "Failed")
+    world.wait_phase("later", "Suspended")
+    world.wait_running("topics", "train")
+
+
+def shown(client: Client, *parts: str, word: str) -> str:
+    """The page, once it holds the word."""
+    return wait_until(lambda: page if word in (page := client.page(*parts)) else None, f"{word} is not shown")
+
+
+def test_jobs_of_a_real_cluster_are_shown_in_each_state_at_each_width(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    make_jobs(world)
+    monkeypatch.chdir(tmp_path)
+    write_run(Path("runs"), "sentiment", steps=60)
+    here = ("job", world.namespace)
+    connection = Connection(world.cluster.kubeconfig, namespace=world.namespace)
+    with serving(Path("runs"), ClusterJobs(connection)) as client:
+        listed = shown(client, word="topics")
+        for part in ("Succeeded", "Failed", "Suspended", "Training", "sentiment"):
+            assert part in listed
+        assert "accuracy" in shown(client, *here, "reviews", word="0.9125")
+        for part in ("dataset.columns.text: &#39;text&#39; is not a column", "set dataset.columns.text", "KeyError"):
+            assert part in shown(client, *here, "typo", word="StageFailed")
+        for step, loss in ((40, 0.52), (80, 0.38)):
+            (pod,) = world.pods("topics", "train", 1)
+            told = {"train_loss": loss, "loss": loss, "step": float(step), "total_steps": 240.0}
+            assert world.report("topics", pod, told, remaining=120).ok
+            shown(client, *here, "topics", word=f"step {step}/240")
+        assert "step 80  loss 0.38" in shown(client, *here, "topics", word="<polyline")
+        pages = {
+            "list": (), "succeeded": (*here, "reviews"), "failed": (*here, "typo"), "training": (*here, "topics"),
+            "suspended": (*here, "later"), "run": ("run", "sentiment"),
+        }  # fmt: skip
+        files = {name: standalone(client, tmp_path / f"{name}.html", *parts) for name, parts in pages.items()}
+    if request.config.getoption("--record-ui"):
+        browser.photograph(files["list"], DOCS / "ui.png", tmp_path / "drawn", width=1100, height=450)
+        browser.photograph(files["training"], DOCS / "ui-job.png", tmp_path / "drawn-job", width=1100, height=1250)
+    for name, file in files.items():
+        for dark in (False, True):
+            folder = tmp_path / f"{name}-{dark}"
+            folder.mkdir()
+            for seen in browser.seen(file, folder, dark=dark):
+                assert (seen.wide, seen.empty, seen.flat) == ([], [], []), (name, seen.width)
+                assert seen.scroll <= seen.width, name

@@ -1,0 +1,92 @@
+"""`finetune restart` against a cluster that tells of changes by its watch alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from finetune_operator.cli.cluster_jobs import Cluster, ClusterError, ClusterJob, parse_job
+from finetune_operator.cli.steering import restart
+from suite_plugins.patience import patient
+
+
+def version(number: int, generation: int = 1, uid: str = "1", **status: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "finetune.dev/v1alpha1",
+        "kind": "FineTuneJob",
+        "metadata": {
+            "name": "reviews",
+            "namespace": "team",
+            "uid": uid,
+            "resourceVersion": str(number),
+            "generation": generation,
+        },
+        "spec": {"task": "text-classification", "model": {"uri": "hf://org/model"}, "evaluation": {}},
+        "status": {"startTime": "2026-01-01T12:00:00Z", "observedGeneration": generation, **status},
+    }
+
+
+RUNNING = version(1, phase="Training")
+SUSPENDING = version(2, 2, phase="Training") | {"status": RUNNING["status"]}
+SUSPENDED = version(3, 2, phase="Suspended")
+FAILED = version(1, phase="Failed", conditions=[{"type": "Failed", "status": "True", "reason": "R", "message": "m",
+                                                 "lastTransitionTime": "2026-01-01T12:00:00Z"}])  # fmt: skip
+
+
+class Told(Cluster):
+    """Answers every read with what was there at first, and a watch with what comes."""
+
+    def __init__(self, first: dict[str, Any], *changes: tuple[str, dict[str, Any]]) -> None:
+        self.first, self.changes = first, changes
+        self.asked: list[str] = []
+
+    async def job(self, name: str) -> ClusterJob:
+        self.asked.append(f"get {name}")
+        return parse_job(self.first)
+
+    async def jobs(self, everywhere: bool = False) -> tuple[ClusterJob, ...]:
+        self.asked.append("list")
+        return (parse_job(self.first),)
+
+    async def job_changes(self, job: ClusterJob) -> AsyncIterator[tuple[str, dict[str, Any]]]:
+        self.asked.append("watch")
+        for change in self.changes:
+            yield change
+        await asyncio.Event().wait()
+
+    async def set_suspended(self, job: ClusterJob, suspended: bool, dry_run: bool = False) -> ClusterJob:
+        self.asked.append("suspend" if suspended else "resume")
+        return job
+
+    async def create(self, manifest: dict[str, Any], dry_run: bool = False) -> ClusterJob:
+        self.asked.append("check" if dry_run else "create")
+        return parse_job(version(9, uid="2"))
+
+    async def delete(self, job: ClusterJob, dry_run: bool = False) -> None:
+        self.asked.append("delete")
+
+
+def restarted(cluster: Told) -> str:
+    return asyncio.run(asyncio.wait_for(restart(cluster, "reviews"), patient(60))).text
+
+
+def test_a_job_is_let_go_on_as_soon_as_the_watch_tells_that_it_has_stopped():
+    cluster = Told(RUNNING, ("changed", SUSPENDING), ("changed", SUSPENDED))
+    assert restarted(cluster) == "begins another attempt, from its last checkpoint"
+    assert cluster.asked == ["get reviews", "suspend", "get reviews", "watch", "resume"]
+
+
+def test_a_job_that_has_ended_is_made_again_as_soon_as_the_watch_tells_that_it_is_gone():
+    cluster = Told(FAILED, ("deleted", FAILED))
+    assert restarted(cluster).startswith("runs from its beginning")
+    assert cluster.asked == ["get reviews", "check", "delete", "get reviews", "watch", "create"]
+
+
+def test_a_job_that_is_deleted_while_it_stops_does_not_begin_another_attempt():
+    cluster = Told(RUNNING, ("deleted", RUNNING))
+    with pytest.raises(ClusterError, match="FineTuneJob reviews was deleted"):
+        restarted(cluster)
+    assert cluster.asked[-1] == "resume"

@@ -1,0 +1,447 @@
+"""`job.json`: everything the trainer needs to know, decided. It holds no `auto`.
+
+The operator writes it from the plan; the trainer obeys it or refuses it. A setting that is not here does not reach
+the trainer, and a field that the trainer does not know is refused rather than ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, JsonValue, model_validator
+
+from finetune_contract.choices import (
+    ActivationOffload,
+    AdapterMethod,
+    CheckpointingMode,
+    Device,
+    InferencePrecision,
+    OffloadDevice,
+    OptimizerName,
+    PipelineSchedule,
+    Precision,
+    RankOrder,
+    SchedulerName,
+    Sharding,
+    StrategyName,
+    Task,
+    ZeroStage,
+)
+from finetune_contract.contract_models import Order
+from finetune_contract.stage_pods import preparing_pods
+
+SCHEMA_VERSION: Literal[1] = 1
+WHOLE_CHECKPOINTS: tuple[StrategyName, ...] = ("single", "ddp", "fsdp")
+"""Strategies whose checkpoints hold the whole state by parameter name, tensor and pipeline parallelism among them: each
+goes on from those of the others. DeepSpeed reads its own shards only.
+"""
+
+
+class ModelSource(Order):
+    """Where the model comes from."""
+
+    uri: str
+    revision: str = "main"
+    trust_remote_code: bool = False
+
+
+class Columns(Order):
+    """Names of the data set's columns by their role in the task; None: not used."""
+
+    text: str | None = None
+    text_pair: str | None = None
+    label: str | None = None
+    tokens: str | None = None
+    tags: str | None = None
+    question: str | None = None
+    context: str | None = None
+    answers: str | None = None
+    source: str | None = None
+    target: str | None = None
+    messages: str | None = None
+    prompt: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+
+
+class Splits(Order):
+    """Names of the splits as the user wrote them; None: the split of the role's own name if there is one."""
+
+    train: str | None = None
+    validation: str | None = None
+    test: str | None = None
+
+
+class DataSource(Order):
+    """Where rows come from."""
+
+    uri: str
+    config: str | None = None
+    splits: Splits = Splits()
+    columns: Columns = Columns()
+    labels: dict[str, str] = Field(default_factory=dict, exclude_if=lambda labels: not labels)
+    """Value of the label column as text -> name of the label; empty: the values are the names. Left out where it is
+    empty: images that do not know the field read such jobs.
+    """
+
+
+class Preparation(Order):
+    """How rows become tokens."""
+
+    max_length: int | None = Field(default=None, gt=0)
+    """Truncation length in tokens; None: the model's limit, at most 512."""
+    stride: int | None = Field(default=None, ge=0)
+    """Tokens that neighbouring windows of a long row share, in tasks that cut rows into windows; None: 128, or a
+    quarter of the window when that is less.
+    """
+    engine: Literal["local", "job", "spark"] = "local"
+    """Who tokenises: processes of this machine, the pods of an Indexed Job, or Spark."""
+    workers: int = Field(default=1, ge=1)
+    """Processes that tokenise; partitions with Spark."""
+    packing: bool = False
+    """Whether rows of the train split share sequences of `max_length` tokens; then these are what batches count."""
+
+    @property
+    def pods(self) -> int:
+        """Pods that run the stage in a cluster; Spark's driver is one of them."""
+        return preparing_pods(self.engine, self.workers)
+
+
+class Pipeline(Order):
+    """The model's layers in stages, one after the other, on several processes."""
+
+    degree: int = Field(gt=1)
+    """Processes that the layers are spread over."""
+    micro_batches: int = Field(gt=0)
+    """Micro-batches of one pass of the schedule; they divide the accumulation."""
+    schedule: PipelineSchedule = "1f1b"
+
+    @property
+    def stages_per_process(self) -> int:
+        """Model chunks of one process: the interleaved schedule shortens its bubble by having two."""
+        return 2 if self.schedule == "interleaved" else 1
+
+    @property
+    def stages(self) -> int:
+        """Model chunks of the whole pipeline."""
+        return self.degree * self.stages_per_process
+
+
+class Strategy(Order):
+    """How the model is spread over processes. What is asked for here is in effect, or the stage fails."""
+
+    name: StrategyName
+    zero_stage: ZeroStage | None = None
+    """Only with `deepspeed`."""
+    fsdp_sharding: Sharding = "full"
+    """Only with `fsdp`."""
+    offload_optimizer: OffloadDevice = "none"
+    offload_parameters: OffloadDevice = "none"
+    """With `fsdp` parameters and optimizer state move together."""
+    offload_activations: ActivationOffload = "none"
+    activation_checkpointing: CheckpointingMode = "none"
+    tensor: int = Field(default=1, gt=0)
+    """Processes that each layer is split over."""
+    pipeline: Pipeline | None = None
+    """None: every process has all layers."""
+    sequence: int = Field(default=1, gt=0)
+    """Neighbouring processes that each have a slice of the tokens of the same rows."""
+    rank_order: RankOrder = "DPT"
+    """Dimensions of the mesh of processes (data, pipeline, tensor), that of neighbouring ranks last."""
+
+    @property
+    def model_ranks(self) -> int:
+        """Processes that hold one replica of the model together by tensor and pipeline parallelism."""
+        return self.tensor * (self.pipeline.degree if self.pipeline is not None else 1)
+
+    @property
+    def replica_ranks(self) -> int:
+        """Processes that read the same rows: those that hold a replica of the model, or slices of the rows."""
+        return self.model_ranks * self.sequence
+
+    @property
+    def sharding(self) -> str:
+        """How state is divided among processes, e.g. `ddp` or `deepspeed-zero2`."""
+        return str(self.name) if self.zero_stage is None else f"{self.name}-zero{self.zero_stage}"
+
+    @property
+    def checkpoint_form(self) -> str:
+        """What a checkpoint was written by; DeepSpeed reads state in files from its own files only."""
+        return self.sharding + ("-nvme" if self.offload_optimizer == "nvme" else "")
+
+    def goes_on_from(self, form: str) -> bool:
+        """Whether it reads checkpoints of `checkpoint_form` `form` that as many processes have written."""
+        return form == self.checkpoint_form or {form, self.checkpoint_form} <= set(WHOLE_CHECKPOINTS)
+
+    @property
+    def label(self) -> str:
+        """The strategy in one word, e.g. `ddp` or `deepspeed-zero2+activation-checkpointing+optimizer-offload`."""
+        word = self.sharding
+        if self.fsdp_sharding != "full":
+            word += f"-{self.fsdp_sharding}"
+        if self.tensor > 1:
+            word += f"+tensor{self.tensor}"
+        if self.pipeline is not None:
+            word += f"+pipeline{self.pipeline.degree}-{self.pipeline.schedule}"
+        if self.sequence > 1:
+            word += f"+sequence{self.sequence}"
+        if self.activation_checkpointing != "none":
+            kind = "" if self.activation_checkpointing == "full" else "selective-"
+            word += f"+{kind}activation-checkpointing"
+        offloaded = {
+            "optimizer": self.offload_optimizer,
+            "parameter": self.offload_parameters,
+            "activation": self.offload_activations,
+        }
+        for what, where in offloaded.items():
+            if where != "none":
+                word += f"+{what}-offload{'-nvme' if where == 'nvme' else ''}"
+        return word
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Whether state lies in files."""
+        return "nvme" in (self.offload_optimizer, self.offload_parameters)
+
+
+class Batch(Order):
+    """The arithmetic of one optimizer step: `global = micro x accumulation x data-parallel ranks`, exactly."""
+
+    global_batch_size: int = Field(gt=0)
+    micro_batch_size: int = Field(gt=0)
+    gradient_accumulation: int = Field(gt=0)
+    data_parallel: int = Field(gt=0)
+
+
+class World(Order):
+    """The processes that the plan counts on; the trainer refuses any other number of them."""
+
+    nodes: int = Field(gt=0)
+    processes_per_node: int = Field(gt=0)
+    device: Device
+    threads_per_process: int = Field(gt=0)
+    """CPU threads of one process (OMP_NUM_THREADS)."""
+
+    @property
+    def size(self) -> int:
+        """Number of processes over all nodes."""
+        return self.nodes * self.processes_per_node
+
+
+class EarlyStopping(Order):
+    """Stop when `metric` has not improved for `patience` evaluations."""
+
+    metric: str = "loss"
+    patience: int = Field(gt=0)
+
+
+class Adapter(Order):
+    """Small matrices that are trained beside frozen weights, and the task's head, which is trained whole."""
+
+    method: AdapterMethod
+    rank: int = Field(gt=0)
+    alpha: float = Field(gt=0)
+    """Scale of the update; the effective factor is alpha / rank."""
+    dropout: float = Field(ge=0, lt=1)
+    """Of the adapter's input."""
+    target_modules: tuple[str, ...] | None = Field(default=None, min_length=1)
+    """Ends of the names of the linear layers to adapt; None: all linear layers of the blocks."""
+
+
+MOST_SAVING = 0.03
+"""Share of the time that checkpoints of `within_minutes` may take."""
+
+
+class CheckpointSchedule(Order):
+    """When a checkpoint is written, and how many stay."""
+
+    every_steps: int = Field(gt=0)
+    """Optimizer steps between two checkpoints."""
+    every_minutes: float | None = Field(default=None, gt=0)
+    """Wall-clock minutes between two checkpoints; then `every_steps` is not used."""
+    within_minutes: Annotated[float | None, Field(gt=0, exclude_if=lambda minutes: minutes is None)] = None
+    """Minutes of work after which a checkpoint is written besides those of `every_steps`, later where saving would take
+    too much of the time; None: only these.
+    """
+    keep: int = Field(gt=0)
+    on_preemption: bool = True
+    """Save when SIGTERM arrives."""
+    resume: bool = True
+    signed: Annotated[bool, Field(exclude_if=lambda signed: not signed)] = False
+    """Whether checkpoints are signed, and only signed ones read. Left out where it is false: older images do not know
+    it.
+    """
+
+
+class Training(Order):
+    """One training run, all sizes decided."""
+
+    max_steps: int = Field(gt=0)
+    """Optimizer steps of the whole run."""
+    steps_per_epoch: int = Field(gt=0)
+    learning_rate: float = Field(gt=0)
+    scheduler: SchedulerName
+    warmup_steps: int = Field(ge=0)
+    weight_decay: float = Field(ge=0)
+    max_grad_norm: float = Field(ge=0)
+    """0: no clipping."""
+    optimizer: OptimizerName
+    seed: int = Field(ge=0)
+    label_smoothing: float = Field(ge=0, lt=1)
+    early_stopping: EarlyStopping | None = None
+    adapter: Adapter | None = None
+    """None: all weights are trained."""
+    precision: Precision
+    strategy: Strategy
+    batch: Batch
+    world: World
+    checkpoints: CheckpointSchedule
+    arguments: dict[str, JsonValue] = Field(default_factory=dict)
+    """Further fields of `transformers.TrainingArguments`, as the user wrote them."""
+
+    @property
+    def in_four_bits(self) -> bool:
+        """Whether the frozen linear layers are held in 4 bits."""
+        return self.adapter is not None and self.adapter.method == "qlora"
+
+    @property
+    def loop_batch(self) -> Batch:
+        """`batch` as the loop counts: a pass of the pipeline's schedule is one micro-batch of it."""
+        pipeline, batch = self.strategy.pipeline, self.batch
+        passed = 1 if pipeline is None else pipeline.micro_batches
+        return batch.model_copy(
+            update={
+                "micro_batch_size": batch.micro_batch_size * passed,
+                "gradient_accumulation": batch.gradient_accumulation // passed,
+            }
+        )
+
+
+class Script(Order):
+    """A user's own training program, fetched by prepare and run by every rank in place of the built-in loop."""
+
+    url: str
+    """HTTPS address of a git repository."""
+    ref: str
+    """Branch, tag or commit (all 40 digits); prepare pins it to a commit."""
+    path: str | None = None
+    """Folder inside the repository that the program runs in; None: the root."""
+    entry_point: str
+    """File that Python runs, relative to `path`."""
+    arguments: tuple[str, ...] = ()
+    """What follows the file on its command line, as it is."""
+    world: World
+    resume: bool = True
+    """Whether a restarted program is told of its newest checkpoint."""
+
+
+class Gate(Order):
+    """The job fails when the metric is below the minimum, or above the maximum."""
+
+    metric: str
+    minimum: float | None = None
+    maximum: float | None = Field(default=None, exclude_if=lambda maximum: maximum is None)
+    """Left out where there is none: images that do not know the field read such jobs."""
+
+
+_InferencePrecision: TypeAlias = Annotated[InferencePrecision, Field(exclude_if=lambda precision: precision == "fp32")]
+"""Left out where it is fp32, which images that do not know the field compute in: they read such jobs."""
+
+
+class Evaluation(Order):
+    """What is measured on the test split (on validation when there is no test split)."""
+
+    metrics: tuple[str, ...] | None = None
+    """None: the task's own set."""
+    gate: Gate | None = None
+    device: Device
+    batch_tokens: int = Field(gt=0)
+    """Padded tokens of one inference batch (longest row x rows)."""
+    precision: _InferencePrecision = "fp32"
+    """Of the weights and what is computed with them; losses, probabilities and metrics are computed in fp32."""
+
+
+class Generation(Order):
+    """How a model writes, in evaluation and prediction; names as in `generate` of transformers."""
+
+    max_new_tokens: int = Field(default=128, gt=0)
+    num_beams: int = Field(default=1, gt=0)
+    temperature: float = Field(default=0.0, ge=0)
+    """0: always the likeliest token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Probability of the likeliest tokens that are drawn from."""
+
+
+class Preference(Order):
+    """How preferences are learnt."""
+
+    beta: float = Field(default=0.1, gt=0)
+    """What a model pays for leaving the one that it was before training: the larger, the nearer it stays."""
+
+
+class Prediction(Order):
+    """Batch inference over the predict data set, or over the test split when `dataset` is None."""
+
+    dataset: DataSource | None = None
+    output: str | None = None
+    """URI of the result; None: `predictions.jsonl` in the job's folder. Ending `.parquet` writes Parquet."""
+    columns: tuple[str, ...] = ()
+    """Input columns copied into the output."""
+    max_bad_rows: int = Field(default=0, ge=0)
+    """Rows that cannot be read or answered before the stage fails."""
+    max_bad_share: float = Field(default=0.0, ge=0, le=1)
+    """The same as a share of the rows; the larger of the two counts."""
+    device: Device
+    batch_tokens: int = Field(gt=0)
+    precision: _InferencePrecision = "fp32"
+    """As of an evaluation."""
+    workers: int = Field(default=1, ge=1, exclude_if=lambda workers: workers == 1)
+    """Processes that share the rows; in a cluster, pods of an Indexed Job."""
+    format: Literal["jsonl", "parquet"] | None = Field(default=None, exclude_if=lambda chosen: chosen is None)
+    """None: as the ending of `output` says, else JSONL."""
+    id_column: str | None = Field(default=None, exclude_if=lambda column: column is None)
+    """Input column that names the rows in the output; None: they are numbered."""
+
+
+class TrainerJob(Order):
+    """The whole of `job.json`."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    name: str
+    run: str | None = None
+    """Identity of the job that this is a part of (its uid in a cluster). Results of another run in the same folder are
+    moved aside by prepare, never reused; None: whoever starts the stages looks after that.
+    """
+    task: Task
+    model: ModelSource
+    dataset: DataSource | None = None
+    preparation: Preparation = Preparation()
+    training: Training | None = None
+    """The built-in loop."""
+    script: Script | None = None
+    """A program of the user's, in place of the loop: at most one of the two is there."""
+    evaluation: Evaluation | None = None
+    predict: Prediction | None = None
+    generation: Generation = Generation()
+    """For tasks whose answers are text."""
+    preference: Preference = Preference()
+    """For preference-tuning."""
+    seed: int = Field(default=42, ge=0)
+    """Seeds the rows that are set aside for validation; with training it is the same as `training.seed`."""
+
+    @model_validator(mode="after")
+    def _one_way_to_train(self) -> TrainerJob:
+        if self.training is not None and self.script is not None:
+            raise ValueError("training and script exclude each other")
+        return self
+
+    @property
+    def trains(self) -> bool:
+        """Whether the stage train has something to do."""
+        return self.world is not None
+
+    @property
+    def world(self) -> World | None:
+        """The processes of the stage train; None: nothing is trained."""
+        trains = self.training or self.script
+        return None if trains is None else trains.world

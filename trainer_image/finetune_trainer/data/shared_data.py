@@ -1,0 +1,172 @@
+"""Prepared data that the jobs of one cache share: what one has prepared, the others take.
+
+An entry is named after everything that its content depends on, and appears whole or not at all. A job takes it by hard
+links where cache and workspace lie in one file system, else by copies, so that emptying the cache takes nothing away
+from a job. As linked files are the same files, what somebody has changed in one job would come to the next: each
+entry keeps the hashes of its files, and one that differs is thrown away.
+
+Jobs that want the same entry at once wait for the first one's lock. Nothing rests on it: where a file system has no
+locks both prepare, and the one that ends later finds the other's entry. A cache that cannot be used is told in the log,
+and the job prepares for itself.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from finetune_contract.contract_models import Message
+from finetune_contract.layout import COMPLETION_MARKER, ENV_CACHE, JobPaths
+from finetune_trainer.files import (
+    EntryName,
+    FileEntry,
+    discard,
+    discard_leftovers,
+    entries_of,
+    first_difference,
+    locked,
+    temporary_folder,
+    write_synced,
+)
+
+log = logging.getLogger(__name__)
+
+KEPT_SECONDS = 30 * 24 * 3600
+"""An entry that no job took for so long is removed by the next job that prepares."""
+_MANIFEST = "manifest.json"
+_DATA = "data"
+_TEMPORARY = "tmp-"
+
+
+class _Manifest(Message):
+    """What an entry consists of; when the file was touched last, the entry was used last."""
+
+    files: dict[EntryName, FileEntry]
+
+
+@dataclass(frozen=True)
+class SharedData:
+    """The prepared data in one cache."""
+
+    folder: Path
+
+    @classmethod
+    def of(cls, paths: JobPaths, environment: Mapping[str, str]) -> SharedData:
+        """As the environment has it; by default beside the jobs of the workspace."""
+        named = environment.get(ENV_CACHE)
+        return cls((Path(named) if named else paths.root.parent / ".cache") / "prepared")
+
+    @contextmanager
+    def entry(self, name: str) -> Iterator[Entry | None]:
+        """The place of that name, which no other job works at; None where the cache cannot be used."""
+        entry = Entry(self.folder / name)
+        with ExitStack() as stack:
+            try:
+                entry.folder.mkdir(parents=True, exist_ok=True)
+                self._remove_unused(entry.folder)
+                stack.enter_context(_alone(entry.folder))
+                usable = True
+            except OSError as error:
+                log.warning("Prepared data cannot be shared with other jobs by way of %s: %s", self.folder, error)
+                usable = False
+            yield entry if usable else None
+
+    def _remove_unused(self, wanted: Path) -> None:
+        since = time.time() - KEPT_SECONDS
+        for folder in self.folder.iterdir():
+            entry = Entry(folder)
+            unused = folder != wanted and folder.is_dir() and entry.used() < since
+            if unused and discard(folder, self.folder, _TEMPORARY):
+                log.info("No job had taken %s for %d days; it is removed.", folder, KEPT_SECONDS // 86400)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds the lock of the entry, where there are locks."""
+    file = folder / "lock"
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(file, lambda: log.info("Another job prepares the same data: waiting for it.")))
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                raise
+            log.info("%s has no locks (%s): jobs that begin at once may prepare the same data twice.", folder, error)
+        yield
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one name stands for."""
+
+    folder: Path
+
+    def used(self) -> float:
+        """When it was taken or given last, in seconds since the epoch."""
+        for path in (self.folder / _DATA / _MANIFEST, self.folder):
+            try:
+                return path.stat().st_mtime
+            except OSError:
+                continue
+        return time.time()
+
+    def take(self, place: Path) -> bool:
+        """Fills the empty folder `place`, without its completion marker; False when there is nothing whole to take."""
+        data = self.folder / _DATA
+        try:
+            manifest = _Manifest.model_validate_json((data / _MANIFEST).read_bytes())
+        except FileNotFoundError:
+            return False
+        except (OSError, ValidationError):
+            return self._throw_away(f"{_MANIFEST} cannot be read")
+        try:
+            _link_all(data, place, manifest.files)
+            different = first_difference(place, manifest.files)
+            if different is not None:
+                return self._throw_away(" ".join(map(str, different)))
+            with suppress(PermissionError):  # another user's
+                os.utime(data / _MANIFEST)
+        except FileNotFoundError as error:
+            return self._throw_away(f"{error.filename} is missing")
+        except OSError as error:
+            log.warning("Prepared data of another job cannot be taken from %s: %s", data, error)
+            return False
+        log.info("Taken from %s, where another job had prepared the same data.", data)
+        return True
+
+    def _throw_away(self, why: str) -> bool:
+        log.warning("%s is damaged: %s. It is removed, and the data are prepared again.", self.folder, why)
+        discard(self.folder / _DATA, self.folder, _TEMPORARY)
+        return False
+
+    def give(self, prepared: Path) -> None:
+        """Keeps a copy of a whole folder of prepared data for other jobs. A failure is told and changes nothing."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            discard_leftovers(self.folder, _TEMPORARY)
+            with temporary_folder(self.folder, _TEMPORARY) as temporary:
+                files = entries_of(prepared)
+                files.pop(COMPLETION_MARKER, None)
+                _link_all(prepared, temporary, files)
+                write_synced(temporary / _MANIFEST, _Manifest(files=files).to_json())
+                temporary.rename(self.folder / _DATA)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # somebody without a lock was earlier
+                log.warning("What was prepared cannot be kept in %s for other jobs: %s", self.folder, error)
+
+
+def _link_all(source: Path, target: Path, names: Mapping[str, FileEntry]) -> None:
+    for name in names:
+        try:
+            os.link(source / name, target / name)
+        except OSError:
+            # Another file system, one without hard links, or another user's file.
+            shutil.copyfile(source / name, target / name)

@@ -1,0 +1,214 @@
+"""Measures the model's shape and this machine: what a plan needs before it looks at data.
+
+Model sizes are counted on the meta device, so no weights are read and no memory is taken. CPU and memory are those
+that this process may use: a container's limits (cgroup v1 and v2) count, not the node's size.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import psutil
+
+from finetune_contract.facts import DeviceFacts, HardwareFacts, LinearWidths, ModelFacts, TrainerFacts
+from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.failures import StageError
+from finetune_trainer.models import load_config, position_limit, resolve_model, stored_bytes
+from finetune_trainer.tasks.task_registry import task_module
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
+ASSUMED_LABELS = 2
+"""Size of the head while the data are unknown; each further label adds only hidden_size + 1 parameters."""
+_CGROUP = Path("/sys/fs/cgroup")
+_NO_LIMIT_BYTES = 1 << 60
+"""cgroup v1 writes a huge number where there is no limit."""
+_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16"})
+
+
+def trainer_facts(job: TrainerJob) -> TrainerFacts:
+    """Facts of the job's model and of this machine; StageError as `load_config`."""
+    return TrainerFacts(task=job.task, model=model_facts(job), hardware=hardware_facts())
+
+
+def model_without_weights(job: TrainerJob) -> PreTrainedModel:
+    """The job's model with a head for two labels, on the meta device."""
+    return _without_weights(job, load_config(job))
+
+
+def _without_weights(job: TrainerJob, config: PretrainedConfig) -> PreTrainedModel:
+    import torch
+
+    with torch.device("meta"):
+        return task_module(job.task).empty_model(config, _head_labels(job, config))
+
+
+def model_facts(job: TrainerJob) -> ModelFacts:
+    """The shape of the job's model with a head for two labels."""
+    import torch
+    from torch import nn
+
+    from finetune_trainer.adapters import head_parameters
+
+    config = load_config(job)
+    model = _without_weights(job, config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())  # shared ones come once
+    embeddings = {
+        id(p): p.numel() for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()
+    }
+    name, _ = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
+    dtype = getattr(config, "dtype", None)
+    element_bytes = dtype.itemsize if isinstance(dtype, torch.dtype) else torch.float32.itemsize
+    text = config.get_text_config()
+    hidden = _size(text, job, "hidden_size", "d_model", "dim")
+    heads = _size(text, job, "num_attention_heads", "num_heads", "n_heads")
+    shared = getattr(text, "num_key_value_heads", None)
+    return ModelFacts(
+        model_type=config.model_type,
+        parameters=parameters,
+        embedding_parameters=sum(embeddings.values()),
+        block_parameters=_largest_block(model),
+        layers=_size(text, job, "num_hidden_layers", "num_layers", "n_layers"),
+        hidden_size=hidden,
+        intermediate_size=_size(
+            text, job, "intermediate_size", "d_ff", "hidden_dim", "ffn_dim", "n_inner", default=4 * hidden
+        ),
+        attention_heads=heads,
+        key_value_heads=shared if isinstance(shared, int) and 0 < shared < heads else None,
+        fused_attention=getattr(model.config, "_attn_implementation", None) != "eager",
+        vocabulary_size=_size(text, job, "vocab_size"),
+        max_positions=position_limit(config),
+        tied_embeddings=cast(Any, model).get_output_embeddings() is not None and bool(config.tie_word_embeddings),
+        parameter_bytes=stored_bytes(name) or parameters * element_bytes,
+        head_parameters=head_parameters(model),
+        linear_layers=_linear_layers(model),
+    )
+
+
+def _linear_layers(model: nn.Module) -> dict[str, LinearWidths]:
+    widths: dict[str, LinearWidths] = {}
+    from finetune_trainer.adapters import block_linears
+
+    for each in block_linears(model):
+        before = widths.get(each.short)
+        widths[each.short] = LinearWidths(
+            inputs=each.inputs + (before.inputs if before else 0),
+            outputs=each.outputs + (before.outputs if before else 0),
+            weights=each.inputs * each.outputs + (before.weights if before else 0),
+        )
+    return widths
+
+
+def _head_labels(job: TrainerJob, config: PretrainedConfig) -> int:
+    """Labels of the head: the model's own when nothing trains, else assumed."""
+    own = None if job.training else task_module(job.task).model_labels(config)
+    return len(own.names) if own and own.names else ASSUMED_LABELS
+
+
+def _size(config: PretrainedConfig, job: TrainerJob, *names: str, default: int | None = None) -> int:
+    """The first of the names that the config has: families name the same size differently."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    if default is not None:
+        return default
+    raise StageError(
+        FailureClass.MODEL,
+        "UnknownShape",
+        f"The config of {job.model.uri} (model_type {config.model_type}) has none of {', '.join(names)}.",
+        "This model cannot be planned; use one whose config names its sizes.",
+    )
+
+
+def _largest_block(model: nn.Module) -> int:
+    """Parameters of the largest element of a ModuleList: transformers keep their layers in one."""
+    from torch import nn
+
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    return max((sum(p.numel() for p in block.parameters()) for blocks in lists for block in blocks), default=0)
+
+
+# ---------------------------------------------------------------------------------------------------------- machine
+
+
+def hardware_facts() -> HardwareFacts:
+    """This machine, as far as this process may use it. GPUs of one product are assumed; the smallest memory counts."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpu = None
+    if count:
+        properties = [torch.cuda.get_device_properties(i) for i in range(count)]
+        gpu = DeviceFacts(
+            product=properties[0].name,
+            memory_bytes=min(each.total_memory for each in properties),
+            bf16=all(each.major >= 8 for each in properties),  # Ampere is the first with bf16 units
+        )
+    return HardwareFacts(
+        cpu_cores=usable_cores(),
+        memory_bytes=usable_memory_bytes(),
+        gpus_per_node=count,
+        gpu=gpu,
+        cpu_bf16=bool(_BF16_FLAGS & _cpu_flags()),
+    )
+
+
+def usable_cores(cgroup: Path = _CGROUP) -> int:
+    """Cores by affinity and by the CPU quota, at least 1."""
+    cores = float(len(os.sched_getaffinity(0)))
+    for folder in _cgroup_folders(cgroup):
+        quota, _, period = (_text(folder / "cpu.max") or "max 100000").partition(" ")
+        if quota != "max" and float(period) > 0:
+            cores = min(cores, float(quota) / float(period))
+    quota_us, period_us = _text(cgroup / "cpu" / "cpu.cfs_quota_us"), _text(cgroup / "cpu" / "cpu.cfs_period_us")
+    if quota_us and period_us and float(quota_us) > 0:
+        cores = min(cores, float(quota_us) / float(period_us))
+    return max(1, int(cores))
+
+
+def usable_memory_bytes(cgroup: Path = _CGROUP) -> int:
+    """Physical memory, or the container's limit when that is less."""
+    limits = [psutil.virtual_memory().total]
+    files = [folder / "memory.max" for folder in _cgroup_folders(cgroup)] + [
+        cgroup / "memory" / "memory.limit_in_bytes"
+    ]
+    for text in map(_text, files):
+        if text and text != "max" and int(text) < _NO_LIMIT_BYTES:
+            limits.append(int(text))
+    return int(min(limits))
+
+
+def _cgroup_folders(cgroup: Path) -> list[Path]:
+    """This process's cgroup v2 and its parents; inside a container the root is its own group."""
+    own = next(
+        (
+            line[3:].strip("/")
+            for line in (_text(Path("/proc/self/cgroup")) or "").splitlines()
+            if line.startswith("0::")
+        ),
+        "",
+    )
+    folder = cgroup / own
+    if not folder.is_dir():
+        return [cgroup]
+    return [folder, *(parent for parent in folder.parents if parent == cgroup or cgroup in parent.parents)]
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+
+
+def _cpu_flags() -> frozenset[str]:
+    for line in (_text(Path("/proc/cpuinfo")) or "").splitlines():
+        if line.startswith("flags"):
+            return frozenset(line.partition(":")[2].split())
+    return frozenset()

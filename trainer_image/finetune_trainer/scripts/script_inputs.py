@@ -1,0 +1,187 @@
+"""What a user's own program is given: where the model, the data and its folders are, in the variables of
+`SCRIPT_VARIABLES`.
+
+Nothing is converted: the program reads model and data itself. Prepare only makes sure that they are there, so that a
+misspelt name costs no accelerator.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from finetune_contract.contract_models import Message
+from finetune_contract.layout import (
+    ENV_SCRIPT_CHECKPOINTS,
+    ENV_SCRIPT_COLUMNS,
+    ENV_SCRIPT_DATASET,
+    ENV_SCRIPT_DATASET_CONFIG,
+    ENV_SCRIPT_DATASET_REVISION,
+    ENV_SCRIPT_MODEL,
+    ENV_SCRIPT_OUTPUT,
+    ENV_SCRIPT_RESUME_FROM,
+    ENV_SCRIPT_REVISION,
+    ENV_SCRIPT_SPLITS,
+    FailureClass,
+    JobPaths,
+)
+from finetune_contract.trainer_job import DataSource, Script, TrainerJob
+from finetune_trainer.failures import StageError, other_settings
+from finetune_trainer.files import write_atomically
+from finetune_trainer.models import load_config, resolve_model
+from finetune_trainer.scripts.code import Program
+from finetune_trainer.uris import Uri, local_path, package_path
+
+log = logging.getLogger(__name__)
+
+ORIGIN_FILE = "program.json"
+"""Beside the checkpoints: which program wrote them."""
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_UNFINISHED = "checkpoint-is-incomplete.txt"
+"""transformers' own mark, while it saves a checkpoint because of SIGTERM."""
+_STATE = "trainer_state.json"
+"""transformers' Trainer writes it into a checkpoint last."""
+
+
+class Origin(Message):
+    """What has to be equal for a program to go on from a checkpoint."""
+
+    url: str
+    commit: str
+    path: str | None
+    entry_point: str
+    arguments: tuple[str, ...]
+    model: str
+    revision: str
+    data: str | None
+
+    @classmethod
+    def of(cls, job: TrainerJob, script: Script, program: Program) -> Origin:
+        return cls(
+            url=script.url,
+            commit=program.commit,
+            path=script.path,
+            entry_point=script.entry_point,
+            arguments=script.arguments,
+            model=job.model.uri,
+            revision=job.model.revision,
+            data=None if job.dataset is None else job.dataset.to_json(),
+        )
+
+
+def check_inputs(job: TrainerJob) -> None:
+    """That the model and the data are there; StageErrors of `load_config` and of the data sources.
+
+    A data set of the Hub that `datasets` cannot read as a table is let through: the program may know better.
+    """
+    from finetune_trainer.data.sources import source_of
+
+    load_config(job)
+    if job.dataset is None:
+        return
+    try:
+        source_of(job.dataset, "dataset").names()
+    except StageError as error:
+        if error.reason != "HubDatasetUnreadable":
+            raise
+        log.warning("%s The program has to read it by itself.", error.message)
+
+
+def variables(job: TrainerJob, script: Script, paths: JobPaths) -> dict[str, str]:
+    """The variables of `SCRIPT_VARIABLES` that have a value."""
+    name, keywords = resolve_model(job.model.uri, job.model.revision, job.model.trust_remote_code)
+    found = {
+        ENV_SCRIPT_MODEL: name,
+        ENV_SCRIPT_OUTPUT: str(paths.model.absolute()),
+        ENV_SCRIPT_CHECKPOINTS: str(paths.checkpoints.absolute()),
+    }
+    if "revision" in keywords:
+        found[ENV_SCRIPT_REVISION] = str(keywords["revision"])
+    if job.dataset is not None:
+        found |= _data(job.dataset)
+    newest = newest_checkpoint(paths.checkpoints.absolute()) if script.resume else None
+    return found if newest is None else found | {ENV_SCRIPT_RESUME_FROM: str(newest)}
+
+
+def _data(dataset: DataSource) -> dict[str, str]:
+    uri = Uri.parse(dataset.uri, "dataset.uri")
+    found = {
+        ENV_SCRIPT_SPLITS: json.dumps(dataset.splits.model_dump(by_alias=True, exclude_none=True)),
+        ENV_SCRIPT_COLUMNS: json.dumps(dataset.columns.model_dump(by_alias=True, exclude_none=True)),
+    }
+    if dataset.config is not None:
+        found[ENV_SCRIPT_DATASET_CONFIG] = dataset.config
+    match uri.scheme:
+        case "hf":
+            name, _, revision = uri.rest.strip("/").partition("@")
+            found[ENV_SCRIPT_DATASET] = name.removeprefix("datasets/")
+            if revision:
+                found[ENV_SCRIPT_DATASET_REVISION] = revision
+        case "file":
+            found[ENV_SCRIPT_DATASET] = str(local_path(uri).absolute())
+        case "pkg":
+            path = package_path(uri, "dataset.uri", FailureClass.DATA, "DataNotFound")
+            found[ENV_SCRIPT_DATASET] = str(path)
+        case _:
+            found[ENV_SCRIPT_DATASET] = dataset.uri
+    return found
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The newest `checkpoint-<step>` that transformers' Trainer has finished; None: there is none."""
+    if not folder.is_dir():
+        return None
+    named = [(int(match[1]), path) for path in folder.iterdir() if (match := _CHECKPOINT.fullmatch(path.name))]
+    return next((path for _, path in sorted(named, reverse=True) if _is_whole(path)), None)
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    if (checkpoint / _UNFINISHED).exists():
+        return False
+    try:
+        json.loads((checkpoint / _STATE).read_bytes())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def check_origin(paths: JobPaths, origin: Origin) -> None:
+    """StageError CHECKPOINT when the checkpoints there were written by another program, or with other settings."""
+    if newest_checkpoint(paths.checkpoints) is None:
+        return
+    try:
+        theirs: Mapping[str, object] = json.loads((paths.checkpoints / ORIGIN_FILE).read_bytes())
+    except (OSError, ValueError):
+        theirs = {}
+    ours: Mapping[str, object] = json.loads(origin.to_json())
+    if theirs != ours:
+        raise other_settings(f"The checkpoints in {paths.checkpoints} were", theirs, ours)
+
+
+def make_folders(paths: JobPaths, origin: Origin, resume: bool) -> None:
+    """An empty folder for the model, and one for checkpoints that says whose they are. For rank 0.
+
+    An earlier training's model stays beside it until there is a new one; half of one that an attempt before this has
+    left goes.
+    """
+    former = former_model(paths)
+    if paths.model.exists() and not former.exists():
+        os.replace(paths.model, former)
+    shutil.rmtree(paths.model, ignore_errors=True)
+    paths.model.mkdir(parents=True)
+    if not resume:
+        shutil.rmtree(paths.checkpoints, ignore_errors=True)
+    write_atomically(paths.checkpoints / ORIGIN_FILE, origin.to_json())
+
+
+def former_model(paths: JobPaths) -> Path:
+    """Where the model of an earlier training waits while another one runs."""
+    return paths.model.with_name(f"{paths.model.name}.former")

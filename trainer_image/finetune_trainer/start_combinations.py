@@ -1,0 +1,23 @@
+"""Refuses a job whose choices do not go together: a plan of ours has none, an edited job.json may."""
+
+from __future__ import annotations
+
+from finetune_contract.combinations import Constraint, broken, choices_of
+from finetune_contract.layout import FailureClass
+from finetune_contract.trainer_job import TrainerJob, Training
+from finetune_trainer.failures import StageError
+
+
+def refuse_combinations(job: TrainerJob, training: Training) -> None:
+    """StageError CONFIG `NotCombined` that names every constraint which the job breaks."""
+    choices = choices_of(job, training)
+    found = broken(choices)
+    if found:
+        told = "; ".join(_told(each, each.value(choices)) for each in found)
+        hints = "; ".join(dict.fromkeys(f"spec.{each.field}: {each.hint}" for each in found))
+        raise StageError(FailureClass.CONFIG, "NotCombined", f"{told}.", f"{hints}.")
+
+
+def _told(constraint: Constraint, value: object) -> str:
+    shown = "" if value is None or isinstance(value, bool) else f" ({value})"
+    return f"spec.{constraint.field}{shown} {constraint.rule}"

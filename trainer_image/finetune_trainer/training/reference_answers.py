@@ -1,0 +1,127 @@
+"""What the model says of the features before training, for tasks whose objective compares it with that.
+
+It is asked once, as it is spread and before anything of a checkpoint is read, so that no second model is held during
+training and every strategy will do whose forward pass is a plain one. The answers are kept beside the checkpoints: a
+run that goes on takes them from there, and they belong to the prepared data and to the weights that the run began
+with. Of the train split those features are asked for that some step reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from finetune_trainer.distributed import ProcessWorld, gathered
+from finetune_trainer.files import replaced
+from finetune_trainer.tasks.task_protocol import REFERENCE, Answer
+from finetune_trainer.training.dealing import DealtSplit
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Said:
+    """What the reference has said; apart from who asks it, for it goes to the processes that read rows."""
+
+    names: Sequence[str] = ()
+    """What is compared; nothing for most tasks."""
+    values: dict[str, NDArray[np.float32]] = field(default_factory=dict)
+    """By role, shape (features, names); NaN for features that nobody has asked about."""
+
+    def of(self, role: str, feature: int) -> Answer:
+        """Of one feature, under `REFERENCE` names."""
+        if not self.names:
+            return {}
+        said = zip(self.names, self.values[role][feature], strict=True)
+        return {f"{REFERENCE}{name}": np.asarray(value) for name, value in said}
+
+
+class Reference(Protocol):
+    """Whom the model is compared with."""
+
+    said: Said
+
+    def measure(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Asks `model`, which is the reference still, where nothing is known yet. Every rank calls it."""
+
+
+@dataclass
+class NoReference:
+    """Of tasks that compare the model with nothing."""
+
+    said: Said = field(default_factory=Said)
+
+    def measure(self, model: torch.nn.Module, device: torch.device) -> None:
+        """Nothing."""
+
+
+@dataclass
+class KeptReference:
+    """Asked about some splits, its answers kept in a file."""
+
+    said: Said
+    splits: Mapping[str, DealtSplit]
+    """By role, dealt out to the ranks."""
+    folder: Path
+    basis: Mapping[str, str]
+    """What the answers depend on, besides the features that are asked for."""
+    world: ProcessWorld
+    told: Callable[[int], None]
+    """Hears of each batch by its number."""
+
+    @property
+    def path(self) -> Path:
+        """Another one for another basis."""
+        digest = hashlib.sha256(json.dumps(self.basis, sort_keys=True).encode()).hexdigest()
+        return self.folder / f"reference-{digest[:16]}.npz"
+
+    def measure(self, model: torch.nn.Module, device: torch.device) -> None:
+        """From the file, where it has all that is asked for."""
+        kept: list[Any] = [self._read() if self.world.is_main else None]
+        if torch.distributed.is_initialized():
+            torch.distributed.broadcast_object_list(kept, src=0)
+        if kept[0] is not None:
+            self.said.values = kept[0]
+            return
+        names, done = self.said.names, 0
+        for role, split in self.splits.items():
+            mine = []
+            for wanted, said in split.answers(model, device):
+                mine.append((wanted, np.array([[answer[name] for name in names] for answer in said], np.float32)))
+                done += 1
+                self.told(done)
+            values = np.full((split.features, len(names)), np.nan, np.float32)
+            for wanted, found in (each for rank in gathered(mine) for each in rank):
+                values[wanted] = found
+            self.said.values[role] = values
+        if self.world.is_main:
+            self._write()
+        log.info("The reference has been asked about %d batches of features.", done)
+
+    def _read(self) -> dict[str, NDArray[np.float32]] | None:
+        if not self.path.is_file():
+            return None
+        with np.load(self.path, allow_pickle=False) as file:
+            values = dict(file.items())
+        shapes = {role: (split.features, len(self.said.names)) for role, split in self.splits.items()}
+        if {role: each.shape for role, each in values.items()} != shapes:
+            return None
+        known = (np.isfinite(values[role][split.wanted]).all() for role, split in self.splits.items())
+        return values if all(known) else None
+
+    def _write(self) -> None:
+        for former in self.folder.glob("reference-*.npz"):
+            former.unlink()
+        with replaced(self.path) as partial, partial.open("wb") as file:
+            np.savez(file, allow_pickle=False, **self.said.values)
