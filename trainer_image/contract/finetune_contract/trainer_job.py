@@ -384,9 +384,17 @@ class Prediction(Order):
 
     dataset: DataSource | None = None
     output: str | None = None
-    """URI of the result; None: `predictions.jsonl` in the job's folder. Ending `.parquet` writes Parquet."""
+    """URI of the result; None: `predictions.jsonl` in the job's folder. Ending `/`: a folder of parts."""
+    format: Annotated[Literal["jsonl", "parquet"] | None, Field(exclude_if=lambda form: form is None)] = None
+    """None: by the ending of `output`, JSONL in a folder. Left out where it is None, as `workers` and `id_column` are
+    where they say nothing: images that do not know these fields read such jobs.
+    """
     columns: tuple[str, ...] = ()
     """Input columns copied into the output."""
+    id_column: Annotated[str | None, Field(exclude_if=lambda column: column is None)] = None
+    """Input column that identifies a row, written as `id`."""
+    workers: Annotated[int, Field(ge=1, exclude_if=lambda workers: workers == 1)] = 1
+    """Pods of an Indexed Job that answer the rows together; 1: one process."""
     max_bad_rows: int = Field(default=0, ge=0)
     """Rows that cannot be read or answered before the stage fails."""
     max_bad_share: float = Field(default=0.0, ge=0, le=1)
