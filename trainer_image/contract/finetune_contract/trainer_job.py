@@ -403,12 +403,6 @@ class Prediction(Order):
     batch_tokens: int = Field(gt=0)
     precision: _InferencePrecision = "fp32"
     """As of an evaluation."""
-    workers: int = Field(default=1, ge=1, exclude_if=lambda workers: workers == 1)
-    """Processes that share the rows; in a cluster, pods of an Indexed Job."""
-    format: Literal["jsonl", "parquet"] | None = Field(default=None, exclude_if=lambda chosen: chosen is None)
-    """None: as the ending of `output` says, else JSONL."""
-    id_column: str | None = Field(default=None, exclude_if=lambda column: column is None)
-    """Input column that names the rows in the output; None: they are numbered."""
 
 
 class TrainerJob(Order):
