@@ -427,6 +427,21 @@ def test_cause_of_a_failed_attempt_is_no_pod_that_was_replaced() -> None:
     assert (world.phase, failure.failure_class, failure.pod) == ("Failed", "DataError", first)
 
 
+def test_cause_is_a_replaced_pod_where_the_others_only_tell_of_it() -> None:
+    world, child, (first, short, third) = predicting_by_three()
+    world.end_pod(short, 137, report("predict", (FailureClass.OUT_OF_MEMORY, 10.0), rank=1))
+    world.now += timedelta(seconds=11)
+    other = replaced(world, short)
+    world.settle()
+    for rank, pod in ((0, first), (1, other), (2, third)):
+        world.end_pod(pod, 150, report("predict", (FailureClass.COLLECTIVE, 30.0), rank=rank))
+    world.end_child(child, succeeded=False, reason="PodFailurePolicy")
+    world.settle()
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (failure.failure_class, failure.pod) == ("OutOfMemory", short)
+
+
 def test_pod_lost_more_often_than_the_job_replaces_it_is_a_failure_of_the_attempt() -> None:
     world, child, (_, pod, _) = predicting_by_three()
     for lost in range(1, 4):

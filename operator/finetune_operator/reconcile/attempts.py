@@ -20,7 +20,7 @@ from finetune_operator.reconcile.failure_diagnosis import first_cause, on_node_l
 from finetune_operator.reconcile.planned import configuration
 from finetune_operator.reconcile.reconcile_types import ChildView, PodView
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
-from finetune_operator.reconcile.replacing import standing, tell_replaced
+from finetune_operator.reconcile.replacing import standing, tell_replaced, telling
 from finetune_operator.reconcile.results import nodes
 from finetune_operator.reconcile.silence import no_progress, silence, witnesses
 from finetune_operator.reconcile.spot import clock_started, look_for_nodes, words
@@ -68,7 +68,7 @@ def _look(course: Course, stage: StageStatus) -> Course:
         case "Succeeded":
             return _succeeded(course, stage, newest, pods)
         case "Failed":
-            return _failed(course, stage, newest, pods)
+            return _failed(course, stage, newest, telling(newest, every))
         case "Pending" | "Running" | "Suspended":
             course, stage = tell_replaced(course, stage, newest, every)
             return _underway(course, stage, newest, pods)

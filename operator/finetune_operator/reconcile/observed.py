@@ -30,7 +30,7 @@ from finetune_operator.reconcile.failure_diagnosis import first_cause, reported_
 from finetune_operator.reconcile.raw import RawPod
 from finetune_operator.reconcile.reconcile_types import ChildView, Ended, JobView, Observed, PodView, Waiting
 from finetune_operator.reconcile.remedies import LOG_LIMIT, MOST_LOGS
-from finetune_operator.reconcile.replacing import standing
+from finetune_operator.reconcile.replacing import standing, telling
 from finetune_operator.reconcile.silence import silence, witnesses
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 
@@ -263,7 +263,8 @@ def wanted_logs(job: JobView, observed: Observed, now: datetime, settings: Setti
     newest = _newest(job, observed)
     if newest is None:
         return ()
-    own = standing(newest, _pods_of(newest, job, observed))
+    every = _pods_of(newest, job, observed)
+    own = telling(newest, every) if newest.state == "Failed" else standing(newest, every)
     # Of a pod that is gone there is no log to be read.
     failed = sorted(
         (pod for pod in own if pod.phase == "Failed" and not pod.gone), key=lambda pod: (_ended_at(pod), pod.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from finetune_contract.causes import ECHOES
 from finetune_operator.api.types import StageStatus
 from finetune_operator.reconcile.course import Course
 from finetune_operator.reconcile.failure_diagnosis import first_cause
@@ -20,6 +21,15 @@ def standing(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView, ...]:
         return tuple(pods)
     newest = _newest(pods)
     return tuple(pod for pod in pods if pod.index is None or newest[pod.index] is pod)
+
+
+def telling(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView, ...]:
+    """The pods of a failed `child` that tell the cause: those that stand, and all where these only tell of others.
+
+    A pod may have been replaced, after a failure that it had reported, before the others heard of it and ended.
+    """
+    left = standing(child, pods)
+    return tuple(pods) if first_cause(child.stage, child, left).cause in ECHOES else left
 
 
 def tell_replaced(

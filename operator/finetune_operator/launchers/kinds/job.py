@@ -21,9 +21,17 @@ REPLACEMENTS = 3
 """Pods of one index that the Job replaces in an attempt. One lost more often is a failure of the attempt, with its
 cause, and the next attempt begins with new pods. The Job waits 10, 20 and 40 s before the three.
 """
-REPLACED_CODES = (EXIT_CODES[FailureClass.OUT_OF_MEMORY], EXIT_CODES[FailureClass.PREEMPTED])
-"""Exit codes of processes that were killed, for lack of memory among other reasons, or told to stop. With any other one
-the trainer reports a failure of its own.
+REPLACED_CODES = tuple(
+    EXIT_CODES[failure]
+    for failure in (
+        FailureClass.OUT_OF_MEMORY,
+        FailureClass.PREEMPTED,
+        FailureClass.STORAGE_LOST,
+        FailureClass.HUB_UNAVAILABLE,
+    )
+)
+"""Exit codes of processes that were killed, for lack of memory among other reasons, were told to stop, or lost what
+another node may still reach. With any other one the trainer reports a failure that ends the attempt.
 """
 
 
