@@ -26,6 +26,9 @@ UNREAD_SLACK = 1.25
 """By what a model that nobody has read may be too large before it is refused: its size follows from its name, and a
 batch that does not fit after all is halved.
 """
+ONE_PROCESS_HERE = (
+    "one process of this machine predicts, as there are no pods without a cluster; spec.predict.workers holds in one"
+)
 WORKER_SECONDS = 300
 """Least work of a worker with `predict.workers: auto`: a pod starts, imports and loads a model in 20 to 60 s."""
 CPU_BATCH_TOKENS = 2_048
@@ -83,10 +86,7 @@ def choose_workers(draft: Draft) -> Draft:
     if asked == 1:
         return draft
     if draft.local:
-        would = "several pods" if asked == "auto" else f"{asked} pods"
-        return draft.because(
-            f"prediction by 1 process of this machine: there is no cluster here; in one, {would} would share the rows"
-        )
+        return draft.because(f"prediction by 1 process: {ONE_PROCESS_HERE}")
     if draft.script is not None and asked != "auto":
         return draft.refusing(
             ("predict", "workers"),

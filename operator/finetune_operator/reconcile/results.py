@@ -18,6 +18,7 @@ from finetune_operator.api.types import (
     FineTuneJobSpec,
     FineTuneJobStatus,
     PlanStatus,
+    PredictSpec,
     ProgressStatus,
     StageStatus,
 )
@@ -96,8 +97,7 @@ def artifacts(
         if name in ("model", "report", "predictions", "script", "checkpoints")
     }
     if stage is Stage.PREDICT and "predictions" not in changes:
-        output = None if spec.predict is None else spec.predict.output
-        changes["predictions"] = output or f"{folder}/predictions.jsonl"
+        changes["predictions"] = _predictions(spec, folder)
     if report.fingerprint is not None:
         changes["dataset_fingerprint"] = report.fingerprint
     if report.model_revision is not None:
@@ -108,6 +108,12 @@ def artifacts(
     if stage is Stage.PREDICT and (bad := _numbers(report.metrics).get("bad_rows")):
         changes["metrics"] = {**before.metrics, BAD_ROWS: bad}
     return before.model_copy(update=changes)
+
+
+def _predictions(spec: FineTuneJobSpec, folder: str) -> str:
+    """URI of the predictions."""
+    predict = spec.predict or PredictSpec()
+    return predict.output or f"{folder}/predictions.{predict.format or 'jsonl'}"
 
 
 def nodes(spec: FineTuneJobSpec, plan: PlanStatus | None, stage: Stage) -> int:
