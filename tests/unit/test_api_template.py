@@ -75,7 +75,7 @@ def test_everything_that_the_trainers_pods_have_is_reserved(name: str) -> None:
             assert {variable for variable in free if not variable.startswith(("NCCL_", "FI_"))} <= FREE_ENV
 
 
-def test_the_managed_by_label_is_not_a_jobs_to_set() -> None:
+def problems_of(**template: Any) -> list[tuple[str, str]]:
     value: Any = {
         "apiVersion": "finetune.dev/v1alpha1",
         "kind": "FineTuneJob",
@@ -85,7 +85,27 @@ def test_the_managed_by_label_is_not_a_jobs_to_set() -> None:
             "model": {"uri": "hf://a/b"},
             "dataset": {"uri": "hf://c/d"},
             "training": {},
-            "template": {"labels": {"app.kubernetes.io/managed-by": "me"}},
+            "template": template,
         },
     }
-    assert [problem.path for problem in validate_job(value)[1]] == ["spec.template.labels"]
+    return [(problem.path, problem.way_out) for problem in validate_job(value)[1]]
+
+
+def test_the_managed_by_label_is_not_a_jobs_to_set() -> None:
+    assert [path for path, _ in problems_of(labels={"app.kubernetes.io/managed-by": "me"})] == ["spec.template.labels"]
+
+
+@pytest.mark.parametrize(
+    ("size", "hints"),
+    [("64", ["write 64Gi"]), ("2048", ["write 2048Mi"]), ("512m", ["write 512Mi"]), ("1k", ["write 10Gi"])]
+    + [(size, []) for size in ("0", "1Mi", "20Gi")],
+)
+def test_a_size_of_a_volume_has_a_unit(size: str, hints: list[str]) -> None:
+    claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": size}}}
+    volumes = [
+        {"name": "a", "emptyDir": {"sizeLimit": size}},
+        {"name": "b", "ephemeral": {"volumeClaimTemplate": {"spec": claim}}},
+    ]
+    paths = ("[0].emptyDir.sizeLimit", "[1].ephemeral.volumeClaimTemplate.spec.resources.requests.storage")
+    wanted = [(f"spec.template.volumes{path}", hint) for path in paths for hint in hints]
+    assert problems_of(volumes=volumes) == wanted

@@ -49,7 +49,7 @@ def test_the_first_pass_plans_and_creates_the_first_stage():
         ("Job", "reviews-prepare-1"),
     ]
     assert decision.events == (
-        EventNote("Normal", "JobAccepted", "The spec keeps all rules."),
+        EventNote("Normal", "JobAccepted", "The spec is valid."),
         EventNote(
             "Normal",
             "Planned",

@@ -27,6 +27,21 @@ def parse_quantity(text: str) -> Decimal:
     return Decimal(match["number"]) * _UNITS[match["unit"]]
 
 
+def below_least(least: str) -> str:
+    """The rule on a size that nobody can mean."""
+    return f"is less than {least}: a number without a unit counts bytes"
+
+
+def likely_size(text: str, least: str, usual: str) -> str:
+    """The size that was meant by a number whose unit was forgotten, or is `m`: `64` as `64Gi`; else `usual`."""
+    found = re.fullmatch(r"0*([1-9][0-9]*)(m?)", text)
+    if found is None:
+        return usual
+    units = ("Mi", "Gi") if found[2] or int(found[1]) >= 1024 else ("Gi",)
+    meant = (f"{found[1]}{unit}" for unit in units)
+    return next((each for each in meant if parse_quantity(each) >= parse_quantity(least)), usual)
+
+
 def human_bytes(count: float) -> str:
     """Bytes in the largest binary unit that leaves at least 1, with one decimal: `31.5 GiB`."""
     size = float(count)

@@ -25,6 +25,7 @@ from finetune_operator.api.problems import (
     holds_secret,
     is_secret_name,
 )
+from finetune_operator.api.quantities import below_least, likely_size, parse_quantity
 from finetune_operator.api.shapes import Shape, shape_of
 from finetune_operator.api.syntax import LABEL_KEY_RULE, LABEL_VALUE_RULE, is_label_key, is_label_value, label_problems
 from finetune_operator.api.types import FineTuneJobSpec, SecretKeySpec, TemplateSpec
@@ -54,6 +55,7 @@ RESERVED_VOLUMES = frozenset(
         *(name for each in SUPPORTED for name in each.reserved.volumes),
     }
 )
+_LEAST_VOLUME = "1Mi"
 RESERVED_VOLUME_PREFIX = "claim-"
 CODE_ENV = frozenset({"LD_PRELOAD", "LD_AUDIT", "PYTHONHOME", "PYTHONSTARTUP", "PYTHONINSPECT", "BASH_ENV", "PATH"})
 """Decide which code runs in the trainer's place."""
@@ -372,6 +374,7 @@ def _volume(given: dict[str, JsonValue], path: Path) -> Iterator[Problem]:
         )
     if not refused:
         yield from _exactly_one(volume, path, ALLOWED_SOURCES)
+    yield from _sizes(volume, path)
     for index, projected in enumerate(volume.projected.sources if volume.projected else ()):
         full = (*path, "projected", "sources", index)
         yield from _exactly_one(projected, full, PROJECTED_SOURCES)
@@ -381,6 +384,25 @@ def _volume(given: dict[str, JsonValue], path: Path) -> Iterator[Problem]:
                 (*full, "serviceAccountToken", "audience"), PROGRESS_AUDIENCE, "is for the operator's own tokens",
                 "name the audience of your own service",
             )  # fmt: skip
+
+
+def _sizes(volume: Volume, path: Path) -> Iterator[Problem]:
+    sizes: dict[Path, str | None] = {}
+    if volume.empty_dir is not None:
+        sizes["emptyDir", "sizeLimit"] = volume.empty_dir.size_limit
+    if volume.ephemeral is not None:
+        claim = volume.ephemeral.volume_claim_template.spec
+        storage = ("ephemeral", "volumeClaimTemplate", "spec", "resources", "requests", "storage")
+        sizes[storage] = claim.resources.requests.storage
+    for place, size in sizes.items():
+        # emptyDir takes 0 as no limit.
+        if size is not None and 0 < parse_quantity(size) < parse_quantity(_LEAST_VOLUME):
+            yield Problem(
+                format_path((*path, *place)),
+                describe_value(size),
+                below_least(_LEAST_VOLUME),
+                f"write {likely_size(size, _LEAST_VOLUME, '10Gi')}",
+            )
 
 
 def _mount(mount: VolumeMount, volumes: Sequence[str | None], path: Path) -> Iterator[Problem]:

@@ -114,7 +114,7 @@ def accepted(course: Course) -> Word:
     """Whether the spec can be read and keeps the rules."""
     if course.job.job is None:
         return Word("False", "InvalidSpec", problems_text(course.job.problems))
-    return Word("True", "Accepted", "The spec keeps all rules.")
+    return Word("True", "Accepted", "The spec is valid.")
 
 
 def planned(course: Course) -> Word:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic.alias_generators import to_snake
 
-from finetune_operator.api.quantities import parse_quantity
+from finetune_operator.api.quantities import below_least, likely_size, parse_quantity
 from finetune_operator.api.rules.rule import Holds, Rule
 from finetune_operator.api.types import FineTuneJobSpec
 from finetune_operator.launchers.launcher_rows import SUPPORTED
@@ -77,12 +77,8 @@ def _size_rule(path: str, least: str, usual: str) -> Rule:
     """A size that is too small to be meant: its unit was forgotten, or is `m`, a thousandth."""
 
     def advice(spec: FineTuneJobSpec) -> str:
-        found = re.fullmatch(r"0*([1-9][0-9]*)(m?)", _size_of(spec, path) or "")
-        if found is None:
-            return f"write a size such as {usual}"
-        units = ("Mi", "Gi") if found[2] or int(found[1]) >= 1024 else ("Gi",)
-        meant = (f"{found[1]}{unit}" for unit in units)
-        return f"write {next((each for each in meant if parse_quantity(each) >= parse_quantity(least)), usual)}"
+        size = likely_size(_size_of(spec, path) or "", least, usual)
+        return f"write a size such as {size}" if size == usual else f"write {size}"
 
     def holds(spec: FineTuneJobSpec) -> bool:
         size = _size_of(spec, path)
@@ -93,7 +89,7 @@ def _size_rule(path: str, least: str, usual: str) -> Rule:
         path=path,
         cel=None,
         holds=holds,
-        text=f"is less than {least}: a number without a unit counts bytes",
+        text=below_least(least),
         way_out=f"write a size such as {usual}",
         advice=advice,
         reads=(path,),
