@@ -133,6 +133,10 @@ NAMES: tuple[ForeignName, ...] = (
         ("name", "path", "id", "repo", "repo_id", "file", "files", "folder"), EVERYBODY, "spec.dataset.uri",
         "hf:// before a name of the Hub, file:// before a path", under=("dataset",),
     ),
+    ForeignName(
+        ("format", "data_format", "file_format"), EVERYBODY, None,
+        "leave it out: files are read by their endings, and the columns say what rows hold", under=("dataset",),
+    ),
     ForeignName(("dataset_config_name", "dataset_config", "subset"), HF, "spec.dataset.config"),
     ForeignName(
         ("revision", "dataset_revision", "data_revision"), HF, None,
