@@ -333,7 +333,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "ids-are-copied-once",
         "predict.idColumn",
-        "!has(self.predict) || !has(self.predict.idColumn) || !(self.predict.idColumn in self.predict.columns)",
+        "!has(self.predict) || !has(self.predict.idColumn) || !has(self.predict.columns)"
+        " || !(self.predict.idColumn in self.predict.columns)",
         lambda spec: spec.predict is None or spec.predict.id_column not in spec.predict.columns,
         "is one of spec.predict.columns, and the output has it already",
         "leave it out of spec.predict.columns",
