@@ -5,6 +5,7 @@ A row that the task cannot take or that cannot be encoded is set aside with the 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.trainer_job import Columns, TrainerJob
 from finetune_trainer.data.prepared import PreparedData, dataset_of
-from finetune_trainer.data.row_shards import AsideRow, RowShard, ShardRows, most_of
+from finetune_trainer.data.row_shards import AsideRow, RowShard, ShardKey, ShardRows, most_of
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import StageError
@@ -40,7 +41,7 @@ class Asked:
     setting: str
     """Path of the data source in the job file."""
     copies: Mapping[str, str]
-    """Column that predictions repeat -> its name there."""
+    """Column of the predictions -> column of the data that it repeats."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +85,9 @@ class Answerer:
         if found is None:
             return ShardAnswers(pa.table({}), every, 0)
         table, features, truncated = found
-        answered = self._predicted(table, features, inputs, progress)
+        answered = self._predicted(shard.key, table, features, inputs, progress)
         numbers = pa.array(rows.numbers[np.asarray(kept)])
-        copies = {name: table[column] for column, name in self.asked.copies.items() if column in table.column_names}
+        copies = {name: table[column] for name, column in self.asked.copies.items() if column in table.column_names}
         own = dict(zip(answered.column_names, answered.columns, strict=True))
         return ShardAnswers(pa.table({ROW: numbers, **copies, **own}), every, truncated)
 
@@ -94,7 +95,7 @@ class Answerer:
         self.encoder.task.check(split, self.asked.columns, self.asked.setting)
 
     def _predicted(
-        self, table: pa.Table, features: pa.Table, inputs: Mapping[str, str], progress: ProgressSink
+        self, key: ShardKey, table: pa.Table, features: pa.Table, inputs: Mapping[str, str], progress: ProgressSink
     ) -> pa.Table:
         tokenizer = self.encoder.coding.tokenizer
         assert isinstance(tokenizer.pad_token_id, int)
@@ -120,8 +121,14 @@ class Answerer:
             batch_tokens=self.means.batch_tokens,
             progress=progress,
             tokenizer=tokenizer,
+            seed=_seed(self.job.seed, key),
         )
         return self.encoder.task.predictions(answers, split, slice(0, split.rows))
+
+
+def _seed(seed: int, key: ShardKey) -> int:
+    """Seed of one shard: whoever answers it draws the same, and equal rows of two shards get different texts."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {key}".encode()).digest()[:7], "big")
 
 
 def _aside(rows: ShardRows, at: int, error: StageError) -> AsideRow:
