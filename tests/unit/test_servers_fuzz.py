@@ -273,8 +273,9 @@ def test_whatever_is_sent_gets_an_answer_of_ours_and_the_next_one_is_heard(
         @given(sent=sendings(paths, model))
         def one(sent: bytes) -> None:
             told = answer(port, sent)
-            statuses = [int(status) for status in re.findall(rb"HTTP/1\.[01] (\d{3}) ", told)]
-            assert told == b"" or told.startswith(b"HTTP/1."), told[:200]
+            statuses = [int(status) for status in re.findall(rb"HTTP/\d\.\d (\d{3}) ", told)]
+            # A request line without a version is one of HTTP/0.9 to aiohttp, whose answer repeats it.
+            assert told == b"" or told.startswith((b"HTTP/1.", b"HTTP/0.9 ")), told[:200]
             assert set(statuses) <= ALLOWED, (sent[:500], told[:500])
             if name != "webhook":  # which tells a user what is wrong with the user's own job
                 assert CANARY.encode() not in told, (sent[:500], told[:500])
