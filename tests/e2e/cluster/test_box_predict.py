@@ -85,7 +85,6 @@ def test_pods_predict_the_same_rows_as_one_process_though_the_first_is_deleted(
     assert (stage["attempt"], stage["replacedPods"], status.get("restarts", 0)) == (1, 1, 0)
     progress = status["progress"]
     assert (progress["step"], progress["totalSteps"], progress["percent"]) == (ROWS, ROWS, 100)
-    assert progress["samplesPerSecond"] > 0
     told = wait_until(
         lambda: [event["message"] for event in team.events(name) if event["reason"] == "PodReplaced"], "it is told"
     )

@@ -330,15 +330,6 @@ RULES: tuple[Rule, ...] = (
         "leave it out",
         advice=_format_advice,
     ),
-    Rule(
-        "ids-are-copied-once",
-        "predict.idColumn",
-        "!has(self.predict) || !has(self.predict.idColumn) || !has(self.predict.columns)"
-        " || !(self.predict.idColumn in self.predict.columns)",
-        lambda spec: spec.predict is None or spec.predict.id_column not in spec.predict.columns,
-        "is one of spec.predict.columns, and the output has it already",
-        "leave it out of spec.predict.columns",
-    ),
     _hub_only_rule(
         "model.revision",
         "self.model.revision != 'main'",

@@ -94,8 +94,8 @@ class PredictSpec(SpecModel):
     )
     id_column: Text | None = Field(
         default=None,
-        description="Input column that identifies the rows: the output has it in place of row numbers. Left out: rows "
-        "are numbered from 0.",
+        description="Input column that identifies the rows, which the output has as id. Left out: there is no id, and "
+        "rows are known by their numbers.",
     )
     max_bad_rows: Annotated[int, Field(ge=0, le=1_000_000_000)] | None = Field(
         default=None,
