@@ -18,6 +18,10 @@ SHARD_BYTES = 1500
 _PRELOADED = (
     "finetune_trainer.inference.predict",
     "finetune_trainer.rank",
+    "scipy.stats",
+    "sklearn.metrics",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
     "transformers.models.bert.modeling_bert",
     "transformers.models.bert.tokenization_bert",
 )
@@ -109,7 +113,11 @@ def _settle(one: Predictor) -> None:
     prediction_workers.POLL_SECONDS, prediction_workers.MOST_POLL_SECONDS = 0.02, 0.1
     prediction_workers.BEAT_SECONDS = 0.2
     prediction_workers.STRAGGLER_SECONDS, prediction_workers.SILENT_SECONDS = one.straggler_seconds, one.silent_seconds
-    claims, answers, joined = prediction_workers.Taker._claims, answering.Answerer.answers, prediction_parts.Parts.joined
+    claims, answers, joined = (
+        prediction_workers.Taker._claims,
+        answering.Answerer.answers,
+        prediction_parts.Parts.joined,
+    )
     facts = prediction_parts.PartFacts.to_json
     answered = 0
     hung = False

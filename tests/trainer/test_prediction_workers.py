@@ -41,6 +41,8 @@ class Crew:
 
     def __init__(self, folder: Path, model: Path, texts: Sequence[str]) -> None:
         self.folder = folder
+        self.undisturbed = b""
+        """What one process leaves of the same rows."""
         self._model = model
         rows = [{"text": text, "key": f"k{number // 2}"} for number, text in enumerate(texts)]
         self._data = write_lines(folder / "rows.jsonl", rows)
@@ -71,22 +73,16 @@ class Crew:
         }
         return TrainerJob.model_validate(body)
 
-    def workers(self, count: int, workspace: str = "w", job: TrainerJob | None = None, **settings: Any) -> list[Predictor]:
-        file = self.folder / f"job-{workspace}-{count}.json"
-        file.write_text((job or self.job(count)).to_json(), encoding="utf-8")
-        arguments = ["predict", "--job", str(file), "--workspace", str(self.folder / workspace)]
+    def workers(self, count: int, **settings: Any) -> list[Predictor]:
+        file = self.folder / f"job-{count}.json"
+        file.write_text(self.job(count).to_json(), encoding="utf-8")
+        arguments = ["predict", "--job", str(file), "--workspace", str(self.folder / "w")]
         return [Predictor(index, count, arguments, self.folder, **settings) for index in range(count)]
 
     def start(self, workers: Sequence[Predictor]) -> list[BaseProcess]:
         started = [worker.start() for worker in workers]
         self.processes += started
         return started
-
-    def undisturbed(self) -> bytes:
-        """What one process leaves of the same rows."""
-        alone = self.workers(1, "alone", attempt="alone")
-        assert ends(self.start(alone)) == [0], said(alone)
-        return (self.folder / "alone" / "job" / "predictions.jsonl").read_bytes()
 
     @property
     def output(self) -> bytes:
@@ -103,9 +99,18 @@ def model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Pat
     return tiny_bert(tmp_path_factory.mktemp("model") / "m", words=words, labels=labels, initializer_range=0.5)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, model: Path) -> bytes:
+    alone = Crew(tmp_path_factory.mktemp("alone"), model, TEXTS)
+    workers = alone.workers(1)
+    assert ends(alone.start(workers)) == [0], said(workers)
+    return alone.output
+
+
 @pytest.fixture
-def crew(tmp_path: Path, model: Path) -> Iterator[Crew]:
+def crew(tmp_path: Path, model: Path, undisturbed: bytes) -> Iterator[Crew]:
     made = Crew(tmp_path, model, TEXTS)
+    made.undisturbed = undisturbed
     yield made
     for process in made.processes:
         process.kill()
@@ -121,7 +126,9 @@ def ends(processes: Sequence[BaseProcess]) -> list[int | None]:
 
 
 def said(workers: Sequence[Predictor]) -> str:
-    return "\n".join(f"--- {each.name}\n{each.log.read_text(errors='replace')}" for each in workers if each.log.exists())
+    return "\n".join(
+        f"--- {each.name}\n{each.log.read_text(errors='replace')}" for each in workers if each.log.exists()
+    )
 
 
 def report_of(worker: Predictor) -> TrainerReport:
@@ -134,7 +141,7 @@ def test_workers_write_the_bytes_that_one_process_writes(crew: Crew):
     assert ends(crew.start(workers)) == [0, 0, 0], said(workers)
     assert set(crew.claimed.values()) == {1}
     assert len(crew.claimed) > 6
-    assert crew.output == crew.undisturbed()
+    assert crew.output == crew.undisturbed
     rows = [json.loads(line) for line in crew.output.splitlines()]
     assert [(row["row"], row["id"]) for row in rows] == [(number, f"k{number // 2}") for number in range(ROWS)]
     assert crew.is_left_clean()
@@ -146,57 +153,48 @@ def test_workers_write_the_bytes_that_one_process_writes(crew: Crew):
 
 
 def test_killed_and_replaced_workers_answer_no_shard_twice_but_those_under_way(crew: Crew):
+    """Each worker is killed twice, in the midst of its first or second shard, and nobody else goes on meanwhile."""
     draw = random.Random(20)
-    first = crew.workers(3)
-    running: dict[int, tuple[Predictor, BaseProcess]] = {}
-    kills = {0: 2, 1: 2, 2: 2}
     troubles: tuple[Trouble, ...] = ("hangs in a shard", "hangs before the facts")
+    workers = crew.workers(3)
     everyone: list[Predictor] = []
 
-    def start(worker: Predictor) -> None:
-        if kills[worker.index]:
-            worker = worker.other(trouble=draw.choice(troubles), after=draw.randrange(3))
-        running[worker.index] = (worker, crew.start([worker])[0])
-        everyone.append(worker)
+    def told() -> str:
+        return said(everyone)
 
-    for worker in first:
-        start(worker)
-    killed = 0
-    while any(kills.values()):
-        wait_until(
-            lambda: any(kills[i] and (w.hangs.exists() or not p.is_alive()) for i, (w, p) in running.items()),
-            lambda: said(everyone),
-        )
-        for index, (worker, process) in list(running.items()):
-            if kills[index] and not process.is_alive():
-                assert process.exitcode == 0, said(everyone)
-                kills[index] = 0  # the others have left it too little to hang in
-            elif kills[index] and worker.hangs.exists():
-                process.kill()
-                process.join()
-                kills[index] -= 1
-                killed += 1
-                start(worker.other(incarnation=worker.incarnation + 1, trouble=None))
-    assert ends([process for _, process in running.values()]) == [0, 0, 0], said(everyone)
-    assert killed >= 4
-    assert sum(crew.claimed.values()) - len(crew.claimed) <= killed
-    assert crew.output == crew.undisturbed()
+    for incarnation in range(2):
+        round_ = [
+            worker.other(trouble=draw.choice(troubles), after=draw.randrange(2), incarnation=incarnation)
+            for worker in workers
+        ]
+        everyone += round_
+        for worker, process in zip(round_, crew.start(round_), strict=True):
+            wait_until(worker.hangs.exists, told)
+            process.kill()
+            process.join()
+    last = [worker.other(incarnation=2) for worker in workers]
+    assert ends(crew.start(last)) == [0, 0, 0], said([*everyone, *last])
+    assert 0 < sum(crew.claimed.values()) - len(crew.claimed) <= 6
+    assert crew.output == crew.undisturbed
     assert crew.is_left_clean()
 
 
 def test_the_shard_of_a_stopped_worker_is_taken_over_and_it_ends_well_later(crew: Crew):
     workers = crew.workers(3, straggler_seconds=0.3)
     workers[1] = workers[1].other(trouble="hangs in a shard", after=1)
-    processes = crew.start(workers)
+    stopped = crew.start(workers[1:2])
     wait_until(workers[1].hangs.exists, lambda: said(workers))
-    pid = processes[1].pid
+    pid = stopped[0].pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    assert ends([processes[0], processes[2]]) == [0, 0], said(workers)
-    assert crew.output == crew.undisturbed()
+    assert ends(crew.start([workers[0], workers[2]])) == [0, 0], said(workers)
+    assert sum(crew.claimed.values()) - len(crew.claimed) == 1
+    assert crew.output == crew.undisturbed
+    written = crew.paths.predictions_jsonl.stat().st_ino
     workers[1].hangs.unlink()
     os.kill(pid, signal.SIGCONT)
-    assert ends([processes[1]]) == [0], said(workers)
+    assert ends(stopped) == [0], said(workers)
+    assert crew.paths.predictions_jsonl.stat().st_ino == written
     assert crew.is_left_clean()
 
 
@@ -212,7 +210,7 @@ def test_worker_0_that_is_killed_while_joining_is_replaced_and_no_shard_is_answe
     again = workers[0].other(trouble=None, incarnation=1)
     assert ends(crew.start([again])) == [0], said([again])
     assert set(crew.claimed.values()) == {1}
-    assert crew.output == crew.undisturbed()
+    assert crew.output == crew.undisturbed
     assert crew.is_left_clean()
 
 
@@ -220,13 +218,12 @@ def test_a_worker_that_fails_ends_all_and_is_the_cause(crew: Crew):
     workers = crew.workers(3)
     workers[0] = workers[0].other(trouble="hangs in a shard", after=1)
     workers[2] = workers[2].other(trouble="refuses a shard", after=1)
-    processes = crew.start(workers)
+    leader = crew.start(workers[:1])
     wait_until(workers[0].hangs.exists, lambda: said(workers))
-    assert ends([processes[2]]) == [DATA], said(workers)
+    assert ends(crew.start(workers[2:])) == [DATA], said(workers)
     workers[0].hangs.unlink()
-    codes = ends(processes)
-    assert codes[0] == COLLECTIVE, said(workers)
-    assert codes[1] in (0, COLLECTIVE)
+    assert ends(leader) == [COLLECTIVE], said(workers)
+    assert ends(crew.start(workers[1:2])) == [COLLECTIVE], said(workers)
     cause = first_cause([report_of(worker) for worker in workers], {})
     assert cause is not None
     assert (cause.rank, cause.failure.reason) == (2, "BadRow")
@@ -236,17 +233,18 @@ def test_a_worker_that_fails_ends_all_and_is_the_cause(crew: Crew):
     assert not crew.paths.predictions_jsonl.exists()
     anew = crew.workers(3, attempt="attempt-2")
     assert ends(crew.start(anew)) == [0, 0, 0], said(anew)
-    assert crew.output == crew.undisturbed()
+    assert crew.output == crew.undisturbed
 
 
 def test_a_preempted_worker_ends_alone_and_its_shards_are_answered_by_others(crew: Crew):
     workers = crew.workers(2)
     workers[1] = workers[1].other(trouble="hangs in a shard", after=1)
-    processes = crew.start(workers)
+    preempted = crew.start(workers[1:])
     wait_until(workers[1].hangs.exists, lambda: said(workers))
-    processes[1].terminate()
-    assert ends(processes) == [0, PREEMPTED], said(workers)
-    assert crew.output == crew.undisturbed()
+    preempted[0].terminate()
+    assert ends(preempted) == [PREEMPTED], said(workers)
+    assert ends(crew.start(workers[:1])) == [0], said(workers)
+    assert crew.output == crew.undisturbed
     late = workers[1].other(trouble=None, incarnation=1)
     assert ends(crew.start([late])) == [0], said([late])
     assert report_of(late).metrics == {"rows": 0}

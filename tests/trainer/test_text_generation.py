@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune_contract.choices import Stage
+from finetune_trainer.data import row_shards
 from finetune_trainer.data.packing import best_fit
 from finetune_trainer.data.prepare import prepare
 from finetune_trainer.data.prepared import PreparedData
@@ -354,6 +355,27 @@ def test_beams_and_draws_are_those_asked_for_and_draws_come_again(llama, data, p
     assert drawn == said(max_new_tokens=9, temperature=1.0, top_p=0.9)
     assert drawn != greedy
     assert said(max_new_tokens=9, num_beams=4) != greedy
+
+
+def test_equal_prompts_of_two_shards_are_drawn_apart_and_drawn_again_alike(llama, data, tmp_path, paths, monkeypatch):
+    monkeypatch.setattr(row_shards, "LEAST_BYTES", 200)
+    rows = write_lines(tmp_path / "prompts.jsonl", [{"text": "the cat sees the"}] * 40)
+    asked = {"dataset": {"uri": f"file://{rows}", "columns": {"text": "text"}}, "device": "cpu", "batch_tokens": 4096}
+    job = task_job(
+        "text-generation",
+        llama,
+        data,
+        ["text"],
+        training=training_of(steps=1),
+        generation={"max_new_tokens": 8, "temperature": 1.0},
+        predict=asked,
+    )
+    trained(job, paths)
+    predict(job, paths, NoProgress())
+    first = [row["generated_text"] for row in predictions(paths)]
+    assert len(set(first)) > 20, "a few rows are in each shard"
+    predict(job, paths, NoProgress())
+    assert [row["generated_text"] for row in predictions(paths)] == first
 
 
 def test_answers_that_leave_a_prompt_no_room_are_refused(llama, data, paths):

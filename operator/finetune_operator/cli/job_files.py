@@ -193,6 +193,11 @@ def absolute_uri(uri: str, folder: Path) -> str:
     return f"file://{(folder / rest).resolve()}"
 
 
+def glob_matches(path: str) -> bool:
+    """Return whether an absolute path has characters of a glob and matches a file."""
+    return bool(GLOB_CHARACTERS & set(path)) and any(Path("/").glob(path.lstrip("/")))
+
+
 def absent_inputs(entry: JobEntry) -> tuple[Problem, ...]:
     """The model and the data sets behind `file://` that are not where the job looks for them."""
     spec = entry.job.spec
@@ -205,8 +210,7 @@ def absent_inputs(entry: JobEntry) -> tuple[Problem, ...]:
     problems = []
     for path, (uri, inside, what) in looked_for.items():
         place = uri.removeprefix("file://") + inside
-        glob = not inside and bool(GLOB_CHARACTERS & set(place))
-        if not uri.startswith("file://") or Path(place).exists() or (glob and any(Path("/").glob(place.lstrip("/")))):
+        if not uri.startswith("file://") or Path(place).exists() or (not inside and glob_matches(place)):
             continue
         way_out = f"name {what} that is there; file://path without a third slash is relative to the job file's folder"
         problems.append(located(entry.document, Problem(path, None, f"{place} does not exist", way_out)))

@@ -118,6 +118,7 @@ def test_predict_writes_predictions_of_a_run_without_a_job_file(undisturbed: Any
     for wrong, told in (
         (("predict", "nowhere", "new.jsonl", "-o", "x.jsonl"), "nowhere does not exist"),
         (("predict", str(whole), "nothing.jsonl", "-o", "x.jsonl"), "nothing.jsonl does not exist"),
+        (("predict", str(whole), "none/*.jsonl", "-o", "x.jsonl"), "DATA: none/*.jsonl matches no file"),
         (("predict", str(whole), "new.jsonl", "-o", "x.txt"), "x.txt must end in .jsonl or .parquet"),
         ((*call, "--column", "text"), "'text' must be ROLE=NAME"),
     ):

@@ -152,11 +152,12 @@ def _model_uri(text: str) -> str:
 def _data_uri(text: str) -> str:
     if "://" in text:
         return text
-    from finetune_operator.cli.job_files import GLOB_CHARACTERS
+    from finetune_operator.cli.job_files import GLOB_CHARACTERS, glob_matches
 
     path = Path(text).expanduser().absolute()
-    if not path.exists() and not GLOB_CHARACTERS & set(text):
-        raise UsageError(f"DATA: {text} does not exist; name a file, a folder, a glob, or hf://name for the Hub")
+    if not path.exists() and not glob_matches(str(path)):
+        why = "matches no file" if GLOB_CHARACTERS & set(text) else "does not exist"
+        raise UsageError(f"DATA: {text} {why}; name a file, a folder, a glob, or hf://name for the Hub")
     return f"file://{path}"
 
 
