@@ -80,7 +80,7 @@ def _predictions_advice(spec: FineTuneJobSpec) -> str:
     named = re.sub(r"\.(?:csv|tsv|json|txt|arrow|xlsx?)$", "", rest.rstrip("/")) or "predictions"
     if scheme not in ("file", "pvc"):
         return f"name it pvc://CLAIM/{named.rpartition('/')[2]}.jsonl, or leave it out: it is in the workspace then"
-    return f"write {scheme}://{named}.jsonl, or the same with .parquet"
+    return f"write {scheme}://{named}.jsonl, or the same with .parquet, or with / for a folder"
 
 
 def _two_formats(spec: FineTuneJobSpec) -> bool:
