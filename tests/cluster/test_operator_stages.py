@@ -13,7 +13,7 @@ import pytest
 from cluster_support.api_access import Object, path_of, wait_until
 from cluster_support.kubelet import ON_STAND_IN
 from cluster_support.operator_process import USER
-from cluster_support.plays import RUNS, SUCCEEDS, Play
+from cluster_support.plays import KILLED_FOR_MEMORY, RUNS, SUCCEEDS, Play
 from cluster_support.world import BASE, History, World, condition, conditions, merged, stage_of, states
 from finetune_operator.api.types import API_VERSION, KIND, PLURAL
 from finetune_operator.launchers.launcher_rows import TRAINING, LauncherName
@@ -156,6 +156,26 @@ def test_several_pods_prepare_and_the_first_one_tells_what_they_have_measured(wo
     assert "metadata.labels['batch.kubernetes.io/controller-uid']" in attempt
     (claim,) = world.of_job("many", "v1", "persistentvolumeclaims")
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+
+
+def test_lost_pods_that_predict_are_replaced_and_the_attempt_goes_on(world: World) -> None:
+    world.kubelet.playbook.set("shared", "predict", RUNS)
+    world.kubelet.playbook.set("shared", "predict", KILLED_FOR_MEMORY, index=2)
+    world.apply("shared", {"predict": {"workers": 3}})
+    wait_until(lambda: sorted(world.phases("shared", "predict")) == ["Failed", "Running", "Running"], "one is killed")
+    world.kubelet.playbook.set("shared", "predict", RUNS, index=2)
+    lost = {_index(pod): pod["metadata"]["name"] for pod in world.pods("shared", "predict")}
+    world.api.delete(world.path("v1", "pods", lost["1"]))
+    for index in "12":
+        world.wait_event("shared", f"pod {index} is replaced", lambda _, reason, message, pod=lost[index]: (
+            reason == "PodReplaced" and pod in message and f"has created pod {pod.rpartition('-')[0]}-" in message
+        ))  # type: ignore[misc]  # fmt: skip
+    wait_until(lambda: world.phases("shared", "predict").count("Running") == 3, "three pods run")
+    assert world.kubelet.tell("shared", "predict", SUCCEEDS) >= 3
+    status = world.wait_phase("shared", "Succeeded")
+    assert (states(status)["predict"], status["restarts"], status.get("failure")) == (("Succeeded", 1), 0, None)
+    assert status["plan"]["predictWorkers"] == 3
+    assert [stage.get("replacedPods") for stage in status["stages"] if stage["name"] == "predict"] == [2]
 
 
 def test_a_pod_that_never_gets_a_node_does_not_keep_a_preparation_by_pods_from_its_end(world: World) -> None:

@@ -45,6 +45,13 @@ CASES: dict[str, Case] = {
         },
         {},
     ),
+    "pods predict for a program": (
+        {
+            "training": {"script": {"git": {"url": "https://github.com/a/b", "ref": "main"}, "entryPoint": "a.py"}},
+            "predict": {"workers": 3},
+        },
+        {},
+    ),
     "Spark is not served and not granted": ({"preparation": {"engine": "spark"}}, {}),
     "rows longer than positions": ({"preparation": {"maxLength": 1024}}, {}),
     "fp8 on a T4": (

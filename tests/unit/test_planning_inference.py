@@ -206,3 +206,68 @@ def test_memory_is_that_of_weights_and_of_what_a_batch_needs_at_a_time():
     written = takes("text-generation", cached=100_000) - takes("text-classification")
     assert written == pytest.approx(beside * keys_and_values, rel=1e-6)
     assert takes("text-classification", "fp32") - takes("text-classification") > 2 * LLAMA_8B.parameters
+
+
+# -------------------------------------------------------------------------------------------------------------- workers
+
+
+def shared(workers: object, *, rows: int | None = None, local: bool = False, **spec: Any) -> JobPlan:
+    """The plan of a prediction over 2 nodes of 8 GPUs, of a test split of `rows` rows with 128 tokens each."""
+    whole = {
+        "task": "text-classification",
+        "model": {"uri": "hf://google-bert/bert-base-uncased"},
+        "dataset": {"uri": "hf://org/texts"},
+        "training": None,
+        "predict": {"workers": workers},
+        "resources": {"nodes": 1 if local else 2, "gpusPerNode": 8},
+    }
+    split = None if rows is None else SplitFacts(rows=rows, tokens=128 * rows, longest=128)
+    data = None if split is None else DataFacts(fingerprint="f", splits={"test": split}, max_length=128)
+    return plan(job({**whole, **spec}), Facts(hardware=NODE, data=data, local=local), CLUSTER_SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("workers", "options", "count", "why"),
+    [
+        (1, {}, 1, None),
+        (5, {}, 5, "prediction by 5 pods, as asked"),
+        (5, {"rows": 10}, 5, "prediction by 5 pods, as asked"),
+        ("auto", {}, 16, "one for each GPU that spec.resources asks for"),
+        ("auto", {"resources": {"nodes": 3, "gpusPerNode": 0}}, 3, "one for each node that spec.resources asks for"),
+        ("auto", {"rows": 1_000}, 1, "all rows take one pod less than a second"),
+        ("auto", {"rows": 1_000_000_000}, 16, "one for each GPU that spec.resources asks for"),
+        ("auto", {"local": True}, 1, "prediction by 1 process: one process of this machine predicts"),
+        (4, {"local": True}, 1, "spec.predict.workers holds in one"),
+    ],
+)  # fmt: skip
+def test_workers_are_as_many_as_have_work_and_nodes(
+    workers: object, options: dict[str, Any], count: int, why: str | None
+) -> None:
+    made = shared(workers, **options)
+    assert made.predict_workers == count
+    told = [reason for reason in made.reasons if reason.startswith("prediction by")]
+    assert len(told) == (why is not None)
+    assert why is None or why in told[0]
+
+
+def test_workers_chosen_by_the_plan_keep_to_what_the_settings_allow() -> None:
+    settings = CLUSTER_SETTINGS.model_copy(
+        update={"allow": CLUSTER_SETTINGS.allow.model_copy(update={"max_workers": 2})}
+    )
+    whole = {
+        "task": "text-classification",
+        "model": {"uri": "hf://google-bert/bert-base-uncased"},
+        "predict": {"workers": "auto", "dataset": {"uri": "hf://org/texts"}},
+        "resources": {"nodes": 4},
+    }
+    made = plan(job({"training": None, "dataset": None, **whole}), Facts(), settings)
+    assert made.predict_workers == 2
+    assert any("allow.maxWorkers" in reason for reason in made.reasons)
+
+
+def test_workers_for_the_model_of_a_program_are_refused() -> None:
+    script = {"git": {"url": "https://github.com/org/x", "ref": "main"}, "entryPoint": "train.py"}
+    with pytest.raises(PlanRefused) as refused:
+        shared(3, training={"script": script})
+    assert [(one.path, one.reason) for one in refused.value.problems] == [("spec.predict.workers", "NotSupported")]
+    assert shared("auto", training={"script": script}).predict_workers == 1

@@ -109,6 +109,10 @@ BODIES: dict[str, tuple[bytes, ProgressStatus]] = {
             remaining_seconds=60.0, last_update_time=TIME,
         ),
     ),
+    "rows a second over all pods that predict, before those of one process": (
+        body({"step": 30, "total_steps": 90, "samples_per_second": 2.5, "rows_per_second": 7.5}),
+        ProgressStatus(step=30, total_steps=90, percent=33, samples_per_second=7.5, last_update_time=TIME),
+    ),
     "transformers' callback at a step": (
         body(
             {"loss": 0.5, "grad_norm": 1.0, "learning_rate": 2e-5, "current_step": 5, "total_steps": 9,
@@ -213,6 +217,7 @@ MOVED: dict[str, tuple[dict[str, Any], bool]] = {
     "later, with another remaining time": (
         {"lastUpdatedTime": "2026-01-01T13:00:00Z", "estimatedRemainingSeconds": 9}, False,
     ),
+    "rows a second that sink with the clock": ({"metrics": {"rows_per_second": "1"}}, False),
     "a rate that sinks with the clock": ({"metrics": {"train_samples_per_second": "1"}}, False),
     "figures in another order": ({"metrics": {"loss": "0.5", "current_step": "7"}}, False),
     "another step": ({"metrics": {"current_step": "8"}}, True),

@@ -358,6 +358,124 @@ def test_a_preparation_goes_on_and_tells_of_it_while_pods_after_the_first_find_n
     assert (world.phase, failure.failure_class, failure.pod) == ("Failed", "Unschedulable", first)
 
 
+# ------------------------------------------------------------------------------------------- pods that are replaced
+
+
+def predicting_by_three() -> tuple[World, str, list[str]]:
+    """A job whose three pods predict: the world, the Job and the pods."""
+    world = World()
+    world.spec["predict"] = {"workers": 3}
+    world.settle()
+    for _ in ("prepare", "train", "evaluate"):
+        world.succeed()
+        world.settle()
+    child = world.start()
+    world.settle()
+    return world, child, world.pods_of(child)
+
+
+def replaced(world: World, pod: str, lost_before: int = 1) -> str:
+    """The Job creates another pod in the place of `pod`, which is as it ended."""
+    raw = json.loads(json.dumps(world.pods[pod]))
+    name = f"{pod}-again-{lost_before}"
+    raw["metadata"] |= {"name": name, "uid": f"uid-{name}", "creationTimestamp": stamp(world.now)}
+    raw["metadata"]["annotations"] = {"batch.kubernetes.io/job-index-failure-count": str(lost_before)}
+    raw["metadata"].pop("deletionTimestamp", None)
+    raw["status"] = {"phase": "Running"}
+    world.pods[name] = raw
+    return name
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "told"),
+    [(143, "Error", "told to stop"), (137, "OOMKilled", "memory ran out"), (137, "Error", "(exit code 137)")],
+)
+def test_lost_pod_is_replaced_and_costs_no_attempt(code: int, reason: str, told: str) -> None:
+    world, child, (_, lost, _) = predicting_by_three()
+    message = report("predict", (FailureClass.PREEMPTED, 10.0), rank=1) if code == 143 else ""
+    world.end_pod(lost, code, message, reason)
+    world.settle()
+    world.wait(160)  # the Job waits before it replaces a pod
+    assert world.stage("predict") == ("Running", 1)
+    world.now += timedelta(seconds=1)
+    other = replaced(world, lost)
+    world.settle()
+    world.wait(600)
+    assert (world.stage("predict"), world.job().status.stages[-1].replaced_pods) == (("Running", 1), 1)
+    (event,) = [note for note in world.events if note.reason == "PodReplaced"]
+    assert lost in event.message
+    assert f"{child} has created pod {other} in its place; what is finished is kept." in event.message
+    assert "StageFailed" not in world.told()
+    for rank, pod in enumerate([name for name in world.pods_of(child) if name != lost]):
+        world.end_pod(pod, 0, report("predict", rank=rank))
+    world.end_child(child, succeeded=True)
+    world.settle()
+    assert (world.phase, world.job().status.restarts) == ("Succeeded", 0)
+
+
+def test_cause_of_a_failed_attempt_is_no_pod_that_was_replaced() -> None:
+    world, child, (first, lost, _) = predicting_by_three()
+    world.end_pod(lost, 137, reason="OOMKilled")
+    world.now += timedelta(seconds=11)
+    replaced(world, lost)
+    world.settle()
+    world.end_pod(first, 10, report("predict", (FailureClass.DATA, 30.0)))
+    world.end_child(child, succeeded=False, reason="PodFailurePolicy")
+    world.settle()
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (world.phase, failure.failure_class, failure.pod) == ("Failed", "DataError", first)
+
+
+def test_cause_is_a_replaced_pod_where_the_others_only_tell_of_it() -> None:
+    world, child, (first, short, third) = predicting_by_three()
+    world.end_pod(short, 137, report("predict", (FailureClass.OUT_OF_MEMORY, 10.0), rank=1))
+    world.now += timedelta(seconds=11)
+    other = replaced(world, short)
+    world.settle()
+    for rank, pod in ((0, first), (1, other), (2, third)):
+        world.end_pod(pod, 150, report("predict", (FailureClass.COLLECTIVE, 30.0), rank=rank))
+    world.end_child(child, succeeded=False, reason="PodFailurePolicy")
+    world.settle()
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (failure.failure_class, failure.pod) == ("OutOfMemory", short)
+
+
+def test_pod_lost_more_often_than_the_job_replaces_it_is_a_failure_of_the_attempt() -> None:
+    world, child, (_, pod, _) = predicting_by_three()
+    for lost in range(1, 4):
+        world.end_pod(pod, 137, reason="OOMKilled")
+        world.now += timedelta(seconds=60)
+        pod = replaced(world, pod, lost)
+        world.settle()
+    assert (world.stage("predict"), world.told().count("PodReplaced")) == (("Running", 1), 3)
+    world.end_pod(pod, 137, reason="OOMKilled")
+    world.end_child(child, succeeded=False, reason="MaxFailedIndexesExceeded")
+    world.settle()
+    failure = world.job().status.failure
+    assert failure is not None
+    assert (failure.failure_class, failure.pod, failure.rank) == ("OutOfMemory", pod, 1)
+    assert world.stage("predict") == ("Failed", 1)
+    world.wait(600)
+    assert (world.stage("predict"), world.job().status.stages[-1].replaced_pods) == (("Running", 2), 0)
+
+
+def test_pods_that_predict_cost_as_many_nodes() -> None:
+    prices = Settings.model_validate({"prices": ({"product": "cpu", "gpus": 0, "perHour": 2.0},)})
+    world = World(settings=prices)
+    world.spec["predict"] = {"workers": 3}
+    for _ in range(4):
+        world.settle()
+        world.start()
+        world.wait(360)
+        world.succeed()
+    world.settle()
+    cost = world.job().status.cost
+    assert cost is not None
+    assert cost.billable_seconds == 360.0 * (1 + 1 + 1 + 3)
+
+
 # -------------------------------------------------------------------------------------------- jobs that are not begun
 
 

@@ -438,7 +438,7 @@ def test_claims_are_mounted_where_job_json_says_and_only_in_the_stages_that_need
         "prepare": own | {"/claims/models": "ro:models", "/claims/rows": "ro:rows", "/claims/results": "ro:results"},
         "train": own | {"/claims/models": "ro:models"},
         "evaluate": own | {"/claims/models": "ro:models"},
-        "predict": own | {"/claims/models": "models"},
+        "predict": own | {"/claims/models": "models", "/claims/results": "ro:results"},
     }
     job = TrainerJob.model_validate_json(of(manifests, "ConfigMap", "reviews-prepare-1")["data"]["job.json"])
     assert job.dataset is not None
@@ -486,6 +486,7 @@ def test_what_names_no_place_in_a_claim_is_refused_with_its_field(fields: dict[s
             {},
             (["ReadWriteMany"], None, "100Gi"),
         ),
+        ("several pods that predict", {"predict": {"workers": 2}}, {}, (["ReadWriteMany"], None, "100Gi")),
         ("one that does", {"preparation": {"engine": "job"}}, {}, (["ReadWriteOnce"], None, "100Gi")),
         ("processes of one pod", {"preparation": {"workers": 2}}, {}, (["ReadWriteOnce"], None, "100Gi")),
         (
@@ -650,6 +651,40 @@ def test_the_success_of_one_pod_is_the_jobs_in_a_preparation_by_pods_alone():
     by_pods = decided_by_one(preparation={"engine": "job", "workers": 5})
     assert by_pods == {"reviews-prepare-1": {"rules": [{"succeededIndexes": "0"}]}}
     assert decided_by_one(preparation={"workers": 5}) == {}
+
+
+def test_pods_that_predict_share_the_rows_and_are_replaced_one_by_one():
+    manifests = rendered(spec_with(predict={"workers": 5}))
+    job = of(manifests, "Job", "reviews-predict-1")["spec"]
+    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 5, 5)
+    assert (job.get("backoffLimit"), job["backoffLimitPerIndex"], job["maxFailedIndexes"]) == (None, 3, 0)
+    disrupted, ended = job["podFailurePolicy"]["rules"]
+    assert (disrupted["action"], ended["action"]) == ("Count", "FailJob")
+    assert (ended["onExitCodes"]["operator"], ended["onExitCodes"]["values"]) == ("NotIn", [0, 137, 143, 151, 152])
+    assert job["successPolicy"] == {"rules": [{"succeededIndexes": "0"}]}
+    (container,) = job["template"]["spec"]["containers"]
+    assert container["command"][-2:] == ["--with", "index"]
+    assert {"name": "FINETUNE_ATTEMPT", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{JOB_UID}']"}}} in (
+        container["env"]
+    )
+    assert not any(each["kind"] == "Service" for each in manifests)
+    alone = of(rendered(spec_with(predict={"workers": 1})), "Job", "reviews-predict-1")["spec"]
+    assert (alone["completions"], alone["backoffLimit"], "successPolicy" in alone) == (1, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("output", "mounted_at"),
+    [
+        ("pvc://answers/2026/", "file:///claims/answers/2026/"),
+        ("pvc://answers/", "file:///claims/answers/"),
+        ("pvc://answers/out.jsonl", "file:///claims/answers/out.jsonl"),
+    ],
+)
+def test_output_that_is_a_folder_stays_one_in_the_pod(output: str, mounted_at: str):
+    manifests = rendered(spec_with(predict={"output": output}))
+    assert json.loads(of(manifests, "ConfigMap", "reviews-predict-1")["data"]["job.json"])["predict"]["output"] == (
+        mounted_at
+    )
 
 
 def test_only_pods_with_a_gpu_wait_for_its_product():

@@ -178,9 +178,11 @@ def _sizes(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
     nodes = max(resources.nodes, resources.elastic.max_nodes if resources.elastic is not None else 0)
     where = ("resources", "nodes") if nodes == resources.nodes else ("resources", "elastic", "maxNodes")
     gpus = resources.gpus_per_node if isinstance(resources.gpus_per_node, int) else 0
+    predicting = 0 if spec.predict is None else spec.predict.workers
     workers = {
         ("preparation", "workers"): spec.preparation.workers,
-        ("predict", "workers"): 0 if spec.predict is None else spec.predict.workers,
+        # With auto the plan keeps to the bound.
+        ("predict", "workers"): 0 if predicting == "auto" else predicting,
     }
     for most, path, asked, what in (
         (allow.max_nodes, where, nodes, "nodes"),

@@ -87,6 +87,7 @@ _COLUMNS: tuple[tuple[str, str, str, int], ...] = (
     ("Progress", "integer", ".status.progress.percent", 0),
     ("Loss", "number", ".status.progress.loss", 0),
     ("ETA", "number", ".status.progress.remainingSeconds", 0),
+    ("Rows/s", "number", ".status.progress.samplesPerSecond", 0),
     ("Restarts", "integer", ".status.restarts", 0),
     ("Age", "date", ".metadata.creationTimestamp", 0),
     ("Strategy", "string", ".status.plan.strategy", 1),

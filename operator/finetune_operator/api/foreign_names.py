@@ -133,6 +133,10 @@ NAMES: tuple[ForeignName, ...] = (
         ("name", "path", "id", "repo", "repo_id", "file", "files", "folder"), EVERYBODY, "spec.dataset.uri",
         "hf:// before a name of the Hub, file:// before a path", under=("dataset",),
     ),
+    ForeignName(
+        ("format", "data_format", "file_format"), EVERYBODY, None,
+        "leave it out: files are read by their endings, and the columns say what rows hold", under=("dataset",),
+    ),
     ForeignName(("dataset_config_name", "dataset_config", "subset"), HF, "spec.dataset.config"),
     ForeignName(
         ("revision", "dataset_revision", "data_revision"), HF, None,
@@ -146,6 +150,16 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("test_split",), EVERYBODY, "spec.dataset.splits.test"),
     ForeignName(
         ("uri", "file", "data", "data_file", "input", "inputs"), EVERYBODY, "spec.predict.dataset.uri",
+        under=("predict",),
+    ),
+    ForeignName(
+        ("num_workers", "parallelism", "replicas", "completions", "num_processes", "num_proc", "concurrency",
+         "partitions", "num_partitions", "num_shards", "shards"),
+        EVERYBODY, "spec.predict.workers", under=("predict",),
+    ),
+    ForeignName(("output_format", "file_format", "file_type"), EVERYBODY, "spec.predict.format", under=("predict",)),
+    ForeignName(
+        ("id", "id_field", "id_key", "key", "row_id", "index_column"), EVERYBODY, "spec.predict.idColumn",
         under=("predict",),
     ),
     ForeignName(("split",), EVERYBODY, "spec.dataset.splits.test", under=("evaluation", "predict")),

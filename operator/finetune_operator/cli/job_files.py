@@ -178,7 +178,9 @@ def _with_absolute_uris(job: FineTuneJob, folder: Path) -> FineTuneJob:
             rows = spec.predict.dataset
             predict["dataset"] = rows.model_copy(update={"uri": absolute_uri(rows.uri, folder)})
         if spec.predict.output is not None:
-            predict["output"] = absolute_uri(spec.predict.output, folder)
+            place = absolute_uri(spec.predict.output, folder)
+            is_folder = spec.predict.output.endswith("/") and not place.endswith("/")
+            predict["output"] = f"{place}/" if is_folder else place
         update["predict"] = spec.predict.model_copy(update=predict)
     return job.model_copy(update={"spec": spec.model_copy(update=update)})
 

@@ -85,6 +85,8 @@ class Draft:
     engine: Literal["local", "job", "spark"] = "local"
     """What prepares."""
     inference_precision: InferencePrecision = "fp32"
+    predict_workers: int = 1
+    """Processes that share the rows to predict."""
     launcher: PlanLauncher | None = None
     world: World | None = None
     adapter: Adapter | None = None

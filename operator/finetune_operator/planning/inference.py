@@ -4,12 +4,15 @@ its device, however many the training is spread over.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from finetune_contract.choices import LANGUAGE_TASKS, WRITING_TASKS, InferencePrecision, Stage
 from finetune_contract.plans import ASKED_LOGITS
-from finetune_operator.api.quantities import human_bytes
+from finetune_operator.api.quantities import human_bytes, human_seconds
 from finetune_operator.planning.assumed_facts import is_well_known
+from finetune_operator.planning.cost import CPU_FLOPS_PER_CORE, CPU_UTILISATION, GPU_UTILISATION, forward_flops
+from finetune_operator.planning.devices import find_gpu
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.memory import inference_bytes
 
@@ -23,6 +26,11 @@ UNREAD_SLACK = 1.25
 """By what a model that nobody has read may be too large before it is refused: its size follows from its name, and a
 batch that does not fit after all is halved.
 """
+ONE_PROCESS_HERE = (
+    "one process of this machine predicts, as there are no pods without a cluster; spec.predict.workers holds in one"
+)
+WORKER_SECONDS = 300
+"""Least work of a worker with `predict.workers: auto`: a pod starts, imports and loads a model in 20 to 60 s."""
 CPU_BATCH_TOKENS = 2_048
 """On CPU larger batches gain nothing and leave the caches; see `batch.CPU_TOKENS`."""
 
@@ -64,6 +72,75 @@ def choose_inference(draft: Draft) -> Draft:
     return replace(draft, stages=left).because(
         f"no evaluation at the end: {need.rule(draft)}; the training measures its loss"
     )
+
+
+def choose_workers(draft: Draft) -> Draft:
+    """How many processes share the rows to predict. The choice makes no difference to the result.
+
+    With `auto`: as many as the job's nodes have GPUs (as it has nodes, without GPUs), but no more than have
+    `WORKER_SECONDS` of work each, where the rows are known, and than the settings allow.
+    """
+    if draft.spec.predict is None or Stage.PREDICT not in draft.stages:
+        return draft
+    asked = draft.spec.predict.workers
+    if asked == 1:
+        return draft
+    if draft.local:
+        return draft.because(f"prediction by 1 process: {ONE_PROCESS_HERE}")
+    if draft.script is not None and asked != "auto":
+        return draft.refusing(
+            ("predict", "workers"),
+            asked,
+            "the rows for a program's model are prepared by the stage that predicts, in one pod",
+            "set it to 1 or auto",
+            "NotSupported",
+        )
+    if asked != "auto":
+        return replace(draft, predict_workers=asked).because(
+            f"prediction by {asked} pods, as asked: they share the rows part by part, each with a copy of the model, "
+            "and write to one claim, which the nodes have to share"
+        )
+    count, why = _automatic_workers(draft)
+    return replace(draft, predict_workers=count).because(
+        f"prediction by {count} pod{'s' * (count > 1)} (spec.predict.workers is auto): {why}"
+    )
+
+
+def _automatic_workers(draft: Draft) -> tuple[int, str]:
+    """The number, and the part of the rule that decides it."""
+    if draft.script is not None:
+        return 1, "the rows for a program's model are prepared by the stage that predicts"
+    nodes, gpus = draft.spec.resources.nodes, draft.gpus_per_node if draft.inference_device == "cuda" else 0
+    there = nodes * max(1, gpus)
+    kind = "GPU" if gpus else "node"
+    found = [(there, f"one for each {kind} that spec.resources asks for")]
+    most = draft.settings.allow.max_workers
+    if most is not None:
+        found.append((most, "the operator's settings allow no more (allow.maxWorkers)"))
+    seconds = _seconds_to_predict(draft)
+    if seconds is not None:
+        enough = max(1, math.ceil(seconds / WORKER_SECONDS))
+        takes = "less than a second" if seconds < 1 else f"about {human_seconds(seconds)}"
+        least = human_seconds(WORKER_SECONDS)
+        found.append((enough, f"all rows take one pod {takes}, and another one pays from {least} of work"))
+    return min(found, key=lambda one: one[0])
+
+
+def _seconds_to_predict(draft: Draft) -> float | None:
+    """Seconds that one worker takes for all rows; None where nobody has counted them, or the device's speed or the
+    length of what is written is not known.
+    """
+    predict = decided(draft.spec.predict)
+    if predict.dataset is not None or draft.data is None or draft.spec.task in WRITING_TASKS:
+        return None
+    split = draft.data.splits.get("test") or draft.data.splits.get("validation")
+    if split is None or not split.rows:
+        return None
+    operations = forward_flops(draft.model, split.tokens, split.tokens / split.rows)
+    if draft.inference_device == "cpu":
+        return operations / (draft.hardware.cpu_cores * CPU_FLOPS_PER_CORE * CPU_UTILISATION)
+    gpu = find_gpu(decided(draft.hardware.gpu).product)
+    return None if gpu is None else operations / (gpu.peak_flops(draft.inference_precision) * GPU_UTILISATION)
 
 
 def check_inference(draft: Draft) -> Draft:

@@ -47,7 +47,7 @@ from finetune_operator.planning.combination_checks import check_rules
 from finetune_operator.planning.cost import cost_problems, estimate_training
 from finetune_operator.planning.devices import has_fp8
 from finetune_operator.planning.draft import Draft, Lengths, decided
-from finetune_operator.planning.inference import check_inference, choose_inference, inference_tokens
+from finetune_operator.planning.inference import check_inference, choose_inference, choose_workers, inference_tokens
 from finetune_operator.planning.model_parallel_plan import check_model_parallel
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
 from finetune_operator.planning.plan_types import Adaptation, Estimate, Facts, JobPlan, PlanRefused
@@ -76,7 +76,7 @@ def plan(
     `as_known` it is refused. Raises PlanRefused with all problems of the first group of phases that found any.
     """
     draft = _begin(job, facts, settings, adaptation, as_known)
-    first = (choose_stages, choose_engine, choose_inference, check_place, check_lengths)
+    first = (choose_stages, choose_engine, choose_inference, choose_workers, check_place, check_lengths)
     draft = _walk(draft, *first, choose_packing, choose_launcher)
     if draft.script is not None:
         draft = _walk(draft, choose_world, check_rules, choose_script, choose_capacity, check_inference)
@@ -477,6 +477,9 @@ def _prediction(draft: Draft) -> Prediction | None:
         device=draft.inference_device,
         batch_tokens=inference_tokens(draft),
         precision=draft.inference_precision,
+        workers=draft.predict_workers,
+        format=asked.format,
+        id_column=asked.id_column,
     )
 
 

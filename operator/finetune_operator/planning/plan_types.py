@@ -107,6 +107,11 @@ class JobPlan(Message):
     assumptions: tuple[str, ...] = ()
     """What was not known, and what was taken in its place."""
 
+    @property
+    def predict_workers(self) -> int:
+        """Processes that share the rows to predict; 1 where nothing is predicted."""
+        return 1 if self.trainer.predict is None else self.trainer.predict.workers
+
 
 class PlanRefused(Exception):  # noqa: N818 - it names an answer, as a plan does, not a defect
     """The job cannot run as asked; every reason with its field."""

@@ -20,6 +20,7 @@ from finetune_operator.reconcile.failure_diagnosis import first_cause, on_node_l
 from finetune_operator.reconcile.planned import configuration
 from finetune_operator.reconcile.reconcile_types import ChildView, PodView
 from finetune_operator.reconcile.remedies import Cause, OperatorCause
+from finetune_operator.reconcile.replacing import standing, tell_replaced, telling
 from finetune_operator.reconcile.results import nodes
 from finetune_operator.reconcile.silence import no_progress, silence, witnesses
 from finetune_operator.reconcile.spot import clock_started, look_for_nodes, words
@@ -61,13 +62,15 @@ def _look(course: Course, stage: StageStatus) -> Course:
         return course
     if newest is None or newest.attempt < stage.attempt:
         return course if course.spec.run_policy.suspend else attempt_failed(course, stage, _deleted(stage))
-    pods = course.pods(stage.name, stage.attempt)
+    every = course.pods(stage.name, stage.attempt)
+    pods = standing(newest, every)
     match newest.state:
         case "Succeeded":
             return _succeeded(course, stage, newest, pods)
         case "Failed":
-            return _failed(course, stage, newest, pods)
+            return _failed(course, stage, newest, telling(newest, every))
         case "Pending" | "Running" | "Suspended":
+            course, stage = tell_replaced(course, stage, newest, every)
             return _underway(course, stage, newest, pods)
 
 
@@ -84,6 +87,7 @@ def _taken_up(course: Course, stage: StageStatus, child: ChildView) -> tuple[Cou
             "capacity": child.capacity,
             "nodes_since": None,
             "running_since": None,
+            "replaced_pods": 0,
             "child": reference(child.ref),
         }
     )
@@ -220,14 +224,15 @@ def _listened(course: Course, stage: StageStatus, child: ChildView, pods: Sequen
 
 def _processes(course: Course, stage: Stage) -> int:
     plan = course.status.plan
-    return plan.world_size if stage is Stage.TRAIN and plan is not None else nodes(course.spec, stage)
+    return plan.world_size if stage is Stage.TRAIN and plan is not None else nodes(course.spec, plan, stage)
 
 
 def _broken(course: Course, child: ChildView, pods: Sequence[PodView]) -> Cause | None:
     """The cause when a pod is lost for good and the child does not know: it would wait for ever."""
     if (lost := _lost(course, pods)) is not None:
         return on_node_lost(lost)
-    if not any(_passed(_dead_after(pod), course.now) for pod in pods):
+    # A controller that replaces pods waits before it does so, and says itself when it gives up.
+    if child.replaces_pods or not any(_passed(_dead_after(pod), course.now) for pod in pods):
         return None
     cause = first_cause(child.stage, child, pods)
     return None if cause.cause in ECHOES and _held_up(pods) else cause

@@ -51,6 +51,7 @@ def child_view(value: Mapping[str, JsonValue]) -> ChildView | None:
         deleting=raw.metadata.deletion_timestamp is not None,
         configuration=verdict.configuration,
         capacity=_capacity(raw.metadata),
+        replaces_pods=verdict.replaces_pods,
     )
 
 

@@ -449,6 +449,7 @@ def _started(course: Course, current: StageStatus) -> Course:
             "capacity": capacity,
             "nodes_since": None,
             "running_since": None,
+            "replaced_pods": 0,
             # Before the first attempt these are refusals of the API server, which are over.
             "failures_in_row": current.failures_in_row if current.attempt else 0,
             "child": reference(child),

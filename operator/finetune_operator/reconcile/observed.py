@@ -30,6 +30,7 @@ from finetune_operator.reconcile.failure_diagnosis import first_cause, reported_
 from finetune_operator.reconcile.raw import RawPod
 from finetune_operator.reconcile.reconcile_types import ChildView, Ended, JobView, Observed, PodView, Waiting
 from finetune_operator.reconcile.remedies import LOG_LIMIT, MOST_LOGS
+from finetune_operator.reconcile.replacing import standing, telling
 from finetune_operator.reconcile.silence import silence, witnesses
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 
@@ -39,6 +40,10 @@ TOLD_PROBLEMS = 20
 LONGEST_PATH = 300
 _INDEX_LABELS = tuple(dict.fromkeys(each.index_label for each in SUPPORTED if each.index_label is not None))
 _STARTERS = tuple(each.starter_pod for each in SUPPORTED if each.starter_pod is not None)
+FAILURES_ANNOTATION = "batch.kubernetes.io/job-index-failure-count"
+"""On pods of a Job with backoffLimitPerIndex (kubernetes `staging/src/k8s.io/api/batch/v1/types.go`)."""
+MOST_DIGITS = 10
+"""Of a count that a person can set."""
 _NOT_WAITING = frozenset({"", "ContainerCreating", "PodInitializing"})
 """What the kubelet calls waiting and is a start that goes on."""
 
@@ -178,6 +183,7 @@ def pod_view(value: Mapping[str, JsonValue]) -> PodView | None:
         created=raw.metadata.creation_timestamp,
         phase=status.phase,
         index=_index(raw.metadata.labels),
+        lost_before=_lost_before(raw.metadata.annotations),
         node=raw.spec.node_name,
         scheduled=scheduled.last_transition_time if scheduled is not None and scheduled.holds else None,
         began=_began(raw),
@@ -204,6 +210,12 @@ def _index(labels: Mapping[str, str]) -> int | None:
         return None
     found = next((labels[label] for label in _INDEX_LABELS if label in labels), "")
     return int(found) if found.isascii() and found.isdecimal() else None
+
+
+def _lost_before(annotations: Mapping[str, str]) -> int:
+    """Failures of the pod's index, as the Job counts them; those that its policy ignores are in neither."""
+    found = annotations.get(FAILURES_ANNOTATION, "")
+    return int(found) if found.isascii() and found.isdecimal() and len(found) < MOST_DIGITS else 0
 
 
 def _waiting(raw: RawPod) -> Waiting | None:
@@ -251,7 +263,8 @@ def wanted_logs(job: JobView, observed: Observed, now: datetime, settings: Setti
     newest = _newest(job, observed)
     if newest is None:
         return ()
-    own = _pods_of(newest, job, observed)
+    every = _pods_of(newest, job, observed)
+    own = telling(newest, every) if newest.state == "Failed" else standing(newest, every)
     # Of a pod that is gone there is no log to be read.
     failed = sorted(
         (pod for pod in own if pod.phase == "Failed" and not pod.gone), key=lambda pod: (_ended_at(pod), pod.name)

@@ -110,6 +110,7 @@ def plan_status(made: JobPlan) -> PlanStatus:
         data_parallel=None
         if training is None or training.strategy.replica_ranks == 1
         else training.batch.data_parallel,
+        predict_workers=made.predict_workers if made.predict_workers > 1 else None,
         memory_per_device=terms,
         estimated=EstimateStatus(
             duration_seconds=made.estimate.seconds, cost=made.estimate.cost, currency=made.estimate.currency

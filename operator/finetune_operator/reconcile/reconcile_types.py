@@ -74,6 +74,8 @@ class ChildView:
     """sha256 of what its pods are told to do, as its pod template has it."""
     capacity: Capacity | None = None
     """Nodes that its pods ask for, as its label has it."""
+    replaces_pods: bool = False
+    """Whether its controller creates another pod in the place of one that is lost."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ class PodView:
     phase: Literal["Pending", "Running", "Succeeded", "Failed", "Unknown"]
     index: int | None = None
     """Node rank; None for the launcher pod of an MPIJob."""
+    lost_before: int = 0
+    """Pods of the same index that its Job has lost before it."""
     node: str | None = None
     scheduled: datetime | None = None
     """When it got its node."""
@@ -142,8 +146,10 @@ class PodView:
 
     @property
     def spare(self) -> bool:
-        """Whether its attempt ends well without it: the first pod of a preparation does what the others leave."""
-        return self.stage == Stage.PREPARE and bool(self.index)
+        """Whether its attempt ends well without it: the first pod that prepares or predicts does what the others
+        leave.
+        """
+        return self.stage in (Stage.PREPARE, Stage.PREDICT) and bool(self.index)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from finetune_operator.api.types import (
     CostStatus,
     FineTuneJobSpec,
     FineTuneJobStatus,
+    PlanStatus,
+    PredictSpec,
     ProgressStatus,
     StageStatus,
 )
@@ -95,8 +97,7 @@ def artifacts(
         if name in ("model", "report", "predictions", "script", "checkpoints")
     }
     if stage is Stage.PREDICT and "predictions" not in changes:
-        output = None if spec.predict is None else spec.predict.output
-        changes["predictions"] = output or f"{folder}/predictions.jsonl"
+        changes["predictions"] = _predictions(spec, folder)
     if report.fingerprint is not None:
         changes["dataset_fingerprint"] = report.fingerprint
     if report.model_revision is not None:
@@ -109,11 +110,19 @@ def artifacts(
     return before.model_copy(update=changes)
 
 
-def nodes(spec: FineTuneJobSpec, stage: Stage) -> int:
-    """Nodes that an attempt at `stage` takes; pods that prepare count as one each."""
+def _predictions(spec: FineTuneJobSpec, folder: str) -> str:
+    """URI of the predictions."""
+    predict = spec.predict or PredictSpec()
+    return predict.output or f"{folder}/predictions.{predict.format or 'jsonl'}"
+
+
+def nodes(spec: FineTuneJobSpec, plan: PlanStatus | None, stage: Stage) -> int:
+    """Nodes that an attempt at `stage` takes; pods that prepare or predict count as one each."""
     match stage:
         case Stage.PREPARE:
             return spec.preparation.pods
+        case Stage.PREDICT:
+            return 1 if plan is None or plan.predict_workers is None else plan.predict_workers
         case Stage.TRAIN:
             return spec.resources.nodes
         case _:
@@ -135,7 +144,8 @@ def cost_after(
     """
     before = status.cost or CostStatus(currency=settings.currency if settings.prices else None)
     kind = Stage(stage.name)
-    held = seconds_since(stage.nodes_since, ended) * nodes(spec, kind)
+    pods = nodes(spec, status.plan, kind)
+    held = seconds_since(stage.nodes_since, ended) * pods
     if not held:
         return before
     price, counted = _price(spec, settings, kind), before.amount if before.billable_seconds else 0.0
@@ -148,7 +158,7 @@ def cost_after(
             saved = round(max(0.0, less), 6)
     return before.model_copy(
         update={
-            "node_seconds": before.node_seconds + seconds_since(stage.running_since, ended) * nodes(spec, kind),
+            "node_seconds": before.node_seconds + seconds_since(stage.running_since, ended) * pods,
             "billable_seconds": before.billable_seconds + held,
             "amount": amount,
             "saved": saved,

@@ -105,15 +105,15 @@ def _claims_of(spec: FineTuneJobSpec, stage: Stage) -> dict[str, bool]:
 
 
 def _read_by(spec: FineTuneJobSpec, stage: Stage) -> Iterator[tuple[str, str]]:
-    """Field and URI of what `stage` reads. Rows are read once, by prepare; after it they lie in the workspace. A user's
-    own program reads them itself, and what evaluates its model prepares them then.
+    """Field and URI of what `stage` reads. Rows to train and evaluate on are read once, by prepare; after it they lie
+    in the workspace. A user's own program reads them itself, and what evaluates its model prepares them then. Rows to
+    predict are checked by prepare, and read by predict.
     """
     yield "spec.model.uri", spec.model.uri
-    if stage is not Stage.PREPARE and spec.script is None:
-        return
-    if spec.dataset is not None:
+    prepares = stage is Stage.PREPARE or spec.script is not None
+    if spec.dataset is not None and prepares:
         yield "spec.dataset.uri", spec.dataset.uri
-    if spec.predict is not None and spec.predict.dataset is not None:
+    if spec.predict is not None and spec.predict.dataset is not None and (prepares or stage is Stage.PREDICT):
         yield "spec.predict.dataset.uri", spec.predict.dataset.uri
 
 
@@ -125,12 +125,18 @@ def in_the_pod(job: TrainerJob) -> TrainerJob:
     """`job` with every `pvc://` URI as the path at which its claim is mounted."""
     predict = job.predict
     if predict is not None:
-        output = None if predict.output is None else _mounted(predict.output, "spec.predict.output")
+        output = None if predict.output is None else _mounted_output(predict.output)
         dataset = _mounted_rows(predict.dataset, "spec.predict.dataset.uri")
         predict = predict.model_copy(update={"output": output, "dataset": dataset})
     model = job.model.model_copy(update={"uri": _mounted(job.model.uri, "spec.model.uri")})
     dataset = _mounted_rows(job.dataset, "spec.dataset.uri")
     return job.model_copy(update={"model": model, "dataset": dataset, "predict": predict})
+
+
+def _mounted_output(uri: str) -> str:
+    """The place; one that ends in / is a folder, and stays one."""
+    place = _mounted(uri, "spec.predict.output")
+    return f"{place}/" if uri.endswith("/") and not place.endswith("/") else place
 
 
 def _mounted_rows(source: DataSource | None, field: str) -> DataSource | None:

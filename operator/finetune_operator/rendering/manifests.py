@@ -27,7 +27,8 @@ def shared(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
     # A claim that one node at a time may attach would keep the other pods from starting.
     world = plan.trainer.world
     beside = plan.launcher != "local" and launcher(plan.launcher).starter_pod is not None
-    several = plan.trainer.preparation.pods > 1 or (world is not None and (world.nodes > 1 or beside))
+    sharing = max(plan.trainer.preparation.pods, plan.predict_workers)
+    several = sharing > 1 or (world is not None and (world.nodes > 1 or beside))
     modes = defaults.access_modes or ("ReadWriteMany" if several else "ReadWriteOnce",)
     claim = document(
         "claim",

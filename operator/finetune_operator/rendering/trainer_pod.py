@@ -122,11 +122,15 @@ class StagePods:
         world = self.plan.trainer.world
         if self.stage is Stage.PREPARE:
             return self.plan.trainer.preparation.pods
+        if self.stage is Stage.PREDICT:
+            return self.plan.predict_workers
         return world.nodes if self.stage is Stage.TRAIN and world is not None else 1
 
     @property
     def service(self) -> str | None:
-        """Headless Service of an Indexed Job whose pods have to find each other; those that prepare meet in files."""
+        """Headless Service of an Indexed Job whose pods have to find each other; those that prepare or predict meet in
+        files.
+        """
         return self.names.service(self.attempt.number) if self.stage is Stage.TRAIN and self.nodes > 1 else None
 
     @property
@@ -162,10 +166,19 @@ class StagePods:
         return world.processes_per_node
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether the pods of an Indexed Job share the rows. The first one ends well once all rows are done, whoever
+        did them.
+        """
+        if self.stage is Stage.PREPARE:
+            return self.plan.trainer.preparation.engine == "job"
+        return self.stage is Stage.PREDICT and self.nodes > 1
+
+    @property
     def starter(self) -> Starter:
         """What starts the ranks."""
         world = self.plan.trainer.world
-        if self.stage is Stage.PREPARE and self.plan.trainer.preparation.engine == "job":
+        if self.shares_rows:
             return "index"
         if self.stage is not Stage.TRAIN or world is None:
             return "process"

@@ -36,7 +36,7 @@ _STEP = ("step", "current_step", "global_step")
 _TOTAL = ("total_steps", "max_steps")
 _EPOCH = ("epoch", "current_epoch")
 _LOSS = ("loss", "train_loss")
-_SAMPLES = ("samples_per_second", "train_samples_per_second")
+_SAMPLES = ("rows_per_second", "samples_per_second", "train_samples_per_second")
 _TOKENS = ("tokens_per_second", "train_tokens_per_second")
 
 

@@ -143,7 +143,7 @@ def test_the_tour_is_there() -> None:
 
 def test_the_watch_tells_every_phase_and_how_far_it_is(tour: dict[str, str]) -> None:
     header, *lines = [line.split() for line in said_by(tour, WATCH).splitlines()]
-    assert header[:7] == ["NAME", "PHASE", "STAGE", "PROGRESS", "LOSS", "ETA", "RESTARTS"]
+    assert header[:8] == ["NAME", "PHASE", "STAGE", "PROGRESS", "LOSS", "ETA", "ROWS/S", "RESTARTS"]
     phases = list(dict.fromkeys(line[1] for line in lines if len(line) > 2))
     assert phases[-5:] == ["Preparing", "Training", "Evaluating", "Predicting", "Succeeded"]
     told = {int(line[3]) for line in lines if line[1] == "Training" and len(line) >= 8}

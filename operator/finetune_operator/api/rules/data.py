@@ -80,7 +80,23 @@ def _predictions_advice(spec: FineTuneJobSpec) -> str:
     named = re.sub(r"\.(?:csv|tsv|json|txt|arrow|xlsx?)$", "", rest.rstrip("/")) or "predictions"
     if scheme not in ("file", "pvc"):
         return f"name it pvc://CLAIM/{named.rpartition('/')[2]}.jsonl, or leave it out: it is in the workspace then"
-    return f"write {scheme}://{named}.jsonl, or the same with .parquet"
+    return f"write {scheme}://{named}.jsonl, or the same with .parquet, or with / for a folder"
+
+
+def _two_formats(spec: FineTuneJobSpec) -> bool:
+    """Whether format and ending differ. An output without an ending that is a format breaks another rule."""
+    if spec.predict is None or spec.predict.format is None or spec.predict.output is None:
+        return False
+    output = spec.predict.output
+    return not output.endswith(("/", f".{spec.predict.format}"))
+
+
+def _format_advice(spec: FineTuneJobSpec) -> str:
+    output = "" if spec.predict is None or spec.predict.output is None else spec.predict.output
+    ending = next((ending for ending in ("jsonl", "parquet") if output.endswith(f".{ending}")), None)
+    return (
+        "leave it out" if ending is None else f"leave it out or write {ending}, or give spec.predict.output its ending"
+    )
 
 
 def _columns_read(task: Task) -> str:
@@ -294,13 +310,25 @@ RULES: tuple[Rule, ...] = (
         "predictions-have-a-format",
         "predict.output",
         "!has(self.predict) || !has(self.predict.output) || self.predict.output.endsWith('.jsonl')"
-        " || self.predict.output.endsWith('.parquet')",
+        " || self.predict.output.endsWith('.parquet') || self.predict.output.endsWith('/')",
         lambda spec: (
-            spec.predict is None or spec.predict.output is None or spec.predict.output.endswith((".jsonl", ".parquet"))
+            spec.predict is None
+            or spec.predict.output is None
+            or spec.predict.output.endswith((".jsonl", ".parquet", "/"))
         ),
-        "has to end in .jsonl or .parquet, which also chooses the format",
-        "add one of the two endings",
+        "has to end in .jsonl or .parquet, which also chooses the format, or in / for a folder of parts",
+        "add one of the three endings",
         advice=_predictions_advice,
+    ),
+    Rule(
+        "predictions-have-one-format",
+        "predict.format",
+        "!has(self.predict) || !has(self.predict.format) || !has(self.predict.output)"
+        " || self.predict.output.endsWith('/') || self.predict.output.endsWith('.' + self.predict.format)",
+        lambda spec: not _two_formats(spec),
+        "differs from the ending of spec.predict.output, which chooses the format of a file",
+        "leave it out",
+        advice=_format_advice,
     ),
     _hub_only_rule(
         "model.revision",

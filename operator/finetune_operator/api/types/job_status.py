@@ -96,6 +96,9 @@ class StageStatus(StatusModel):
     running_since: str | None = Field(
         default=None, description="Since when all pods of the current attempt run, RFC 3339."
     )
+    replaced_pods: int = Field(
+        default=0, ge=0, description="Pods of the current attempt that were lost and replaced, a count."
+    )
 
 
 class EstimateStatus(StatusModel):
@@ -127,6 +130,9 @@ class PlanStatus(StatusModel):
         default=None,
         ge=1,
         description="Replicas of the model, when several processes hold one. Left out: each process holds one.",
+    )
+    predict_workers: int | None = Field(
+        default=None, ge=1, description="Pods that share the rows to predict. Left out: one pod predicts."
     )
     reasons: tuple[str, ...] = Field(default=(), max_length=64, description="One sentence for each decision.")
 

@@ -71,11 +71,19 @@ class PredictSpec(SpecModel):
     )
     output: Uri | None = Field(
         default=None,
-        description="Where predictions go, .jsonl or .parquet; file://path is relative to the job file's folder. "
-        "s3://, gs:// and az:// are not supported yet. Left out: the workspace.",
+        description="Where predictions go: a file, .jsonl or .parquet, or a folder of parts, which ends in /; "
+        "file://path is relative to the job file's folder. s3://, gs:// and az:// are not supported yet. Left out: a "
+        "file in the workspace.",
     )
-    workers: Annotated[int, Field(ge=1, le=1024)] = Field(
-        default=1, description="Processes that predict, a count. Default 1; more are not supported yet."
+    format: Literal["jsonl", "parquet"] | None = Field(
+        default=None,
+        description="Format of the predictions. Left out: as the ending of output says, else jsonl.",
+    )
+    workers: Auto | Annotated[int, Field(ge=1, le=1024)] = Field(
+        default=1,
+        description="Pods that share the rows, each with a copy of the model and one GPU where the job has any, a "
+        "count. Default 1; auto: at most the GPUs (without GPUs, the nodes) of resources, and no more than each has "
+        "some minutes of work for. They share the workspace.",
     )
     optimization: Literal["auto", "none", "int8"] = Field(
         default="auto",
@@ -83,6 +91,11 @@ class PredictSpec(SpecModel):
     )
     columns: Annotated[tuple[Text, ...], Field(max_length=64)] = Field(
         default=(), description="Input columns copied to the output. Left out: none."
+    )
+    id_column: Text | None = Field(
+        default=None,
+        description="Input column that identifies the rows, which the output has as id. Left out: there is no id, and "
+        "rows are known by their numbers.",
     )
     max_bad_rows: Annotated[int, Field(ge=0, le=1_000_000_000)] | None = Field(
         default=None,

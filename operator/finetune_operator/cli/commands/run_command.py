@@ -77,12 +77,15 @@ def run(
     from finetune_contract.choices import Stage
     from finetune_operator.cli.commands.steps import checked_jobs, settings_of
     from finetune_operator.planning.capacity import NO_SPOT_HERE
+    from finetune_operator.planning.inference import ONE_PROCESS_HERE
 
     names = [*(files or []), *(filename or [])]
     limits = settings_of(settings, cluster=False)
     entry = _one(checked_jobs(names, limits, output), name)
     if entry.job.spec.spot.enabled:
         note(f"{entry.job.name}: {NO_SPOT_HERE}.")
+    if entry.job.spec.predict is not None and entry.job.spec.predict.workers != 1:
+        note(f"{entry.job.name}: {ONE_PROCESS_HERE}.")
 
     from finetune_operator.cli.local_run import RunRequest, planned_run, result_data
     from finetune_operator.cli.local_run import run as run_locally

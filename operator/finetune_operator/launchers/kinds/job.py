@@ -8,6 +8,7 @@ from dataclasses import replace
 from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
+from finetune_contract.layout import EXIT_CODES, EXIT_OK, FailureClass
 from finetune_operator.api.objects import Raw
 from finetune_operator.launchers.kinds.launcher_status import ConditionedStatus, PodTemplate, Verdict
 from finetune_operator.rendering.manifests import metadata, service
@@ -16,15 +17,36 @@ from finetune_operator.rendering.render_types import Manifest
 from finetune_operator.rendering.templates import document
 from finetune_operator.rendering.trainer_pod import StagePods, stage_pod
 
+REPLACEMENTS = 3
+"""Pods of one index that the Job replaces in an attempt. One lost more often is a failure of the attempt, with its
+cause, and the next attempt begins with new pods. The Job waits 10, 20 and 40 s before the three.
+"""
+REPLACED_CODES = tuple(
+    EXIT_CODES[failure]
+    for failure in (
+        FailureClass.OUT_OF_MEMORY,
+        FailureClass.PREEMPTED,
+        FailureClass.STORAGE_LOST,
+        FailureClass.HUB_UNAVAILABLE,
+    )
+)
+"""Exit codes of processes that were killed, for lack of memory among other reasons, were told to stop, or lost what
+another node may still reach. With any other one the trainer reports a failure that ends the attempt.
+"""
+
 
 def render(pods: StagePods) -> tuple[Manifest, ...]:
+    replaces = pods.stage is Stage.PREDICT and pods.shares_rows
     made = document(
         "job",
         metadata=metadata(pods),
         nodes=pods.nodes,
         container=CONTAINER_NAME,
-        # Of pods that prepare, the first ends well once all is done, whoever did it; of a gang each one's end counts.
-        first_pod_decides=pods.stage is Stage.PREPARE and pods.plan.trainer.preparation.engine == "job",
+        # Of a gang each one's end counts.
+        first_pod_decides=pods.shares_rows,
+        replacements=REPLACEMENTS if replaces else None,
+        on_disruption="Count" if replaces else "FailJob",
+        other_codes=[EXIT_OK, *REPLACED_CODES] if replaces else [EXIT_OK],
         pod=replace(stage_pod(pods), subdomain=pods.service).manifest(),
     )
     return (made,) if pods.service is None else (service(pods, pods.service), made)
@@ -32,6 +54,7 @@ def render(pods: StagePods) -> tuple[Manifest, ...]:
 
 class _Spec(Raw):
     suspend: bool | None = None
+    backoff_limit_per_index: int | None = None
     template: PodTemplate = PodTemplate()
 
 
@@ -53,7 +76,12 @@ def read(value: Mapping[str, JsonValue]) -> Verdict:
     A Job counts pods that only wait as active, so it is running when one of them is ready.
     """
     raw = _Job.model_validate(value)
-    return replace(_judged(raw), started=raw.status.start_time, configuration=raw.spec.template.configuration)
+    return replace(
+        _judged(raw),
+        started=raw.status.start_time,
+        configuration=raw.spec.template.configuration,
+        replaces_pods=bool(raw.spec.backoff_limit_per_index),
+    )
 
 
 def _judged(raw: _Job) -> Verdict:

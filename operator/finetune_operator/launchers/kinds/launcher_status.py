@@ -25,6 +25,8 @@ class Verdict:
     started: datetime | None = None
     configuration: str | None = None
     """sha256 of the files that its pods read; None: its kind does not show it."""
+    replaces_pods: bool = False
+    """Whether its controller creates another pod in the place of one that is lost."""
 
 
 class TemplateMeta(Raw):

@@ -1,0 +1,59 @@
+"""Pods that a child's own controller replaces: they are told of as events, and are no failure of their attempt.
+
+A Job with `backoffLimitPerIndex` creates another pod for an index whose pod was lost, a bounded number of times. Of
+each index the newest pod counts; an attempt fails when the Job does, and then the newest pods say why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from finetune_contract.causes import ECHOES
+from finetune_operator.api.types import StageStatus
+from finetune_operator.reconcile.course import Course
+from finetune_operator.reconcile.failure_diagnosis import first_cause
+from finetune_operator.reconcile.reconcile_types import ChildView, PodView
+
+
+def standing(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView, ...]:
+    """The pods of `child` without those in whose place its controller has created others."""
+    if not child.replaces_pods:
+        return tuple(pods)
+    newest = _newest(pods)
+    return tuple(pod for pod in pods if pod.index is None or newest[pod.index] is pod)
+
+
+def telling(child: ChildView, pods: Sequence[PodView]) -> tuple[PodView, ...]:
+    """The pods of a failed `child` that tell the cause: those that stand, and all where these only tell of others.
+
+    A pod may have been replaced, after a failure that it had reported, before the others heard of it and ended.
+    """
+    left = standing(child, pods)
+    return tuple(pods) if first_cause(child.stage, child, left).cause in ECHOES else left
+
+
+def tell_replaced(
+    course: Course, stage: StageStatus, child: ChildView, pods: Sequence[PodView]
+) -> tuple[Course, StageStatus]:
+    """Tell an event for each of the attempt's `pods` that was replaced since the status was written."""
+    newest = _newest(pods)
+    count = sum(pod.lost_before for pod in newest.values())
+    if not child.replaces_pods or count <= stage.replaced_pods:
+        return course, stage
+    lost = [pod for pod in pods if pod.index is not None and newest[pod.index] is not pod]
+    latest = sorted(lost, key=lambda pod: pod.created)[stage.replaced_pods - count :]
+    for pod in latest:
+        cause = first_cause(child.stage, child, [pod])
+        message = (
+            f"Stage {stage.name}, attempt {stage.attempt}: {cause.message} {child.ref.kind} {child.ref.name} has "
+            f"created pod {newest[pod.index or 0].name} in its place; what is finished is kept."
+        )
+        course = course.tell("PodReplaced", message, warning=True)
+    stage = stage.model_copy(update={"replaced_pods": count})
+    return course.with_stage(stage), stage
+
+
+def _newest(pods: Sequence[PodView]) -> dict[int, PodView]:
+    """Index -> its newest pod."""
+    ordered = sorted(pods, key=lambda pod: (pod.created, pod.lost_before, pod.name))
+    return {pod.index: pod for pod in ordered if pod.index is not None}
