@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,14 +15,17 @@ import pyarrow as pa
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
 from finetune_contract.trainer_job import Columns, TrainerJob
-from finetune_trainer.data.prepared import PreparedData, dataset_of
+from finetune_trainer.data.batches import inference_batches
+from finetune_trainer.data.prepared import PreparedData, PreparedSplit, dataset_of
 from finetune_trainer.data.row_shards import AsideRow, RowShard, ShardRows, most_of
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import StageError
+from finetune_trainer.inference.optimization.choosing import Sample
+from finetune_trainer.inference.optimization.rung_protocol import ForwardPass
 from finetune_trainer.inference.runner import Means, answers_of
-from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.task_protocol import Labels
+from finetune_trainer.progress import NoProgress, ProgressSink
+from finetune_trainer.tasks.task_protocol import Answer, Labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,6 +67,8 @@ class Answerer:
     labels: Labels
     means: Means
     asked: Asked
+    forward: ForwardPass | None = None
+    """What computes in the model's place."""
 
     def answers(self, shard: RowShard, rows: ShardRows, progress: ProgressSink) -> ShardAnswers:
         """Predictions for all rows that can be answered. StageError of the model, and DATA `MixedTypes` when the rows
@@ -93,9 +98,38 @@ class Answerer:
     def _check(self, split: RawSplit) -> None:
         self.encoder.task.check(split, self.asked.columns, self.asked.setting)
 
+    def sample(self, table: pa.Table) -> Sample:
+        """Rows to measure rungs with: a table of readable ones, with the columns that are wanted."""
+        inputs = self.encoder.task.inputs(self.asked.columns)
+        split = self._split(table, self.encoder.features(table, inputs)[0], inputs)
+        task, data = self.encoder.task, split.data
+        batches = inference_batches(task.widths(data, split.role), batch_tokens=self.means.batch_tokens)
+
+        def answers(forward: ForwardPass | None) -> list[dict[str, Any]]:
+            found = self._answers(split, NoProgress(), forward)
+            rows: list[dict[str, Any]] = task.predictions(found, split, slice(0, split.rows)).to_pylist()
+            return rows
+
+        collated = [
+            {
+                name: tensor.to(self.model.device)
+                for name, tensor in task.collate(
+                    data.features(split.role, batch), pad_token_id=data.pad_token_id
+                ).items()
+                if name != "labels"
+            }
+            for batch in batches
+        ]
+        return Sample(split.rows, collated, answers)
+
     def _predicted(
         self, table: pa.Table, features: pa.Table, inputs: Mapping[str, str], progress: ProgressSink
     ) -> pa.Table:
+        split = self._split(table, features, inputs)
+        answers = self._answers(split, progress, self.forward)
+        return self.encoder.task.predictions(answers, split, slice(0, split.rows))
+
+    def _split(self, table: pa.Table, features: pa.Table, inputs: Mapping[str, str]) -> PreparedSplit:
         tokenizer = self.encoder.coding.tokenizer
         assert isinstance(tokenizer.pad_token_id, int)
         facts = DataFacts(
@@ -110,8 +144,10 @@ class Answerer:
         data = PreparedData.in_memory(
             _ROLE, features, dataset_of(table), facts, tokenizer.pad_token_id, self.job.task, named
         )
-        split = data.of(_ROLE)
-        answers = answers_of(
+        return data.of(_ROLE)
+
+    def _answers(self, split: PreparedSplit, progress: ProgressSink, forward: ForwardPass | None) -> list[Answer]:
+        return answers_of(
             Stage.PREDICT,
             self.job,
             self.model,
@@ -119,9 +155,9 @@ class Answerer:
             device=self.means.device,
             batch_tokens=self.means.batch_tokens,
             progress=progress,
-            tokenizer=tokenizer,
+            tokenizer=self.encoder.coding.tokenizer,
+            forward=forward,
         )
-        return self.encoder.task.predictions(answers, split, slice(0, split.rows))
 
 
 def _aside(rows: ShardRows, at: int, error: StageError) -> AsideRow:

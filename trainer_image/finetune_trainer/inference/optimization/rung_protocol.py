@@ -88,8 +88,8 @@ class Rung(Protocol):
         """Return the reason why this model cannot run so on this machine, None when it can be tried."""
 
     def prepare(self, model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> ForwardPass:
-        """Make what runs. `sample`: batches of the job's own rows, to calibrate with. What is converted lies in `folder`
-        and is used again from there; it loads without this project.
+        """Make what runs. `sample`: batches of the job's own rows, to calibrate with. What is converted lies in
+        `folder` and is used again from there; it loads without this project.
 
         NotAvailable when it turns out that it cannot be made.
         """
