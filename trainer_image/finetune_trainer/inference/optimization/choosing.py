@@ -2,8 +2,8 @@
 
 Every rung answers the same rows as the plain model does, and two figures count: how long the rows that remain take with
 it, and how many of its labels are those of the plain model. Measuring costs time itself, most of it to make what runs.
-So a small job takes the plain model at once, and measuring ends when it has taken `MEASURING_SHARE` of the time that the
-plain model would need for everything.
+So a small job takes the plain model at once, and measuring ends when it has taken `MEASURING_SHARE` of the time that
+the plain model would need for everything.
 """
 
 from __future__ import annotations
@@ -264,8 +264,8 @@ def agreement(reference: Rows, answers: Rows) -> float:
     """Return the share of rows whose answers are equal apart from real numbers: labels, words, spans."""
     if not reference:
         return 1.0
-    equal = sum(_without_reals(one) == _without_reals(other) for one, other in zip(reference, answers, strict=True))
-    return equal / len(reference)
+    pairs = zip(reference, answers, strict=True)
+    return sum(bool(_without_reals(one) == _without_reals(other)) for one, other in pairs) / len(reference)
 
 
 def largest_difference(reference: Rows, answers: Rows) -> float:
