@@ -18,6 +18,12 @@ class _Place(NamedTuple):
 _RUNGS = {
     "none": _Place("torch_rungs", "PLAIN"),
     "bf16": _Place("torch_rungs", "BF16"),
+    "openvino": _Place("exported.openvino_rungs", "OPENVINO"),
+    "onnx": _Place("exported.onnxruntime_rungs", "ONNX"),
+    "openvino-bf16": _Place("exported.openvino_rungs", "OPENVINO_BF16"),
+    "onnx-int8": _Place("exported.onnxruntime_rungs", "ONNX_INT8"),
+    "onnx-int8-static": _Place("exported.onnxruntime_rungs", "ONNX_INT8_STATIC"),
+    "openvino-int8": _Place("exported.openvino_rungs", "OPENVINO_INT8"),
     "compile": _Place("torch_rungs", "COMPILE"),
 }
 FAMILIES = {"int8": ("onnx-int8", "openvino-int8")}
