@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import os
@@ -51,6 +52,36 @@ def write_atomically(path: Path, text: str, *, folder: bool = True) -> None:
     """
     with replaced(path, folder=folder) as partial:
         write_synced(partial, text)
+
+
+def create_whole(path: Path, text: str) -> bool:
+    """Write a file that was not there, which readers see whole or not at all; False where one is."""
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        write_synced(partial, text)
+        os.link(partial, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _create(path, text)
+    finally:
+        partial.unlink(missing_ok=True)
+    return True
+
+
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+"""Of file systems without hard links, where a reader may see the file before it is whole."""
+
+
+def _create(path: Path, text: str) -> bool:
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    return True
 
 
 @contextmanager

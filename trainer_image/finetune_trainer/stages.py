@@ -214,7 +214,8 @@ def _evaluate(given: StageInput) -> StageResult:
 def _predict(given: StageInput) -> StageResult:
     from finetune_trainer.inference.predict import predict
 
-    return StageResult(predict(_inference_job(given), given.paths, given.progress), {})
+    job = _inference_job(given)
+    return StageResult(predict(job, given.paths, given.progress, given.world, os.environ), {})
 
 
 def _inference_job(given: StageInput) -> TrainerJob:

@@ -17,6 +17,7 @@ from finetune_contract.choices import (
     Device,
     InferencePrecision,
     OffloadDevice,
+    Optimization,
     OptimizerName,
     PipelineSchedule,
     Precision,
@@ -384,9 +385,17 @@ class Prediction(Order):
 
     dataset: DataSource | None = None
     output: str | None = None
-    """URI of the result; None: `predictions.jsonl` in the job's folder. Ending `.parquet` writes Parquet."""
+    """URI of the result; None: `predictions.jsonl` in the job's folder. Ending `/`: a folder of parts."""
+    format: Annotated[Literal["jsonl", "parquet"] | None, Field(exclude_if=lambda form: form is None)] = None
+    """None: by the ending of `output`, JSONL in a folder. Left out where it is None, as `workers` and `id_column` are
+    where they say nothing: images that do not know these fields read such jobs.
+    """
     columns: tuple[str, ...] = ()
     """Input columns copied into the output."""
+    id_column: Annotated[str | None, Field(exclude_if=lambda column: column is None)] = None
+    """Input column that identifies a row, written as `id`."""
+    workers: Annotated[int, Field(ge=1, exclude_if=lambda workers: workers == 1)] = 1
+    """Pods of an Indexed Job that answer the rows together; 1: one process."""
     max_bad_rows: int = Field(default=0, ge=0)
     """Rows that cannot be read or answered before the stage fails."""
     max_bad_share: float = Field(default=0.0, ge=0, le=1)
@@ -395,6 +404,11 @@ class Prediction(Order):
     batch_tokens: int = Field(gt=0)
     precision: _InferencePrecision = "fp32"
     """As of an evaluation."""
+    optimization: Annotated[Optimization, Field(exclude_if=lambda name: name == "none")] = "none"
+    tolerance: Annotated[float | None, Field(gt=0.5, le=1, exclude_if=lambda share: share is None)] = None
+    """Share of rows whose labels have to be those of the plain model; None: rungs whose labels can differ are only
+    taken by name.
+    """
 
 
 class TrainerJob(Order):

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from finetune_contract.facts import DataFacts
 from finetune_contract.layout import COMPLETION_MARKER, FailureClass, JobPaths
-from finetune_contract.trainer_job import Columns, TrainerJob
+from finetune_contract.trainer_job import Columns, Prediction, TrainerJob
 from finetune_trainer.data.prepared import FACTS_FILE, INPUTS_FILE, PreparedInputs, raw_name, shard_name
 from finetune_trainer.data.row_shards import check_first_rows, row_source
 from finetune_trainer.data.shards import (
@@ -265,8 +265,7 @@ def parts_of(job: TrainerJob, task: TaskModule, *, trains: bool) -> dict[Role, P
             "The job names no data set.",
             "Set dataset.uri or predict.dataset.uri.",
         )
-    copies = job.predict.columns if job.predict else ()
-    copy_needs = tuple(ColumnNeed("predict.columns", name) for name in copies)
+    copies, copy_needs = _repeated(job.predict)
     if job.dataset is not None:
         sources = splits_by_role(job.dataset, trains=trains)
         # Validation may have to be taken from train.
@@ -286,10 +285,19 @@ def predict_part(job: TrainerJob, task: TaskModule) -> Part | None:
         return None
     columns = _inherited(job.predict.dataset.columns, job.dataset.columns if job.dataset else Columns())
     columns = columns.model_copy(update=dict.fromkeys(_TARGETS))
-    copies = job.predict.columns
-    needs = task.columns(columns, "predict.dataset", labelled=False)
-    needs += tuple(ColumnNeed("predict.columns", name) for name in copies)
+    copies, copy_needs = _repeated(job.predict)
+    needs = task.columns(columns, "predict.dataset", labelled=False) + copy_needs
     return Part(predict_split(job.predict.dataset), columns, "predict.dataset", needs, copies)
+
+
+def _repeated(predict: Prediction | None) -> tuple[tuple[str, ...], tuple[ColumnNeed, ...]]:
+    """Columns that predictions repeat."""
+    if predict is None:
+        return (), ()
+    needs = tuple(ColumnNeed("predict.columns", name) for name in predict.columns)
+    if predict.id_column is not None:
+        needs += (ColumnNeed("predict.idColumn", predict.id_column),)
+    return tuple(dict.fromkeys(need.name for need in needs)), needs
 
 
 def _inherited(own: Columns, base: Columns) -> Columns:

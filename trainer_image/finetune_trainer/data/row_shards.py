@@ -107,6 +107,12 @@ class ShardKey:
     def __str__(self) -> str:
         return f"{self.file:05}-{self.start:015}"
 
+    @classmethod
+    def parse(cls, text: str) -> ShardKey:
+        """Return the key that is written so."""
+        file, _, start = text.partition("-")
+        return cls(int(file), int(start))
+
 
 @dataclass(frozen=True)
 class RowShard:

@@ -5,8 +5,10 @@ A row that the task cannot take or that cannot be encoded is set aside with the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,10 +16,11 @@ import pyarrow as pa
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
+from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Columns, TrainerJob
 from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit, dataset_of
-from finetune_trainer.data.row_shards import AsideRow, RowShard, ShardRows, most_of
+from finetune_trainer.data.row_shards import AsideRow, RowShard, ShardKey, ShardRows, most_of
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import StageError
@@ -43,7 +46,7 @@ class Asked:
     setting: str
     """Path of the data source in the job file."""
     copies: Mapping[str, str]
-    """Column that predictions repeat -> its name there."""
+    """Column of the predictions -> column of the data that it repeats."""
 
 
 @dataclass(frozen=True)
@@ -89,24 +92,50 @@ class Answerer:
         if found is None:
             return ShardAnswers(pa.table({}), every, 0)
         table, features, truncated = found
-        answered = self._predicted(table, features, inputs, progress)
+        answered = self._predicted(shard.key, table, features, inputs, progress)
         numbers = pa.array(rows.numbers[np.asarray(kept)])
-        copies = {name: table[column] for column, name in self.asked.copies.items() if column in table.column_names}
+        copies = {name: table[column] for name, column in self.asked.copies.items() if column in table.column_names}
         own = dict(zip(answered.column_names, answered.columns, strict=True))
         return ShardAnswers(pa.table({ROW: numbers, **copies, **own}), every, truncated)
+
+    def _encoded(self, table: pa.Table, rows: Sequence[int], inputs: Mapping[str, str]) -> pa.Table:
+        return self.encoder.features(table.take(pa.array(rows, pa.int64())), inputs)[0]
 
     def _check(self, split: RawSplit) -> None:
         self.encoder.task.check(split, self.asked.columns, self.asked.setting)
 
-    def sample(self, table: pa.Table) -> Sample:
-        """Rows to measure rungs with: a table of readable ones, with the columns that are wanted."""
+    def sample(self, shards: Iterable[RowShard], rows: int) -> tuple[Sample, int]:
+        """Return about as many of the first rows that can be answered, to measure rungs with, and the weight of the
+        shards that have them. StageError DATA `EmptySplit` without any.
+        """
         inputs = self.encoder.task.inputs(self.asked.columns)
-        split = self._split(table, self.encoder.features(table, inputs)[0], inputs)
+        tables: list[pa.Table] = []
+        weight = 0.0
+        for shard in shards:
+            read = shard.read()
+            wanted = range(min(len(read.numbers), rows - sum(map(len, tables))))
+            kept, table = most_of(list(wanted), partial(read.checked, check=self._check), {})
+            weight += shard.weight * len(wanted) / max(1, len(read.numbers))
+            if kept and table is not None:
+                tables.append(table)
+            if sum(map(len, tables)) >= rows:
+                break
+        if not tables:
+            raise StageError(
+                FailureClass.DATA, "EmptySplit", "No row can be answered.", "Correct the rows, or leave predict out."
+            )
+        alike = [table for table in tables if table.schema == tables[0].schema]
+        return self._sample(pa.concat_tables(alike), inputs), round(weight)
+
+    def _sample(self, table: pa.Table, inputs: Mapping[str, str]) -> Sample:
+        kept, features = most_of(list(range(len(table))), lambda rows: self._encoded(table, rows, inputs), {})
+        assert features is not None
+        split = self._split(table.take(pa.array(kept, pa.int64())), features, inputs)
         task, data = self.encoder.task, split.data
         batches = inference_batches(task.widths(data, split.role), batch_tokens=self.means.batch_tokens)
 
         def answers(forward: ForwardPass | None) -> list[dict[str, Any]]:
-            found = self._answers(split, NoProgress(), forward)
+            found = self._answers(split, NoProgress(), forward, self.job.seed)
             rows: list[dict[str, Any]] = task.predictions(found, split, slice(0, split.rows)).to_pylist()
             return rows
 
@@ -123,10 +152,10 @@ class Answerer:
         return Sample(split.rows, collated, answers)
 
     def _predicted(
-        self, table: pa.Table, features: pa.Table, inputs: Mapping[str, str], progress: ProgressSink
+        self, key: ShardKey, table: pa.Table, features: pa.Table, inputs: Mapping[str, str], progress: ProgressSink
     ) -> pa.Table:
         split = self._split(table, features, inputs)
-        answers = self._answers(split, progress, self.forward)
+        answers = self._answers(split, progress, self.forward, _seed(self.job.seed, key))
         return self.encoder.task.predictions(answers, split, slice(0, split.rows))
 
     def _split(self, table: pa.Table, features: pa.Table, inputs: Mapping[str, str]) -> PreparedSplit:
@@ -146,7 +175,9 @@ class Answerer:
         )
         return data.of(_ROLE)
 
-    def _answers(self, split: PreparedSplit, progress: ProgressSink, forward: ForwardPass | None) -> list[Answer]:
+    def _answers(
+        self, split: PreparedSplit, progress: ProgressSink, forward: ForwardPass | None, seed: int
+    ) -> list[Answer]:
         return answers_of(
             Stage.PREDICT,
             self.job,
@@ -157,7 +188,13 @@ class Answerer:
             progress=progress,
             tokenizer=self.encoder.coding.tokenizer,
             forward=forward,
+            seed=seed,
         )
+
+
+def _seed(seed: int, key: ShardKey) -> int:
+    """Seed of one shard: whoever answers it draws the same, and equal rows of two shards get different texts."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {key}".encode()).digest()[:7], "big")
 
 
 def _aside(rows: ShardRows, at: int, error: StageError) -> AsideRow:

@@ -1,11 +1,15 @@
 """The `predict` stage: one prediction for each row that can be answered, in the order of the rows.
 
 Rows are answered shard by shard, and each shard is written as a part that outlives the attempt: who was killed goes on
-where it was. When all parts are there they become the output, which appears whole or not at all. Rows that cannot be
-read or answered go to a file beside it with the reason; too many of them fail the stage.
+where it was. Several workers share the shards (`prediction_workers`). When all parts are there worker 0 makes the
+output of them: a file, which appears whole or not at all, or a folder (`prediction_output`). Rows that cannot be read
+or answered go to a file beside it with the reason; too many of them fail the stage.
+
+The bytes of the output depend on the data, the model, the settings and `manifest.json` of the parts alone: not on the
+number of workers, on who has answered a shard, or on how often one was killed.
 
 A copied column that is called like a column of the predictions (`label`, say) is written as `input_<name>`; nothing
-is overwritten.
+is overwritten. The column `predict.idColumn` is written as `id`; rows of one id are all answered.
 """
 
 from __future__ import annotations
@@ -13,29 +17,30 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
-import uuid
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-import fsspec
-import pyarrow as pa
-import pyarrow.parquet as pq
+from pydantic import JsonValue
 
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.data.prepare import labels_of_model, predict_part
-from finetune_trainer.data.prepared import PreparedData
+from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.data.row_shards import PreparedRows, RowSource, ShardKey, no_rows, row_source
 from finetune_trainer.data.shards import Encoder
+from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
-from finetune_trainer.files import replaced
+from finetune_trainer.files import discard, discard_leftovers
 from finetune_trainer.inference.answering import ROW, Answerer, Asked
-from finetune_trainer.inference.prediction_parts import PartFacts, Parts
+from finetune_trainer.inference.optimization.rung_in_use import RungInUse
+from finetune_trainer.inference.prediction_output import FolderOutput, Output, output_of, write_lines
+from finetune_trainer.inference.prediction_parts import FILE, POSITION, Joined, PartFacts, Parts, PartsManifest
+from finetune_trainer.inference.prediction_workers import Alone, Crew, Sharing, Worker, attempt_is_over
 from finetune_trainer.inference.runner import Means, used_model
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import NoProgress, ProgressSink
@@ -45,44 +50,98 @@ from finetune_trainer.uris import Uri, local_path
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 """Counts up when parts change."""
 _PARTS = "predictions.parts"
+_OVER = "predictions.over-"
+"""Begin of the name that the parts get before they are removed."""
 _LEAST_TO_JUDGE = 1000
 """Rows after which too many bad ones end the stage early."""
+LOOK_SECONDS = 1.0
+"""Between two looks at the parts of others, at least."""
+RUNG = "rung"
+ID = "id"
+"""Column of predictions for `predict.idColumn`."""
 
 
-def predict(job: TrainerJob, paths: JobPaths, progress: ProgressSink) -> dict[str, Any]:
-    """Writes the predictions and returns `rows`, `path` (file or URI), `split`, `bad_rows` and `bad_rows_path` where
-    there are any, and what was computed in unless fp32.
+def predict(
+    job: TrainerJob,
+    paths: JobPaths,
+    progress: ProgressSink,
+    world: ProcessWorld = ProcessWorld(),  # noqa: B008  # frozen
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Write the predictions and return `rows`, `path` (file, folder or URI), `split`, `bad_rows` and `bad_rows_path`
+    where there are any, `parts` of a folder, and what was computed in unless fp32. A worker that does not lead returns
+    the `rows` that it has answered.
 
     StageError DATA (`TooManyBadRows` when the rest is written nowhere), MODEL, STRATEGY_NOT_IN_EFFECT `DeviceMissing`,
-    or CONFIG for an output that cannot be written; an earlier result stays when it fails.
+    COLLECTIVE when another worker has failed, WORLD_SIZE, or CONFIG for an output that cannot be written; an earlier
+    result stays when it fails.
     """
-    copies = _output_names(job.predict.columns if job.predict else (), {ROW, *task_of(job).answer_columns})
-    output = _output(job, paths)
-    given = _Given.of(job, paths, copies)
-    parts = Parts(paths.root / _PARTS / given.key(paths))
-    done = _answered(given, parts, _Done(progress, given.source.weight), paths)
+    output = output_of(job, paths)
+    worker = Worker.of(job, world, environment)
+    if worker is not None and not worker.leads and attempt_is_over(worker, paths):
+        return {"rows": 0}  # it comes late
+    given = _Given.of(job, paths, _copies(job, output))
+    parts = Parts(paths.root / _PARTS / given.key(paths)).open()
+    if worker is None:
+        done = _Done(progress, given.source.weight, parts, others=False)
+        return _led(given, parts, Alone(parts.there), done, paths, output, lambda: None)
+    with Crew(worker, paths, parts.folder) as crew:
+        if worker.leads:
+            done = _Done(progress, given.source.weight, parts, others=True)
+            return _led(given, parts, crew, done, paths, output, crew.tell_done)
+        return {"rows": _followed(given, parts, crew, progress, paths)}
+
+
+def _followed(given: _Given, parts: Parts, crew: Crew, progress: ProgressSink, paths: JobPaths) -> int:
+    """What a worker that does not lead does; returns the rows that it has answered."""
+    done = _Own(progress)
+    try:
+        _answer(given, parts, crew, done, paths)
+    except OSError:
+        if not crew.ended_by_leader():
+            raise
+    return done.rows
+
+
+def _led(
+    given: _Given,
+    parts: Parts,
+    sharing: Sharing,
+    done: _Done,
+    paths: JobPaths,
+    output: Output,
+    tell_done: Callable[[], None],
+) -> dict[str, Any]:
+    """Answers and joins."""
+    job = given.job
+    done.collect()
+    reused = done.rows
+    keys = _answer(given, parts, sharing, done, paths)
     if not done.rows:
         raise no_rows(given.source)
-    aside = output.beside(_BAD_ROWS)
+    if reused:
+        log.info("%s of %s rows were answered by an earlier attempt.", f"{reused:,}", f"{done.rows:,}")
+    aside = output.aside
     if done.bad:
-        aside.write(parts.aside(done.keys))
+        aside.put(lambda path: write_lines(path, parts.aside(keys)))
         if done.bad > _allowed(job, done.rows):
-            raise _too_many(job, done, aside.name, parts)
+            raise _too_many(job, done, aside.name, parts.aside(keys))
     else:
         aside.discard()
-    output.write(parts.joined(done.keys, given.source.numbered), parquet=output.name.endswith(".parquet"))
-    shutil.rmtree(parts.folder.parent, ignore_errors=True)
+    told: dict[str, Any] = {"bad_rows": done.bad, "bad_rows_path": aside.name} if done.bad else {}
+    if job.predict is not None and job.predict.optimization != "none":
+        told["optimization"] = parts.optimization().get(RUNG, "none")
+    told |= output.write(Joined(parts, keys, given.source.numbered))
+    tell_done()
+    discard(parts.folder.parent, paths.root, _OVER)
+    discard_leftovers(paths.root, _OVER)  # of a worker that was killed here
     if done.truncated:
         share, length = f"{done.truncated:,} of {done.rows:,} rows", given.coding.max_length
         log.warning("%s are longer than %d tokens and lose text.", share, length)
-    told: dict[str, Any] = {"bad_rows": done.bad, "bad_rows_path": aside.name} if done.bad else {}
     return {"rows": done.rows, "path": output.name, "split": given.role, **told, **given.means.told}
-
-
-_BAD_ROWS = ".bad-rows.jsonl"
 
 
 @dataclass(frozen=True)
@@ -115,6 +174,7 @@ class _Given:
         assert job.dataset is not None
         split = prepared.of(role)
         source = PreparedRows(split, prepared.facts.fingerprint)
+        _refuse_missing_id(job, split)
         return cls(job, source, role, Asked(job.dataset.columns, "dataset", copies), means)
 
     @cached_property
@@ -135,6 +195,7 @@ class _Given:
             "length": [self.coding.max_length, self.coding.stride],
             "means": [self.means.device, self.means.batch_tokens, self.means.precision],
             "trained": _version_of_model(job, paths),
+            "optimization": None if job.predict is None else [job.predict.optimization, job.predict.tolerance],
         }
         return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -149,79 +210,201 @@ def _version_of_model(job: TrainerJob, paths: JobPaths) -> object:
     return [[str(path.relative_to(folder)), (at := path.stat()).st_size, at.st_mtime_ns] for path in files]
 
 
-class _Done:
-    """What is answered so far; tells progress in rows, of how many is an estimate until the last shard."""
+def _refuse_missing_id(job: TrainerJob, split: PreparedSplit) -> None:
+    name = job.predict.id_column if job.predict else None
+    has = split.raw().column_names
+    if name is not None and name not in has:
+        raise StageError(
+            FailureClass.DATA,
+            "MissingColumn",
+            f"predict.idColumn is {name!r}, but the prepared split {split.role} has the columns {', '.join(has)}.",
+            "Run the stage prepare again: it keeps the columns that predict names.",
+        )
 
-    def __init__(self, progress: ProgressSink, weight: int | None) -> None:
-        self.keys: list[ShardKey] = []
+
+class _Own:
+    """Rows that this worker has answered."""
+
+    def __init__(self, progress: ProgressSink) -> None:
+        self.rows = 0
+        self._progress = progress
+
+    def add(self, key: ShardKey, facts: PartFacts) -> None:
+        """This worker has written a part."""
+        self.rows += facts.rows
+
+    def within(self, rows: int, weight: int, share: float) -> None:
+        """A share of a shard of this worker is answered."""
+        self._progress.update(self.rows + round(rows * share), self.rows + rows)
+
+    def collect(self) -> None:
+        """Do nothing: worker 0 counts what others have answered."""
+
+    def judge(self, given: _Given, keys: Sequence[ShardKey]) -> bool:
+        """Leave it to worker 0."""
+        return False
+
+
+class _Done:
+    """Parts that are there, of all workers; tells progress in rows, of how many is an estimate until the last part."""
+
+    def __init__(
+        self,
+        progress: ProgressSink,
+        weight: int | None,
+        parts: Parts,
+        *,
+        others: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.rows = self.bad = self.truncated = 0
         self._progress = progress
         self._all = weight
         self._weight = 0
+        self._parts = parts
+        self._facts: dict[str, PartFacts] = {}
+        self._clock = clock
+        self._others = others
+        self._next_look = clock()
+        self._began: tuple[int, float] | None = None
+        self._prefix = self._prefix_rows = self._prefix_bad = 0
+
+    def collect(self) -> None:
+        """Count the parts of others; looks in at most 5 % of the time."""
+        began = self._clock()
+        if began < self._next_look:
+            return
+        there = self._parts.there()
+        for name in there:
+            if name not in self._facts:
+                facts = self._parts.facts(ShardKey.parse(name))
+                if facts is None:
+                    self._parts.forget(ShardKey.parse(name))
+                else:
+                    self._count(name, facts)
+        took = self._clock() - began
+        self._next_look = self._clock() + max(LOOK_SECONDS, 20 * took) if self._others else math.inf
+        if self._facts:
+            self._tell(self.rows, self._total(0, 0))
 
     def add(self, key: ShardKey, facts: PartFacts) -> None:
-        """A part is there."""
-        self.keys.append(key)
+        """This worker has written a part."""
+        if str(key) not in self._facts:
+            self._count(str(key), facts)
+        self._tell(self.rows, self._total(0, 0))
+        self.collect()
+
+    def within(self, rows: int, weight: int, share: float) -> None:
+        """A share of a shard of this worker is answered."""
+        self._tell(self.rows + round(rows * share), self._total(rows, weight))
+        self.collect()
+
+    def judge(self, given: _Given, keys: Sequence[ShardKey]) -> bool:
+        """Return whether the rows up to the first part that is missing are enough to tell that too many are bad."""
+        while self._prefix < len(keys) and (facts := self._facts.get(str(keys[self._prefix]))) is not None:
+            self._prefix += 1
+            self._prefix_rows += facts.rows
+            self._prefix_bad += facts.rows - facts.answered
+        total = max(self._prefix_rows, self._total(0, 0))
+        return self._prefix_rows >= _LEAST_TO_JUDGE and self._prefix_bad > _allowed(given.job, total)
+
+    def begin_with(self, keys: Sequence[ShardKey]) -> Sequence[ShardKey]:
+        """Count the rows up to the first part that is missing alone, and return the keys of their parts."""
+        self.rows, self.bad = self._prefix_rows, self._prefix_bad
+        return keys[: self._prefix]
+
+    def end(self, keys: Sequence[ShardKey]) -> bool:
+        """Return whether all parts are there and whole."""
+        self._next_look = self._clock()
+        self.collect()
+        if any(str(key) not in self._facts for key in keys):
+            return False
+        self._tell(self.rows, self.rows)
+        return True
+
+    def _count(self, name: str, facts: PartFacts) -> None:
+        self._facts[name] = facts
         self.rows += facts.rows
         self.bad += facts.rows - facts.answered
         self.truncated += facts.truncated
         self._weight += facts.weight
-        self.tell(self.rows, self.total())
 
-    def total(self, rows: int = 0, weight: int = 0) -> int:
+    def _total(self, rows: int, weight: int) -> int:
         """Rows that there may be, by the share of the data that those so far and `rows` more of `weight` are."""
         seen = self.rows + rows
         whole = seen if not self._all else round(seen * self._all / max(1, self._weight + weight))
         return max(seen, whole)
 
-    def tell(self, rows: int, total: int) -> None:
-        """Tell how many rows are answered, and of how many."""
-        self._progress.update(rows, total)
-
-    def end(self) -> None:
-        """All parts are there."""
-        self.tell(self.rows, self.rows)
+    def _tell(self, rows: int, total: int) -> None:
+        now = self._clock()
+        if self._began is None:
+            self._began = (rows, now)
+        first, since = self._began
+        rate = {"rows_per_second": (rows - first) / (now - since)} if rows > first and now > since else {}
+        self._progress.update(rows, total, **rate)
 
 
 class _Within(NoProgress):
-    """Takes the progress inside of the next shard."""
+    """Takes the progress inside of a shard, and looks at the other workers."""
 
-    def __init__(self, done: _Done, rows: int, weight: int) -> None:
+    def __init__(self, done: _Done | _Own, sharing: Sharing, rows: int, weight: int) -> None:
         self._done = done
+        self._sharing = sharing
         self._rows = rows
-        self._total = done.total(rows, weight)
+        self._weight = weight
 
     def update(self, step: int, total: int, **values: float) -> None:
         """A share of the shard."""
-        self._done.tell(self._done.rows + self._rows * step // max(1, total), self._total)
+        self._done.within(self._rows, self._weight, step / max(1, total))
+        self._sharing.check()
 
 
-def _answered(given: _Given, parts: Parts, done: _Done, paths: JobPaths) -> _Done:
-    """All parts in the order of the rows; computes what is not there yet."""
+def _answer(given: _Given, parts: Parts, sharing: Sharing, done: _Done | _Own, paths: JobPaths) -> Sequence[ShardKey]:
+    """Answer what this process takes, and return the keys of all parts in the order of the rows; of those up to the
+    first missing one when too many rows are bad.
+    """
     answerer: Answerer | None = None
-    reused = 0
-    for shard in given.source.shards():
-        facts = parts.facts(shard.key)
-        if facts is None:
-            rows = shard.read()
-            answerer = answerer or _answerer(given, paths)
-            facts = parts.write(shard, rows, answerer.answers(shard, rows, _Within(done, rows.count, shard.weight)))
-        else:
-            reused += facts.rows
-        done.add(shard.key, facts)
-        if done.rows >= _LEAST_TO_JUDGE and done.bad > _allowed(given.job, done.total()):
-            return done  # the rest would not make it right
-    done.end()
-    if reused:
-        log.info("%s of %s rows were answered by an earlier attempt.", f"{reused:,}", f"{done.rows:,}")
-    return done
+    keys: list[ShardKey] = []
+    passes = 0
+    while True:
+        for number, shard in enumerate(given.source.shards()):
+            if not passes:
+                keys.append(shard.key)
+            if sharing.takes(number, shard.key):
+                rows = shard.read()
+                answerer = answerer or _answerer(given, parts, paths)
+                within = _Within(done, sharing, rows.count, shard.weight)
+                done.add(shard.key, parts.write(shard, rows, answerer.answers(shard, rows, within)))
+                if isinstance(done, _Done) and done.judge(given, keys):
+                    return done.begin_with(keys)  # the rest would not make it right
+            if sharing.through:
+                break
+        passes += 1
+        if not sharing.again(keys, done.collect) and (isinstance(done, _Own) or done.end(keys)):
+            return keys
 
 
-def _answerer(given: _Given, paths: JobPaths) -> Answerer:
-    model, _ = used_model(given.job, paths, given.means.precision)
-    task = task_of(given.job)
-    labels = labels_of_model(given.job, task, model.config)
-    return Answerer(given.job, Encoder(task, given.coding, packing=False), model, labels, given.means, given.asked)
+def _answerer(given: _Given, parts: Parts, paths: JobPaths) -> Answerer:
+    import torch
+
+    means = {name: value for name, value in asdict(given.means).items() if not callable(value)}
+
+    job, task = given.job, task_of(given.job)
+    model, _ = used_model(job, paths, given.means.precision)
+    labels = labels_of_model(job, task, model.config)
+    answerer = Answerer(job, Encoder(task, given.coding, packing=False), model, labels, given.means, given.asked)
+    workers = 1 if job.predict is None else job.predict.workers
+    source = given.source
+    rungs = RungInUse(answerer, source.shards(), source.weight, paths, _version_of_model(job, paths), workers)
+
+    def choose() -> PartsManifest:
+        name, threads = rungs.choose(), torch.get_num_threads()
+        optimization: dict[str, JsonValue] = {} if name == "none" else {RUNG: name}
+        return PartsManifest(version=_FORMAT, means=means, threads=threads, optimization=optimization)
+
+    agreed = parts.agreed(_FORMAT, means, choose)
+    torch.set_num_threads(agreed.threads)
+    return replace(answerer, forward=rungs.forward(str(agreed.optimization.get(RUNG, "none"))))
 
 
 def _allowed(job: TrainerJob, rows: int) -> int:
@@ -229,8 +412,8 @@ def _allowed(job: TrainerJob, rows: int) -> int:
     return 0 if predict is None else max(predict.max_bad_rows, int(predict.max_bad_share * rows))
 
 
-def _too_many(job: TrainerJob, done: _Done, path: str, parts: Parts) -> StageError:
-    first = next(iter(parts.aside(done.keys)))
+def _too_many(job: TrainerJob, done: _Done, path: str, aside: Iterator[Mapping[str, object]]) -> StageError:
+    first = next(aside)
     place = f"line {first['line']}" if first["line"] is not None else f"row {first['row']}"
     return StageError(
         FailureClass.DATA,
@@ -241,117 +424,27 @@ def _too_many(job: TrainerJob, done: _Done, path: str, parts: Parts) -> StageErr
     )
 
 
-def _output_names(columns: tuple[str, ...], own: Collection[str]) -> dict[str, str]:
-    """Column of the input -> its name in the output, where `own` are taken."""
-    names = {column: f"input_{column}" if column in own else column for column in columns}
-    if len(set(names.values())) < len(names):
+def _copies(job: TrainerJob, output: Output) -> dict[str, str]:
+    """Column of the predictions -> column of the data that it repeats."""
+    asked = job.predict
+    if asked is None:
+        return {}
+    own = {FILE, POSITION, ROW} if isinstance(output, FolderOutput) else {ROW}
+    own |= set(task_of(job).answer_columns)
+    identity = {ID: asked.id_column} if asked.id_column is not None else {}
+    columns = [column for column in asked.columns if identity.get(column) != column]
+    return {**identity, **_output_names(columns, {*own, *identity})}
+
+
+def _output_names(columns: Sequence[str], own: Collection[str]) -> dict[str, str]:
+    """Column of the output -> column of the input, where `own` are taken."""
+    names = {f"input_{column}" if column in own else column: column for column in columns}
+    if len(names) < len(set(columns)):
         raise StageError(
             FailureClass.CONFIG,
             "ColumnNameTaken",
-            f"predict.columns {', '.join(columns)} would write one name twice ({', '.join(names.values())}).",
+            f"predict.columns {', '.join(columns)} would write one name twice ("
+            f"{', '.join(f'input_{column}' if column in own else column for column in columns)}).",
             "Rename one of the columns in the data, or do not copy it.",
         )
     return names
-
-
-# ----------------------------------------------------------------------------------------------------------- output
-
-
-@dataclass(frozen=True)
-class _LocalOutput:
-    """A file on this machine."""
-
-    path: Path
-
-    @property
-    def name(self) -> str:
-        return str(self.path)
-
-    def beside(self, ending: str) -> _LocalOutput:
-        """A file of the same name with another ending."""
-        return _LocalOutput(self.path.with_name(self.path.stem + ending))
-
-    def write(self, rows: Iterable[pa.Table] | Iterable[dict[str, object]], *, parquet: bool = False) -> None:
-        """Beside its place first, then moved there in one step."""
-        with replaced(self.path) as temporary:
-            _write(temporary, rows, parquet=parquet)
-
-    def discard(self) -> None:
-        """Removes what an earlier attempt has left."""
-        self.path.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
-class _RemoteOutput:
-    """An object behind fsspec; object stores show an upload only when it is whole."""
-
-    uri: str
-    scratch: Path
-
-    @property
-    def name(self) -> str:
-        return self.uri
-
-    def beside(self, ending: str) -> _RemoteOutput:
-        """An object of the same name with another ending."""
-        return _RemoteOutput(self.uri.rpartition(".")[0] + ending, self.scratch)
-
-    def write(self, rows: Iterable[pa.Table] | Iterable[dict[str, object]], *, parquet: bool = False) -> None:
-        """Locally first, then uploaded."""
-        temporary = self.scratch / f".predictions.{uuid.uuid4().hex}"
-        try:
-            _write(temporary, rows, parquet=parquet)
-            filesystem, path = fsspec.core.url_to_fs(self.uri)
-            filesystem.put_file(str(temporary), path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-    def discard(self) -> None:
-        """Removes what an earlier attempt has left."""
-        filesystem, path = fsspec.core.url_to_fs(self.uri)
-        with suppress(FileNotFoundError):
-            filesystem.rm_file(path)
-
-
-def _output(job: TrainerJob, paths: JobPaths) -> _LocalOutput | _RemoteOutput:
-    """Where predictions go; found before the model runs, so that a bad URI costs no time."""
-    text = job.predict.output if job.predict else None
-    if text is None:
-        return _LocalOutput(paths.predictions_jsonl)
-    uri = Uri.parse(text, "predict.output")
-    if not uri.rest.endswith((".jsonl", ".parquet")):
-        raise StageError(
-            FailureClass.CONFIG,
-            "OutputFormat",
-            f"predict.output is {text!r}; the ending chooses the format, and it is neither .jsonl nor .parquet.",
-            "Let it end in .jsonl or .parquet.",
-        )
-    if uri.scheme == "file":
-        return _LocalOutput(local_path(uri).absolute())
-    try:
-        fsspec.core.url_to_fs(text)
-    except (ImportError, ValueError) as error:
-        raise StageError(
-            FailureClass.CONFIG,
-            "DriverMissing",
-            f"predict.output is {text!r}, but nothing installed here writes to {uri.scheme}://: {error}",
-            "Install the fsspec driver of this scheme, or use file://.",
-        ) from error
-    return _RemoteOutput(text, paths.root)
-
-
-def _write(path: Path, rows: Iterable[pa.Table] | Iterable[dict[str, object]], *, parquet: bool) -> None:
-    if not parquet:
-        with path.open("w", encoding="utf-8") as file:
-            for each in rows:
-                found = each.to_pylist() if isinstance(each, pa.Table) else [each]
-                # default=str: dates and the like, which only Parquet input can hold.
-                file.writelines(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in found)
-        return
-    with ExitStack() as stack:
-        writer: pq.ParquetWriter | None = None
-        for table in rows:
-            assert isinstance(table, pa.Table)
-            if writer is None:
-                writer = stack.enter_context(pq.ParquetWriter(path, table.schema))
-            writer.write_table(table)

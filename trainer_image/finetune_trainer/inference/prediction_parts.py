@@ -3,27 +3,35 @@
 A part is written beside its place and moved there, and its facts are written after it: where the facts are, the part is
 whole, and nobody computes it again. When all parts are there they are joined in the order of the rows, which get their
 numbers then.
+
+What a result depends on beside the data and the model stands in `manifest.json`, which the first worker writes and all
+others obey, of later attempts, too: sums in fp32 depend on the number of threads.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from finetune_contract.contract_models import Message
 from finetune_contract.layout import FailureClass
 from finetune_trainer.data.row_shards import RowShard, ShardKey, ShardRows
 from finetune_trainer.data.spool import batches, write_tables
 from finetune_trainer.failures import StageError
-from finetune_trainer.files import replaced, write_atomically
+from finetune_trainer.files import create_whole, replaced, write_atomically
 from finetune_trainer.inference.answering import ROW, ShardAnswers
+
+FILE, POSITION = "file", "position"
+"""Columns that predictions in a folder of parts have in place of `row`."""
+_MANIFEST = "manifest.json"
 
 
 class PartFacts(Message):
@@ -39,11 +47,73 @@ class PartFacts(Message):
     weight: int = Field(ge=0)
 
 
+class PartsManifest(Message):
+    """How all parts are computed."""
+
+    version: int
+    """Format of the parts."""
+    means: dict[str, JsonValue]
+    """Device, precision and size of batches."""
+    threads: int = Field(ge=1)
+    """CPU threads of a worker."""
+    optimization: dict[str, JsonValue] = Field(default_factory=dict)
+    """Way of computing that was chosen by measuring; empty: the plain loop."""
+
+
 @dataclass(frozen=True)
 class Parts:
     """Parts of the predictions of one job over one set of rows."""
 
     folder: Path
+
+    def open(self) -> Parts:
+        """Make the folder; it is not made again when worker 0 has taken it away."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        return self
+
+    def agreed(
+        self, version: int, means: Mapping[str, JsonValue], choose: Callable[[], PartsManifest]
+    ) -> PartsManifest:
+        """Return what the first worker has chosen, which this one may be. StageError CONFIG `WorkersDiffer` when a
+        worker with this version and these means cannot compute so.
+        """
+        place = self.folder / _MANIFEST
+        if not place.exists():
+            create_whole(place, choose().to_json())
+        try:
+            found = PartsManifest.model_validate_json(place.read_bytes())
+        except ValidationError as error:
+            raise StageError(
+                FailureClass.STORAGE_LOST,
+                "ManifestDamaged",
+                f"{place} is damaged: {error}",
+                f"Delete {self.folder}; its rows are answered anew.",
+            ) from error
+        mine: dict[str, object] = {"version": version, **means}
+        theirs: dict[str, object] = {"version": found.version, **found.means}
+        differing = [name for name in {**theirs, **mine} if theirs.get(name) != mine.get(name)]
+        if differing:
+            told = "; ".join(f"{name} is {mine.get(name)!r}, there {theirs.get(name)!r}" for name in differing)
+            raise StageError(
+                FailureClass.CONFIG,
+                "WorkersDiffer",
+                f"This worker cannot compute as {place} says: {told}.",
+                "Run all workers with one image and one job.",
+            )
+        return found
+
+    def optimization(self) -> dict[str, JsonValue]:
+        """Return what the first worker has chosen."""
+        return PartsManifest.model_validate_json((self.folder / _MANIFEST).read_bytes()).optimization
+
+    def there(self) -> list[str]:
+        """Return the keys of the parts that are there, as text."""
+        names = (path.name for path in self.folder.iterdir())
+        return [name.removesuffix(".json") for name in names if is_facts(name)]
+
+    def forget(self, key: ShardKey) -> None:
+        """Have a part that is not whole computed again."""
+        self._facts(key).unlink(missing_ok=True)
 
     def facts(self, key: ShardKey) -> PartFacts | None:
         """Facts of a part; None when it is not there, or not whole."""
@@ -53,8 +123,7 @@ class Parts:
             return None
 
     def write(self, shard: RowShard, rows: ShardRows, answers: ShardAnswers) -> PartFacts:
-        """Writes the part, and then its facts."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        """Write the part, and then its facts. FileNotFoundError when the folder is gone."""
         with replaced(self._table(shard.key), folder=False) as place:
             write_tables(place, [answers.table])
         told = [json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in answers.aside]
@@ -93,23 +162,57 @@ class Parts:
         """Tables of one schema, at least one, in the order of `keys`; `numbered` makes a row's number of its position
         among all of them.
         """
-        schema, first = self.schema(keys), 0
+        schema = self.schema(keys)
         yield schema.empty_table()
-        for key in keys:
+        for key, _, first in self._placed(keys):
             for batch in batches(self._table(key)):
                 if batch.num_rows:
-                    yield _in_schema(batch, numbered(batch[ROW].to_numpy() + first), schema)
+                    yield _in_schema(batch, {ROW: numbered(batch[ROW].to_numpy() + first)}, schema)
+
+    def apart(
+        self, keys: Sequence[ShardKey], numbered: Callable[[NDArray[np.int64]], NDArray[np.int64]]
+    ) -> Iterator[pa.Table]:
+        """A table of each part that has rows, of one schema. In place of their number rows have the file, and their
+        number in it.
+        """
+        whole = self.schema(keys)
+        if ROW not in whole.names:
+            return
+        at = whole.get_field_index(ROW)
+        schema = whole.remove(at).insert(at, pa.field(POSITION, pa.int64())).insert(at, pa.field(FILE, pa.string()))
+        file, begins = None, 0
+        for key, facts, first in self._placed(keys):
+            if key.file != file:
+                file, begins = key.file, first
+            tables = [
+                _in_schema(
+                    batch,
+                    {
+                        FILE: np.repeat(facts.origin, batch.num_rows),
+                        POSITION: numbered(batch[ROW].to_numpy() + first) - begins,
+                    },
+                    schema,
+                )
+                for batch in batches(self._table(key))
+                if batch.num_rows
+            ]
+            if tables:
+                yield pa.concat_tables(tables)
+
+    def _placed(self, keys: Sequence[ShardKey]) -> Iterator[tuple[ShardKey, PartFacts, int]]:
+        """Each part with its facts and the position of its first row among all rows."""
+        first = 0
+        for key in keys:
             facts = self.facts(key)
             assert facts is not None
+            yield key, facts, first
             first += facts.rows
 
     def aside(self, keys: Sequence[ShardKey]) -> Iterator[dict[str, object]]:
         """Rows that were set aside: `row`, `file`, `line` (None without lines), `reason`, `message`, `content`."""
-        first = lines = 0
+        lines = 0
         file = None
-        for key in keys:
-            facts = self.facts(key)
-            assert facts is not None
+        for key, facts, first in self._placed(keys):
             if key.file != file:
                 file, lines = key.file, 0
             for text in self._aside(key).read_text(encoding="utf-8").splitlines():
@@ -121,7 +224,6 @@ class Parts:
                     "line": line,
                     **{name: row[name] for name in ("reason", "message", "content")},
                 }
-            first += facts.rows
             lines += facts.lines
 
     def _table(self, key: ShardKey) -> Path:
@@ -134,7 +236,30 @@ class Parts:
         return self.folder / f"{key}.json"
 
 
-def _in_schema(batch: pa.RecordBatch, numbers: NDArray[np.int64], schema: pa.Schema) -> pa.Table:
-    columns = {name: batch[name] for name in batch.schema.names} | {ROW: pa.array(numbers)}
+@dataclass(frozen=True)
+class Joined:
+    """All parts, as an output takes them."""
+
+    parts: Parts
+    keys: Sequence[ShardKey]
+    numbered: Callable[[NDArray[np.int64]], NDArray[np.int64]]
+    """Numbers of rows by their position among all of them."""
+
+    def joined(self) -> Iterator[pa.Table]:
+        """See `Parts.joined`."""
+        return self.parts.joined(self.keys, self.numbered)
+
+    def apart(self) -> Iterator[pa.Table]:
+        """See `Parts.apart`."""
+        return self.parts.apart(self.keys, self.numbered)
+
+
+def is_facts(name: str) -> bool:
+    """Whether a file of that name in a folder of parts holds the facts of a part."""
+    return name.endswith(".json") and name[:1].isdecimal()
+
+
+def _in_schema(batch: pa.RecordBatch, made: Mapping[str, NDArray[Any]], schema: pa.Schema) -> pa.Table:
+    columns = {name: batch[name] for name in batch.schema.names} | {name: pa.array(made[name]) for name in made}
     given = [columns[f.name].cast(f.type) if f.name in columns else pa.nulls(len(batch), f.type) for f in schema]
     return pa.table(given, schema=schema)

@@ -127,15 +127,16 @@ def answers_of(
     progress: ProgressSink,
     tokenizer: PreTrainedTokenizerBase | None = None,
     forward: ForwardPass | None = None,
+    seed: int | None = None,
 ) -> list[Answer]:
     """One answer for each feature of the split and in its order; what the model writes is in that of each row's last
     feature. StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` without the GPU that `device` counts on.
 
     `batch_tokens` bounds the padded tokens of a batch; batches that the GPU's memory does not hold are halved until it
     does, and StageError OUT_OF_MEMORY tells of a single row that it does not hold. The model keeps its dtype;
-    `progress` counts features, twice where they are both judged and written to. Drawing begins with the job's seed.
-    `tokenizer`: the job's, where the caller has loaded it. `forward`: what computes in the model's place, but for what
-    the model writes.
+    `progress` counts features, twice where they are both judged and written to. Drawing begins with `seed`, the job's
+    where it is None. `tokenizer`: the job's, where the caller has loaded it. `forward`: what computes in the model's
+    place, but for what the model writes.
     """
     import torch
     from torch import nn
@@ -152,7 +153,7 @@ def answers_of(
     done = 0
     try:
         with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(job.seed)
+            torch.manual_seed(job.seed if seed is None else seed)
             for answering, batches in rounds:
                 for wanted, said in _asked(answering, batches, split):
                     for at, answer in zip(wanted, said, strict=True):

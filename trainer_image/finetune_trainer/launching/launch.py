@@ -164,12 +164,14 @@ def _index(arguments: argparse.Namespace) -> Ranks:
     from finetune_trainer.failures import StageError
     from finetune_trainer.jobs import read_job
 
-    text, size = os.environ.get(ENV_INDEX, ""), read_job(arguments.job).preparation.pods
-    if arguments.stage != Stage.PREPARE or not text.isdecimal():
+    text, job = os.environ.get(ENV_INDEX, ""), read_job(arguments.job)
+    sizes = {Stage.PREPARE: job.preparation.pods, Stage.PREDICT: job.predict.workers if job.predict else 1}
+    size = sizes.get(Stage(arguments.stage))
+    if size is None or not text.isdecimal():
         raise StageError(
             FailureClass.CONFIG,
             "BadProcessVariable",
-            f"--with {arguments.launcher} is for pods of an Indexed Job that prepare; this is stage "
+            f"--with {arguments.launcher} is for pods of an Indexed Job that prepare or predict; this is stage "
             f"{arguments.stage}, and the environment variable {ENV_INDEX} is {text!r}.",
             "Use --with process.",
         )

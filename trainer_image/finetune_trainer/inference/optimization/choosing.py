@@ -94,8 +94,7 @@ def choose(
     plain = _measured_plain(sample)
     whole = plain.seconds / max(1, sample.rows) * remaining
     if wish.optimization == "auto" and whole < SMALL_SECONDS:
-        reason = f"the plain model ends within {math.ceil(whole)} s, which measuring would not shorten"
-        return Chosen("none", None, _Ledger(sample, plain).table("none", reason))
+        return Chosen("none", None, _Ledger(sample, plain).table("none", small_job(whole)))
     ledger = _Ledger(sample, plain)
     spent = 0.0
     for rung in candidates:
@@ -129,7 +128,7 @@ def by_name(name: str, model: PreTrainedModel, sample: Sample, folder: Path, mac
             why = str(error)
         else:
             return Chosen(name, forward, RungTable(chosen=name, rows=0, reason="chosen before", rungs=()))
-    raise _not_available(name, why)
+    raise not_available(name, why)
 
 
 def _measured_plain(sample: Sample) -> _Trial:
@@ -187,7 +186,7 @@ class _Ledger:
         wanted = 1.0 if wish.tolerance is None else wish.tolerance
         named = wish.optimization != "auto"
         if named and not self.trials:
-            raise _not_available(wish.optimization, " | ".join(_reasons(self.refused)))
+            raise not_available(wish.optimization, " | ".join(_reasons(self.refused)))
 
         def rest(trial: _Trial) -> float:
             # What was made for it is there: it has been paid for.
@@ -248,13 +247,19 @@ def _reasons(refused: Mapping[str, str]) -> list[str]:
     return [f"{name}: {why}" for name, why in refused.items()]
 
 
-def _not_available(name: str, why: str) -> StageError:
+def not_available(name: str, why: str) -> StageError:
+    """Return the error for a rung that was asked for by name."""
     return StageError(
         FailureClass.STRATEGY_NOT_IN_EFFECT,
         "RungNotAvailable",
         f"predict.optimization {name} cannot be had here: {why}.",
         "Choose another one, or leave predict.optimization at auto.",
     )
+
+
+def small_job(seconds: float) -> str:
+    """Return the reason why nothing is measured."""
+    return f"the plain model ends within {math.ceil(seconds)} s, which measuring would not shorten"
 
 
 # --------------------------------------------------------------------------------------------------------- comparing

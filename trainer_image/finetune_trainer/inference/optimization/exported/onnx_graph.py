@@ -8,7 +8,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -62,7 +62,10 @@ def artefact(path: Path, write: Callable[[Path], None], model: PreTrainedModel) 
         with temporary_folder(folder.parent, f".{folder.name}") as temporary:
             write(temporary / path.name)
             model.config.save_pretrained(temporary)
-            temporary.rename(folder)
+            with suppress(OSError):  # another worker has made the same meanwhile
+                temporary.rename(folder)
+        if not path.is_file():
+            raise NotAvailable(f"{path} could not be written")
     return path
 
 

@@ -1,0 +1,170 @@
+"""One worker of a prediction by an Indexed Job, as a process whose start-up a fork server has done before."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Literal
+
+Trouble = Literal["hangs in a shard", "hangs before the facts", "hangs while joining", "refuses a shard"]
+SHARD_BYTES = 1500
+"""Some 12 short rows."""
+_PRELOADED = (
+    "finetune_trainer.inference.predict",
+    "finetune_trainer.rank",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.bert.tokenization_bert",
+)
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """What is started."""
+
+    index: int
+    count: int
+    arguments: Sequence[str]
+    """What follows `finetune_trainer`."""
+    folder: Path
+    """Where it logs and reports, and where it says that it hangs."""
+    attempt: str = "attempt-1"
+    incarnation: int = 0
+    trouble: Trouble | None = None
+    after: int = 0
+    """Shards that it answers before its trouble."""
+    straggler_seconds: float = 600.0
+    silent_seconds: float = 600.0
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.attempt}-worker-{self.index}.{self.incarnation}"
+
+    @property
+    def report(self) -> Path:
+        return self.folder / f"{self.name}.report.json"
+
+    @property
+    def log(self) -> Path:
+        return self.folder / f"{self.name}.log"
+
+    @property
+    def hangs(self) -> Path:
+        """There as soon as it hangs; it goes on when that is taken away, and does not hang again."""
+        return self.folder / f"{self.name}.hangs"
+
+    @property
+    def claims(self) -> Path:
+        """A line for each shard that a worker has claimed, `worker key`, of all workers in the folder."""
+        return self.folder / "claims.txt"
+
+    def start(self) -> BaseProcess:
+        """Forked from a server that has imported what takes seconds."""
+        context = get_context("forkserver")
+        context.set_forkserver_preload([*_PRELOADED, __name__])
+        process = context.Process(target=_run, args=(self,))
+        process.start()
+        return process
+
+    def other(self, **changes: Any) -> Predictor:
+        return replace(self, **changes)
+
+
+def _run(one: Predictor) -> None:
+    log = os.open(one.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    ours = {"RANK": one.index, "WORLD_SIZE": one.count, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    os.environ.update({name: str(value) for name, value in ours.items()} if one.count > 1 else {})
+    os.environ.update({"FINETUNE_ATTEMPT": one.attempt, "FINETUNE_REPORT": str(one.report), **one.environment})
+    _settle(one)
+    from finetune_trainer.__main__ import run
+
+    code = run(one.arguments)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _settle(one: Predictor) -> None:
+    """Short times, small shards, and the trouble that it shall have."""
+    import torch
+
+    from finetune_contract.layout import FailureClass
+    from finetune_trainer.data import row_shards
+    from finetune_trainer.failures import StageError
+    from finetune_trainer.inference import answering, predict, prediction_parts, prediction_workers
+
+    torch.set_num_threads(1)
+    row_shards.LEAST_BYTES = SHARD_BYTES
+    # A sign of life waits for the disk, whose other users may keep it busy for longer than a test is patient.
+    os.fsync = lambda _file: None
+    predict.LOOK_SECONDS = 0.05
+    prediction_workers.POLL_SECONDS, prediction_workers.MOST_POLL_SECONDS = 0.02, 0.1
+    prediction_workers.BEAT_SECONDS = 0.2
+    prediction_workers.STRAGGLER_SECONDS, prediction_workers.SILENT_SECONDS = one.straggler_seconds, one.silent_seconds
+    claims, answers, joined = (
+        prediction_workers.Taker._claims,
+        answering.Answerer.answers,
+        prediction_parts.Parts.joined,
+    )
+    facts = prediction_parts.PartFacts.to_json
+    answered = 0
+    hung = False
+
+    def counted(self: Any, name: str, generation: int) -> bool:
+        taken = claims(self, name, generation)
+        if taken:
+            with one.claims.open("a") as file:
+                file.write(f"{one.index} {name}\n")
+        return taken
+
+    def hang() -> None:
+        nonlocal hung
+        if not hung:
+            hung = True
+            one.hangs.touch()
+        while one.hangs.exists():
+            time.sleep(0.02)
+
+    def after(trouble: Callable[[], None]) -> Callable[..., Any]:
+        def answer(self: Any, *given: Any) -> Any:
+            nonlocal answered
+            if answered == one.after:
+                trouble()
+            answered += 1
+            return answers(self, *given)
+
+        return answer
+
+    def refuse() -> None:
+        raise StageError(FailureClass.DATA, "BadRow", "Row 77 cannot be encoded.", "Correct it.")
+
+    def late_facts(self: Any) -> str:
+        if answered > one.after:
+            hang()
+        return facts(self)
+
+    def late_rows(self: Any, *given: Any) -> Any:
+        hang()
+        return joined(self, *given)
+
+    prediction_workers.Taker._claims = counted  # type: ignore[method-assign]
+    match one.trouble:
+        case "hangs in a shard":
+            answering.Answerer.answers = after(hang)  # type: ignore[method-assign]
+        case "refuses a shard":
+            answering.Answerer.answers = after(refuse)  # type: ignore[method-assign]
+        case "hangs before the facts":
+            answering.Answerer.answers = after(lambda: None)  # type: ignore[method-assign]
+            prediction_parts.PartFacts.to_json = late_facts  # type: ignore[method-assign]
+        case "hangs while joining":
+            prediction_parts.Parts.joined = late_rows  # type: ignore[method-assign]
+        case None:
+            pass

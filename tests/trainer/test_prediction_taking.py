@@ -1,0 +1,239 @@
+"""Which shards a worker takes, played with many workers, a clock of its own and a folder in memory."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from finetune_trainer.data.row_shards import ShardKey
+from finetune_trainer.inference.prediction_workers import SILENT_SECONDS, Beat, Taker, Wait, Worker, beat_name
+
+PARTS = "parts"
+BEAT_SECONDS = 10.0
+
+
+@dataclass
+class CountedFiles:
+    """`SharedFiles` in memory that counts requests."""
+
+    files: dict[str, dict[str, str]] = field(default_factory=dict)
+    requests: Counter[str] = field(default_factory=Counter)
+
+    def create(self, name: str, text: str) -> bool:
+        self.requests["create"] += 1
+        folder, _, base = name.rpartition("/")
+        return self.files.setdefault(folder, {}).setdefault(base, text) is text
+
+    def write(self, name: str, text: str) -> None:
+        self.requests["write"] += 1
+        folder, _, base = name.rpartition("/")
+        self.files.setdefault(folder, {})[base] = text
+
+    def read(self, name: str) -> str | None:
+        self.requests["read"] += 1
+        folder, _, base = name.rpartition("/")
+        return self.files.get(folder, {}).get(base)
+
+    def names(self, folder: str) -> list[str]:
+        self.requests["list"] += 1
+        return list(self.files.get(folder, {}))
+
+
+@dataclass
+class Incarnation:
+    """A worker that runs."""
+
+    worker: Worker
+    name: str
+    taker: Taker
+    number: int = 0
+    """Shard that it passes next."""
+    answers: int | None = None
+    """Shard under way, to be there at its next turn."""
+    beat: int = 0
+
+
+class Play:
+    """Workers that share shards; `slow` of them never end a shard."""
+
+    def __init__(self, workers: int, shards: int, seed: int = 7) -> None:
+        self.count = workers
+        self.keys = [ShardKey(0, number) for number in range(shards)]
+        self.files = CountedFiles()
+        self.draw = random.Random(seed)
+        self.answered: Counter[int] = Counter()
+        self.ended: dict[int, float] = {}
+        self.lists: Counter[str] = Counter()
+        self.now = 0.0
+        self._turns: list[tuple[float, int, str]] = []
+        self._running: dict[str, Incarnation] = {}
+        self._order = 0
+        self.stuck: set[str] = set()
+        """Names of incarnations that stay in their next shard for ever."""
+
+    def start(self, index: int, at: float = 0.0) -> str:
+        worker = Worker(index, self.count, "attempt")
+        self._order += 1
+        name = f"{index}-{self._order}"
+        self.now = max(self.now, at)
+        self._beat(worker, name, 1)
+        self._running[name] = Incarnation(worker, name, Taker(worker, PARTS, self.files, name))
+        self._turn(at, name)
+        return name
+
+    def kill(self, name: str) -> bool:
+        """End it without a word; False when it has ended before."""
+        return self._running[name].worker.index not in self.ended and self._running.pop(name, None) is not None
+
+    def run(self, until: float = float("inf")) -> None:
+        """Let them run until all have ended."""
+        while self._turns and self._turns[0][0] <= until:
+            self.now, _, name = heapq.heappop(self._turns)
+            if name in self._running:
+                self._step(self._running[name])
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._running)
+
+    def _turn(self, at: float, name: str) -> None:
+        self._order += 1
+        heapq.heappush(self._turns, (at, self._order, name))
+
+    def _beat(self, worker: Worker, name: str, beat: int) -> None:
+        text = Beat(incarnation=name, beat=beat).to_json()
+        self.files.files.setdefault(worker.folder(PARTS), {})[beat_name("", worker.index)[1:]] = text
+
+    def _step(self, one: Incarnation) -> None:
+        one.beat = int(self.now // BEAT_SECONDS) + 2
+        self._beat(one.worker, one.name, one.beat)
+        if one.answers is not None:
+            self.files.write(f"{PARTS}/{self.keys[one.answers]}.json", "")
+            self.answered[one.answers] += 1
+            one.answers = None
+        while one.number < len(self.keys) and not one.taker.through:
+            number = one.number
+            one.number += 1
+            if one.taker.takes(number, self.keys[number]):
+                seconds = self.draw.uniform(20, 40)
+                one.taker.longest = max(one.taker.longest, seconds)
+                if one.name in self.stuck:
+                    self._turn(self.now + BEAT_SECONDS, one.name)
+                    one.number = len(self.keys)
+                    return
+                one.answers = number
+                self._turn(self.now + seconds, one.name)
+                return
+        if one.name in self.stuck:
+            self._turn(self.now + BEAT_SECONDS, one.name)
+            if len(self.ended) >= self.count - len(self.stuck):
+                self._turns.clear()
+            return
+        before = self.files.requests["list"]
+        found = one.taker.look(self.keys, self.now)
+        self.lists[one.name] += self.files.requests["list"] - before
+        if isinstance(found, Wait):
+            self._turn(self.now + found.seconds, one.name)
+        elif found:
+            one.number = 0
+            self._turn(self.now, one.name)
+        else:
+            self.ended[one.worker.index] = self.now
+
+
+def test_workers_share_all_shards_and_none_is_answered_twice():
+    play = Play(4, 50)
+    for index in range(4):
+        play.start(index)
+    play.run()
+    assert play.answered == Counter(range(50))
+    assert set(play.ended) == {0, 1, 2, 3}
+    assert play.ended[0] == pytest.approx(max(play.ended.values()), abs=40)
+
+
+def test_shards_of_workers_that_never_start_are_taken_by_the_others():
+    play = Play(4, 50)
+    play.start(0)
+    play.start(2)
+    play.run()
+    assert play.answered == Counter(range(50))
+
+
+def test_worker_0_alone_answers_everything_and_waits_for_nobody():
+    play = Play(1000, 50)
+    play.start(0)
+    play.run()
+    assert play.answered == Counter(range(50))
+    assert play.ended[0] <= 50 * 40
+
+
+def test_killed_workers_cost_one_shard_each_and_a_replaced_one_goes_on():
+    play = Play(5, 200)
+    running = {index: play.start(index) for index in range(5)}
+    kills = 0
+    for at in range(50, 1050, 50):
+        play.run(until=at)
+        index = play.draw.randrange(5)
+        if play.kill(running[index]):
+            kills += 1
+            running[index] = play.start(index, at)
+    play.run()
+    assert kills == 20
+    assert set(play.answered) == set(range(200))
+    assert sum(play.answered.values()) == 200, "a killed worker has not written its shard"
+    claims = len(play.files.files[f"{Worker(0, 5, 'attempt').folder(PARTS)}/claims"])
+    assert 0 <= claims - 200 <= kills
+
+
+def test_a_worker_that_is_killed_and_not_replaced_is_left_behind_when_it_is_silent_or_slow():
+    play = Play(3, 9)
+    running = [play.start(index) for index in range(3)]
+    play.run(until=5)
+    assert play.kill(running[1])
+    play.run()
+    assert play.answered == Counter(range(9))
+    assert play.ended[0] < 9 * 40 + SILENT_SECONDS
+
+
+def test_a_worker_that_lives_and_is_stuck_is_a_straggler():
+    play = Play(3, 9)
+    running = [play.start(index) for index in range(3)]
+    play.stuck.add(running[2])
+    play.run()
+    assert play.answered == Counter(range(9))
+    assert play.ended[0] < 9 * 40 + SILENT_SECONDS
+
+
+def test_parts_of_an_earlier_attempt_are_never_answered_again():
+    play = Play(3, 30)
+    for key in play.keys[:20]:
+        play.files.write(f"{PARTS}/{key}.json", "")
+    for index in range(3):
+        play.start(index)
+    play.run()
+    assert play.answered == Counter(range(20, 30))
+
+
+def test_requests_of_a_thousand_workers_are_bounded_for_each_shard_and_worker():
+    """2,000 shards of half a minute each on a thousand workers, of which 40 are killed and replaced."""
+    workers, shards, kills = 1000, 2000, 20
+    play = Play(workers, shards)
+    running = {index: play.start(index, play.draw.uniform(0, 10)) for index in range(workers)}
+    for number in range(kills):
+        at = 10 + number
+        play.run(until=at)
+        index = play.draw.randrange(workers)
+        assert play.kill(running[index])
+        running[index] = play.start(index, at)
+    play.run()
+    assert set(play.answered) == set(range(shards))
+    again = sum(play.answered.values()) - shards
+    assert again <= shards // 100, "few shards at the end are taken for stragglers"
+    requests = play.files.requests
+    assert requests["create"] <= shards + workers + kills, "a claim a shard, and few that two workers want"
+    assert requests["read"] <= 64 * workers
+    assert max(count for name, count in play.lists.items() if not name.startswith("0-")) <= 24

@@ -1,0 +1,276 @@
+"""A prediction by several workers: real processes that meet in one folder, and what becomes of it when one of them is
+slow, fails, is killed or never comes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_contract.causes import first_cause
+from finetune_contract.layout import EXIT_CODES, FailureClass, JobPaths
+from finetune_contract.report import Progress, TrainerReport
+from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.failures import StageError
+from finetune_trainer.inference.prediction_parts import Parts, PartsManifest
+from process_support.predicting import Predictor, Trouble
+from suite_plugins.patience import patient
+from suite_plugins.waiting import wait_until
+from trainer_support.tasks import write_lines
+
+ROWS = 300
+COLLECTIVE = EXIT_CODES[FailureClass.COLLECTIVE]
+DATA = EXIT_CODES[FailureClass.DATA]
+PREEMPTED = EXIT_CODES[FailureClass.PREEMPTED]
+TIMEOUT_SECONDS = patient(240)
+TEXTS = [" ".join(["word"] * (1 + 7 * i % 23)) + f" {i % 41}" for i in range(ROWS)]
+
+
+class Crew:
+    """The workers of one job's prediction."""
+
+    def __init__(self, folder: Path, model: Path, texts: Sequence[str]) -> None:
+        self.folder = folder
+        self._model = model
+        rows = [{"text": text, "key": f"k{number // 2}"} for number, text in enumerate(texts)]
+        self._data = write_lines(folder / "rows.jsonl", rows)
+        self.processes: list[BaseProcess] = []
+
+    @property
+    def paths(self) -> JobPaths:
+        return JobPaths.of(self.folder / "w", "job")
+
+    @property
+    def claimed(self) -> Counter[str]:
+        """How often each shard was begun."""
+        return Counter(line.split()[1] for line in (self.folder / "claims.txt").read_text().splitlines())
+
+    def job(self, workers: int, **changes: Any) -> TrainerJob:
+        body: dict[str, Any] = {
+            "name": "job",
+            "task": "text-classification",
+            "model": {"uri": f"file://{self._model}"},
+            "predict": {
+                "dataset": {"uri": f"file://{self._data}", "columns": {"text": "text"}},
+                "device": "cpu",
+                "batch_tokens": 256,
+                "id_column": "key",
+                "workers": workers,
+                **changes,
+            },
+        }
+        return TrainerJob.model_validate(body)
+
+    def workers(
+        self, count: int, workspace: str = "w", job: TrainerJob | None = None, **settings: Any
+    ) -> list[Predictor]:
+        file = self.folder / f"job-{workspace}-{count}.json"
+        file.write_text((job or self.job(count)).to_json(), encoding="utf-8")
+        arguments = ["predict", "--job", str(file), "--workspace", str(self.folder / workspace)]
+        return [Predictor(index, count, arguments, self.folder, **settings) for index in range(count)]
+
+    def start(self, workers: Sequence[Predictor]) -> list[BaseProcess]:
+        started = [worker.start() for worker in workers]
+        self.processes += started
+        return started
+
+    def undisturbed(self) -> bytes:
+        """What one process leaves of the same rows."""
+        alone = self.workers(1, "alone", attempt="alone")
+        assert ends(self.start(alone)) == [0], said(alone)
+        return (self.folder / "alone" / "job" / "predictions.jsonl").read_bytes()
+
+    @property
+    def output(self) -> bytes:
+        return self.paths.predictions_jsonl.read_bytes()
+
+    def is_left_clean(self) -> bool:
+        return not list(self.paths.root.glob("predictions.parts*")) and not list(self.paths.root.glob(".pred*"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Path]) -> Path:
+    words = (word for text in TEXTS for word in text.split())
+    labels = ("bad", "so-so", "good")
+    return tiny_bert(tmp_path_factory.mktemp("model") / "m", words=words, labels=labels, initializer_range=0.5)
+
+
+@pytest.fixture
+def crew(tmp_path: Path, model: Path) -> Iterator[Crew]:
+    made = Crew(tmp_path, model, TEXTS)
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.join()
+
+
+def ends(processes: Sequence[BaseProcess]) -> list[int | None]:
+    """Their exit codes."""
+    until = time.monotonic() + TIMEOUT_SECONDS
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+    return [process.exitcode for process in processes]
+
+
+def said(workers: Sequence[Predictor]) -> str:
+    return "\n".join(
+        f"--- {each.name}\n{each.log.read_text(errors='replace')}" for each in workers if each.log.exists()
+    )
+
+
+def report_of(worker: Predictor) -> TrainerReport:
+    return TrainerReport.model_validate_json(worker.report.read_bytes())
+
+
+def test_workers_write_the_bytes_that_one_process_writes(crew: Crew):
+    progress = crew.folder / "progress.jsonl"
+    workers = crew.workers(3, environment={"FINETUNE_PROGRESS": str(progress)})
+    assert ends(crew.start(workers)) == [0, 0, 0], said(workers)
+    assert set(crew.claimed.values()) == {1}
+    assert len(crew.claimed) > 6
+    assert crew.output == crew.undisturbed()
+    rows = [json.loads(line) for line in crew.output.splitlines()]
+    assert [(row["row"], row["id"]) for row in rows] == [(number, f"k{number // 2}") for number in range(ROWS)]
+    assert crew.is_left_clean()
+    answered = [report_of(worker).metrics["rows"] for worker in workers]
+    assert answered[0] == ROWS
+    told = [Progress.model_validate_json(line) for line in progress.read_text().splitlines()]
+    assert (told[-1].step, told[-1].total_steps) == (ROWS, ROWS)
+    assert told[-1].metrics["rows_per_second"] > 0
+
+
+def test_killed_and_replaced_workers_answer_no_shard_twice_but_those_under_way(crew: Crew):
+    draw = random.Random(20)
+    first = crew.workers(3)
+    running: dict[int, tuple[Predictor, BaseProcess]] = {}
+    kills = {0: 2, 1: 2, 2: 2}
+    troubles: tuple[Trouble, ...] = ("hangs in a shard", "hangs before the facts")
+    everyone: list[Predictor] = []
+
+    def start(worker: Predictor) -> None:
+        if kills[worker.index]:
+            worker = worker.other(trouble=draw.choice(troubles), after=draw.randrange(3))
+        running[worker.index] = (worker, crew.start([worker])[0])
+        everyone.append(worker)
+
+    for worker in first:
+        start(worker)
+    killed = 0
+    while any(kills.values()):
+        wait_until(
+            lambda: any(kills[i] and (w.hangs.exists() or not p.is_alive()) for i, (w, p) in running.items()),
+            lambda: said(everyone),
+        )
+        for index, (worker, process) in list(running.items()):
+            if kills[index] and not process.is_alive():
+                assert process.exitcode == 0, said(everyone)
+                kills[index] = 0  # the others have left it too little to hang in
+            elif kills[index] and worker.hangs.exists():
+                process.kill()
+                process.join()
+                kills[index] -= 1
+                killed += 1
+                start(worker.other(incarnation=worker.incarnation + 1, trouble=None))
+    assert ends([process for _, process in running.values()]) == [0, 0, 0], said(everyone)
+    assert killed >= 4
+    assert sum(crew.claimed.values()) - len(crew.claimed) <= killed
+    assert crew.output == crew.undisturbed()
+    assert crew.is_left_clean()
+
+
+def test_the_shard_of_a_stopped_worker_is_taken_over_and_it_ends_well_later(crew: Crew):
+    workers = crew.workers(3, straggler_seconds=0.3)
+    workers[1] = workers[1].other(trouble="hangs in a shard", after=1)
+    processes = crew.start(workers)
+    wait_until(workers[1].hangs.exists, lambda: said(workers))
+    pid = processes[1].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    assert ends([processes[0], processes[2]]) == [0, 0], said(workers)
+    assert crew.output == crew.undisturbed()
+    workers[1].hangs.unlink()
+    os.kill(pid, signal.SIGCONT)
+    assert ends([processes[1]]) == [0], said(workers)
+    assert crew.is_left_clean()
+
+
+def test_worker_0_that_is_killed_while_joining_is_replaced_and_no_shard_is_answered_again(crew: Crew):
+    workers = crew.workers(2)
+    workers[0] = workers[0].other(trouble="hangs while joining")
+    processes = crew.start(workers)
+    wait_until(workers[0].hangs.exists, lambda: said(workers))
+    assert ends([processes[1]]) == [0], said(workers)
+    processes[0].kill()
+    processes[0].join()
+    assert not crew.paths.predictions_jsonl.exists()
+    again = workers[0].other(trouble=None, incarnation=1)
+    assert ends(crew.start([again])) == [0], said([again])
+    assert set(crew.claimed.values()) == {1}
+    assert crew.output == crew.undisturbed()
+    assert crew.is_left_clean()
+
+
+def test_a_worker_that_fails_ends_all_and_is_the_cause(crew: Crew):
+    workers = crew.workers(3)
+    workers[0] = workers[0].other(trouble="hangs in a shard", after=1)
+    workers[2] = workers[2].other(trouble="refuses a shard", after=1)
+    processes = crew.start(workers)
+    wait_until(workers[0].hangs.exists, lambda: said(workers))
+    assert ends([processes[2]]) == [DATA], said(workers)
+    workers[0].hangs.unlink()
+    codes = ends(processes)
+    assert codes[0] == COLLECTIVE, said(workers)
+    assert codes[1] in (0, COLLECTIVE)
+    cause = first_cause([report_of(worker) for worker in workers], {})
+    assert cause is not None
+    assert (cause.rank, cause.failure.reason) == (2, "BadRow")
+    failure = report_of(workers[0]).failure
+    assert failure is not None
+    assert failure.message == "Pod 2 of the 3 that predict has failed (BadRow): Row 77 cannot be encoded."
+    assert not crew.paths.predictions_jsonl.exists()
+    anew = crew.workers(3, attempt="attempt-2")
+    assert ends(crew.start(anew)) == [0, 0, 0], said(anew)
+    assert crew.output == crew.undisturbed()
+
+
+def test_a_preempted_worker_ends_alone_and_its_shards_are_answered_by_others(crew: Crew):
+    workers = crew.workers(2)
+    workers[1] = workers[1].other(trouble="hangs in a shard", after=1)
+    processes = crew.start(workers)
+    wait_until(workers[1].hangs.exists, lambda: said(workers))
+    processes[1].terminate()
+    assert ends(processes) == [0, PREEMPTED], said(workers)
+    assert crew.output == crew.undisturbed()
+    late = workers[1].other(trouble=None, incarnation=1)
+    assert ends(crew.start([late])) == [0], said([late])
+    assert report_of(late).metrics == {"rows": 0}
+    assert crew.is_left_clean()
+
+
+def test_a_worker_without_an_attempt_or_with_another_count_is_refused(crew: Crew):
+    for count, attempt, reason in ((2, "", "AttemptMissing"), (3, "a", "WorldSizeMismatch")):
+        worker = crew.workers(2, attempt=attempt)[1].other(count=count)
+        assert ends(crew.start([worker])) != [0]
+        failure = report_of(worker).failure
+        assert failure is not None
+        assert failure.reason == reason
+
+
+def test_workers_compute_as_the_first_one_has_chosen_or_refuse(tmp_path: Path):
+    parts = Parts(tmp_path / "parts").open()
+    mine = PartsManifest(version=2, means={"precision": "fp32"}, threads=3, optimization={"rung": "plain"})
+    assert parts.agreed(2, mine.means, lambda: mine) == mine
+    assert parts.agreed(2, mine.means, lambda: mine.model_copy(update={"threads": 8})) == mine
+    with pytest.raises(StageError, match="precision is 'bf16', there 'fp32'") as caught:
+        parts.agreed(2, {"precision": "bf16"}, lambda: mine)
+    assert caught.value.reason == "WorkersDiffer"
