@@ -124,7 +124,6 @@ ROWS: tuple[Row, ...] = (
     Row("checkpoints.uri"),
     Row("predict.dataset.uri", schemes=("hf", "file", "pkg", "pvc")),
     Row("predict.output", schemes=("file", "pvc")),
-    Row("predict.optimization", values=("auto", "none")),
     Row("endpoint"),
     Row("runPolicy.queue"),
 )

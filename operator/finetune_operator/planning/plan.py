@@ -480,6 +480,8 @@ def _prediction(draft: Draft) -> Prediction | None:
         workers=draft.predict_workers,
         format=asked.format,
         id_column=asked.id_column,
+        optimization=asked.optimization,
+        tolerance=asked.tolerance,
     )
 
 

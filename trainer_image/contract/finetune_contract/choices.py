@@ -58,6 +58,8 @@ Optimization: TypeAlias = Literal[
     "openvino", "openvino-bf16", "openvino-int8",
 ]  # fmt: skip
 """How predict computes: `auto` measures, `none` is the plain model, the others are rungs by name."""
+RUNG_TASKS: tuple[Task, ...] = ("text-classification", "token-classification", "question-answering")
+"""Tasks whose predictions can be computed otherwise than by the plain model: they take one forward pass."""
 """Of evaluation and prediction, which scale nothing as fp16 wants it."""
 Device: TypeAlias = Literal["cpu", "cuda"]
 SchedulerName: TypeAlias = Literal[

@@ -399,7 +399,7 @@ def _answerer(given: _Given, parts: Parts, paths: JobPaths) -> Answerer:
     answerer = Answerer(job, Encoder(task, given.coding, packing=False), model, labels, given.means, given.asked)
     workers = 1 if job.predict is None else job.predict.workers
     source = given.source
-    rungs = RungInUse(answerer, source.shards(), source.weight, paths, _version_of_model(job, paths), workers)
+    rungs = RungInUse(answerer, source.shards, source.weight, paths, _version_of_model(job, paths), workers)
 
     def choose() -> PartsManifest:
         name, threads = rungs.choose(), torch.get_num_threads()

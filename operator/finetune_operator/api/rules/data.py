@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from finetune_contract.choices import WRITING_TASKS, Task
+from finetune_contract.choices import RUNG_TASKS, WRITING_TASKS, Task
 from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
 from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, ColumnsSpec, FineTuneJobSpec, GenerationSpec
 
@@ -71,6 +71,10 @@ def _columns_cel() -> str:
         f"self.task != 'text-generation' || !has(self.dataset.columns.source) || {name('source')} != {name('target')}"
     )
     return f"!has(self.dataset) || ({' && '.join(f'({each})' for each in (*tasks, written))})"
+
+
+def _is_rung(spec: FineTuneJobSpec) -> bool:
+    return spec.predict is not None and spec.predict.optimization not in ("auto", "none")
 
 
 def _predictions_advice(spec: FineTuneJobSpec) -> str:
@@ -329,6 +333,31 @@ RULES: tuple[Rule, ...] = (
         "differs from the ending of spec.predict.output, which chooses the format of a file",
         "leave it out",
         advice=_format_advice,
+    ),
+    Rule(
+        "no-rungs-for-texts",
+        "predict.optimization",
+        f"!has(self.predict) || self.predict.optimization in ['auto', 'none'] || {is_one_of(RUNG_TASKS)}",
+        lambda spec: not _is_rung(spec) or spec.task in RUNG_TASKS,
+        f"is for {', '.join(RUNG_TASKS)}",
+        "leave it out",
+    ),
+    Rule(
+        "no-rungs-on-gpus",
+        "predict.optimization",
+        "!has(self.predict) || self.predict.optimization in ['auto', 'none'] || type(self.resources.gpusPerNode) != int"
+        " || int(self.resources.gpusPerNode) == 0",
+        lambda spec: not _is_rung(spec) or spec.resources.gpus_per_node in ("auto", 0),
+        "is for CPUs in this version",
+        "leave it out, or set spec.resources.gpusPerNode to 0",
+    ),
+    Rule(
+        "tolerance-is-measured",
+        "predict.tolerance",
+        "!has(self.predict) || !has(self.predict.tolerance) || self.predict.optimization != 'none'",
+        lambda spec: spec.predict is None or spec.predict.tolerance is None or spec.predict.optimization != "none",
+        "has no effect while spec.predict.optimization is none",
+        "leave one of the two out",
     ),
     _hub_only_rule(
         "model.revision",

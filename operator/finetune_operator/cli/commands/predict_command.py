@@ -53,6 +53,13 @@ def predict(
         int | None,
         typer.Option("--max-bad-rows", metavar="COUNT", help="Rows that may be unreadable. Left out: 1 % of them."),
     ] = None,
+    optimization: Annotated[
+        str, typer.Option("--optimization", metavar="NAME", help="How the model computes; auto measures a large job.")
+    ] = "auto",
+    tolerance: Annotated[
+        float | None,
+        typer.Option("--tolerance", metavar="SHARE", help="Labels that must stay equal. Left out: all of them."),
+    ] = None,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew, where an earlier call was stopped.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job that would run, and stop.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log too.")] = False,
@@ -76,6 +83,10 @@ def predict(
     if split is not None:
         rows["splits"] = {"test": split}
     predicts: dict[str, Any] = {"dataset": rows, "output": f"file://{out}", "columns": list(copy or ())}
+    if optimization != "auto":
+        predicts["optimization"] = optimization
+    if tolerance is not None:
+        predicts["tolerance"] = tolerance
     if max_bad_rows is not None:
         predicts["maxBadRows"] = max_bad_rows
     spec: dict[str, Any] = {"task": task or _task_of(uri), "model": {"uri": uri}, "predict": predicts}

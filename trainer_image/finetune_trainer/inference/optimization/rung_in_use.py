@@ -9,14 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from finetune_contract.choices import Stage
+from finetune_contract.choices import RUNG_TASKS
 from finetune_contract.contract_models import Message
 from finetune_contract.layout import JobPaths
 from finetune_trainer.data.row_shards import RowShard
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 FOLDER = "optimized"
 TABLE = "optimization.json"
 """In the job's folder: what was measured, for the report."""
+_FEW_ROWS = 32
 _MANY = 100
 """Times the sample that rows of unknown number are taken for: those of compressed files."""
 
@@ -57,7 +59,7 @@ class RungInUse:
     """Chooses a rung for an answerer, and makes one that was chosen."""
 
     answerer: Answerer
-    shards: Iterable[RowShard]
+    shards: Callable[[], Iterable[RowShard]]
     weight: int | None
     """Of all shards; None: not known."""
     paths: JobPaths
@@ -67,7 +69,7 @@ class RungInUse:
     machine: Machine | None = None
     """None: this one."""
     _chosen: Chosen | None = None
-    _sample: tuple[Sample, int] | None = None
+    _samples: dict[int, tuple[Sample, int]] = field(default_factory=dict)
 
     @property
     def wish(self) -> Wish:
@@ -77,7 +79,7 @@ class RungInUse:
 
     def choose(self) -> str:
         """Return the name of the rung, measured unless it is known. StageErrors of `choosing.choose`."""
-        self._chosen = self._without_measuring() or self._remembered() or self._measured()
+        self._chosen = self._without_measuring() or self._small() or self._remembered() or self._measured()
         return self._chosen.name
 
     def forward(self, name: str) -> ForwardPass | None:
@@ -96,10 +98,9 @@ class RungInUse:
         asked = self.wish.optimization
         if asked == "none":
             return _plain("asked for")
-        writer = self.answerer.encoder.task.writer
         why = None
-        if writer is not None and Stage.PREDICT in writer.stages:
-            why = "the task writes texts, and rungs compute single forward passes"
+        if self.answerer.job.task not in RUNG_TASKS:
+            why = f"rungs are for {', '.join(RUNG_TASKS)}"
         elif self.answerer.means.device != "cpu":
             why = "rungs are measured on CPUs alone"
         if why is None:
@@ -108,6 +109,17 @@ class RungInUse:
             raise not_available(asked, why)
         return _plain(why)
 
+    def _small(self) -> Chosen | None:
+        """Look at a few rows: measuring a small job would take longer than the job."""
+        if self.wish.optimization != "auto":
+            return None
+        sample, _ = self._sampled(_FEW_ROWS)
+        sample.answers(None)  # the first pass allocates and starts threads
+        began = time.perf_counter()
+        sample.answers(None)
+        seconds = (time.perf_counter() - began) / max(1, sample.rows) * self._remaining(_FEW_ROWS)
+        return _plain(small_job(seconds)) if seconds < SMALL_SECONDS else None
+
     def _remembered(self) -> Chosen | None:
         try:
             found = _Remembered.model_validate_json(self._place.read_bytes())
@@ -115,15 +127,13 @@ class RungInUse:
             return None
         if found.basis != self._basis():
             return None
-        plain = next((row.rows_per_second for row in found.table.rungs if row.name == "none"), None)
-        if self.wish.optimization == "auto" and plain and self._remaining() / plain < SMALL_SECONDS:
-            return _plain(small_job(self._remaining() / plain))
         log.info("The rungs were measured before, on this kind of machine.")
         made = None if found.table.chosen == "none" else self._made(found.table.chosen).forward
         return Chosen(found.table.chosen, made, found.table)
 
     def _measured(self) -> Chosen:
-        chosen = choose(self.wish, self.answerer.model, self._sampled[0], self._remaining(), self._folder, self.machine)
+        sample, remaining = self._sampled(SAMPLE_ROWS)[0], self._remaining(SAMPLE_ROWS)
+        chosen = choose(self.wish, self.answerer.model, sample, remaining, self._folder, self.machine)
         for row in chosen.table.rungs:
             log.info("%s", _told(row.name, row.rows_per_second, row.agreement, row.why))
         if any(row.name != "none" and row.rows_per_second for row in chosen.table.rungs):
@@ -133,17 +143,17 @@ class RungInUse:
         return chosen
 
     def _made(self, name: str) -> Chosen:
-        return by_name(name, self.answerer.model, self._sampled[0], self._folder, self.machine)
+        return by_name(name, self.answerer.model, self._sampled(SAMPLE_ROWS)[0], self._folder, self.machine)
 
-    @property
-    def _sampled(self) -> tuple[Sample, int]:
-        if self._sample is None:
-            self._sample = self.answerer.sample(self.shards, SAMPLE_ROWS)
-        return self._sample
+    def _sampled(self, rows: int) -> tuple[Sample, int]:
+        if rows not in self._samples:
+            self._samples[rows] = self.answerer.sample(self.shards(), rows)
+        return self._samples[rows]
 
-    def _remaining(self) -> int:
-        sample, weight = self._sampled
-        if sample.rows < SAMPLE_ROWS:
+    def _remaining(self, wanted: int) -> int:
+        """Rows that this worker has to answer, by a sample of so many."""
+        sample, weight = self._sampled(wanted)
+        if sample.rows < wanted:
             rows = sample.rows
         elif self.weight is None:
             rows = sample.rows * _MANY
