@@ -13,11 +13,12 @@ from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization import choosing, rung_in_use
-from finetune_trainer.inference.optimization.rung_in_use import FOLDER, TABLE
+from finetune_trainer.inference.optimization.rung_in_use import FOLDER
 from finetune_trainer.inference.optimization.rung_protocol import Machine
 from finetune_trainer.inference.optimization.rung_table import RungTable
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.progress import NoProgress
+from finetune_trainer.reporting import write_report
 
 TEXTS = [" ".join(["word"] * (1 + 7 * at % 23)) + f" {at}" for at in range(41)]
 LABELS = ("bad", "so-so", "good")
@@ -49,7 +50,7 @@ def answers(paths: JobPaths) -> list[dict[str, Any]]:
 
 
 def table(paths: JobPaths) -> RungTable:
-    return RungTable.model_validate_json((paths.root / TABLE).read_bytes())
+    return RungTable.model_validate_json(paths.optimization.read_bytes())
 
 
 @pytest.fixture
@@ -86,13 +87,19 @@ def test_auto_measures_every_rung_and_remembers_the_choice(
     measuring: None, model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")  # without a compiler
-    told = predict(a_job(model, data, optimization="auto"), paths, NoProgress())
+    job = a_job(model, data, optimization="auto")
+    told = predict(job, paths, NoProgress())
     rows = {row.name: row for row in table(paths).rungs}
     assert rows[told["optimization"]].chosen
     assert rows["none"].agreement == 1
     assert "predict.tolerance is not set" in rows["bf16"].why or "units" in rows["bf16"].why
     assert "no C++ compiler" in rows["compile"].why
     assert all(row.why for row in rows.values())
+    assert json.loads(paths.metrics.read_bytes())["predict"]["rungs"][0]["name"] == "none"
+    write_report(job, None, paths)
+    page = paths.report.read_text(encoding="utf-8")
+    assert "Ways to compute predictions" in page
+    assert f"{told['optimization']} (used)" in page
     monkeypatch.setattr(rung_in_use, "choose", lambda *_: pytest.fail("measured again"))
     again = predict(a_job(model, data, optimization="auto"), paths, NoProgress())
     assert again["optimization"] == told["optimization"]

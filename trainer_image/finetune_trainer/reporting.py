@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import platform
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -354,6 +354,7 @@ def write_report(
             reasons=[str(reason) for reason in plan.get("reasons", ())],
             assumptions=[str(assumption) for assumption in plan.get("assumptions", ())],
             memory=_memory_rows(plan),
+            rungs=_rung_rows(_read_json(paths.optimization)),
             environment=_environment_rows(_read_json(paths.environment) or {}),
             command=command or _command(job, paths),
             job_file=job.to_json(),
@@ -385,6 +386,25 @@ def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         return []
     rows = [(str(term["name"]), human_bytes(term["bytes"]), str(term["formula"])) for term in memory["terms"]]
     return [*rows, ("total", human_bytes(memory["totalBytes"]), f"of {human_bytes(memory['capacityBytes'])}")]
+
+
+def _rung_rows(table: Mapping[str, Any] | None) -> list[tuple[str, str, str, str, str, str]]:
+    """Name, rows a second, labels equal to the plain model's, memory, time to make it, and why it was taken or not."""
+
+    def shown(value: Any, text: Callable[[Any], str]) -> str:
+        return "" if value is None else text(value)
+
+    return [
+        (
+            str(rung["name"]) + (" (used)" if rung["chosen"] else ""),
+            shown(rung["rowsPerSecond"], "{:,.0f}".format),
+            shown(rung["agreement"], "{:.2%}".format),
+            shown(rung["memoryBytes"], human_bytes),
+            shown(rung["setupSeconds"], "{:.1f} s".format),
+            str(rung["why"]),
+        )
+        for rung in (table or {}).get("rungs", ())
+    ]
 
 
 _DETAILS = frozenset({"time", "peak_memory_bytes_by_rank"})

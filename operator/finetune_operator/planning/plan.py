@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
-from finetune_contract.choices import Precision, Stage, Task
+from finetune_contract.choices import RUNG_TASKS, Precision, Stage, Task
 from finetune_contract.trainer_job import (
     Columns,
     DataSource,
@@ -468,6 +468,8 @@ def _prediction(draft: Draft) -> Prediction | None:
     asked = draft.spec.predict
     if asked is None:
         return None
+    # Of a rung that was named the trainer says why it cannot be had.
+    unmeasured = asked.optimization == "auto" and (draft.inference_device != "cpu" or draft.spec.task not in RUNG_TASKS)
     return Prediction(
         dataset=predicted_source(draft.spec),
         output=asked.output,
@@ -480,8 +482,8 @@ def _prediction(draft: Draft) -> Prediction | None:
         workers=draft.predict_workers,
         format=asked.format,
         id_column=asked.id_column,
-        optimization=asked.optimization,
-        tolerance=asked.tolerance,
+        optimization="none" if unmeasured else asked.optimization,
+        tolerance=None if unmeasured else asked.tolerance,
     )
 
 

@@ -188,6 +188,11 @@ class JobPaths:
         return self.root / "metrics.json"
 
     @property
+    def optimization(self) -> Path:
+        """Ways to compute predictions, as they were measured."""
+        return self.root / "optimization.json"
+
+    @property
     def predictions_jsonl(self) -> Path:
         return self.root / "predictions.jsonl"
 

@@ -44,6 +44,7 @@ from finetune_trainer.inference.prediction_workers import Alone, Crew, Sharing, 
 from finetune_trainer.inference.runner import Means, used_model
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import NoProgress, ProgressSink
+from finetune_trainer.reporting import merge_metrics
 from finetune_trainer.tasks.task_protocol import Coding
 from finetune_trainer.tasks.task_registry import task_of
 from finetune_trainer.uris import Uri, local_path
@@ -137,6 +138,7 @@ def _led(
     told: dict[str, Any] = {"bad_rows": done.bad, "bad_rows_path": aside.name} if done.bad else {}
     if job.predict is not None and job.predict.optimization != "none":
         told["optimization"] = parts.optimization().get(RUNG, "none")
+        _keep_table(paths, str(told["optimization"]))
     told |= output.write(Joined(parts, keys, given.source.numbered))
     result = {"rows": done.rows, "path": output.name, "split": given.role, **told, **given.means.told}
     tell_done(result)
@@ -409,6 +411,14 @@ def _answerer(given: _Given, parts: Parts, paths: JobPaths) -> Answerer:
     agreed = parts.agreed(_FORMAT, means, choose)
     torch.set_num_threads(agreed.threads)
     return replace(answerer, forward=rungs.forward(str(agreed.optimization.get(RUNG, "none"))))
+
+
+def _keep_table(paths: JobPaths, used: str) -> None:
+    try:
+        table = json.loads(paths.optimization.read_bytes())
+    except OSError:
+        return  # another worker has measured, and this one may not see its file yet
+    merge_metrics(paths, {"predict": {"optimization": used, "rungs": table["rungs"]}})
 
 
 def _allowed(job: TrainerJob, rows: int) -> int:

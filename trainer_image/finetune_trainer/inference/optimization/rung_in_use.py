@@ -40,8 +40,6 @@ from finetune_trainer.inference.optimization.rung_table import RungTable
 log = logging.getLogger(__name__)
 
 FOLDER = "optimized"
-TABLE = "optimization.json"
-"""In the job's folder: what was measured, for the report."""
 _FEW_ROWS = 32
 _MANY = 100
 """Times the sample that rows of unknown number are taken for: those of compressed files."""
@@ -90,7 +88,7 @@ class RungInUse:
             self._chosen = None
             return None if name == "none" else self._made(name).forward
         if self.wish.optimization != "none":
-            write_atomically(self.paths.root / TABLE, self._chosen.table.to_json())
+            write_atomically(self.paths.optimization, self._chosen.table.to_json())
             log.info("predict.optimization %s: %s, %s.", self.wish.optimization, name, self._chosen.table.reason)
         return self._chosen.forward
 
