@@ -66,6 +66,12 @@ FILES: Mapping[str, Wanted] = MappingProxyType(
             installed_before=("torch.txt",),
             built_apart=("deepspeed",),
         ),
+        # For the image for CPUs alone: the rungs of predict that it adds compute there.
+        "fast-inference.txt": Wanted(
+            projects=((CONTRACT, ()), (TRAINER, ("fast-inference",))),
+            installed_before=("torch.txt", "trainer.txt"),
+            built_apart=("deepspeed",),
+        ),
     }
 )
 

@@ -175,6 +175,14 @@ def test_image_for_gpus_has_the_kernels_that_validate_lets_pass() -> None:
     assert re.search(r'if \[ "\$\{ACCELERATOR\}" = cuda \]; then +pip install [^;]*/liger\.txt;', line)
 
 
+def test_image_for_cpus_has_what_exported_rungs_import() -> None:
+    for module in ("nncf", "onnx", "onnxruntime", "onnxscript", "openvino"):
+        assert installed_by(module) in pins(text_of("fast-inference.txt"))
+    lines = re.sub(r"\\\n", " ", (ROOT / "images" / "trainer" / "Dockerfile").read_text()).splitlines()
+    (line,) = (line for line in lines if "fast-inference.txt" in line and "pip install" in line)
+    assert re.search(r"= cuda \]; then +pip install [^;]*; +else +pip install [^;]*/fast-inference\.txt; +fi", line)
+
+
 @pytest.mark.parametrize("module", ["google.protobuf", "sentencepiece", "tiktoken"])
 def test_image_reads_vocabularies_that_come_without_a_tokenizer_json(module: str) -> None:
     """DeBERTa-v3, T5 and Mistral ship a model of sentencepiece, and transformers needs protobuf beside it."""

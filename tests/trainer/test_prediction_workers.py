@@ -21,8 +21,12 @@ from finetune_contract.causes import first_cause
 from finetune_contract.layout import EXIT_CODES, FailureClass, JobPaths
 from finetune_contract.report import Progress, TrainerReport
 from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
+from finetune_trainer.inference.predict import predict
 from finetune_trainer.inference.prediction_parts import Parts, PartsManifest
+from finetune_trainer.inference.prediction_workers import WORD, Word
+from finetune_trainer.progress import NoProgress
 from process_support.predicting import Predictor, Trouble
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
@@ -248,6 +252,21 @@ def test_a_preempted_worker_ends_alone_and_its_shards_are_answered_by_others(cre
     late = workers[1].other(trouble=None, incarnation=1)
     assert ends(crew.start([late])) == [0], said([late])
     assert report_of(late).metrics == {"rows": 0}
+    assert crew.is_left_clean()
+
+
+def test_a_worker_that_comes_after_the_end_of_its_attempt_answers_nothing(crew: Crew):
+    """Worker 0 may be killed after the parts are joined and before its report is out."""
+    word = Word(attempt="a", state="done", worker=0, result={"rows": 300, "path": "predictions.jsonl"})
+    crew.paths.state.mkdir(parents=True)
+    (crew.paths.root / WORD).write_text(word.to_json())
+    parts = crew.paths.root / "predictions.parts" / "key"
+    parts.mkdir(parents=True)
+    told = [
+        predict(crew.job(2), crew.paths, NoProgress(), ProcessWorld(rank, 2, 0, 1), {"FINETUNE_ATTEMPT": "a"})
+        for rank in (1, 0)
+    ]
+    assert told == [{"rows": 0}, {"rows": 300, "path": "predictions.jsonl"}]
     assert crew.is_left_clean()
 
 

@@ -53,6 +53,11 @@ RankOrder: TypeAlias = Literal["DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]
 CheckpointingMode: TypeAlias = Literal["none", "full", "selective"]
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16", "fp8"]
 InferencePrecision: TypeAlias = Literal["fp32", "bf16"]
+Optimization: TypeAlias = Literal[
+    "auto", "none", "bf16", "compile", "int8", "onnx", "onnx-int8", "onnx-int8-static",
+    "openvino", "openvino-bf16", "openvino-int8",
+]  # fmt: skip
+"""How predict computes: `auto` measures, `none` is the plain model, the others are rungs by name."""
 """Of evaluation and prediction, which scale nothing as fp16 wants it."""
 Device: TypeAlias = Literal["cpu", "cuda"]
 SchedulerName: TypeAlias = Literal[

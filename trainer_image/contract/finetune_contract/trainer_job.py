@@ -17,6 +17,7 @@ from finetune_contract.choices import (
     Device,
     InferencePrecision,
     OffloadDevice,
+    Optimization,
     OptimizerName,
     PipelineSchedule,
     Precision,
@@ -403,6 +404,11 @@ class Prediction(Order):
     batch_tokens: int = Field(gt=0)
     precision: _InferencePrecision = "fp32"
     """As of an evaluation."""
+    optimization: Annotated[Optimization, Field(exclude_if=lambda name: name == "none")] = "none"
+    tolerance: Annotated[float | None, Field(gt=0.5, le=1, exclude_if=lambda share: share is None)] = None
+    """Share of rows whose labels have to be those of the plain model; None: rungs whose labels can differ are only
+    taken by name.
+    """
 
 
 class TrainerJob(Order):

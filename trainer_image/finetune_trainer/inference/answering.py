@@ -6,24 +6,29 @@ A row that the task cannot take or that cannot be encoded is set aside with the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from finetune_contract.choices import Stage
 from finetune_contract.facts import DataFacts
+from finetune_contract.layout import FailureClass
 from finetune_contract.trainer_job import Columns, TrainerJob
-from finetune_trainer.data.prepared import PreparedData, dataset_of
+from finetune_trainer.data.batches import inference_batches
+from finetune_trainer.data.prepared import PreparedData, PreparedSplit, dataset_of
 from finetune_trainer.data.row_shards import AsideRow, RowShard, ShardKey, ShardRows, most_of
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.failures import StageError
+from finetune_trainer.inference.optimization.choosing import Sample
+from finetune_trainer.inference.optimization.rung_protocol import ForwardPass
 from finetune_trainer.inference.runner import Means, answers_of
-from finetune_trainer.progress import ProgressSink
-from finetune_trainer.tasks.task_protocol import Labels
+from finetune_trainer.progress import NoProgress, ProgressSink
+from finetune_trainer.tasks.task_protocol import Answer, Labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,6 +70,8 @@ class Answerer:
     labels: Labels
     means: Means
     asked: Asked
+    forward: ForwardPass | None = None
+    """What computes in the model's place."""
 
     def answers(self, shard: RowShard, rows: ShardRows, progress: ProgressSink) -> ShardAnswers:
         """Predictions for all rows that can be answered. StageError of the model, and DATA `MixedTypes` when the rows
@@ -91,12 +98,67 @@ class Answerer:
         own = dict(zip(answered.column_names, answered.columns, strict=True))
         return ShardAnswers(pa.table({ROW: numbers, **copies, **own}), every, truncated)
 
+    def _encoded(self, table: pa.Table, rows: Sequence[int], inputs: Mapping[str, str]) -> pa.Table:
+        return self.encoder.features(table.take(pa.array(rows, pa.int64())), inputs)[0]
+
     def _check(self, split: RawSplit) -> None:
         self.encoder.task.check(split, self.asked.columns, self.asked.setting)
+
+    def sample(self, shards: Iterable[RowShard], rows: int) -> tuple[Sample, int]:
+        """Return about as many of the first rows that can be answered, to measure rungs with, and the weight of the
+        shards that have them. StageError DATA `EmptySplit` without any.
+        """
+        inputs = self.encoder.task.inputs(self.asked.columns)
+        tables: list[pa.Table] = []
+        weight = 0.0
+        for shard in shards:
+            read = shard.read()
+            wanted = range(min(len(read.numbers), rows - sum(map(len, tables))))
+            kept, table = most_of(list(wanted), partial(read.checked, check=self._check), {})
+            weight += shard.weight * len(wanted) / max(1, len(read.numbers))
+            if kept and table is not None:
+                tables.append(table)
+            if sum(map(len, tables)) >= rows:
+                break
+        if not tables:
+            raise StageError(
+                FailureClass.DATA, "EmptySplit", "No row can be answered.", "Correct the rows, or leave predict out."
+            )
+        alike = [table for table in tables if table.schema == tables[0].schema]
+        return self._sample(pa.concat_tables(alike), inputs), round(weight)
+
+    def _sample(self, table: pa.Table, inputs: Mapping[str, str]) -> Sample:
+        kept, features = most_of(list(range(len(table))), lambda rows: self._encoded(table, rows, inputs), {})
+        assert features is not None
+        split = self._split(table.take(pa.array(kept, pa.int64())), features, inputs)
+        task, data = self.encoder.task, split.data
+        batches = inference_batches(task.widths(data, split.role), batch_tokens=self.means.batch_tokens)
+
+        def answers(forward: ForwardPass | None) -> list[dict[str, Any]]:
+            found = self._answers(split, NoProgress(), forward, self.job.seed)
+            rows: list[dict[str, Any]] = task.predictions(found, split, slice(0, split.rows)).to_pylist()
+            return rows
+
+        collated = [
+            {
+                name: tensor.to(self.model.device)
+                for name, tensor in task.collate(
+                    data.features(split.role, batch), pad_token_id=data.pad_token_id
+                ).items()
+                if name != "labels"
+            }
+            for batch in batches
+        ]
+        return Sample(split.rows, collated, answers)
 
     def _predicted(
         self, key: ShardKey, table: pa.Table, features: pa.Table, inputs: Mapping[str, str], progress: ProgressSink
     ) -> pa.Table:
+        split = self._split(table, features, inputs)
+        answers = self._answers(split, progress, self.forward, _seed(self.job.seed, key))
+        return self.encoder.task.predictions(answers, split, slice(0, split.rows))
+
+    def _split(self, table: pa.Table, features: pa.Table, inputs: Mapping[str, str]) -> PreparedSplit:
         tokenizer = self.encoder.coding.tokenizer
         assert isinstance(tokenizer.pad_token_id, int)
         facts = DataFacts(
@@ -111,8 +173,12 @@ class Answerer:
         data = PreparedData.in_memory(
             _ROLE, features, dataset_of(table), facts, tokenizer.pad_token_id, self.job.task, named
         )
-        split = data.of(_ROLE)
-        answers = answers_of(
+        return data.of(_ROLE)
+
+    def _answers(
+        self, split: PreparedSplit, progress: ProgressSink, forward: ForwardPass | None, seed: int
+    ) -> list[Answer]:
+        return answers_of(
             Stage.PREDICT,
             self.job,
             self.model,
@@ -120,10 +186,10 @@ class Answerer:
             device=self.means.device,
             batch_tokens=self.means.batch_tokens,
             progress=progress,
-            tokenizer=tokenizer,
-            seed=_seed(self.job.seed, key),
+            tokenizer=self.encoder.coding.tokenizer,
+            forward=forward,
+            seed=seed,
         )
-        return self.encoder.task.predictions(answers, split, slice(0, split.rows))
 
 
 def _seed(seed: int, key: ShardKey) -> int:

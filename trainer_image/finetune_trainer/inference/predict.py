@@ -20,10 +20,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any
+
+from pydantic import JsonValue
 
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
@@ -35,9 +37,10 @@ from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import discard, discard_leftovers
 from finetune_trainer.inference.answering import ROW, Answerer, Asked
+from finetune_trainer.inference.optimization.rung_in_use import RungInUse
 from finetune_trainer.inference.prediction_output import FolderOutput, Output, output_of, write_lines
 from finetune_trainer.inference.prediction_parts import FILE, POSITION, Joined, PartFacts, Parts, PartsManifest
-from finetune_trainer.inference.prediction_workers import Alone, Crew, Sharing, Worker, attempt_is_over
+from finetune_trainer.inference.prediction_workers import Alone, Crew, Sharing, Worker, result_of
 from finetune_trainer.inference.runner import Means, used_model
 from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import NoProgress, ProgressSink
@@ -56,6 +59,7 @@ _LEAST_TO_JUDGE = 1000
 """Rows after which too many bad ones end the stage early."""
 LOOK_SECONDS = 1.0
 """Between two looks at the parts of others, at least."""
+RUNG = "rung"
 ID = "id"
 """Column of predictions for `predict.idColumn`."""
 
@@ -77,13 +81,16 @@ def predict(
     """
     output = output_of(job, paths)
     worker = Worker.of(job, world, environment)
-    if worker is not None and not worker.leads and attempt_is_over(worker, paths):
-        return {"rows": 0}  # it comes late
+    if worker is not None and (result := result_of(worker, paths)) is not None:
+        if not worker.leads:
+            return {"rows": 0}  # it comes late
+        discard(paths.root / _PARTS, paths.root, _OVER)
+        return dict(result)
     given = _Given.of(job, paths, _copies(job, output))
     parts = Parts(paths.root / _PARTS / given.key(paths)).open()
     if worker is None:
         done = _Done(progress, given.source.weight, parts, others=False)
-        return _led(given, parts, Alone(parts.there), done, paths, output, lambda: None)
+        return _led(given, parts, Alone(parts.there), done, paths, output, lambda _result: None)
     with Crew(worker, paths, parts.folder) as crew:
         if worker.leads:
             done = _Done(progress, given.source.weight, parts, others=True)
@@ -109,7 +116,7 @@ def _led(
     done: _Done,
     paths: JobPaths,
     output: Output,
-    tell_done: Callable[[], None],
+    tell_done: Callable[[Mapping[str, Any]], None],
 ) -> dict[str, Any]:
     """Answers and joins."""
     job = given.job
@@ -128,14 +135,17 @@ def _led(
     else:
         aside.discard()
     told: dict[str, Any] = {"bad_rows": done.bad, "bad_rows_path": aside.name} if done.bad else {}
+    if job.predict is not None and job.predict.optimization != "none":
+        told["optimization"] = parts.optimization().get(RUNG, "none")
     told |= output.write(Joined(parts, keys, given.source.numbered))
-    tell_done()
+    result = {"rows": done.rows, "path": output.name, "split": given.role, **told, **given.means.told}
+    tell_done(result)
     discard(parts.folder.parent, paths.root, _OVER)
     discard_leftovers(paths.root, _OVER)  # of a worker that was killed here
     if done.truncated:
         share, length = f"{done.truncated:,} of {done.rows:,} rows", given.coding.max_length
         log.warning("%s are longer than %d tokens and lose text.", share, length)
-    return {"rows": done.rows, "path": output.name, "split": given.role, **told, **given.means.told}
+    return result
 
 
 @dataclass(frozen=True)
@@ -189,6 +199,7 @@ class _Given:
             "length": [self.coding.max_length, self.coding.stride],
             "means": [self.means.device, self.means.batch_tokens, self.means.precision],
             "trained": _version_of_model(job, paths),
+            "optimization": None if job.predict is None else [job.predict.optimization, job.predict.tolerance],
         }
         return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()[:32]
 
@@ -382,14 +393,22 @@ def _answerer(given: _Given, parts: Parts, paths: JobPaths) -> Answerer:
 
     means = {name: value for name, value in asdict(given.means).items() if not callable(value)}
 
-    def choose() -> PartsManifest:
-        return PartsManifest(version=_FORMAT, means=means, threads=torch.get_num_threads())
+    job, task = given.job, task_of(given.job)
+    model, _ = used_model(job, paths, given.means.precision)
+    labels = labels_of_model(job, task, model.config)
+    answerer = Answerer(job, Encoder(task, given.coding, packing=False), model, labels, given.means, given.asked)
+    workers = 1 if job.predict is None else job.predict.workers
+    source = given.source
+    rungs = RungInUse(answerer, source.shards(), source.weight, paths, _version_of_model(job, paths), workers)
 
-    torch.set_num_threads(parts.agreed(_FORMAT, means, choose).threads)
-    model, _ = used_model(given.job, paths, given.means.precision)
-    task = task_of(given.job)
-    labels = labels_of_model(given.job, task, model.config)
-    return Answerer(given.job, Encoder(task, given.coding, packing=False), model, labels, given.means, given.asked)
+    def choose() -> PartsManifest:
+        name, threads = rungs.choose(), torch.get_num_threads()
+        optimization: dict[str, JsonValue] = {} if name == "none" else {RUNG: name}
+        return PartsManifest(version=_FORMAT, means=means, threads=threads, optimization=optimization)
+
+    agreed = parts.agreed(_FORMAT, means, choose)
+    torch.set_num_threads(agreed.threads)
+    return replace(answerer, forward=rungs.forward(str(agreed.optimization.get(RUNG, "none"))))
 
 
 def _allowed(job: TrainerJob, rows: int) -> int:

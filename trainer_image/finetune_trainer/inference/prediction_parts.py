@@ -102,6 +102,10 @@ class Parts:
             )
         return found
 
+    def optimization(self) -> dict[str, JsonValue]:
+        """Return what the first worker has chosen."""
+        return PartsManifest.model_validate_json((self.folder / _MANIFEST).read_bytes()).optimization
+
     def there(self) -> list[str]:
         """Return the keys of the parts that are there, as text."""
         names = (path.name for path in self.folder.iterdir())

@@ -31,10 +31,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Literal, Protocol, TypeVar
 
-from pydantic import ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from finetune_contract.contract_models import Message
 from finetune_contract.layout import ENV_ATTEMPT, FailureClass, JobPaths, retryable
@@ -74,6 +74,8 @@ class Word(Message):
     state: Literal["done", "failed"]
     worker: int
     failure: FailureReport | None = None
+    result: dict[str, JsonValue] = Field(default_factory=dict)
+    """What worker 0 reports, with `done`: one that is killed before its report is out is replaced."""
 
 
 class Claim(Message):
@@ -449,20 +451,23 @@ class Crew:
         if time.monotonic() - self._checked < BEAT_SECONDS:
             return
         self._checked = time.monotonic()
-        self.over()
-
-    def over(self) -> bool:
-        """As `attempt_is_over`."""
-        return attempt_is_over(self._worker, self._paths)
+        result_of(self._worker, self._paths)
 
     def ended_by_leader(self) -> bool:
-        """Return whether the folder of the parts is gone since worker 0 has joined them."""
+        """Return whether the folder of the parts is gone since worker 0 has joined them. StageError COLLECTIVE when it
+        has failed.
+        """
+        until = time.monotonic() + SILENT_SECONDS
         # Path.exists raises where a folder is gone from a share (ESTALE).
-        return not os.path.exists(self._parts) and self.over()  # noqa: PTH110
+        while not os.path.exists(self._parts) and time.monotonic() < until:  # noqa: PTH110
+            if result_of(self._worker, self._paths) is not None:
+                return True
+            time.sleep(POLL_SECONDS)
+        return False
 
-    def tell_done(self) -> None:
+    def tell_done(self, result: Mapping[str, JsonValue]) -> None:
         """Tell the others that the parts are joined and will be gone."""
-        self._say("done", None)
+        self._say("done", None, result)
 
     def _measure(self) -> None:
         """The shard that was taken before, if any, is answered."""
@@ -470,8 +475,19 @@ class Crew:
             self._taker.longest = max(self._taker.longest, time.monotonic() - self._began)
         self._began = None
 
-    def _say(self, state: Literal["done", "failed"], failure: FailureReport | None) -> None:
-        word = Word(attempt=self._worker.attempt, state=state, worker=self._worker.index, failure=failure)
+    def _say(
+        self,
+        state: Literal["done", "failed"],
+        failure: FailureReport | None,
+        result: Mapping[str, JsonValue] = MappingProxyType({}),
+    ) -> None:
+        word = Word(
+            attempt=self._worker.attempt,
+            state=state,
+            worker=self._worker.index,
+            failure=failure,
+            result=dict(result),
+        )
         self._files.write(WORD, word.to_json())
 
     def _beat(self, *, ended: bool = False) -> None:
@@ -491,14 +507,16 @@ class Crew:
                     warned = True
 
 
-def attempt_is_over(worker: Worker, paths: JobPaths) -> bool:
-    """Return whether worker 0 of this attempt has made the output. StageError COLLECTIVE when a worker has failed."""
+def result_of(worker: Worker, paths: JobPaths) -> Mapping[str, JsonValue] | None:
+    """Return what worker 0 of this attempt reports; None while it has not made the output. StageError COLLECTIVE when a
+    worker has failed.
+    """
     word = _parsed(Word, FolderFiles(paths.root).read(WORD))
     if word is None or word.attempt != worker.attempt:
-        return False
+        return None
     if word.failure is not None:
         raise _OtherFailedError(worker, word.worker, word.failure)
-    return word.state == "done"
+    return word.result
 
 
 class _OtherFailedError(StageError):

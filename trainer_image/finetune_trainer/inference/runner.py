@@ -16,6 +16,7 @@ from finetune_trainer.data.batches import inference_batches
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.distributed import refuse_missing_gpu
 from finetune_trainer.failures import StageError
+from finetune_trainer.inference.optimization.rung_protocol import ForwardPass
 from finetune_trainer.models import load_tokenizer, pinned, resolve_model
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.tasks.task_protocol import Answer, Feature, TaskModule, labels_of
@@ -125,6 +126,7 @@ def answers_of(
     batch_tokens: int,
     progress: ProgressSink,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    forward: ForwardPass | None = None,
     seed: int | None = None,
 ) -> list[Answer]:
     """One answer for each feature of the split and in its order; what the model writes is in that of each row's last
@@ -133,8 +135,8 @@ def answers_of(
     `batch_tokens` bounds the padded tokens of a batch; batches that the GPU's memory does not hold are halved until it
     does, and StageError OUT_OF_MEMORY tells of a single row that it does not hold. The model keeps its dtype;
     `progress` counts features, twice where they are both judged and written to. Drawing begins with `seed`, the job's
-    where it is None.
-    `tokenizer`: the job's, where the caller has loaded it.
+    where it is None. `tokenizer`: the job's, where the caller has loaded it. `forward`: what computes in the model's
+    place, but for what the model writes.
     """
     import torch
     from torch import nn
@@ -146,7 +148,7 @@ def answers_of(
     module.to(device)
     module.eval()
     result: list[Answer] = [{}] * len(split.position)
-    rounds = _rounds(stage, job, model, split, batch_tokens, tokenizer)
+    rounds = _rounds(stage, job, model, split, batch_tokens, tokenizer, forward)
     total = sum(len(wanted) for _, batches in rounds for wanted in batches)
     done = 0
     try:
@@ -170,6 +172,7 @@ def _rounds(
     split: PreparedSplit,
     batch_tokens: int,
     tokenizer: PreTrainedTokenizerBase | None,
+    forward: ForwardPass | None,
 ) -> list[tuple[_Answering, list[NDArray[np.int64]]]]:
     """What is asked of which features: a forward pass over all of them, but where writing is all that is wanted."""
     task, lengths = task_of(job), split.data.lengths(split.role)
@@ -177,7 +180,7 @@ def _rounds(
     rounds: list[tuple[_Answering, list[NDArray[np.int64]]]] = []
     if writer is None or stage == Stage.EVALUATE:
         batches = inference_batches(task.widths(split.data, split.role), batch_tokens=batch_tokens)
-        rounds.append((_reading(task, model, split.data.pad_token_id), batches))
+        rounds.append((_reading(task, model, forward, split.data.pad_token_id), batches))
     if writer is not None:
         chosen = writer.chosen(split)
         room = (lengths[chosen] + job.generation.max_new_tokens) * job.generation.num_beams
@@ -224,13 +227,15 @@ def _too_long(tokens: int, error: Exception) -> StageError:
     )
 
 
-def _reading(task: TaskModule, model: PreTrainedModel, pad_token_id: int) -> _Answering:
+def _reading(task: TaskModule, model: PreTrainedModel, forward: ForwardPass | None, pad_token_id: int) -> _Answering:
     """One forward pass over features."""
     from torch import nn
+
+    answers = cast(nn.Module, model if forward is None else forward)
 
     def read(features: Sequence[Feature]) -> list[Answer]:
         batch = task.collate(features, pad_token_id=pad_token_id)
         placed = {name: tensor.to(model.device) for name, tensor in batch.items()}
-        return task.answer(cast(nn.Module, model), placed, features)
+        return task.answer(answers, placed, features)
 
     return read

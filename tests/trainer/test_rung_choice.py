@@ -1,0 +1,194 @@
+"""The choice among rungs: what is measured, what is taken, and what is refused with which reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from finetune_trainer.failures import StageError
+from finetune_trainer.inference.optimization import choosing
+from finetune_trainer.inference.optimization.choosing import Chosen, Sample, Wish, by_name, choose
+from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine, NotAvailable, Rung
+from finetune_trainer.inference.optimization.torch_rungs import BF16, COMPILE, PLAIN
+
+ROWS = 100
+PLAIN_SECONDS = 10.0
+MODEL: Any = None
+MACHINE = Machine()
+
+
+@dataclass
+class FakeRung:
+    """A rung that takes `seconds` for the sample, and gets `wrong` of its labels wrong."""
+
+    name: str
+    seconds: float
+    lossy: bool = False
+    wrong: int = 0
+    setup: float = 0.0
+    why_not: str | None = None
+    fails: str | None = None
+    prepared: int = field(default=0, init=False)
+    clock: list[float] = field(default_factory=list, init=False)
+
+    def unavailable(self, model: Any, machine: Machine) -> str | None:
+        return self.why_not
+
+    def prepare(self, model: Any, sample: Sequence[Batch], folder: Path) -> ForwardPass:
+        self.prepared += 1
+        self.clock[0] += self.setup
+        if self.fails is not None:
+            raise NotAvailable(self.fails)
+        return cast(ForwardPass, FakePass(self))
+
+
+@dataclass
+class FakePass:
+    rung: FakeRung
+
+    def __call__(self, **inputs: torch.Tensor) -> Any:
+        return None
+
+
+class Bench:
+    """Rungs, rows and a clock that moves as they say."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *rungs: FakeRung) -> None:
+        self.clock = [0.0]
+        for rung in rungs:
+            rung.clock = self.clock
+        known: dict[str, Rung] = {rung.name: rung for rung in rungs} | {"none": PLAIN}
+        monkeypatch.setattr("finetune_trainer.inference.optimization.choosing.time.perf_counter", lambda: self.clock[0])
+        monkeypatch.setattr(choosing, "rungs_of", lambda asked: list(rungs) if asked == "auto" else [known[asked]])
+        monkeypatch.setattr(choosing, "rung_by_name", known.__getitem__)
+
+    def sample(self) -> Sample:
+        def answers(forward: ForwardPass | None) -> list[dict[str, Any]]:
+            rung = forward.rung if isinstance(forward, FakePass) else None
+            self.clock[0] += PLAIN_SECONDS if rung is None else rung.seconds
+            wrong = 0 if rung is None else rung.wrong
+            return [{"label": "b" if at < wrong else "a", "score": 0.5 + wrong / 1000} for at in range(ROWS)]
+
+        return Sample(ROWS, [{"input_ids": torch.ones(2, 3)}], answers)
+
+    def choose(self, optimization: str = "auto", tolerance: float | None = None, remaining: int = 100_000) -> Chosen:
+        return choose(Wish(optimization, tolerance), MODEL, self.sample(), remaining, Path(), MACHINE)
+
+
+def whys(chosen: Chosen) -> dict[str, str]:
+    return {row.name: row.why for row in chosen.table.rungs}
+
+
+def test_the_fastest_rung_with_equal_labels_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast, wrong = FakeRung("slow", 4.0), FakeRung("fast", 2.0), FakeRung("wrong", 1.0, wrong=1)
+    chosen = Bench(monkeypatch, slow, fast, wrong).choose()
+    assert (chosen.name, cast(FakePass, chosen.forward).rung) == ("fast", fast)
+    assert whys(chosen) == {
+        "none": "the reference",
+        "slow": "slower than fast",
+        "fast": "5.00 times as fast as the plain model on 100 rows",
+        "wrong": "99.00% of its labels are equal, less than 100.00%",
+    }
+    rows = {row.name: (row.rows_per_second, row.agreement, row.chosen) for row in chosen.table.rungs}
+    assert rows["fast"] == (50.0, 1.0, True)
+    assert rows["wrong"] == (100.0, 0.99, False)
+
+
+def test_without_a_gain_the_plain_model_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = Bench(monkeypatch, FakeRung("slow", PLAIN_SECONDS + 1)).choose()
+    assert (chosen.name, chosen.forward) == ("none", None)
+    assert chosen.table.reason == "no rung that is right enough was faster on 100 rows"
+
+
+def test_a_rung_whose_labels_may_differ_needs_a_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    lossy = FakeRung("lossy", 1.0, lossy=True, wrong=1)
+    bench = Bench(monkeypatch, lossy)
+    chosen = bench.choose()
+    assert (chosen.name, lossy.prepared) == ("none", 0)
+    assert "predict.tolerance is not set" in whys(chosen)["lossy"]
+    assert bench.choose(tolerance=0.99).name == "lossy"
+    assert bench.choose(tolerance=0.995).name == "none"
+
+
+def test_a_small_job_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    rung = FakeRung("fast", 0.1)
+    chosen = Bench(monkeypatch, rung).choose(remaining=ROWS)
+    assert (chosen.name, rung.prepared) == ("none", 0)
+    assert chosen.table.reason == "the plain model ends within 10 s, which measuring would not shorten"
+
+
+def test_measuring_ends_when_it_has_taken_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    costly, next_one = FakeRung("costly", 9.0, setup=200.0), FakeRung("next", 1.0)
+    chosen = Bench(monkeypatch, costly, next_one).choose(remaining=10_000)
+    assert (chosen.name, next_one.prepared) == ("costly", 0)
+    assert whys(chosen)["next"].startswith("not measured: measuring had taken 209 s of the 1000 s")
+
+
+def test_what_cannot_be_had_says_why_and_the_next_one_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent, broken = FakeRung("absent", 1.0, why_not="no units"), FakeRung("broken", 1.0, fails="no operator")
+    chosen = Bench(monkeypatch, absent, broken, FakeRung("good", 5.0)).choose()
+    assert chosen.name == "good"
+    assert whys(chosen) | {"good": ""} == {
+        "none": "the reference",
+        "absent": "not available: no units",
+        "broken": "not available: no operator",
+        "good": "",
+    }
+
+
+@pytest.mark.parametrize("rung", [FakeRung("x", 1.0, why_not="no units"), FakeRung("x", 1.0, fails="no units")])
+def test_what_was_asked_by_name_is_had_or_refused(monkeypatch: pytest.MonkeyPatch, rung: FakeRung) -> None:
+    bench = Bench(monkeypatch, rung)
+    with pytest.raises(StageError, match="no units") as refused:
+        bench.choose("x")
+    assert refused.value.reason == "RungNotAvailable"
+    with pytest.raises(StageError, match="no units"):
+        by_name("x", MODEL, bench.sample(), Path(), MACHINE)
+
+
+def test_what_was_asked_by_name_is_taken_although_slower_and_judged_where_a_tolerance_is_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(monkeypatch, FakeRung("x", PLAIN_SECONDS * 2, lossy=True, wrong=3))
+    assert bench.choose("x", remaining=ROWS).name == "x"
+    assert bench.choose("x", tolerance=0.97).name == "x"
+    with pytest.raises(StageError, match=r"97\.00%") as refused:
+        bench.choose("x", tolerance=0.98)
+    assert refused.value.reason == "RungNotRightEnough"
+
+
+CPUINFO = """processor\t: 0
+model name\t: Some CPU
+flags\t\t: fpu avx2 avx512f avx512_vnni avx512_bf16 amx_tile
+
+processor\t: 1
+model name\t: Some CPU
+flags\t\t: fpu avx2
+"""
+
+
+def test_a_machine_is_known_by_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    whole = Machine.here(lambda: CPUINFO)
+    assert (whole.cpu, whole.avx2, whole.avx512, whole.vnni, whole.bf16, whole.amx) == ("Some CPU", *[True] * 5)
+    assert not Machine.here(lambda: "").avx2
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    narrow = Machine.here(lambda: CPUINFO)
+    assert (narrow.avx2, narrow.avx512, narrow.vnni, narrow.bf16, narrow.amx) == (True, *[False] * 4)
+
+
+def test_units_and_compilers_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = torch.nn.Linear(1, 1)
+    model.dtype, model.device = torch.float32, torch.device("cpu")
+    assert BF16.unavailable(model, Machine()) == "the CPU has no bfloat16 units (AMX or AVX512-BF16)"
+    assert BF16.unavailable(model, Machine(amx=True)) is None
+    model.dtype = torch.bfloat16
+    assert BF16.unavailable(model, Machine(amx=True)) == "the plan computes in bf16 already"
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "")
+    assert "no C++ compiler" in str(COMPILE.unavailable(model, Machine()))

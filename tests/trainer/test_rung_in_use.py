@@ -1,0 +1,127 @@
+"""The stage predict with a rung: what is asked for is what computes, once chosen for all, and the result says so."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_contract.layout import JobPaths
+from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.failures import StageError
+from finetune_trainer.inference.optimization import choosing, rung_in_use
+from finetune_trainer.inference.optimization.rung_in_use import FOLDER, TABLE
+from finetune_trainer.inference.optimization.rung_protocol import Machine
+from finetune_trainer.inference.optimization.rung_table import RungTable
+from finetune_trainer.inference.predict import predict
+from finetune_trainer.progress import NoProgress
+
+TEXTS = [" ".join(["word"] * (1 + 7 * at % 23)) + f" {at}" for at in range(41)]
+LABELS = ("bad", "so-so", "good")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Path]) -> Path:
+    words = (word for text in TEXTS for word in text.split())
+    return tiny_bert(tmp_path_factory.mktemp("model") / "m", words=words, labels=LABELS, initializer_range=0.5)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS), encoding="utf-8")
+    return file
+
+
+def a_job(model: Path, data: Path, **asked: Any) -> TrainerJob:
+    rows = {"uri": f"file://{data}", "columns": {"text": "text"}}
+    predicts = {"device": "cpu", "batch_tokens": 64, "dataset": rows, **asked}
+    return TrainerJob.model_validate(
+        {"name": "job", "task": "text-classification", "model": {"uri": f"file://{model}"}, "predict": predicts}
+    )
+
+
+def answers(paths: JobPaths) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in paths.predictions_jsonl.read_text(encoding="utf-8").splitlines()]
+
+
+def table(paths: JobPaths) -> RungTable:
+    return RungTable.model_validate_json((paths.root / TABLE).read_bytes())
+
+
+@pytest.fixture
+def measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure jobs of any size."""
+    monkeypatch.setattr(choosing, "SMALL_SECONDS", 0.0)
+    monkeypatch.setattr(rung_in_use, "SMALL_SECONDS", 0.0)
+    monkeypatch.setattr(choosing, "MEASURING_SHARE", 1e9)
+
+
+def test_a_rung_by_name_computes_and_the_result_names_it(model: Path, data: Path, paths: JobPaths) -> None:
+    pytest.importorskip("onnxruntime")
+    assert "optimization" not in predict(a_job(model, data), paths, NoProgress())
+    plain = answers(paths)
+    told = predict(a_job(model, data, optimization="onnx"), paths, NoProgress())
+    assert (told["optimization"], told["rows"]) == ("onnx", len(TEXTS))
+    assert [row["label"] for row in answers(paths)] == [row["label"] for row in plain]
+    scores = zip(plain, answers(paths), strict=True)
+    assert max(abs(one["score"] - other["score"]) for one, other in scores) < 1e-5
+    assert list((paths.root / FOLDER).rglob("model.onnx"))
+    assert table(paths).chosen == "onnx"
+
+
+def test_a_small_job_takes_the_plain_model_and_says_why(
+    model: Path, data: Path, paths: JobPaths, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="finetune_trainer")
+    assert predict(a_job(model, data, optimization="auto"), paths, NoProgress())["optimization"] == "none"
+    assert "which measuring would not shorten" in table(paths).reason
+    assert "which measuring would not shorten" in caplog.text
+
+
+def test_auto_measures_every_rung_and_remembers_the_choice(
+    measuring: None, model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")  # without a compiler
+    told = predict(a_job(model, data, optimization="auto"), paths, NoProgress())
+    rows = {row.name: row for row in table(paths).rungs}
+    assert rows[told["optimization"]].chosen
+    assert rows["none"].agreement == 1
+    assert "predict.tolerance is not set" in rows["bf16"].why or "units" in rows["bf16"].why
+    assert "no C++ compiler" in rows["compile"].why
+    assert all(row.why for row in rows.values())
+    monkeypatch.setattr(rung_in_use, "choose", lambda *_: pytest.fail("measured again"))
+    again = predict(a_job(model, data, optimization="auto"), paths, NoProgress())
+    assert again["optimization"] == told["optimization"]
+
+
+def test_what_was_asked_by_name_is_never_replaced(
+    model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Machine, "here", lambda: Machine())
+    with pytest.raises(StageError, match="no bfloat16 units") as refused:
+        predict(a_job(model, data, optimization="bf16"), paths, NoProgress())
+    assert refused.value.reason == "RungNotAvailable"
+    assert not paths.predictions_jsonl.exists()
+
+
+def test_an_attempt_on_a_machine_without_the_rung_of_the_parts_is_refused(
+    model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of one output are computed in one way; the machine of the first attempt had units that this one lacks."""
+    monkeypatch.setattr(Machine, "here", lambda: Machine(bf16=True))
+
+    class Stopped(NoProgress):
+        def update(self, step: int, total: int, **values: float) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        predict(a_job(model, data, optimization="bf16"), paths, Stopped())
+    monkeypatch.setattr(Machine, "here", lambda: Machine())
+    with pytest.raises(StageError, match="no bfloat16 units"):
+        predict(a_job(model, data, optimization="bf16"), paths, NoProgress())
+    monkeypatch.setattr(Machine, "here", lambda: Machine(bf16=True))
+    assert predict(a_job(model, data, optimization="bf16"), paths, NoProgress())["optimization"] == "bf16"

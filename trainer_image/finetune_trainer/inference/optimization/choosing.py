@@ -1,0 +1,301 @@
+"""Which rung answers the rows: measured on a sample of them.
+
+Every rung answers the same rows as the plain model does, and two figures count: how long the rows that remain take with
+it, and how many of its labels are those of the plain model. Measuring costs time itself, most of it to make what runs.
+So a small job takes the plain model at once, and measuring ends when it has taken `MEASURING_SHARE` of the time that
+the plain model would need for everything.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from finetune_contract.layout import FailureClass
+from finetune_trainer.failures import StageError
+from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine, NotAvailable, Rung
+from finetune_trainer.inference.optimization.rung_table import RungRow, RungTable
+from finetune_trainer.inference.optimization.rungs import rung_by_name, rungs_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+SAMPLE_ROWS = 1000
+SMALL_SECONDS = 60.0
+"""A job that the plain model ends within this time is not measured: exporting a model alone takes some 10 s."""
+MEASURING_SHARE = 0.15
+"""Of the plain model's time for all rows, measuring takes about this much at most."""
+
+Rows = Sequence[Mapping[str, Any]]
+"""Predictions, a row each."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows of the job that rungs are measured with."""
+
+    rows: int
+    batches: Sequence[Batch]
+    answers: Callable[[ForwardPass | None], Rows]
+    """Answer all of them by that pass; None: by the model."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the job asks for."""
+
+    optimization: str
+    tolerance: float | None
+    """Share of labels that have to be equal; None: all that can differ are out."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The rung that answers the rows."""
+
+    name: str
+    forward: ForwardPass | None
+    """None: the model itself."""
+    table: RungTable
+
+
+@dataclass
+class _Trial:
+    """A rung that was measured."""
+
+    rung: Rung
+    forward: ForwardPass | None
+    seconds: float
+    """For the sample."""
+    setup: float
+    rows: Rows
+    memory: int | None
+
+
+def choose(
+    wish: Wish, model: PreTrainedModel, sample: Sample, remaining: int, folder: Path, machine: Machine | None = None
+) -> Chosen:
+    """Measure and choose. `remaining`: rows to answer, the sample included.
+
+    StageError STRATEGY_NOT_IN_EFFECT `RungNotAvailable` when what was asked by name cannot run here, and
+    `RungNotRightEnough` when its labels differ by more than the tolerance allows.
+    """
+    machine = machine or Machine.here()
+    candidates = rungs_of(wish.optimization)
+    plain = _measured_plain(sample)
+    whole = plain.seconds / max(1, sample.rows) * remaining
+    if wish.optimization == "auto" and whole < SMALL_SECONDS:
+        return Chosen("none", None, _Ledger(sample, plain).table("none", small_job(whole)))
+    ledger = _Ledger(sample, plain)
+    spent = 0.0
+    for rung in candidates:
+        why = rung.unavailable(model, machine)
+        if why is None and rung.lossy and wish.tolerance is None and wish.optimization == "auto":
+            why = "its labels may differ, and predict.tolerance is not set"
+        if why is None and wish.optimization == "auto" and spent > MEASURING_SHARE * whole:
+            why = f"not measured: measuring had taken {spent:.0f} s of the {whole:.0f} s that the plain model needs"
+        if why is not None:
+            ledger.refuse(rung, f"not available: {why}" if not why.startswith("not measured") else why)
+            continue
+        began = time.perf_counter()
+        try:
+            ledger.add(_measured(rung, model, sample, folder))
+        except NotAvailable as error:
+            ledger.refuse(rung, f"not available: {error}")
+        spent += time.perf_counter() - began
+    return ledger.chosen(wish, remaining)
+
+
+def by_name(name: str, model: PreTrainedModel, sample: Sample, folder: Path, machine: Machine | None = None) -> Chosen:
+    """Return a rung that was chosen before, by another worker or attempt. StageError `RungNotAvailable` when this
+    machine has it not: what computes a part must be the same everywhere.
+    """
+    rung = rung_by_name(name)
+    why = rung.unavailable(model, machine or Machine.here())
+    if why is None:
+        try:
+            forward = rung.prepare(model, sample.batches, folder)
+        except NotAvailable as error:
+            why = str(error)
+        else:
+            return Chosen(name, forward, RungTable(chosen=name, rows=0, reason="chosen before", rungs=()))
+    raise not_available(name, why)
+
+
+def _measured_plain(sample: Sample) -> _Trial:
+    rung = rung_by_name("none")
+    sample.answers(None)  # the first pass allocates and starts threads
+    began = time.perf_counter()
+    rows = sample.answers(None)
+    return _Trial(rung, None, time.perf_counter() - began, 0.0, rows, None)
+
+
+def _measured(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path) -> _Trial:
+    before, began = psutil.Process().memory_info().rss, time.perf_counter()
+    forward = rung.prepare(model, sample.batches, folder)
+    for batch in (min(sample.batches, key=_tokens), max(sample.batches, key=_tokens)):
+        _run(forward, batch)
+    ready = time.perf_counter()
+    memory = max(0, psutil.Process().memory_info().rss - before)
+    rows = sample.answers(forward)
+    return _Trial(rung, forward, time.perf_counter() - ready, ready - began, rows, memory)
+
+
+def _run(forward: ForwardPass, batch: Batch) -> None:
+    import torch
+
+    with torch.inference_mode():
+        forward(**batch)
+
+
+def _tokens(batch: Batch) -> int:
+    return int(batch["input_ids"].numel())
+
+
+@dataclass
+class _Ledger:
+    """What is known of each rung."""
+
+    sample: Sample
+    plain: _Trial
+    trials: list[_Trial] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    order: list[Rung] = field(default_factory=list)
+
+    def add(self, trial: _Trial) -> None:
+        """Keep a rung that was measured."""
+        self.trials.append(trial)
+        self.order.append(trial.rung)
+
+    def refuse(self, rung: Rung, why: str) -> None:
+        """Keep a rung that was not, with the reason."""
+        self.refused[rung.name] = why
+        self.order.append(rung)
+
+    def chosen(self, wish: Wish, remaining: int) -> Chosen:
+        """Take the one that ends first among those that are right enough."""
+        wanted = 1.0 if wish.tolerance is None else wish.tolerance
+        named = wish.optimization != "auto"
+        if named and not self.trials:
+            raise not_available(wish.optimization, " | ".join(_reasons(self.refused)))
+
+        def rest(trial: _Trial) -> float:
+            # What was made for it is there: it has been paid for.
+            return trial.seconds / max(1, self.sample.rows) * remaining
+
+        right = []
+        for trial in self.trials:
+            share = agreement(self.plain.rows, trial.rows)
+            # Asked by name and without a tolerance: the user knows that its labels may differ.
+            if share >= wanted or (named and wish.tolerance is None):
+                right.append(trial)
+            else:
+                self.refused[trial.rung.name] = f"{share:.2%} of its labels are equal, less than {wanted:.2%}"
+        if named and not right:
+            raise StageError(
+                FailureClass.STRATEGY_NOT_IN_EFFECT,
+                "RungNotRightEnough",
+                f"predict.optimization is {wish.optimization}: {' | '.join(_reasons(self.refused))}.",
+                "Lower predict.tolerance, or leave predict.optimization at auto.",
+            )
+        best = min((*right, *(() if named else (self.plain,))), key=rest)
+        gain = self.plain.seconds / best.seconds if best.seconds else 1.0
+        name = best.rung.name
+        reason = (
+            f"{gain:.2f} times as fast as the plain model on {self.sample.rows:,} rows"
+            if best is not self.plain
+            else f"no rung that is right enough was faster on {self.sample.rows:,} rows"
+        )
+        for trial in right:
+            if trial is not best:
+                self.refused[trial.rung.name] = f"slower than {name}"
+        return Chosen(name, best.forward, self.table(name, reason))
+
+    def table(self, chosen: str, reason: str) -> RungTable:
+        """Return all rungs with their figures."""
+        trials = {trial.rung.name: trial for trial in (self.plain, *self.trials)}
+        names = ["none", *(rung.name for rung in self.order)]
+        rows = [self._row(name, trials.get(name), chosen, reason) for name in names]
+        return RungTable(chosen=chosen, rows=self.sample.rows, reason=reason, rungs=tuple(rows))
+
+    def _row(self, name: str, trial: _Trial | None, chosen: str, reason: str) -> RungRow:
+        why = reason if name == chosen else self.refused.get(name, "the reference")
+        if trial is None:
+            return RungRow(name=name, why=why)
+        return RungRow(
+            name=name,
+            rows_per_second=self.sample.rows / trial.seconds if trial.seconds else None,
+            agreement=agreement(self.plain.rows, trial.rows),
+            largest_difference=largest_difference(self.plain.rows, trial.rows),
+            memory_bytes=trial.memory,
+            setup_seconds=trial.setup,
+            chosen=name == chosen,
+            why=why,
+        )
+
+
+def _reasons(refused: Mapping[str, str]) -> list[str]:
+    return [f"{name}: {why}" for name, why in refused.items()]
+
+
+def not_available(name: str, why: str) -> StageError:
+    """Return the error for a rung that was asked for by name."""
+    return StageError(
+        FailureClass.STRATEGY_NOT_IN_EFFECT,
+        "RungNotAvailable",
+        f"predict.optimization {name} cannot be had here: {why}.",
+        "Choose another one, or leave predict.optimization at auto.",
+    )
+
+
+def small_job(seconds: float) -> str:
+    """Return the reason why nothing is measured."""
+    return f"the plain model ends within {math.ceil(seconds)} s, which measuring would not shorten"
+
+
+# --------------------------------------------------------------------------------------------------------- comparing
+
+
+def agreement(reference: Rows, answers: Rows) -> float:
+    """Return the share of rows whose answers are equal apart from real numbers: labels, words, spans."""
+    if not reference:
+        return 1.0
+    pairs = zip(reference, answers, strict=True)
+    return sum(bool(_without_reals(one) == _without_reals(other)) for one, other in pairs) / len(reference)
+
+
+def largest_difference(reference: Rows, answers: Rows) -> float:
+    """Return the largest difference of two real numbers at the same place, among rows that agree."""
+    largest = 0.0
+    for one, other in zip(reference, answers, strict=True):
+        if _without_reals(one) == _without_reals(other):
+            pairs = zip(_reals(one), _reals(other), strict=True)
+            largest = max([largest, *(abs(a - b) for a, b in pairs)])
+    return largest
+
+
+def _without_reals(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_reals(inner) for name, inner in value.items() if not isinstance(inner, float)}
+    if isinstance(value, list | tuple):
+        return [_without_reals(inner) for inner in value if not isinstance(inner, float)]
+    return value
+
+
+def _reals(value: Any) -> list[float]:
+    if isinstance(value, float):
+        return [value]
+    if isinstance(value, Mapping):
+        return [found for inner in value.values() for found in _reals(inner)]
+    if isinstance(value, list | tuple):
+        return [found for inner in value for found in _reals(inner)]
+    return []

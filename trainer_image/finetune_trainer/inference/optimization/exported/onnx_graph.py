@@ -1,0 +1,161 @@
+"""The model as an ONNX graph, which all rungs of this package start from."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+from finetune_trainer.files import temporary_folder
+from finetune_trainer.inference.optimization.rung_protocol import Batch, NotAvailable
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+GRAPH = Path("onnx") / "model.onnx"
+_PACKAGES = ("onnx", "onnxscript")
+_EXTRA = "the image for CPUs has it, as has finetune-trainer[fast-inference]"
+_TARGETS = frozenset({"labels", "start_positions", "end_positions"})
+_EXAMPLE_ROWS = 3
+"""torch.export takes a size of 0 or 1 for a constant, and equal sizes for one and the same."""
+_REASON_LENGTH = 160
+_CALIBRATION_BATCHES, _CALIBRATION_ROWS = 32, 16
+_ONE_FILE_BYTES = 1 << 30
+"""Weights above it get a file of their own: one file of ONNX holds 2 GB."""
+
+
+def why_not(model: PreTrainedModel, packages: Sequence[str]) -> str | None:
+    """Return the reason why no graph of `model` can be made or run here, None where there is none to see."""
+    for package in (*_PACKAGES, *packages):
+        if importlib.util.find_spec(package) is None:
+            return f"the package {package} is not installed: {_EXTRA}"
+    if model.device.type != "cpu":
+        return "runs on a CPU alone, and the model is on a GPU"
+    if model.can_generate():
+        return "the model writes texts: a graph answers one forward pass"
+    if getattr(model, "hf_quantizer", None) is not None:
+        return "the model's weights are quantized already"
+    return None
+
+
+def graph(model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> Path:
+    """Return the file of the graph in `folder`; export it where it is not there yet.
+
+    Raise NotAvailable with the exporter's message if the model has an operator that it does not know.
+    """
+    return artefact(folder / GRAPH, lambda path: _exported(model, sample)(path), model)
+
+
+def artefact(path: Path, write: Callable[[Path], None], model: PreTrainedModel) -> Path:
+    """Return `path`; have its folder written, with the model's config, where it is not there yet."""
+    if not path.is_file():
+        folder = path.parent
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_folder(folder.parent, f".{folder.name}") as temporary:
+            write(temporary / path.name)
+            model.config.save_pretrained(temporary)
+            with suppress(OSError):  # another worker has made the same meanwhile
+                temporary.rename(folder)
+        if not path.is_file():
+            raise NotAvailable(f"{path} could not be written")
+    return path
+
+
+def calibration_batches(sample: Sequence[Batch]) -> list[dict[str, torch.Tensor]]:
+    """Return what scales of activations are taken from: a few rows of batches of all lengths."""
+    step = max(1, len(sample) // _CALIBRATION_BATCHES)
+    return [{name: value[:_CALIBRATION_ROWS] for name, value in batch.items()} for batch in sample[::step]]
+
+
+def _exported(model: PreTrainedModel, sample: Sequence[Batch]) -> Callable[[Path], None]:
+    """Export the model in float32; return what writes it to a file."""
+    import torch
+
+    example = _example(model, sample)
+    whole = model if model.dtype == torch.float32 else cast(Any, copy.deepcopy(model)).float()
+    with torch.no_grad():
+        said = whole(**example)
+    outputs = [name for name, value in said.items() if isinstance(value, torch.Tensor)]
+    flat = _flat(whole, tuple(example), outputs)
+    with quiet("torch.onnx"):
+        try:
+            program = torch.onnx.export(
+                flat,
+                tuple(example.values()),
+                input_names=list(example),
+                output_names=outputs,
+                dynamic_shapes=(tuple({0: "batch", 1: "length"} for _ in example),),
+                dynamo=True,
+                verbose=False,
+            )
+        except Exception as error:  # the exporter raises whatever the model's own code does
+            raise NotAvailable(f"the model cannot be exported: {first_line(error)}") from error
+    assert program is not None
+    apart = sum(each.numel() * each.element_size() for each in whole.parameters()) > _ONE_FILE_BYTES
+    return lambda path: program.save(path, external_data=apart)
+
+
+def _flat(model: torch.nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> torch.nn.Module:
+    """Take tensors in the order of `inputs` and return those of `outputs`."""
+    import torch
+
+    class Flat(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            said = self.model(**dict(zip(inputs, given, strict=True)))
+            return tuple(said[name] for name in outputs)
+
+    return Flat().eval()
+
+
+def _example(model: PreTrainedModel, sample: Sequence[Batch]) -> dict[str, torch.Tensor]:
+    """Return what the model takes of a batch, of a few rows and another number of tokens."""
+    import torch
+
+    takes = inspect.signature(model.forward).parameters
+    batch = max(sample, key=lambda each: each["input_ids"].shape[1])
+    found = {name: value for name, value in batch.items() if name in takes and name not in _TARGETS}
+    rows, tokens = found["input_ids"].shape
+    chosen = torch.arange(_EXAMPLE_ROWS + (tokens == _EXAMPLE_ROWS)) % rows
+    places = torch.arange(max(tokens, 2)) % tokens
+    return {name: value[chosen][:, places] for name, value in found.items()}
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says, or the one that it was raised from, in one line."""
+    cause = error.__cause__ or error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    text = lines[0] if lines else type(cause).__name__
+    return text if len(text) <= _REASON_LENGTH else text[:_REASON_LENGTH].rstrip() + " ..."
+
+
+@contextmanager
+def quiet(name: str) -> Iterator[None]:
+    """Keep warnings of a library that nobody can act on out of the log."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def said_by(names: Sequence[str], arrays: Sequence[Any]) -> SimpleNamespace:
+    """Return what a run of a graph says, under the names that the model itself uses."""
+    import torch
+
+    return SimpleNamespace(**{name: torch.from_numpy(array) for name, array in zip(names, arrays, strict=True)})

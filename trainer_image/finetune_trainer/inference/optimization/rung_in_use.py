@@ -1,0 +1,187 @@
+"""The rung that a predict stage computes with: chosen once for all workers and attempts, and remembered.
+
+What was converted and what was measured lies in `optimized/` in the job's folder, by a digest of the weights: a later
+stage with the same weights on the same kind of machine does not measure again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from finetune_contract.choices import Stage
+from finetune_contract.contract_models import Message
+from finetune_contract.layout import JobPaths
+from finetune_trainer.data.row_shards import RowShard
+from finetune_trainer.files import write_atomically
+from finetune_trainer.inference.answering import Answerer
+from finetune_trainer.inference.optimization.choosing import (
+    SAMPLE_ROWS,
+    SMALL_SECONDS,
+    Chosen,
+    Sample,
+    Wish,
+    by_name,
+    choose,
+    not_available,
+    small_job,
+)
+from finetune_trainer.inference.optimization.rung_protocol import ForwardPass, Machine
+from finetune_trainer.inference.optimization.rung_table import RungTable
+
+log = logging.getLogger(__name__)
+
+FOLDER = "optimized"
+TABLE = "optimization.json"
+"""In the job's folder: what was measured, for the report."""
+_MANY = 100
+"""Times the sample that rows of unknown number are taken for: those of compressed files."""
+
+
+class _Remembered(Message):
+    """A choice, and what it depends on."""
+
+    basis: str
+    table: RungTable
+
+
+@dataclass
+class RungInUse:
+    """Chooses a rung for an answerer, and makes one that was chosen."""
+
+    answerer: Answerer
+    shards: Iterable[RowShard]
+    weight: int | None
+    """Of all shards; None: not known."""
+    paths: JobPaths
+    version: object
+    """Of the weights."""
+    workers: int = 1
+    machine: Machine | None = None
+    """None: this one."""
+    _chosen: Chosen | None = None
+    _sample: tuple[Sample, int] | None = None
+
+    @property
+    def wish(self) -> Wish:
+        """What the job asks for."""
+        predict = self.answerer.job.predict
+        return Wish("none", None) if predict is None else Wish(predict.optimization, predict.tolerance)
+
+    def choose(self) -> str:
+        """Return the name of the rung, measured unless it is known. StageErrors of `choosing.choose`."""
+        self._chosen = self._without_measuring() or self._remembered() or self._measured()
+        return self._chosen.name
+
+    def forward(self, name: str) -> ForwardPass | None:
+        """Return what computes in the model's place, None for the model itself. StageError `RungNotAvailable` when this
+        machine cannot compute as others do.
+        """
+        if self._chosen is None or self._chosen.name != name:
+            self._chosen = None
+            return None if name == "none" else self._made(name).forward
+        if self.wish.optimization != "none":
+            write_atomically(self.paths.root / TABLE, self._chosen.table.to_json())
+            log.info("predict.optimization %s: %s, %s.", self.wish.optimization, name, self._chosen.table.reason)
+        return self._chosen.forward
+
+    def _without_measuring(self) -> Chosen | None:
+        asked = self.wish.optimization
+        if asked == "none":
+            return _plain("asked for")
+        writer = self.answerer.encoder.task.writer
+        why = None
+        if writer is not None and Stage.PREDICT in writer.stages:
+            why = "the task writes texts, and rungs compute single forward passes"
+        elif self.answerer.means.device != "cpu":
+            why = "rungs are measured on CPUs alone"
+        if why is None:
+            return None
+        if asked != "auto":
+            raise not_available(asked, why)
+        return _plain(why)
+
+    def _remembered(self) -> Chosen | None:
+        try:
+            found = _Remembered.model_validate_json(self._place.read_bytes())
+        except (OSError, ValidationError):
+            return None
+        if found.basis != self._basis():
+            return None
+        plain = next((row.rows_per_second for row in found.table.rungs if row.name == "none"), None)
+        if self.wish.optimization == "auto" and plain and self._remaining() / plain < SMALL_SECONDS:
+            return _plain(small_job(self._remaining() / plain))
+        log.info("The rungs were measured before, on this kind of machine.")
+        made = None if found.table.chosen == "none" else self._made(found.table.chosen).forward
+        return Chosen(found.table.chosen, made, found.table)
+
+    def _measured(self) -> Chosen:
+        chosen = choose(self.wish, self.answerer.model, self._sampled[0], self._remaining(), self._folder, self.machine)
+        for row in chosen.table.rungs:
+            log.info("%s", _told(row.name, row.rows_per_second, row.agreement, row.why))
+        if any(row.name != "none" and row.rows_per_second for row in chosen.table.rungs):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with suppress(OSError):
+                write_atomically(self._place, _Remembered(basis=self._basis(), table=chosen.table).to_json())
+        return chosen
+
+    def _made(self, name: str) -> Chosen:
+        return by_name(name, self.answerer.model, self._sampled[0], self._folder, self.machine)
+
+    @property
+    def _sampled(self) -> tuple[Sample, int]:
+        if self._sample is None:
+            self._sample = self.answerer.sample(self.shards, SAMPLE_ROWS)
+        return self._sample
+
+    def _remaining(self) -> int:
+        sample, weight = self._sampled
+        if sample.rows < SAMPLE_ROWS:
+            rows = sample.rows
+        elif self.weight is None:
+            rows = sample.rows * _MANY
+        else:
+            rows = max(sample.rows, round(sample.rows * self.weight / max(1, weight)))
+        return -(-rows // self.workers)
+
+    @property
+    def _folder(self) -> Path:
+        job, means = self.answerer.job, self.answerer.means
+        told = json.dumps([job.model.uri, job.model.revision, self.version, means.precision], sort_keys=True)
+        return self.paths.root / FOLDER / hashlib.sha256(told.encode()).hexdigest()[:16]
+
+    @property
+    def _place(self) -> Path:
+        return self._folder / "choice.json"
+
+    def _basis(self) -> str:
+        import torch
+
+        means = self.answerer.means
+        return json.dumps(
+            {
+                "machine": asdict(self.machine or Machine.here()),
+                "threads": torch.get_num_threads(),
+                "torch": torch.__version__,
+                "batch_tokens": means.batch_tokens,
+                "max_length": self.answerer.encoder.coding.max_length,
+                **asdict(self.wish),
+            },
+            sort_keys=True,
+        )
+
+
+def _plain(reason: str) -> Chosen:
+    return Chosen("none", None, RungTable(chosen="none", rows=0, reason=reason))
+
+
+def _told(name: str, rate: float | None, share: float | None, why: str) -> str:
+    figures = "" if rate is None or share is None else f"{rate:,.0f} rows/s, {share:.2%} of labels equal: "
+    return f"  {name}: {figures}{why}"

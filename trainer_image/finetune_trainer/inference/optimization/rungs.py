@@ -1,0 +1,42 @@
+"""The rungs by name, in the order in which they are measured: what costs least to make comes first."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import NamedTuple, cast
+
+from finetune_trainer.inference.optimization.rung_protocol import Rung
+
+_PACKAGE = "finetune_trainer.inference.optimization"
+
+
+class _Place(NamedTuple):
+    module: str
+    attribute: str
+
+
+_RUNGS = {
+    "none": _Place("torch_rungs", "PLAIN"),
+    "bf16": _Place("torch_rungs", "BF16"),
+    "openvino": _Place("exported.openvino_rungs", "OPENVINO"),
+    "onnx": _Place("exported.onnxruntime_rungs", "ONNX"),
+    "openvino-bf16": _Place("exported.openvino_rungs", "OPENVINO_BF16"),
+    "onnx-int8": _Place("exported.onnxruntime_rungs", "ONNX_INT8"),
+    "onnx-int8-static": _Place("exported.onnxruntime_rungs", "ONNX_INT8_STATIC"),
+    "openvino-int8": _Place("exported.openvino_rungs", "OPENVINO_INT8"),
+    "compile": _Place("torch_rungs", "COMPILE"),
+}
+FAMILIES = {"int8": ("onnx-int8", "openvino-int8")}
+"""Names of several rungs, of which the fastest is taken."""
+
+
+def rung_by_name(name: str) -> Rung:
+    """Return a rung; KeyError for a name that none has."""
+    place = _RUNGS[name]
+    return cast(Rung, getattr(import_module(f"{_PACKAGE}.{place.module}"), place.attribute))
+
+
+def rungs_of(asked: str) -> list[Rung]:
+    """Return what `predict.optimization` stands for, without the plain model."""
+    names = [name for name in _RUNGS if name != "none"] if asked == "auto" else list(FAMILIES.get(asked, (asked,)))
+    return [rung_by_name(name) for name in names]

@@ -1,0 +1,94 @@
+"""Rungs of torch itself: the plain model, 16-bit products, and compiled kernels."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine, NotAvailable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_COMPILERS = ("c++", "g++", "clang++")
+
+
+@dataclass(frozen=True)
+class PlainRung:
+    """The model as it was loaded: SDPA, in the planned precision. The others are compared with it."""
+
+    name: str = "none"
+    lossy: bool = False
+
+    def unavailable(self, model: PreTrainedModel, machine: Machine) -> str | None:
+        """Return None: it always runs."""
+        return None
+
+    def prepare(self, model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> ForwardPass:
+        """Return the model."""
+        return cast(ForwardPass, model)
+
+
+@dataclass(frozen=True)
+class HalfRung:
+    """Weights and products in bfloat16."""
+
+    name: str = "bf16"
+    lossy: bool = True
+
+    def unavailable(self, model: PreTrainedModel, machine: Machine) -> str | None:
+        """Return the reason on a CPU that would emulate bfloat16, and for a model that has it already."""
+        import torch
+
+        if model.dtype == torch.bfloat16:
+            return "the plan computes in bf16 already"
+        if model.device.type == "cpu" and not (machine.bf16 or machine.amx):
+            return "the CPU has no bfloat16 units (AMX or AVX512-BF16)"
+        return None
+
+    def prepare(self, model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> ForwardPass:
+        """Return a copy of the model."""
+        import torch
+
+        return cast(ForwardPass, copy.deepcopy(model).to(torch.bfloat16))  # type: ignore[arg-type]  # transformers' own
+
+
+@dataclass(frozen=True)
+class CompiledRung:
+    """Kernels that torch.compile makes for this model, for any size of batch."""
+
+    name: str = "compile"
+    lossy: bool = False
+
+    def unavailable(self, model: PreTrainedModel, machine: Machine) -> str | None:
+        """Return the reason where kernels cannot be built."""
+        asked = os.environ.get("CXX")
+        if model.device.type == "cpu" and not any(map(shutil.which, (asked,) if asked else _COMPILERS)):
+            return f"there is no C++ compiler ({', '.join(_COMPILERS)}) to build kernels with"
+        return None
+
+    def prepare(self, model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> ForwardPass:
+        """Compile by two batches of different sizes. NotAvailable with the compiler's message."""
+        import torch
+
+        compiled: Any = torch.compile(model, dynamic=True)
+        try:
+            with torch.inference_mode():
+                for batch in (min(sample, key=_tokens), max(sample, key=_tokens)):
+                    compiled(**batch)
+        except Exception as error:  # torch.compile raises whatever its parts do
+            lines = str(error).strip().splitlines()
+            raise NotAvailable(f"torch.compile: {lines[0] if lines else type(error).__name__}") from error
+        return cast(ForwardPass, compiled)
+
+
+def _tokens(batch: Batch) -> int:
+    return batch["input_ids"].numel()
+
+
+PLAIN, BF16, COMPILE = PlainRung(), HalfRung(), CompiledRung()
