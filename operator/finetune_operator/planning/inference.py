@@ -110,7 +110,7 @@ def _automatic_workers(draft: Draft) -> tuple[int, str]:
     """The number, and the part of the rule that decides it."""
     if draft.script is not None:
         return 1, "the rows for a program's model are prepared by the stage that predicts"
-    nodes, gpus = draft.spec.resources.nodes, draft.gpus_per_node if draft.inference_device == "cuda" else 0
+    nodes, gpus = draft.spec.resources.nodes, draft.gpus_per_node
     there = nodes * max(1, gpus)
     kind = "GPU" if gpus else "node"
     found = [(there, f"one for each {kind} that spec.resources asks for")]
@@ -137,9 +137,9 @@ def _seconds_to_predict(draft: Draft) -> float | None:
     if split is None or not split.rows:
         return None
     operations = forward_flops(draft.model, split.tokens, split.tokens / split.rows)
-    if draft.inference_device == "cpu":
+    if draft.hardware.gpu is None or draft.inference_device == "cpu":
         return operations / (draft.hardware.cpu_cores * CPU_FLOPS_PER_CORE * CPU_UTILISATION)
-    gpu = find_gpu(decided(draft.hardware.gpu).product)
+    gpu = find_gpu(draft.hardware.gpu.product)
     return None if gpu is None else operations / (gpu.peak_flops(draft.inference_precision) * GPU_UTILISATION)
 
 

@@ -87,20 +87,19 @@ def _predictions_advice(spec: FineTuneJobSpec) -> str:
     return f"write {scheme}://{named}.jsonl, or the same with .parquet, or with / for a folder"
 
 
+_OTHER_FORMAT = {"jsonl": "parquet", "parquet": "jsonl"}
+
+
 def _two_formats(spec: FineTuneJobSpec) -> bool:
     """Whether format and ending differ. An output without an ending that is a format breaks another rule."""
     if spec.predict is None or spec.predict.format is None or spec.predict.output is None:
         return False
-    output = spec.predict.output
-    return not output.endswith(("/", f".{spec.predict.format}"))
+    return spec.predict.output.endswith(f".{_OTHER_FORMAT[spec.predict.format]}")
 
 
 def _format_advice(spec: FineTuneJobSpec) -> str:
-    output = "" if spec.predict is None or spec.predict.output is None else spec.predict.output
-    ending = next((ending for ending in ("jsonl", "parquet") if output.endswith(f".{ending}")), None)
-    return (
-        "leave it out" if ending is None else f"leave it out or write {ending}, or give spec.predict.output its ending"
-    )
+    asked = "jsonl" if spec.predict is None or spec.predict.format is None else spec.predict.format
+    return f"leave it out or write {_OTHER_FORMAT[asked]}, or give spec.predict.output the ending .{asked}"
 
 
 def _columns_read(task: Task) -> str:
@@ -328,7 +327,7 @@ RULES: tuple[Rule, ...] = (
         "predictions-have-one-format",
         "predict.format",
         "!has(self.predict) || !has(self.predict.format) || !has(self.predict.output)"
-        " || self.predict.output.endsWith('/') || self.predict.output.endsWith('.' + self.predict.format)",
+        " || !self.predict.output.endsWith(self.predict.format == 'jsonl' ? '.parquet' : '.jsonl')",
         lambda spec: not _two_formats(spec),
         "differs from the ending of spec.predict.output, which chooses the format of a file",
         "leave it out",
