@@ -192,7 +192,8 @@ def test_the_shard_of_a_stopped_worker_is_taken_over_and_it_ends_well_later(crew
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     assert ends(crew.start([workers[0], workers[2]])) == [0, 0], said(workers)
-    assert sum(crew.claimed.values()) - len(crew.claimed) == 1
+    # A shard that takes a slow machine long is taken over, too: both write the same.
+    assert sum(crew.claimed.values()) - len(crew.claimed) >= 1
     assert crew.output == crew.undisturbed
     written = crew.paths.predictions_jsonl.stat().st_ino
     workers[1].hangs.unlink()
