@@ -97,7 +97,12 @@ def test_the_managed_by_label_is_not_a_jobs_to_set() -> None:
 
 @pytest.mark.parametrize(
     ("size", "hints"),
-    [("64", ["write 64Gi"]), ("2048", ["write 2048Mi"]), ("512m", ["write 512Mi"]), ("1k", ["write 10Gi"])]
+    [
+        ("64", ["write 64Gi"]),
+        ("2048", ["write 2048Mi"]),
+        ("512m", ["write 512Mi"]),
+        ("1k", ["write a size such as 10Gi"]),
+    ]
     + [(size, []) for size in ("0", "1Mi", "20Gi")],
 )
 def test_a_size_of_a_volume_has_a_unit(size: str, hints: list[str]) -> None:

@@ -400,6 +400,13 @@ BAD: dict[str, list[tuple[str, str, str]]] = {
         ("spec.training.learning_rate", "Unknown", "did you mean learningRate?"),
         ("spec.resources.gpuPerNode", "Unknown", "did you mean gpusPerNode?"),
     ],
+    "volume-sizes": [
+        (
+            "spec.template.volumes[0].emptyDir.sizeLimit",
+            "Invalid",
+            "is less than 1Mi: a number without a unit counts bytes",
+        ),
+    ],
     "volume-forms": [
         ("spec.template.volumes[0].emtyDir", "Unknown", "did you mean emptyDir?"),
         ("spec.template.volumes[1]", "Invalid", "takes exactly one of configMap, csi, downwardAPI, emptyD"),

@@ -32,14 +32,14 @@ def below_least(least: str) -> str:
     return f"is less than {least}: a number without a unit counts bytes"
 
 
-def likely_size(text: str, least: str, usual: str) -> str:
-    """The size that was meant by a number whose unit was forgotten, or is `m`: `64` as `64Gi`; else `usual`."""
+def size_hint(text: str, least: str, usual: str) -> str:
+    """What to write for a number whose unit was forgotten, or is `m`: 64Gi for `64`; `usual` where nothing is clear."""
     found = re.fullmatch(r"0*([1-9][0-9]*)(m?)", text)
     if found is None:
-        return usual
+        return f"write a size such as {usual}"
     units = ("Mi", "Gi") if found[2] or int(found[1]) >= 1024 else ("Gi",)
     meant = (f"{found[1]}{unit}" for unit in units)
-    return next((each for each in meant if parse_quantity(each) >= parse_quantity(least)), usual)
+    return f"write {next((each for each in meant if parse_quantity(each) >= parse_quantity(least)), usual)}"
 
 
 def human_bytes(count: float) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic.alias_generators import to_snake
 
-from finetune_operator.api.quantities import below_least, likely_size, parse_quantity
+from finetune_operator.api.quantities import below_least, parse_quantity, size_hint
 from finetune_operator.api.rules.rule import Holds, Rule
 from finetune_operator.api.types import FineTuneJobSpec
 from finetune_operator.launchers.launcher_rows import SUPPORTED
@@ -77,8 +77,7 @@ def _size_rule(path: str, least: str, usual: str) -> Rule:
     """A size that is too small to be meant: its unit was forgotten, or is `m`, a thousandth."""
 
     def advice(spec: FineTuneJobSpec) -> str:
-        size = likely_size(_size_of(spec, path) or "", least, usual)
-        return f"write a size such as {size}" if size == usual else f"write {size}"
+        return size_hint(_size_of(spec, path) or "", least, usual)
 
     def holds(spec: FineTuneJobSpec) -> bool:
         size = _size_of(spec, path)
