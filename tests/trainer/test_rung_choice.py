@@ -64,7 +64,7 @@ class Bench:
             rung.clock = self.clock
         known: dict[str, Rung] = {rung.name: rung for rung in rungs} | {"none": PLAIN}
         monkeypatch.setattr("finetune_trainer.inference.optimization.choosing.time.perf_counter", lambda: self.clock[0])
-        monkeypatch.setattr(choosing, "rungs_of", lambda asked: list(rungs) if asked == "auto" else [known[asked]])
+        monkeypatch.setattr(choosing, "rungs_of", lambda asked: list(rungs) if asked == "measured" else [known[asked]])
         monkeypatch.setattr(choosing, "rung_by_name", known.__getitem__)
 
     def sample(self) -> Sample:
@@ -76,7 +76,9 @@ class Bench:
 
         return Sample(ROWS, [{"input_ids": torch.ones(2, 3)}], answers)
 
-    def choose(self, optimization: str = "auto", tolerance: float | None = None, remaining: int = 100_000) -> Chosen:
+    def choose(
+        self, optimization: str = "measured", tolerance: float | None = None, remaining: int = 100_000
+    ) -> Chosen:
         return choose(Wish(optimization, tolerance), MODEL, self.sample(), remaining, Path(), MACHINE)
 
 

@@ -78,7 +78,7 @@ def test_a_small_job_takes_the_plain_model_and_says_why(
     model: Path, data: Path, paths: JobPaths, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="finetune_trainer")
-    assert predict(a_job(model, data, optimization="auto"), paths, NoProgress())["optimization"] == "none"
+    assert predict(a_job(model, data, optimization="measured"), paths, NoProgress())["optimization"] == "none"
     assert "which measuring would not shorten" in table(paths).reason
     assert "which measuring would not shorten" in caplog.text
 
@@ -87,7 +87,7 @@ def test_auto_measures_every_rung_and_remembers_the_choice(
     measuring: None, model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")  # without a compiler
-    job = a_job(model, data, optimization="auto")
+    job = a_job(model, data, optimization="measured")
     told = predict(job, paths, NoProgress())
     rows = {row.name: row for row in table(paths).rungs}
     assert rows[told["optimization"]].chosen
@@ -101,7 +101,7 @@ def test_auto_measures_every_rung_and_remembers_the_choice(
     assert "Ways to compute predictions" in page
     assert f"{told['optimization']} (used)" in page
     monkeypatch.setattr(rung_in_use, "choose", lambda *_: pytest.fail("measured again"))
-    again = predict(a_job(model, data, optimization="auto"), paths, NoProgress())
+    again = predict(a_job(model, data, optimization="measured"), paths, NoProgress())
     assert again["optimization"] == told["optimization"]
 
 

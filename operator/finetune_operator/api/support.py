@@ -77,6 +77,8 @@ SUPPORTED: tuple[str, ...] = (
     "predict.format",
     "predict.idColumn",
     "predict.maxBadRows",
+    "predict.optimization",
+    "predict.tolerance",
     "predict.workers",
     "generation",
     "preference",

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
-from finetune_contract.choices import RUNG_TASKS, Precision, Stage, Task
+from finetune_contract.choices import RUNG_TASKS, Optimization, Precision, Stage, Task
 from finetune_contract.trainer_job import (
     Columns,
     DataSource,
@@ -469,7 +469,10 @@ def _prediction(draft: Draft) -> Prediction | None:
     if asked is None:
         return None
     # Of a rung that was named the trainer says why it cannot be had.
-    unmeasured = asked.optimization == "auto" and (draft.inference_device != "cpu" or draft.spec.task not in RUNG_TASKS)
+    measurable = draft.inference_device == "cpu" and draft.spec.task in RUNG_TASKS
+    optimization: Optimization = asked.optimization if asked.optimization != "auto" else "measured"
+    if optimization == "measured" and not measurable:
+        optimization = "none"
     return Prediction(
         dataset=predicted_source(draft.spec),
         output=asked.output,
@@ -482,8 +485,8 @@ def _prediction(draft: Draft) -> Prediction | None:
         workers=draft.predict_workers,
         format=asked.format,
         id_column=asked.id_column,
-        optimization="none" if unmeasured else asked.optimization,
-        tolerance=None if unmeasured else asked.tolerance,
+        optimization=optimization,
+        tolerance=None if optimization == "none" else asked.tolerance,
     )
 
 

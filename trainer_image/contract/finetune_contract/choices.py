@@ -53,14 +53,16 @@ RankOrder: TypeAlias = Literal["DPT", "DTP", "PDT", "PTD", "TDP", "TPD"]
 CheckpointingMode: TypeAlias = Literal["none", "full", "selective"]
 Precision: TypeAlias = Literal["fp32", "bf16", "fp16", "fp8"]
 InferencePrecision: TypeAlias = Literal["fp32", "bf16"]
-Optimization: TypeAlias = Literal[
-    "auto", "none", "bf16", "compile", "int8", "onnx", "onnx-int8", "onnx-int8-static",
-    "openvino", "openvino-bf16", "openvino-int8",
+"""Of evaluation and prediction, which scale nothing as fp16 wants it."""
+RungName: TypeAlias = Literal[
+    "none", "bf16", "compile", "int8", "onnx", "onnx-int8", "onnx-int8-static", "openvino", "openvino-bf16",
+    "openvino-int8",
 ]  # fmt: skip
-"""How predict computes: `auto` measures, `none` is the plain model, the others are rungs by name."""
+"""A way to compute predictions; `none` is the plain model, `int8` the fastest of those with 8-bit products."""
+Optimization: TypeAlias = RungName | Literal["measured"]
+"""How predict computes; `measured`: in the way that is fastest on a sample of the rows."""
 RUNG_TASKS: tuple[Task, ...] = ("text-classification", "token-classification", "question-answering")
 """Tasks whose predictions can be computed otherwise than by the plain model: they take one forward pass."""
-"""Of evaluation and prediction, which scale nothing as fp16 wants it."""
 Device: TypeAlias = Literal["cpu", "cuda"]
 SchedulerName: TypeAlias = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"

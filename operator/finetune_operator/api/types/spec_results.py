@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from finetune_contract.choices import Optimization
+from finetune_contract.choices import RungName
 from finetune_operator.api.types.field_types import Auto, FreeObject, SpecModel, Text, Uri
 from finetune_operator.api.types.spec_data import DatasetSpec
 
@@ -86,7 +86,7 @@ class PredictSpec(SpecModel):
         "count. Default 1; auto: at most the GPUs (without GPUs, the nodes) of resources, and no more than each has "
         "some minutes of work for. They share the workspace.",
     )
-    optimization: Optimization = Field(
+    optimization: Auto | RungName = Field(
         default="auto",
         description="How the model computes. Default auto: what is fastest on a sample of the rows, and none for small "
         "jobs, on GPUs, and where texts are written. none is the model as it is; int8 is the faster of onnx-int8 and "

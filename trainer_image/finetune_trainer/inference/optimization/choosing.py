@@ -93,15 +93,15 @@ def choose(
     candidates = rungs_of(wish.optimization)
     plain = _measured_plain(sample)
     whole = plain.seconds / max(1, sample.rows) * remaining
-    if wish.optimization == "auto" and whole < SMALL_SECONDS:
+    if wish.optimization == "measured" and whole < SMALL_SECONDS:
         return Chosen("none", None, _Ledger(sample, plain).table("none", small_job(whole)))
     ledger = _Ledger(sample, plain)
     spent = 0.0
     for rung in candidates:
         why = rung.unavailable(model, machine)
-        if why is None and rung.lossy and wish.tolerance is None and wish.optimization == "auto":
+        if why is None and rung.lossy and wish.tolerance is None and wish.optimization == "measured":
             why = "its labels may differ, and predict.tolerance is not set"
-        if why is None and wish.optimization == "auto" and spent > MEASURING_SHARE * whole:
+        if why is None and wish.optimization == "measured" and spent > MEASURING_SHARE * whole:
             why = f"not measured: measuring had taken {spent:.0f} s of the {whole:.0f} s that the plain model needs"
         if why is not None:
             ledger.refuse(rung, f"not available: {why}" if not why.startswith("not measured") else why)
@@ -184,7 +184,7 @@ class _Ledger:
     def chosen(self, wish: Wish, remaining: int) -> Chosen:
         """Take the one that ends first among those that are right enough."""
         wanted = 1.0 if wish.tolerance is None else wish.tolerance
-        named = wish.optimization != "auto"
+        named = wish.optimization != "measured"
         if named and not self.trials:
             raise not_available(wish.optimization, " | ".join(_reasons(self.refused)))
 

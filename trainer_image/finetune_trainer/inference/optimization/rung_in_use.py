@@ -103,13 +103,13 @@ class RungInUse:
             why = "rungs are measured on CPUs alone"
         if why is None:
             return None
-        if asked != "auto":
+        if asked != "measured":
             raise not_available(asked, why)
         return _plain(why)
 
     def _small(self) -> Chosen | None:
         """Look at a few rows: measuring a small job would take longer than the job."""
-        if self.wish.optimization != "auto":
+        if self.wish.optimization != "measured":
             return None
         sample, _ = self._sampled(_FEW_ROWS)
         sample.answers(None)  # the first pass allocates and starts threads

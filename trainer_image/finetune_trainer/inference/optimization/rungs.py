@@ -38,5 +38,5 @@ def rung_by_name(name: str) -> Rung:
 
 def rungs_of(asked: str) -> list[Rung]:
     """Return what `predict.optimization` stands for, without the plain model."""
-    names = [name for name in _RUNGS if name != "none"] if asked == "auto" else list(FAMILIES.get(asked, (asked,)))
+    names = [name for name in _RUNGS if name != "none"] if asked == "measured" else list(FAMILIES.get(asked, (asked,)))
     return [rung_by_name(name) for name in names]
