@@ -261,7 +261,7 @@ def arms_of(bench: Bench, batches: Sequence[Batch], wanted: Sequence[str]) -> li
         arms = [Arm(name, bench.notebooks(name)) for name in BASELINES]
     arms.append(Arm("none", bench.trainers("none", None)))
     process = psutil.Process()
-    for rung in rungs_of("auto"):
+    for rung in rungs_of("measured"):
         if wanted and rung.name not in wanted:
             continue
         why = rung.unavailable(bench.model, machine)

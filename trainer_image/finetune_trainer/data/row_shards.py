@@ -279,19 +279,20 @@ class PreparedRows:
 
 def _of_dataset(rows: datasets.Dataset, origin: str) -> Iterator[RowShard]:
     def taken(start: int, stop: int) -> ShardRows:
-        return _whole(arrow_table(rows.select(range(start, stop))))
+        return rows_of_table(arrow_table(rows.select(range(start, stop))))
 
     for start in range(0, len(rows), _ROWS):
         stop = min(start + _ROWS, len(rows))
         yield RowShard(ShardKey(0, start), origin, stop - start, partial(taken, start, stop))
 
 
-def _whole(table: pa.Table) -> ShardRows:
+def rows_of_table(table: pa.Table) -> ShardRows:
+    """All rows of a table, readable by type."""
     return ShardRows(len(table), np.arange(len(table)), partial(_taken, table))
 
 
 def _slice(table: Callable[[], pa.Table], start: int, count: int) -> ShardRows:
-    return _whole(table().slice(start, count))
+    return rows_of_table(table().slice(start, count))
 
 
 def _taken(table: pa.Table, rows: Sequence[int]) -> pa.Table:
@@ -453,5 +454,5 @@ class _FileShards:
                 check_columns(self.split, self.file.name, list(seen), self.needs)
             for start in range(0, len(table), _ROWS):
                 part = table.slice(start, _ROWS)
-                yield self._shard(first + start, max(1, part.nbytes), partial(_whole, part))
+                yield self._shard(first + start, max(1, part.nbytes), partial(rows_of_table, part))
             first += len(table)

@@ -79,6 +79,9 @@ class Form(Protocol):
     def constant(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
         """Those of `metrics` that the best answer has which is the same for all rows."""
 
+    def answer_schema(self, names: Sequence[str]) -> pa.Schema:
+        """Return names and types of what `predictions` has."""
+
     def predictions(self, logits: Logits, names: Sequence[str]) -> dict[str, pa.Array]:
         """`columns`, one value for each row."""
 
@@ -173,6 +176,10 @@ class OneClass:
         most = np.bincount(targets, minlength=len(names)).argmax()
         return class_scores(targets, np.full_like(targets, most), len(names))
 
+    def answer_schema(self, names: Sequence[str]) -> pa.Schema:
+        """`label` and its probabilities."""
+        return pa.schema([("label", pa.string()), ("score", pa.float64()), ("scores", _by_name_type(names))])
+
     def predictions(self, logits: Logits, names: Sequence[str]) -> dict[str, pa.Array]:
         """`label`, its probability `score`, and `scores` with the probability of each label."""
         shares = softmax(logits)
@@ -265,6 +272,10 @@ class SeveralClasses:
         usual = (2 * targets.sum(axis=0) > len(targets)).astype(np.int32)
         return _flag_scores(targets, np.tile(usual, (len(targets), 1)))
 
+    def answer_schema(self, names: Sequence[str]) -> pa.Schema:
+        """`labels` and the probabilities."""
+        return pa.schema([("labels", pa.list_(pa.string())), ("scores", _by_name_type(names))])
+
     def predictions(self, logits: Logits, names: Sequence[str]) -> dict[str, pa.Array]:
         """`labels` whose probability is above one half, and `scores` with the probability of each label."""
         shares = _sigmoid(logits)
@@ -349,6 +360,10 @@ class ANumber:
     def constant(self, targets: NDArray[Any], names: Sequence[str]) -> dict[str, float]:
         """The mean of the very rows that are judged: no constant has a smaller squared error."""
         return self.measured(np.full((len(targets), 1), targets.mean()), targets, names)
+
+    def answer_schema(self, names: Sequence[str]) -> pa.Schema:
+        """`value`."""
+        return pa.schema([("value", pa.float64())])
 
     def predictions(self, logits: Logits, names: Sequence[str]) -> dict[str, pa.Array]:
         """`value`."""
@@ -488,6 +503,10 @@ def _strange(split: RawSplit, column: str, row: int, label: object, names: Seque
 def _sigmoid(logits: Logits) -> NDArray[np.float64]:
     # By the hyperbolic tangent, which does not overflow.
     return np.asarray((1 + np.tanh(logits.astype(np.float64) / 2)) / 2)
+
+
+def _by_name_type(names: Sequence[str]) -> pa.StructType:
+    return pa.struct([(name, pa.float64()) for name in names])
 
 
 def _by_name(shares: NDArray[np.float64], names: Sequence[str]) -> pa.StructArray:

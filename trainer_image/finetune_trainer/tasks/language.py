@@ -10,7 +10,7 @@ from finetune_contract.trainer_job import Columns
 from finetune_trainer.data.slices import NOT_LEARNT
 from finetune_trainer.tasks import heads
 from finetune_trainer.tasks.task_protocol import Answer, Labels, Writer
-from finetune_trainer.tasks.writing import WRITTEN, Continues, surprising_rows, text_table, written
+from finetune_trainer.tasks.writing import TEXT_SCHEMA, WRITTEN, Continues, surprising_rows, text_table, written
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -71,6 +71,10 @@ class DecoderTask(LanguageTask):
     def labelled(self, split: PreparedSplit) -> bool:
         """Whether there is something to learn."""
         return "labels" in split.columns
+
+    def answer_schema(self, labels: Labels) -> pa.Schema:
+        """`generated_text`, whatever the labels."""
+        return TEXT_SCHEMA
 
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
         """`generated_text`: what follows the text, the prompt or the conversation without its last reply."""

@@ -27,7 +27,18 @@ from finetune_trainer.tasks.encoding import never_empty
 from finetune_trainer.tasks.language import LanguageTask
 from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.row_checks import not_set, refuse_not_text, refuse_other_columns
-from finetune_trainer.tasks.task_protocol import DRAW, Answer, Card, Coding, Encoded, Feature, Labels, Targets, Writer
+from finetune_trainer.tasks.task_protocol import (
+    DRAW,
+    Answer,
+    Card,
+    Coding,
+    Encoded,
+    Feature,
+    Labels,
+    Targets,
+    Writer,
+    labels_of,
+)
 from finetune_trainer.tasks.windows import made_ready
 from finetune_trainer.tasks.writing import padding_token, surprises, surprising_rows, token_figures
 
@@ -185,6 +196,10 @@ class MaskedLm(LanguageTask):
         """See `token_figures`."""
         return token_figures(answers)
 
+    def answer_schema(self, labels: Labels) -> pa.Schema:
+        """`masks`, whatever the labels."""
+        return pa.schema([("masks", pa.list_(pa.list_(_CANDIDATE)))])
+
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
         """`masks`: for each mask of the text, in order, the tokens that fit best with their probabilities."""
         found = []
@@ -197,7 +212,7 @@ class MaskedLm(LanguageTask):
                     for tokens, scores in zip(each["tokens"].tolist(), each["scores"].tolist(), strict=True)
                 ]
             )
-        return pa.table({"masks": pa.array(found, pa.list_(pa.list_(_CANDIDATE)))})
+        return pa.table({"masks": found}, schema=self.answer_schema(labels_of(split.facts)))
 
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
         """By the pipeline."""

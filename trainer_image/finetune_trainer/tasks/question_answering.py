@@ -41,7 +41,17 @@ from finetune_trainer.tasks.row_checks import (
     refuse_other_columns,
     row_error,
 )
-from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Objective, Targets
+from finetune_trainer.tasks.task_protocol import (
+    Answer,
+    Card,
+    Coding,
+    Encoded,
+    Feature,
+    Labels,
+    Objective,
+    Targets,
+    labels_of,
+)
 from finetune_trainer.tasks.windows import made_ready
 
 if TYPE_CHECKING:
@@ -276,20 +286,31 @@ class QuestionAnswering(heads.WithHead):
         gold = _gold(split)
         return measured([""] * len(gold), gold)
 
+    def answer_schema(self, labels: Labels) -> pa.Schema:
+        """`answer`, `score`, `start`, `end` and `candidates`, whatever the labels."""
+        return pa.schema(
+            [
+                ("answer", pa.string()),
+                ("score", pa.float64()),
+                ("start", pa.int64()),
+                ("end", pa.int64()),
+                ("candidates", pa.list_(_CANDIDATE)),
+            ]
+        )
+
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
         """`answer` (empty: none), its probability among the `candidates`, the characters where it begins and ends, and
         the best candidates.
         """
         decided = list(self._decided(answers, split, rows))
-        return pa.table(
-            {
-                "answer": pa.array([each.text for each in decided], pa.string()),
-                "score": pa.array([each.share for each in decided], pa.float64()),
-                "start": pa.array([each.first for each in decided], pa.int64()),
-                "end": pa.array([each.last for each in decided], pa.int64()),
-                "candidates": pa.array([each.candidates for each in decided], pa.list_(_CANDIDATE)),
-            }
-        )
+        columns = {
+            "answer": [each.text for each in decided],
+            "score": [each.share for each in decided],
+            "start": [each.first for each in decided],
+            "end": [each.last for each in decided],
+            "candidates": [each.candidates for each in decided],
+        }
+        return pa.table(columns, schema=self.answer_schema(labels_of(split.facts)))
 
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
         """With the model itself: transformers has no pipeline for spans any more."""

@@ -237,6 +237,9 @@ class TaskModule(Protocol):
         empty where there is none.
         """
 
+    def answer_schema(self, labels: Labels) -> pa.Schema:
+        """Return names and types of the columns of `predictions` for a model with these labels."""
+
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
         """The task's own columns of the predictions for some of the split's rows, one schema for all."""
 

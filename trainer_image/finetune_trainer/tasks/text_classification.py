@@ -215,6 +215,10 @@ class TextClassification(heads.WithHead):
         form = _form(split.facts.label_form)
         return form.constant(_targets(split, form), split.facts.labels)
 
+    def answer_schema(self, labels: Labels) -> pa.Schema:
+        """By the form of the labels."""
+        return _form(labels.form).answer_schema(labels.names)
+
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
         """By the form of the labels."""
         return pa.table(_form(split.facts.label_form).predictions(_logits(answers[rows]), split.facts.labels))

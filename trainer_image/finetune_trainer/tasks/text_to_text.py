@@ -24,6 +24,7 @@ from finetune_trainer.tasks.padding import padded
 from finetune_trainer.tasks.row_checks import not_set, refuse_not_text, refuse_other_columns, wanted_texts
 from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets, Writer
 from finetune_trainer.tasks.writing import (
+    TEXT_SCHEMA,
     WRITTEN,
     generated,
     padding_token,
@@ -165,6 +166,10 @@ class TextToText(LanguageTask):
         if WRITTEN in answers[0]:
             figures |= self._judge(written(answers, split.features_by_row), _wanted(split))
         return figures
+
+    def answer_schema(self, labels: Labels) -> pa.Schema:
+        """`generated_text`, whatever the labels."""
+        return TEXT_SCHEMA
 
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
         """`generated_text`."""

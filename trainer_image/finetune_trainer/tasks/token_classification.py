@@ -44,7 +44,7 @@ from finetune_trainer.tasks.row_checks import (
     row_error,
     shown_names,
 )
-from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets
+from finetune_trainer.tasks.task_protocol import Answer, Card, Coding, Encoded, Feature, Labels, Targets, labels_of
 from finetune_trainer.tasks.windows import made_ready
 
 if TYPE_CHECKING:
@@ -234,6 +234,16 @@ class TokenClassification(heads.WithHead):
         most = np.bincount(np.concatenate(tags)).argmax()
         return measured(tags, [np.full_like(each, most) for each in tags], split.facts.labels)
 
+    def answer_schema(self, labels: Labels) -> pa.Schema:
+        """`tags`, `scores` and `entities`, whatever the labels."""
+        return pa.schema(
+            [
+                ("tags", pa.list_(pa.string())),
+                ("scores", pa.list_(pa.float64())),
+                ("entities", pa.list_(_ENTITY)),
+            ]
+        )
+
     def predictions(self, answers: Sequence[Answer], split: PreparedSplit, rows: slice) -> pa.Table:
         """`tags` and their probabilities `scores`, one for each word, and `entities` with their type, first and last
         word (counted from 0), text and the least probability of their words. A word without tokens has the score 0, and
@@ -245,13 +255,8 @@ class TokenClassification(heads.WithHead):
             tags.append([None if at == _NO_TAG else names[at] for at in said.ids])
             scores.append(said.scores)
             found.append(_entities([tag or _OUTSIDE for tag in tags[-1]], words, said.scores))
-        return pa.table(
-            {
-                "tags": pa.array(tags, pa.list_(pa.string())),
-                "scores": pa.array(scores, pa.list_(pa.float64())),
-                "entities": pa.array(found, pa.list_(_ENTITY)),
-            }
-        )
+        columns = {"tags": tags, "scores": scores, "entities": found}
+        return pa.table(columns, schema=self.answer_schema(labels_of(split.facts)))
 
     def card(self, job: TrainerJob, facts: DataFacts) -> Card:
         """With `pipeline`, which takes a text and finds its words by itself."""

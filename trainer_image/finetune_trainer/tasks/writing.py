@@ -115,9 +115,13 @@ def written(answers: Sequence[Answer], features: Sequence[range]) -> list[str]:
     return [str(answers[each[-1]][WRITTEN]) for each in features]
 
 
+TEXT_SCHEMA = pa.schema([(WRITTEN, pa.string())])
+"""The columns of `text_table`."""
+
+
 def text_table(said: Sequence[str]) -> pa.Table:
     """The task's columns of the predictions."""
-    return pa.table({WRITTEN: pa.array(said, pa.string())})
+    return pa.table({WRITTEN: said}, schema=TEXT_SCHEMA)
 
 
 def surprises(said: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Answer]:

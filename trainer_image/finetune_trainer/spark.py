@@ -1,0 +1,305 @@
+"""Predictions for a Spark DataFrame: the rows of the stage `predict`, answered in the Python processes of executors.
+
+`predict` is for whole DataFrames, `predict_udf` for expressions. Both answer with the code of the stage, so that a row
+gets the same answer wherever it is asked. Executors need this package and see the model under the same name: a folder
+that all machines mount, or hf://.
+
+A wrong model, task or column is refused on the driver, before Spark does anything. A row that cannot be answered never
+fails the job: its answer is null, and `reason` says why.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import numpy as np
+import pyarrow as pa
+
+from finetune_contract.choices import Device, InferencePrecision, Task
+from finetune_contract.layout import FailureClass, JobPaths
+from finetune_contract.trainer_job import Columns, Generation, ModelSource, Prediction, Preparation, TrainerJob
+from finetune_trainer.data.prepare import labels_of_model
+from finetune_trainer.data.row_shards import RowShard, ShardKey, rows_of_table
+from finetune_trainer.data.shards import Encoder
+from finetune_trainer.failures import StageError, needed_library
+from finetune_trainer.inference.answering import ROW, Answerer, Asked
+from finetune_trainer.inference.runner import Means, used_model
+from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
+from finetune_trainer.progress import NoProgress
+from finetune_trainer.tasks.task_protocol import Coding
+from finetune_trainer.tasks.task_registry import task_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from pyspark.sql import DataFrame
+    from typing_extensions import Unpack
+
+REASON = "reason"
+"""Column of the answers: why a row has none, null where it has one."""
+_SETTING = "predict"
+"""Begins the paths of settings in errors."""
+_LISTS = {
+    "tokens": pa.list_(pa.string()),
+    "messages": pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())])),
+}
+"""Types of columns that hold lists, by role."""
+
+
+class How(TypedDict, total=False):
+    """Keyword arguments of `predict` and `predict_udf` that have a default."""
+
+    max_length: int | None
+    """Tokens of a feature at most; None, the default: the model's limit, at most 512."""
+    stride: int | None
+    """Tokens that windows of a long row share, for tasks that have windows; None, the default: as in a job."""
+    generation: Generation
+    """How a model writes."""
+    batch_tokens: int
+    """Padded tokens of a batch; default 8192."""
+    precision: InferencePrecision
+    """Default fp32."""
+    device: Device
+    """cpu, the default, or cuda: then a task of Spark has one GPU, by `spark.task.resource.gpu.amount`."""
+    threads: int | None
+    """CPU threads of a Python process; None, the default: as many as a task of Spark has cores, `spark.task.cpus`."""
+    revision: str
+    """Of a model of the Hub; default main."""
+    trust_remote_code: bool
+    """Whether code that comes with the model may run; default false."""
+
+
+def predict(data: DataFrame, model: str, *, task: Task, columns: Mapping[str, str], **how: Unpack[How]) -> DataFrame:
+    """Return `data` with the columns of the task's answers and `reason`, which is null for a row with an answer.
+
+    `model`: a folder that `save_pretrained` wrote, or a URI (hf://, file://). `columns`: role in the task -> column of
+    `data`, as in `spec.predict.dataset.columns` of a job; targets are not read. Nothing runs before an action.
+
+    StageError MODEL or CONFIG for what is wrong with the model or a setting, DATA `MissingColumn` for a column that
+    `data` lacks and `ColumnNameTaken` for one that is called like an answer.
+    """
+    answering = _Answering.of(model, task, columns, how)
+    _check_columns(data.columns, answering)
+    taken = [name for name in answering.schema().names if name in data.columns]
+    if taken:
+        raise StageError(
+            FailureClass.DATA,
+            "ColumnNameTaken",
+            f"The data have the column {', '.join(taken)}, which predictions of {task} write.",
+            f'Rename it: data.withColumnRenamed("{taken[0]}", "given_{taken[0]}").',
+        )
+    struct = "__answer__"
+    asked = [data[_quoted(name)] for name in answering.inputs.values()]
+    return data.withColumn(struct, _udf(answering)(*asked)).select("*", f"{struct}.*").drop(struct)
+
+
+def predict_udf(
+    model: str, *, task: Task, columns: Sequence[str] = ("text",), **how: Unpack[How]
+) -> Callable[..., Any]:
+    """Return a pandas UDF that answers rows with a struct: the task's columns of predictions, and `reason`.
+
+    `columns`: the roles of the columns that it is called with, in that order; the rest as `predict`. The model is
+    loaded once for each Python process of Spark, which goes on from task to task.
+
+    StageErrors of the model and the settings, as `predict`.
+    """
+    return _udf(_Answering.of(model, task, {role: role for role in columns}, how))
+
+
+def _check_columns(names: Sequence[str], answering: _Answering) -> None:
+    for role, name in answering.inputs.items():
+        if name not in names:
+            raise StageError(
+                FailureClass.DATA,
+                "MissingColumn",
+                f"{_SETTING}.columns.{role} is {name!r}; the data have the columns {', '.join(names)}.",
+                "Name a column of the data.",
+            )
+
+
+def _quoted(name: str) -> str:
+    return "`" + name.replace("`", "``") + "`"
+
+
+# ---------------------------------------------------------------------------------------------------------- the answers
+
+
+@dataclass(frozen=True)
+class _Answering:
+    """What rows are asked; goes to the executors as JSON."""
+
+    job: TrainerJob
+    columns: Columns
+    threads: int | None
+
+    @classmethod
+    def of(cls, model: str, task: Task, columns: Mapping[str, str], how: How) -> _Answering:
+        """StageError CONFIG for a column that the task does not read or lacks, and those of the model."""
+        unknown = [role for role in columns if role not in Columns.model_fields]
+        if unknown:
+            raise StageError(
+                FailureClass.CONFIG,
+                "UnknownColumn",
+                f"{_SETTING}.columns has {', '.join(unknown)}; known are {', '.join(Columns.model_fields)}.",
+                "Give the columns by their role in the task, as in a job.",
+            )
+        job = TrainerJob(
+            name="spark",
+            task=task,
+            model=ModelSource(
+                uri=model if "://" in model else Path(model).absolute().as_uri(),
+                revision=how.get("revision", "main"),
+                trust_remote_code=how.get("trust_remote_code", False),
+            ),
+            preparation=Preparation(max_length=how.get("max_length"), stride=how.get("stride")),
+            generation=how.get("generation", Generation()),
+            predict=Prediction(
+                device=how.get("device", "cpu"),
+                batch_tokens=how.get("batch_tokens", Means.batch_tokens),
+                precision=how.get("precision", "fp32"),
+            ),
+        )
+        made = cls(job, Columns(**columns), how.get("threads"))
+        task_of(job).columns(made.columns, _SETTING, labelled=False)
+        _coding(job)
+        return made
+
+    @property
+    def inputs(self) -> dict[str, str]:
+        """Role of each column that is read -> its name."""
+        return {role: name for role, name in self.columns if name is not None}
+
+    def schema(self) -> pa.Schema:
+        """The columns of the answers. StageError MODEL `NoHead`."""
+        task = task_of(self.job)
+        schema = task.answer_schema(labels_of_model(self.job, task, load_config(self.job)))
+        return schema.append(pa.field(REASON, pa.string()))
+
+    def text(self) -> tuple[str, str, int | None]:
+        """For another process."""
+        return self.job.model_dump_json(), self.columns.model_dump_json(), self.threads
+
+
+def _coding(job: TrainerJob) -> Coding:
+    config = load_config(job)
+    length = truncation_length(job, config)
+    return Coding(load_tokenizer(job), length, window_stride(job, length), config.model_type)
+
+
+@lru_cache(maxsize=1)
+def _answerer(job_text: str, columns_text: str, threads: int | None) -> Answerer:
+    """Once a Python process: Spark keeps it from task to task."""
+    _use_threads(threads)
+    job, columns = TrainerJob.model_validate_json(job_text), Columns.model_validate_json(columns_text)
+    task, means = task_of(job), Means.of(job.predict)
+    if means.device == "cuda":
+        _use_gpu()
+    model, _ = used_model(job, JobPaths(Path()), means.precision)  # nothing is trained: no file of a job is read
+    encoder = Encoder(task, _coding(job), packing=False)
+    labels = labels_of_model(job, task, model.config)
+    return Answerer(job, encoder, model, labels, means, Asked(columns, _SETTING, {}))
+
+
+def _use_threads(threads: int | None) -> None:
+    import torch
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    count = threads or (1 if context is None else context.cpus())
+    torch.set_num_threads(count)
+    os.environ["RAYON_NUM_THREADS"] = str(count)  # of the tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "true" if count > 1 else "false"
+
+
+def _use_gpu() -> None:
+    """The GPU that Spark has given the task, where it gives GPUs out."""
+    import torch
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    given = None if context is None else context.resources().get("gpu")
+    if given is not None and torch.cuda.is_available():
+        torch.cuda.set_device(int(given.addresses[0]))
+
+
+def answers_to(table: pa.Table, answerer: Answerer, schema: pa.Schema) -> pa.Table:
+    """Return one row of `schema` for each row of the table, in its order."""
+    if not len(table):
+        return schema.empty_table()
+    rows = rows_of_table(table)
+    shard = RowShard(ShardKey(0, 0), "the DataFrame", len(table), lambda: rows)
+    found = answerer.answers(shard, rows, NoProgress())
+    reasons: list[str | None] = [None] * len(table)
+    for row in found.aside:
+        reasons[row.number] = row.reason
+    names = schema.names[:-1]
+    if not len(found.table):
+        nothing = {name: pa.nulls(len(table), schema.field(name).type) for name in names}
+        return pa.table({**nothing, REASON: reasons}, schema=schema)
+    place = np.full(len(table), -1)
+    place[found.table[ROW].to_numpy()] = np.arange(len(found.table))
+    taken = found.table.select(names).take(pa.array(place, mask=place < 0))
+    return taken.append_column(REASON, pa.array(reasons, pa.string())).cast(schema)
+
+
+# ---------------------------------------------------------------------------------------------------------------- Spark
+
+
+_INSTALL = "Install finetune-trainer[spark] on the driver and where executors run."
+
+
+def _udf(answering: _Answering) -> Callable[..., Any]:
+    with needed_library("pyspark", "SparkMissing", "pyspark, which finetune_trainer.spark works with", _INSTALL):
+        from pyspark.sql.functions import pandas_udf
+        from pyspark.sql.pandas.types import from_arrow_schema
+    schema = answering.schema()
+    batches = _Batches(answering.text(), tuple(answering.inputs), schema.serialize().to_pybytes())
+    made: Callable[..., Any] = pandas_udf(batches, from_arrow_schema(schema))
+    return made
+
+
+class _Batches:
+    """What a partition runs: batches of Spark's Arrow format in, as many rows of answers out."""
+
+    def __init__(self, answering: tuple[str, str, int | None], roles: tuple[str, ...], schema: bytes) -> None:
+        import pandas as pd
+
+        self._answering = answering
+        self._roles = roles
+        self._schema = schema
+        self.__name__ = "predict"  # of the UDF in Spark's plans
+        # Spark reads the kind of the UDF from these: a call with several columns gets them as a tuple.
+        given = pd.Series if len(roles) == 1 else tuple[pd.Series, ...]
+        self.__annotations__ = {"batches": Iterator[given], "return": Iterator[pd.DataFrame]}  # type: ignore[valid-type]
+
+    def __call__(self, batches: Iterator[pd.Series | tuple[pd.Series, ...]]) -> Iterator[pd.DataFrame]:
+        answerer, schema = _answerer(*self._answering), pa.ipc.read_schema(pa.py_buffer(self._schema))
+        columns = dict(answerer.asked.columns)
+        for batch in batches:
+            given = batch if isinstance(batch, tuple) else (batch,)
+            table = pa.table({columns[role]: _arrow(role, each) for role, each in zip(self._roles, given, strict=True)})
+            yield _frame(answers_to(table, answerer, schema))
+
+
+def _arrow(role: str, values: pd.Series) -> pa.Array:
+    found = pa.array([_plain(value) for value in values], from_pandas=True)
+    # A row without a value is told as such, also where no row of a batch has one.
+    return found.cast(_LISTS.get(role, pa.string())) if pa.types.is_null(found.type) else found
+
+
+def _plain(value: Any) -> Any:
+    """As Arrow takes it: Spark has arrays as NumPy's, and structs as tuples with names."""
+    if isinstance(value, np.ndarray | list):
+        return [_plain(each) for each in value]
+    return value.asDict(recursive=True) if hasattr(value, "asDict") else value
+
+
+def _frame(table: pa.Table) -> pd.DataFrame:
+    """With Python's values, which keep nulls, whole numbers and structs as they are."""
+    import pandas as pd
+
+    return pd.DataFrame({name: pd.Series(table[name].to_pylist(), dtype=object) for name in table.column_names})
