@@ -79,7 +79,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "a file of predictions that is no format": (
         {"predict": {"output": "file://out/predictions.csv"}}, "predict.output",
-        "write file://out/predictions.jsonl, or the same with .parquet",
+        "write file://out/predictions.jsonl, or the same with .parquet, or with / for a folder",
     ),
     "a short name of a metric": (
         {"evaluation": {"gate": {"metric": "acc", "minimum": 85}}}, "evaluation.gate.metric",

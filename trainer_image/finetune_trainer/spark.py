@@ -35,9 +35,10 @@ from finetune_trainer.tasks.task_protocol import Coding
 from finetune_trainer.tasks.task_registry import task_of
 
 if TYPE_CHECKING:
+    from typing import Unpack
+
     import pandas as pd
     from pyspark.sql import DataFrame
-    from typing_extensions import Unpack
 
 REASON = "reason"
 """Column of the answers: why a row has none, null where it has one."""
