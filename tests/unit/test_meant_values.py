@@ -54,7 +54,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     ),
     "several of what there is one": (
         {"dataset": [{"uri": "hf://a/b"}, {"uri": "hf://c/d"}]}, "dataset",
-        "write one of its items, without the list: there can be one only",
+        "there can be one data set only: write the rows of all into files of one folder, with the same column names, "
+        "and set spec.dataset.uri to file://FOLDER",
     ),
     "a share for a split": (
         {"dataset": {"uri": "hf://a/b", "splits": {"validation": 0.1}}}, "dataset.splits.validation",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
@@ -74,11 +75,12 @@ def read_fields(
                 # `auto` or an object: where a field of the object is wrong, that the whole is not `auto` says nothing.
                 if path in above:
                     continue
+                seen = value if value_at(value, path) is not None else remainder
                 if not any(path[:length] in faults for length in range(len(path) + 1)):
-                    faults[path] = _field_problem(shape, path, kind, value, prefix, schemes)
+                    faults[path] = _field_problem(shape, path, kind, seen, prefix, schemes)
                 if not path or not isinstance(remainder, dict) or len(faults) >= MOST_PROBLEMS:
                     return Read(None, tuple(faults.values()), tuple(faults), frozenset(gone), frozenset(placed))
-                place, meant = _meant(shape, path, kind, value, prefix, faults[path])
+                place, meant = _meant(shape, path, kind, seen, prefix, faults[path])
                 if place == path and path not in placed and _set(remainder, path, meant):
                     placed.add(path)
                     continue
@@ -153,12 +155,31 @@ def _unknown(path: Path, value: JsonValue, hint: NameHint) -> Problem:
     )
 
 
+_SETS_ONE = re.compile(r"set spec\.(model\.uri|dataset\.uri) to (\S+)")
+"""A hint that gives one of these fields a value."""
+
+
 def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> NameHint:
     """Find the hint for the unknown field at `path` of a document that stands at `prefix`."""
     above = find(root, path[:-1])
     names = tuple(above.body.fields) if above and isinstance(above.body, Fields) else ()
     task = document.get("task") if isinstance(document, dict) else None
-    return unknown_name((*prefix, *path), value_at(document, path), names, of_job=prefix == ("spec",), task=task)
+    columns = value_at(document, ("dataset", "columns"))
+    if task == "question-answering" and isinstance(columns, dict) and "context" not in columns and "prompt" in columns:
+        task = "text-generation"  # A prompt and its answer, of a data set without texts that hold the answer.
+    value = value_at(document, path)
+    hint = unknown_name((*prefix, *path), value, names, of_job=prefix == ("spec",), task=task)
+    told = _SETS_ONE.fullmatch(hint.text)
+    given = value_at(document, tuple(told[1].split("."))) if told is not None else None
+    if told is None or not isinstance(given, str) or given == "auto" or told[2] == given:
+        return hint
+    if path == ("model", "checkpoint"):
+        return NameHint(
+            "leave it out: with spec.checkpoints.resume auto, a run goes on from the newest checkpoint in "
+            "spec.storage.workspace"
+        )
+    own = describe_value(given, path)
+    return NameHint(f"leave it out: spec.{told[1]} is {own} already; or write this in its place")
 
 
 def value_at(value: JsonValue, path: Path) -> JsonValue:

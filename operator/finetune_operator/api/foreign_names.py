@@ -215,7 +215,7 @@ NAMES: tuple[ForeignName, ...] = (
         under=("dataset", "training", "preparation", "model", ""),
     ),
     ForeignName(
-        ("train_on_inputs", "mask_prompt", "completion_only_loss"), EVERYBODY, None,
+        ("train_on_inputs", "mask_prompt", "completion_only_loss", "assistant_only_loss"), EVERYBODY, None,
         "leave it out: of a prompt and its answer the answer alone is learnt",
     ),
     ForeignName(
@@ -475,6 +475,38 @@ NAMES: tuple[ForeignName, ...] = (
         ("memory_gb", "memory_gib", "memory_mb"), KUBERNETES, "spec.resources.memory", "with its unit, e.g. 16Gi",
         same=False,
     ),
+    ForeignName(
+        ("node_name", "node_names", "hostname"), KUBERNETES, "spec.template.nodeSelector",
+        "as {kubernetes.io/hostname: NAME}", same=False, under=("resources", "spec", "template"),
+    ),
+    ForeignName(
+        ("instance_count", "num_instances", "node_count", "machine_count"), KUBERNETES, "spec.resources.nodes"
+    ),
+    ForeignName(("count",), KUBERNETES, "spec.resources.nodes", under=("resources", "resource")),
+    ForeignName(
+        ("tuning",), KUBERNETES, None,
+        "leave it out: its preset is spec.model.uri, its method spec.model.adapter.method, its input spec.dataset.uri",
+        under=("spec", ""),
+    ),
+    ForeignName(
+        ("hyperparameters",), HF, "spec.training.arguments", "for names of TrainingArguments", same=False,
+        under=("spec", "training"),
+    ),
+    ForeignName(
+        ("training_duration", "max_duration"), HF, "spec.training.epochs", "3 for 3ep; batches are maxSteps",
+        same=False,
+    ),
+    ForeignName(("train_data_path", "training_data_path"), HF, "spec.dataset.uri"),
+    ForeignName(
+        ("loss_type", "pref_loss", "rl"), f"{HF}, {FACTORY}, {AXOLOTL}", None,
+        "leave it out: preference-tuning learns by the sigmoid loss of DPO",
+    ),
+    ForeignName(("mlm_probability", "mlm_prob", "mask_probability"), HF, None,
+        "leave it out: 15 % of the tokens are masked"),
+    ForeignName(
+        ("class_weights", "class_weight", "loss_weights"), HF, None,
+        "leave it out: each row counts the same; spec.training.script runs a loss of yours",
+    ),
     ForeignName(("shm", "shm_size"), KUBERNETES, "spec.resources.sharedMemory"),
     ForeignName(
         ("container_image", "trainer_image", "docker_image", "image"), KUBERNETES, "spec.image"
@@ -534,7 +566,8 @@ NAMES: tuple[ForeignName, ...] = (
         ("secret", "secret_name", "secret_ref"), KUBERNETES, "spec.secrets.hubToken.name",
         "for a token of the Hub", same=False,
     ),
-    ForeignName(("max_length", "min_length"), HF, None,
+    ForeignName(("max_length",), HF, "spec.generation.maxNewTokens", "a count of tokens", under=("generation",)),
+    ForeignName(("min_length", "min_new_tokens"), HF, None,
         "leave it out: spec.generation.maxNewTokens bounds what is written", under=("generation",)),
     ForeignName(("name", "namespace"), KUBERNETES, None, "move it below metadata", under=("", "spec")),
     ForeignName(("labels", "annotations"), KUBERNETES, None, "move it below metadata", under=("",)),

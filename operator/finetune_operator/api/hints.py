@@ -276,8 +276,18 @@ def _inner(field: str, value: dict[str, JsonValue]) -> Iterator[str]:
     A field that takes several of them is named without a value: replicas of masters and of workers are added up.
     """
     found = list(dict.fromkeys(named_inside(field.split(".")[-2], "", value)))
+    counted_at: dict[str, str] = {}
     for name, place, given in found:
         values = {other for _, other_place, other in found if other_place == place}
+        counts = [
+            other[2:]
+            for other_name, other_place, other in found
+            if other_place == place and "auncher" not in other_name
+        ]
+        if place == "spec.resources.nodes" and len(counts) > 1 and all(count.isdigit() for count in counts):
+            if name == counted_at.setdefault(place, name):
+                yield f"{' and '.join(n for n, p, _ in found if p == place)} are {place}: {sum(map(int, counts))}"
+            continue
         yield f"{name} is {place}" + (given if len(values) == 1 else "")
 
 
@@ -321,6 +331,8 @@ def taken_value(row: ForeignName, given: JsonValue) -> str:
         return ""
     if row.value is not None:
         return f": {_shown(row.value, row.field)}"
+    if isinstance(given, dict) and row.field.endswith(".name") and isinstance(given.get("name"), str):
+        return f": {_shown(given['name'], row.field)}"
     shape = _shape_at(row.field)
     instead = find_value(row.field, given)
     if instead is not None and row.field in instead.instead:
@@ -428,6 +440,11 @@ def wrong_value(
             )
         case Text(quantity=False) if isinstance(value, int | float):
             return "must be text", "put it in quotes"
+        case Fields(fields) if isinstance(value, list) and len(value) > 1 and "splits" in fields:
+            return rule, (
+                "there can be one data set only: write the rows of all into files of one folder, with the same column "
+                "names, and set spec.dataset.uri to file://FOLDER"
+            )
         case Fields(fields) if isinstance(value, str) and "uri" in fields:
             uri = as_uri(value) or value
             return rule, f"write the URI one level deeper, as uri: {_shown(uri, 'uri')}"

@@ -47,6 +47,8 @@ et al., 2021), 256 (Biderman et al., 2024). Weight decay: 0.01 (Devlin et al.), 
 """
 LOW_RATE = 1e-8
 """Learning rates below change no weight that is kept as bf16 or fp32; the lowest published are 1e-7."""
+_LONG_WARMUP = 0.5
+"""Share of all steps above which a warm-up takes most of the training; published ones are 0.03 to 0.1."""
 ENCODERS = ("bert", "electra", "longformer", "mpnet", "minilm")
 """Parts of names of models without a decoder; BERT stands for RoBERTa, DeBERTa, DistilBERT and ModernBERT, too."""
 WRITING: Mapping[Task, str] = {
@@ -98,6 +100,11 @@ def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:
         yield (
             f"spec.training.learningRate: {training.learning_rate:g} is so low that weights hardly change; the default "
             "is 2e-5"
+        )
+    if _LONG_WARMUP < training.warmup_steps < 1:
+        yield (
+            f"spec.training.warmupSteps: {training.warmup_steps:g} is the share of all steps in which the rate "
+            "still rises, where 0.03 to 0.1 is usual"
         )
     values = spec.model_dump(mode="json", by_alias=True, exclude_unset=True)
     for path, (most, sentence) in UNUSUAL.items():

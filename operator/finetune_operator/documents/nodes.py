@@ -140,6 +140,10 @@ _WAYS_OUT = (
 )
 
 
+_UNQUOTED = re.compile(r"\s*(?:- )?(\w+): ([@`%][\w@./:-]{1,60})\s*$")
+"""A field whose value begins with a character that YAML keeps for itself."""
+
+
 def _check_surrogates(text: str, position: Position) -> None:
     if _SURROGATE.search(text):
         raise RefusedError(
@@ -166,6 +170,14 @@ def compose_yaml(text: str, first_line: int) -> Node | None:
             said += f"; it begins on line {_place(begun, first_line).line}"
         rule = f"the text must be YAML or JSON: {said}"
         way_out = next((way for sign, way in _WAYS_OUT if sign in rule), "correct the YAML at this line")
+        named = (
+            _UNQUOTED.match(text.splitlines()[mark.line]) if mark is not None and "start any token" in rule else None
+        )
+        if named is not None:
+            way_out = f'write {named[1]}: "{named[2]}": YAML keeps {named[2][0]} at the start of a value for itself'
+            if named[1] == "name":
+                meant = re.sub(r"[^a-z0-9]+", "-", named[2].lower()).strip("-")
+                way_out = f"write name: {meant}: YAML keeps {named[2][0]} for itself, and a name has a-z, 0-9 and -"
         if "{{" in text:
             way_out = "name the file that `helm template` makes of this: braces that are doubled are Helm's"
         raise RefusedError(_place(mark, first_line), rule, way_out) from error

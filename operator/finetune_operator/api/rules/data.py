@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable, Mapping
 
 from finetune_contract.choices import RUNG_TASKS, WRITING_TASKS, Task
+from finetune_operator.api.hints import column_of
+from finetune_operator.api.problems import describe_value
 from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
 from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, ColumnsSpec, FineTuneJobSpec, GenerationSpec
 
@@ -102,8 +104,33 @@ def _format_advice(spec: FineTuneJobSpec) -> str:
     return f"leave it out or write {_OTHER_FORMAT[asked]}, or give spec.predict.output the ending .{asked}"
 
 
+def _beams_advice(spec: FineTuneJobSpec) -> str:
+    if spec.generation.top_p < 1:
+        return "leave it out: spec.generation.topP is for texts that are drawn"
+    return "leave it out to draw, or leave spec.generation.temperature out to search"
+
+
 def _columns_read(task: Task) -> str:
     return ", ".join(column for column, tasks in COLUMN_TASKS.items() if task in tasks)
+
+
+def _column_advice(spec: FineTuneJobSpec, column: str, tasks: tuple[Task, ...], block: str) -> str:
+    """The way out of a column of another task: what this task calls it, where that is not named as well."""
+    dataset = spec.dataset if block == "dataset" else spec.predict.dataset if spec.predict else None
+    given = {} if dataset is None else dataset.columns.model_dump(by_alias=True, exclude_none=True)
+    if spec.task == "question-answering" and "context" not in given and column in ("prompt", "source", "target"):
+        return (
+            "set spec.task to text-generation, and name the columns source and target: question-answering finds the "
+            "answer in a column context"
+        )
+    own = column_of(spec.task, column)
+    if own is not None and own not in given and own != column:
+        name = describe_value(given[column], (column,)).strip('"')
+        return (
+            f"set spec.{block}.columns.{own} to {name}, and leave spec.{block}.columns.{column} out: {spec.task} reads "
+            f"{_columns_read(spec.task)}"
+        )
+    return f"leave it out, or set spec.task to {' or '.join(tasks)}; {spec.task} reads {_columns_read(spec.task)}"
 
 
 def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:
@@ -123,9 +150,7 @@ def _column_rule(column: str, tasks: tuple[Task, ...], block: str) -> Rule:
         holds=holds,
         text=f"is read by {', '.join(tasks)} only",
         way_out=f"leave it out, or set spec.task to {' or '.join(tasks)}",
-        advice=lambda spec: (
-            f"leave it out, or set spec.task to {' or '.join(tasks)}; {spec.task} reads {_columns_read(spec.task)}"
-        ),
+        advice=lambda spec: _column_advice(spec, column, tasks, block),
     )
 
 
@@ -283,6 +308,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "is more than half of spec.preparation.maxLength, so that windows would bring little new",
         "make it smaller, or leave it out",
+        advice=lambda spec: f"set it to {(spec.preparation.max_length or 0) // 2} or less, or leave it out",
     ),
     Rule(
         "generation-is-of-tasks-that-write",
@@ -299,7 +325,8 @@ RULES: tuple[Rule, ...] = (
         "self.generation.numBeams == 1 || self.generation.temperature == 0.0",
         lambda spec: spec.generation.num_beams == 1 or spec.generation.temperature == 0,
         "searches for the likeliest text, and spec.generation.temperature above 0 draws one",
-        "set one of the two",
+        "leave spec.generation.numBeams out to draw, or spec.generation.temperature to search",
+        advice=_beams_advice,
     ),
     Rule(
         "top-p-is-drawn-from",

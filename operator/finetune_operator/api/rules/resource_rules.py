@@ -110,6 +110,7 @@ RULES: tuple[Rule, ...] = (
         _one_process_per_gpu,
         "cannot be more than spec.resources.gpusPerNode: a GPU takes one process",
         "set it to auto or to the number of GPUs",
+        advice=lambda spec: f"set it to auto, which is {spec.resources.gpus_per_node}: one process for each GPU",
     ),
     Rule(
         "accelerator-needs-gpus",
@@ -185,6 +186,9 @@ RULES: tuple[Rule, ...] = (
         ),
         "includes the run, so it cannot be below spec.spot.maxRunSeconds",
         "make it longer",
+        advice=lambda spec: (
+            f"set it to more than {spec.spot.max_run_seconds}, e.g. {(spec.spot.max_run_seconds or 0) * 2}"
+        ),
     ),
     Rule(
         "replicas-within-bounds",
