@@ -18,12 +18,13 @@ class _Place(NamedTuple):
 _RUNGS = {
     "none": _Place("torch_rungs", "PLAIN"),
     "bf16": _Place("torch_rungs", "BF16"),
+    # The first of these that is made pays for the export, which all others share.
     "openvino": _Place("exported.openvino_rungs", "OPENVINO"),
-    "onnx": _Place("exported.onnxruntime_rungs", "ONNX"),
     "openvino-bf16": _Place("exported.openvino_rungs", "OPENVINO_BF16"),
+    "onnx": _Place("exported.onnxruntime_rungs", "ONNX"),
     "onnx-int8": _Place("exported.onnxruntime_rungs", "ONNX_INT8"),
-    "onnx-int8-static": _Place("exported.onnxruntime_rungs", "ONNX_INT8_STATIC"),
     "openvino-int8": _Place("exported.openvino_rungs", "OPENVINO_INT8"),
+    "onnx-int8-static": _Place("exported.onnxruntime_rungs", "ONNX_INT8_STATIC"),
     "compile": _Place("torch_rungs", "COMPILE"),
 }
 FAMILIES = {"int8": ("onnx-int8", "openvino-int8")}
