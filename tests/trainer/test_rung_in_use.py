@@ -81,6 +81,18 @@ def test_a_small_job_takes_the_plain_model_and_says_why(
     assert predict(a_job(model, data, optimization="measured"), paths, NoProgress())["optimization"] == "none"
     assert "which measuring would not shorten" in table(paths).reason
     assert "which measuring would not shorten" in caplog.text
+    write_report(a_job(model, data), None, paths)
+    assert "which measuring would not shorten" in paths.report.read_text(encoding="utf-8")
+
+
+def test_a_later_prediction_by_the_plain_model_leaves_no_table_of_an_earlier_one(
+    model: Path, data: Path, paths: JobPaths
+) -> None:
+    predict(a_job(model, data, optimization="measured"), paths, NoProgress())
+    assert "predict" in json.loads(paths.metrics.read_bytes())
+    predict(a_job(model, data), paths, NoProgress())
+    assert not paths.optimization.exists()
+    assert "predict" not in json.loads(paths.metrics.read_bytes())
 
 
 def test_auto_measures_every_rung_and_remembers_the_choice(

@@ -271,3 +271,45 @@ def test_workers_for_the_model_of_a_program_are_refused() -> None:
         shared(3, training={"script": script})
     assert [(one.path, one.reason) for one in refused.value.problems] == [("spec.predict.workers", "NotSupported")]
     assert shared("auto", training={"script": script}).predict_workers == 1
+
+
+# --------------------------------------------------------------------------------------------------------- optimization
+
+
+def computed(predict: dict[str, Any], gpus: object = 0, **spec: Any) -> JobPlan:
+    return shared(1, predict=predict, resources={"gpusPerNode": gpus}, **spec)
+
+
+def optimization(made: JobPlan) -> tuple[str, float | None]:
+    assert made.trainer.predict is not None
+    return made.trainer.predict.optimization, made.trainer.predict.tolerance
+
+
+def test_auto_is_measuring_on_a_cpu_and_the_model_as_it_is_elsewhere() -> None:
+    made = computed({"tolerance": 0.99})
+    assert optimization(made) == ("measured", 0.99)
+    assert any("fastest on a sample of the rows" in reason for reason in made.reasons)
+    on_gpu = computed({}, gpus=1)
+    assert optimization(on_gpu) == ("none", None)
+    assert not any("spec.predict" in reason for reason in on_gpu.reasons)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"gpus": 1}, "the job predicts on a GPU"),
+        ({"task": "text-generation"}, "only text-classification, token-classification, question-answering"),
+    ],
+)
+def test_a_tolerance_without_effect_is_told(options: dict[str, Any], why: str) -> None:
+    made = computed({"tolerance": 0.99}, **options)
+    assert optimization(made) == ("none", None)
+    (told,) = [reason for reason in made.reasons if reason.startswith("spec.predict.tolerance has no effect")]
+    assert why in told
+
+
+def test_a_way_by_name_is_kept_on_a_cpu_and_refused_where_the_plan_takes_a_gpu() -> None:
+    assert optimization(computed({"optimization": "onnx"})) == ("onnx", None)
+    with pytest.raises(PlanRefused) as refused:
+        computed({"optimization": "onnx"}, gpus="auto")
+    assert [(one.path, one.reason) for one in refused.value.problems] == [("spec.predict.optimization", "NotSupported")]

@@ -354,6 +354,7 @@ def write_report(
             reasons=[str(reason) for reason in plan.get("reasons", ())],
             assumptions=[str(assumption) for assumption in plan.get("assumptions", ())],
             memory=_memory_rows(plan),
+            ways=_read_json(paths.optimization),
             rungs=_rung_rows(_read_json(paths.optimization)),
             environment=_environment_rows(_read_json(paths.environment) or {}),
             command=command or _command(job, paths),
@@ -388,8 +389,10 @@ def _memory_rows(plan: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [*rows, ("total", human_bytes(memory["totalBytes"]), f"of {human_bytes(memory['capacityBytes'])}")]
 
 
-def _rung_rows(table: Mapping[str, Any] | None) -> list[tuple[str, str, str, str, str, str]]:
-    """Name, rows a second, labels equal to the plain model's, memory, time to make it, and why it was taken or not."""
+def _rung_rows(table: Mapping[str, Any] | None) -> list[tuple[str, ...]]:
+    """Name, rows a second, rows with the plain model's labels, largest difference of their scores, memory, time to make
+    it, and why it was taken or not.
+    """
 
     def shown(value: Any, text: Callable[[Any], str]) -> str:
         return "" if value is None else text(value)
@@ -399,6 +402,7 @@ def _rung_rows(table: Mapping[str, Any] | None) -> list[tuple[str, str, str, str
             str(rung["name"]) + (" (used)" if rung["chosen"] else ""),
             shown(rung["rowsPerSecond"], "{:,.0f}".format),
             shown(rung["agreement"], "{:.2%}".format),
+            shown(rung["largestDifference"], "{:.2g}".format),
             shown(rung["memoryBytes"], human_bytes),
             shown(rung["setupSeconds"], "{:.1f} s".format),
             str(rung["why"]),

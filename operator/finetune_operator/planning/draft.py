@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeVar
 
-from finetune_contract.choices import Device, InferencePrecision, Precision, Stage
+from finetune_contract.choices import Device, InferencePrecision, Optimization, Precision, Stage
 from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts, SplitFacts
 from finetune_contract.trainer_job import Adapter, Batch, CheckpointSchedule, Strategy, World
 from finetune_operator.api.problems import PathPart, Problem, Reason, describe_value, format_path
@@ -86,6 +86,7 @@ class Draft:
     """What prepares."""
     inference_precision: InferencePrecision = "fp32"
     predict_workers: int = 1
+    predict_optimization: Optimization = "none"
     """Processes that share the rows to predict."""
     launcher: PlanLauncher | None = None
     world: World | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from finetune_contract.choices import LANGUAGE_TASKS, WRITING_TASKS, InferencePrecision, Stage
+from finetune_contract.choices import LANGUAGE_TASKS, RUNG_TASKS, WRITING_TASKS, InferencePrecision, Stage
 from finetune_contract.plans import ASKED_LOGITS
 from finetune_operator.api.quantities import human_bytes, human_seconds
 from finetune_operator.planning.assumed_facts import is_well_known
@@ -104,6 +104,35 @@ def choose_workers(draft: Draft) -> Draft:
     return replace(draft, predict_workers=count).because(
         f"prediction by {count} pod{'s' * (count > 1)} (spec.predict.workers is auto): {why}"
     )
+
+
+def choose_optimization(draft: Draft) -> Draft:
+    """How the model computes predictions: `auto` becomes measuring where there is something to measure."""
+    asked = draft.spec.predict
+    if asked is None or Stage.PREDICT not in draft.stages or asked.optimization == "none":
+        return draft
+    on_cpu = draft.inference_device == "cpu"
+    if asked.optimization != "auto":
+        if not on_cpu:
+            draft = draft.refusing(
+                ("predict", "optimization"),
+                asked.optimization,
+                "is for CPUs in this version, and the job predicts on a GPU",
+                "leave it out, or set spec.resources.gpusPerNode to 0",
+                "NotSupported",
+            )
+        return replace(draft, predict_optimization=asked.optimization)
+    why = "the job predicts on a GPU" if not on_cpu else None
+    if draft.spec.task not in RUNG_TASKS:
+        why = f"only {', '.join(RUNG_TASKS)} can be computed otherwise"
+    if why is None:
+        return replace(draft, predict_optimization="measured").because(
+            "predictions are computed in the way that is fastest on a sample of the rows, in a small job by the model "
+            "as it is (spec.predict.optimization is auto)"
+        )
+    if asked.tolerance is None:
+        return draft
+    return draft.because(f"spec.predict.tolerance has no effect: {why}, and the model as it is predicts")
 
 
 def _automatic_workers(draft: Draft) -> tuple[int, str]:

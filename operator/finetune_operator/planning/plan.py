@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeAlias
 
-from finetune_contract.choices import RUNG_TASKS, Optimization, Precision, Stage, Task
+from finetune_contract.choices import Precision, Stage, Task
 from finetune_contract.trainer_job import (
     Columns,
     DataSource,
@@ -47,7 +47,13 @@ from finetune_operator.planning.combination_checks import check_rules
 from finetune_operator.planning.cost import cost_problems, estimate_training
 from finetune_operator.planning.devices import has_fp8
 from finetune_operator.planning.draft import Draft, Lengths, decided
-from finetune_operator.planning.inference import check_inference, choose_inference, choose_workers, inference_tokens
+from finetune_operator.planning.inference import (
+    check_inference,
+    choose_inference,
+    choose_optimization,
+    choose_workers,
+    inference_tokens,
+)
 from finetune_operator.planning.model_parallel_plan import check_model_parallel
 from finetune_operator.planning.placement import check_place, choose_launcher, choose_world
 from finetune_operator.planning.plan_types import Adaptation, Estimate, Facts, JobPlan, PlanRefused
@@ -76,7 +82,15 @@ def plan(
     `as_known` it is refused. Raises PlanRefused with all problems of the first group of phases that found any.
     """
     draft = _begin(job, facts, settings, adaptation, as_known)
-    first = (choose_stages, choose_engine, choose_inference, choose_workers, check_place, check_lengths)
+    first = (
+        choose_stages,
+        choose_engine,
+        choose_inference,
+        choose_workers,
+        choose_optimization,
+        check_place,
+        check_lengths,
+    )
     draft = _walk(draft, *first, choose_packing, choose_launcher)
     if draft.script is not None:
         draft = _walk(draft, choose_world, check_rules, choose_script, choose_capacity, check_inference)
@@ -468,11 +482,6 @@ def _prediction(draft: Draft) -> Prediction | None:
     asked = draft.spec.predict
     if asked is None:
         return None
-    # Of a rung that was named the trainer says why it cannot be had.
-    measurable = draft.inference_device == "cpu" and draft.spec.task in RUNG_TASKS
-    optimization: Optimization = asked.optimization if asked.optimization != "auto" else "measured"
-    if optimization == "measured" and not measurable:
-        optimization = "none"
     return Prediction(
         dataset=predicted_source(draft.spec),
         output=asked.output,
@@ -485,8 +494,8 @@ def _prediction(draft: Draft) -> Prediction | None:
         workers=draft.predict_workers,
         format=asked.format,
         id_column=asked.id_column,
-        optimization=optimization,
-        tolerance=None if optimization == "none" else asked.tolerance,
+        optimization=draft.predict_optimization,
+        tolerance=None if draft.predict_optimization == "none" else asked.tolerance,
     )
 
 

@@ -81,6 +81,8 @@ def predict(
     result stays when it fails.
     """
     output = output_of(job, paths)
+    if job.predict is None or job.predict.optimization == "none":
+        _forget_table(paths)
     worker = Worker.of(job, world, environment)
     if worker is not None and (result := result_of(worker, paths)) is not None:
         if not worker.leads:
@@ -413,12 +415,19 @@ def _answerer(given: _Given, parts: Parts, paths: JobPaths) -> Answerer:
     return replace(answerer, forward=rungs.forward(str(agreed.optimization.get(RUNG, "none"))))
 
 
+def _forget_table(paths: JobPaths) -> None:
+    """Of an earlier prediction, which was computed otherwise."""
+    if paths.optimization.exists():
+        paths.optimization.unlink(missing_ok=True)
+        merge_metrics(paths, {}, without=["predict"])
+
+
 def _keep_table(paths: JobPaths, used: str) -> None:
     try:
         table = json.loads(paths.optimization.read_bytes())
     except OSError:
         return  # another worker has measured, and this one may not see its file yet
-    merge_metrics(paths, {"predict": {"optimization": used, "rungs": table["rungs"]}})
+    merge_metrics(paths, {"predict": {"optimization": used, "reason": table["reason"], "rungs": table["rungs"]}})
 
 
 def _allowed(job: TrainerJob, rows: int) -> int:

@@ -274,11 +274,11 @@ def agreement(reference: Rows, answers: Rows) -> float:
 
 
 def largest_difference(reference: Rows, answers: Rows) -> float:
-    """Return the largest difference of two real numbers at the same place, among rows that agree."""
+    """Return the largest difference of two real numbers at the same place, among rows that agree apart from them."""
     largest = 0.0
     for one, other in zip(reference, answers, strict=True):
         if _without_reals(one) == _without_reals(other):
-            pairs = zip(_reals(one), _reals(other), strict=True)
+            pairs = zip(_reals(one), _reals(other), strict=False)
             largest = max([largest, *(abs(a - b) for a, b in pairs)])
     return largest
 
