@@ -118,6 +118,7 @@ REFUSED = {
 ACCEPTED = {
     "gate-not-measured", "deepspeed-keys", "training-arguments", "not-yet-supported",
     "remote-code", "script-host", "script-url", "no-name", "launchers-to-come", "queue", "storage-in-buckets",
+    "volume-sizes",
     # Rules across the fields of Kubernetes' objects, which the CRD does not repeat.
     "affinity-forms", "env-plain-secrets", "env-token-twice", "image-pull-secrets-twice", "mount-without-volume",
     "volume-progress-token",
