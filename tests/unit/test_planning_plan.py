@@ -375,7 +375,7 @@ def test_the_world(spec, hardware, world):
                 "spec.resources.processesPerNode",
                 "3",
                 "cannot be more than spec.resources.gpusPerNode: a GPU takes one process",
-                "set it to auto or to the number of GPUs",
+                "set it to auto, which is 2: one process for each GPU",
             ),
             id="more processes than GPUs",
         ),
@@ -386,8 +386,7 @@ def test_the_world(spec, hardware, world):
                 "spec.parallelism.strategy",
                 '"single"',
                 "single is one process, and spec.resources asks for more",
-                "use ddp, fsdp, deepspeed or auto, or set spec.resources.nodes and spec.resources.processesPerNode "
-                "to 1",
+                "set it to auto, or set spec.resources.nodes and spec.resources.processesPerNode to 1",
             ),
             id="single over two processes",
         ),
@@ -971,6 +970,8 @@ def test_what_is_known_is_not_assumed():
 def test_every_decision_leaves_its_sentence():
     assert planned({"parallelism": {"strategy": "deepspeed", "zeroStage": 2}, "predict": {}}).reasons == (
         "stages prepare -> train -> evaluate -> predict: what the job asks for and what that needs",
+        "predictions are computed in the way that is fastest on a sample of the rows, in a small job by the model "
+        "as it is (spec.predict.optimization is auto)",
         "launcher job: the first of pytorchjob, mpijob, job that is served",
         "2 processes a node: deepspeed spreads over processes, and there are 2 cores",
         "1 thread a process: 2 cores / 2 processes",
