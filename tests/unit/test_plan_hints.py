@@ -52,6 +52,10 @@ CASES: dict[str, Case] = {
         },
         {},
     ),
+    "a way to compute predictions that is for CPUs": (
+        {"predict": {"optimization": "onnx"}, "resources": {"gpusPerNode": "auto"}},
+        {"hardware": GPUS},
+    ),
     "Spark is not served and not granted": ({"preparation": {"engine": "spark"}}, {}),
     "rows longer than positions": ({"preparation": {"maxLength": 1024}}, {}),
     "fp8 on a T4": (
