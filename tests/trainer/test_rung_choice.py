@@ -194,3 +194,15 @@ def test_units_and_compilers_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", "")
     assert "no C++ compiler" in str(COMPILE.unavailable(model, Machine()))
+
+
+def test_numbers_without_labels_agree_when_they_are_close() -> None:
+    plain = [{"value": 1.0}, {"value": -250.0}]
+    assert choosing.agreement(plain, [{"value": 1.0 + 1e-5}, {"value": -250.001}]) == 1
+    assert choosing.agreement(plain, [{"value": 9.0}, {"value": -250.0}]) == 0.5
+
+
+def test_label_with_a_score_that_is_no_number_does_not_agree() -> None:
+    plain = [{"label": "a", "score": 0.9, "scores": {"a": 0.9, "b": 0.1}}]
+    assert choosing.agreement(plain, [{"label": "a", "score": float("nan"), "scores": {"a": 0.9, "b": 0.1}}]) == 0
+    assert choosing.agreement(plain, [{"label": "a", "score": 0.7, "scores": {"a": 0.7, "b": 0.3}}]) == 1

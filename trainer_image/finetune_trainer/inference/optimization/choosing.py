@@ -34,6 +34,10 @@ SMALL_SECONDS = 60.0
 """A job that the plain model ends within this time is not measured: exporting a model alone takes some 10 s."""
 MEASURING_SHARE = 0.15
 """Of the plain model's time for all rows, measuring takes about this much at most."""
+CLOSE = 1e-3
+"""Difference, relative or absolute, up to which two answers that are numbers count as equal: between rounding in fp32
+and in bf16, which is off by up to 2^-9.
+"""
 
 Rows = Sequence[Mapping[str, Any]]
 """Predictions, a row each."""
@@ -266,21 +270,33 @@ def small_job(seconds: float) -> str:
 
 
 def agreement(reference: Rows, answers: Rows) -> float:
-    """Return the share of rows whose answers are equal apart from real numbers: labels, words, spans."""
+    """Return the share of rows whose answers are equal: labels, words and spans; numbers where a row has nothing else,
+    as in regression, to within `CLOSE`. A number that is not finite equals none that is.
+    """
     if not reference:
         return 1.0
-    pairs = zip(reference, answers, strict=True)
-    return sum(bool(_without_reals(one) == _without_reals(other)) for one, other in pairs) / len(reference)
+    return sum(_agree(one, other) for one, other in zip(reference, answers, strict=True)) / len(reference)
+
+
+def _agree(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    pairs = _paired(one, other)
+    if pairs is None or any(math.isfinite(a) != math.isfinite(b) for a, b in pairs):
+        return False
+    return bool(_without_reals(one)) or all(math.isclose(a, b, rel_tol=CLOSE, abs_tol=CLOSE) for a, b in pairs)
+
+
+def _paired(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[float, float]] | None:
+    """Return the real numbers at the same places; None when the rest of the answers differs."""
+    if _without_reals(one) != _without_reals(other):
+        return None
+    ours, theirs = _reals(one), _reals(other)
+    return list(zip(ours, theirs, strict=True)) if len(ours) == len(theirs) else None
 
 
 def largest_difference(reference: Rows, answers: Rows) -> float:
     """Return the largest difference of two real numbers at the same place, among rows that agree apart from them."""
-    largest = 0.0
-    for one, other in zip(reference, answers, strict=True):
-        if _without_reals(one) == _without_reals(other):
-            pairs = zip(_reals(one), _reals(other), strict=False)
-            largest = max([largest, *(abs(a - b) for a, b in pairs)])
-    return largest
+    found = (pair for rows in zip(reference, answers, strict=True) for pair in _paired(*rows) or ())
+    return max((abs(one - other) for one, other in found if math.isfinite(one) and math.isfinite(other)), default=0.0)
 
 
 def _without_reals(value: Any) -> Any:
