@@ -104,7 +104,7 @@ def choose(
     for rung in candidates:
         why = rung.unavailable(model, machine)
         if why is None and rung.lossy and wish.tolerance is None and wish.optimization == "measured":
-            why = "its labels may differ, and predict.tolerance is not set"
+            why = "not measured: its labels may differ, and predict.tolerance is not set"
         if why is None and wish.optimization == "measured" and spent > MEASURING_SHARE * whole:
             why = f"not measured: measuring had taken {spent:.0f} s of the {whole:.0f} s that the plain model needs"
         if why is not None:

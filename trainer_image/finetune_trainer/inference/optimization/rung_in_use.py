@@ -89,7 +89,8 @@ class RungInUse:
             return None if name == "none" else self._made(name).forward
         if self.wish.optimization != "none":
             write_atomically(self.paths.optimization, self._chosen.table.to_json())
-            log.info("predict.optimization %s: %s, %s.", self.wish.optimization, name, self._chosen.table.reason)
+            asked = "auto" if self.wish.optimization == "measured" else self.wish.optimization
+            log.info("predict.optimization %s: %s, %s.", asked, name, self._chosen.table.reason)
         return self._chosen.forward
 
     def _without_measuring(self) -> Chosen | None:
