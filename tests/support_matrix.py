@@ -184,7 +184,6 @@ _NAMES = {
     "offload": "offload.optimizer + offload.parameters",
     "torch_compile": "arguments.torch_compile",
     "liger": "arguments.use_liger_kernel",
-    "ddp_settings": "arguments.ddp_*",
     "device": "device",
 }
 """Choices that are no field by themselves."""

@@ -22,7 +22,6 @@ from trainer_support.tasks import task_job, training_of
 PIPELINE = {"degree": 2, "micro_batches": 2}
 COMPILED = {"arguments": {"torch_compile": True}}
 LIGER = {"arguments": {"use_liger_kernel": True}}
-BUCKETS = {"arguments": {"ddp_bucket_cap_mb": 50}}
 
 
 def adapter(method: str) -> dict[str, Any]:
@@ -110,8 +109,6 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "compiled weights in 4 bits": ({**ddp(), **adapter("qlora"), **COMPILED}, ("compiled-models-are-whole",)),
     "Liger's kernels on a CPU": ({**ddp(), **LIGER}, ("liger-has-gpus-and-whole-rows",)),
-    "ddp settings of fsdp": ({**strategy("fsdp"), **BUCKETS}, ("ddp-settings-need-ddp",)),
-    "ddp settings of split layers": ({**ddp(tensor=2), **BUCKETS}, ("ddp-settings-need-ddp",)),
 }
 """Changes of a job of text-generation on two processes of a CPU, and the constraints that they break."""
 OF_A_TASK: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {

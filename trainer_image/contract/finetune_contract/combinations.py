@@ -7,11 +7,8 @@ it as CEL. To add a constraint, add a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
-
-from pydantic import JsonValue
 
 from finetune_contract.choices import (
     FP8_STRATEGIES,
@@ -48,8 +45,6 @@ class Choices:
     torch_compile: bool | None = None
     liger: bool | None = None
     """Whether Liger's kernels are asked for."""
-    ddp_settings: bool | None = None
-    """Whether settings of DistributedDataParallel are given."""
     strategy: StrategyName | None = None
     zero_stage: ZeroStage | None = None
     sharding: Sharding | None = None
@@ -107,16 +102,10 @@ def choices_of(job: TrainerJob, training: Training) -> Choices:
         optimizer=training.optimizer,
         torch_compile=bool(training.arguments.get("torch_compile")),
         liger=bool(training.arguments.get("use_liger_kernel")),
-        ddp_settings=bool(ddp_settings(training.arguments)),
         device=world.device,
         nodes=world.nodes,
         processes_per_node=world.processes_per_node,
     ).with_strategy(training.strategy)
-
-
-def ddp_settings(arguments: Mapping[str, JsonValue]) -> tuple[str, ...]:
-    """Return the names in `training.arguments` that set something of DistributedDataParallel."""
-    return tuple(name for name, value in arguments.items() if name.startswith("ddp_") and value is not None)
 
 
 @dataclass(frozen=True)
@@ -196,7 +185,6 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "optimizer": ("training.optimizer",),
     "torch_compile": ("training.arguments",),
     "liger": ("training.arguments",),
-    "ddp_settings": ("training.arguments",),
     "strategy": ("parallelism.strategy",),
     "zero_stage": ("parallelism.zeroStage",),
     "sharding": ("parallelism.sharding",),
@@ -479,15 +467,6 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         needs=(one_of("device", "cuda"), one_of("sequence", 1)),
         rule="use_liger_kernel needs GPUs, and rows that spec.parallelism.sequence does not divide",
         hint="leave use_liger_kernel out",
-    ),
-    Constraint(
-        "ddp-settings-need-ddp",
-        "training.arguments",
-        when=(one_of("ddp_settings", True),),
-        needs=(chosen("strategy", "ddp"), one_of("model_ranks", 1)),
-        rule="has ddp_* settings, which have no effect without spec.parallelism.strategy ddp or with tensor or "
-        "pipeline.degree above 1",
-        hint="set spec.parallelism.strategy to ddp and tensor and pipeline.degree to 1, or leave these settings out",
     ),
 )
 """Order is the order of reporting."""

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import JsonValue
 
 from finetune_contract.choices import FP8_STRATEGIES
-from finetune_contract.combinations import CONSTRAINTS, FIELDS, Choices, Constraint, Term, Value, ddp_settings
+from finetune_contract.combinations import CONSTRAINTS, FIELDS, Choices, Constraint, Term, Value
 from finetune_operator.api.rules.processes import PROCESSES, SPREAD, WORLD_FIELDS, certain_processes
 from finetune_operator.api.rules.rule import Rule, loops
 from finetune_operator.api.types import FineTuneJobSpec
@@ -27,7 +27,6 @@ def choices_of(spec: FineTuneJobSpec) -> Choices:
         optimizer=None if training is None else training.optimizer,
         torch_compile=bool(arguments.get("torch_compile")),
         liger=bool(arguments.get("use_liger_kernel")),
-        ddp_settings=bool(ddp_settings(arguments)),
         strategy=_unless_auto(parallelism.strategy),
         zero_stage=_unless_auto(parallelism.zero_stage),
         sharding=parallelism.sharding,
@@ -141,21 +140,12 @@ def _fp8_advice(spec: FineTuneJobSpec) -> str:
     return "set it to bf16, or spec.parallelism.strategy to fsdp or auto and leave spec.parallelism.zeroStage out"
 
 
-def _ddp_advice(spec: FineTuneJobSpec) -> str:
-    names = ddp_settings(spec.training.arguments if spec.training is not None else {})
-    out = f"leave {' and '.join(names)} out"
-    if spec.parallelism.model_ranks > 1 or spec.parallelism.strategy == "single":
-        return out
-    return f"{out}, or set spec.parallelism.strategy to ddp"
-
-
 _ADVICE: Mapping[str, Callable[[FineTuneJobSpec], str]] = {
     "adafactor-has-whole-matrices": _adafactor_advice,
     "single-is-one-process": _single_advice,
     "zero-stage-needs-deepspeed": _zero_stage_advice,
     "qlora-keeps-layers-whole": _qlora_advice,
     "fp8-has-a-strategy": _fp8_advice,
-    "ddp-settings-need-ddp": _ddp_advice,
 }
 """Constraint -> its hint for a job, where one that fits every job would offer what another constraint refuses."""
 
