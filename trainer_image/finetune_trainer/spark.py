@@ -27,11 +27,10 @@ from finetune_trainer.data.prepare import labels_of_model
 from finetune_trainer.data.row_shards import RowShard, ShardKey, rows_of_table
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.failures import StageError, needed_library
-from finetune_trainer.inference.answering import ROW, Answerer, Asked
+from finetune_trainer.inference.answering import ROW, Answerer, Asked, coding_of
 from finetune_trainer.inference.runner import Means, used_model
-from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
+from finetune_trainer.models import load_config
 from finetune_trainer.progress import NoProgress
-from finetune_trainer.tasks.task_protocol import Coding
 from finetune_trainer.tasks.task_registry import task_of
 
 if TYPE_CHECKING:
@@ -166,7 +165,7 @@ class _Answering:
         )
         made = cls(job, Columns(**columns), how.get("threads"))
         task_of(job).columns(made.columns, _SETTING, labelled=False)
-        _coding(job)
+        coding_of(job)
         return made
 
     @property
@@ -185,12 +184,6 @@ class _Answering:
         return self.job.model_dump_json(), self.columns.model_dump_json(), self.threads
 
 
-def _coding(job: TrainerJob) -> Coding:
-    config = load_config(job)
-    length = truncation_length(job, config)
-    return Coding(load_tokenizer(job), length, window_stride(job, length), config.model_type)
-
-
 @lru_cache(maxsize=1)
 def _answerer(job_text: str, columns_text: str, threads: int | None) -> Answerer:
     """Once a Python process: Spark keeps it from task to task."""
@@ -200,7 +193,7 @@ def _answerer(job_text: str, columns_text: str, threads: int | None) -> Answerer
     if means.device == "cuda":
         _use_gpu()
     model, _ = used_model(job, JobPaths(Path()), means.precision)  # nothing is trained: no file of a job is read
-    encoder = Encoder(task, _coding(job), packing=False)
+    encoder = Encoder(task, coding_of(job), packing=False)
     labels = labels_of_model(job, task, model.config)
     return Answerer(job, encoder, model, labels, means, Asked(columns, _SETTING, {}))
 

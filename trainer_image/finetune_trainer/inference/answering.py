@@ -27,8 +27,9 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.inference.optimization.choosing import Sample
 from finetune_trainer.inference.optimization.rung_protocol import ForwardPass
 from finetune_trainer.inference.runner import Means, answers_of
+from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import NoProgress, ProgressSink
-from finetune_trainer.tasks.task_protocol import Answer, Labels
+from finetune_trainer.tasks.task_protocol import Answer, Coding, Labels
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -190,6 +191,13 @@ class Answerer:
             forward=forward,
             seed=seed,
         )
+
+
+def coding_of(job: TrainerJob) -> Coding:
+    """Load how the job's model reads rows. StageError MODEL or CONFIG."""
+    config = load_config(job)
+    length = truncation_length(job, config)
+    return Coding(load_tokenizer(job), length, window_stride(job, length), config.model_type)
 
 
 def _seed(seed: int, key: ShardKey) -> int:

@@ -36,13 +36,12 @@ from finetune_trainer.data.shards import Encoder
 from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
 from finetune_trainer.files import discard, discard_leftovers
-from finetune_trainer.inference.answering import ROW, Answerer, Asked
+from finetune_trainer.inference.answering import ROW, Answerer, Asked, coding_of
 from finetune_trainer.inference.optimization.rung_in_use import RungInUse
 from finetune_trainer.inference.prediction_output import FolderOutput, Output, output_of, write_lines
 from finetune_trainer.inference.prediction_parts import FILE, POSITION, Joined, PartFacts, Parts, PartsManifest
 from finetune_trainer.inference.prediction_workers import Alone, Crew, Sharing, Worker, result_of
 from finetune_trainer.inference.runner import Means, used_model
-from finetune_trainer.models import load_config, load_tokenizer, truncation_length, window_stride
 from finetune_trainer.progress import NoProgress, ProgressSink
 from finetune_trainer.reporting import merge_metrics
 from finetune_trainer.tasks.task_protocol import Coding
@@ -187,9 +186,7 @@ class _Given:
 
     @cached_property
     def coding(self) -> Coding:
-        config = load_config(self.job)
-        length = truncation_length(self.job, config)
-        return Coding(load_tokenizer(self.job), length, window_stride(self.job, length), config.model_type)
+        return coding_of(self.job)
 
     def key(self, paths: JobPaths) -> str:
         """Digest of all that a part depends on."""

@@ -20,7 +20,14 @@ import psutil
 
 from finetune_contract.layout import FailureClass
 from finetune_trainer.failures import StageError
-from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine, NotAvailable, Rung
+from finetune_trainer.inference.optimization.rung_protocol import (
+    Batch,
+    ForwardPass,
+    Machine,
+    NotAvailable,
+    Rung,
+    extremes,
+)
 from finetune_trainer.inference.optimization.rung_table import RungRow, RungTable
 from finetune_trainer.inference.optimization.rungs import rung_by_name, rungs_of
 
@@ -103,12 +110,15 @@ def choose(
     spent = 0.0
     for rung in candidates:
         why = rung.unavailable(model, machine)
-        if why is None and rung.lossy and wish.tolerance is None and wish.optimization == "measured":
-            why = "not measured: its labels may differ, and predict.tolerance is not set"
-        if why is None and wish.optimization == "measured" and spent > MEASURING_SHARE * whole:
-            why = f"not measured: measuring had taken {spent:.0f} s of the {whole:.0f} s that the plain model needs"
         if why is not None:
-            ledger.refuse(rung, f"not available: {why}" if not why.startswith("not measured") else why)
+            ledger.refuse(rung, f"not available: {why}")
+            continue
+        if wish.optimization == "measured" and rung.lossy and wish.tolerance is None:
+            ledger.refuse(rung, "not measured: its labels may differ, and predict.tolerance is not set")
+            continue
+        if wish.optimization == "measured" and spent > MEASURING_SHARE * whole:
+            used = f"measuring had taken {spent:.0f} s of the {whole:.0f} s that the plain model needs"
+            ledger.refuse(rung, f"not measured: {used}")
             continue
         began = time.perf_counter()
         try:
@@ -116,22 +126,22 @@ def choose(
         except NotAvailable as error:
             ledger.refuse(rung, f"not available: {error}")
         spent += time.perf_counter() - began
-    return ledger.chosen(wish, remaining)
+    return ledger.chosen(wish)
 
 
-def by_name(name: str, model: PreTrainedModel, sample: Sample, folder: Path, machine: Machine | None = None) -> Chosen:
-    """Return a rung that was chosen before, by another worker or attempt. StageError `RungNotAvailable` when this
+def by_name(
+    name: str, model: PreTrainedModel, sample: Sample, folder: Path, machine: Machine | None = None
+) -> ForwardPass:
+    """Make a rung that was chosen before, by another worker or attempt. StageError `RungNotAvailable` when this
     machine has it not: what computes a part must be the same everywhere.
     """
     rung = rung_by_name(name)
     why = rung.unavailable(model, machine or Machine.here())
     if why is None:
         try:
-            forward = rung.prepare(model, sample.batches, folder)
+            return rung.prepare(model, sample.batches, folder)
         except NotAvailable as error:
             why = str(error)
-        else:
-            return Chosen(name, forward, RungTable(chosen=name, rows=0, reason="chosen before", rungs=()))
     raise not_available(name, why)
 
 
@@ -146,7 +156,7 @@ def _measured_plain(sample: Sample) -> _Trial:
 def _measured(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path) -> _Trial:
     before, began = psutil.Process().memory_info().rss, time.perf_counter()
     forward = rung.prepare(model, sample.batches, folder)
-    for batch in (min(sample.batches, key=_tokens), max(sample.batches, key=_tokens)):
+    for batch in extremes(sample.batches):
         _run(forward, batch)
     ready = time.perf_counter()
     memory = max(0, psutil.Process().memory_info().rss - before)
@@ -161,10 +171,6 @@ def _run(forward: ForwardPass, batch: Batch) -> None:
         forward(**batch)
 
 
-def _tokens(batch: Batch) -> int:
-    return int(batch["input_ids"].numel())
-
-
 @dataclass
 class _Ledger:
     """What is known of each rung."""
@@ -174,6 +180,7 @@ class _Ledger:
     trials: list[_Trial] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     order: list[Rung] = field(default_factory=list)
+    agreements: dict[str, float] = field(default_factory=dict)
 
     def add(self, trial: _Trial) -> None:
         """Keep a rung that was measured."""
@@ -185,20 +192,16 @@ class _Ledger:
         self.refused[rung.name] = why
         self.order.append(rung)
 
-    def chosen(self, wish: Wish, remaining: int) -> Chosen:
+    def chosen(self, wish: Wish) -> Chosen:
         """Take the one that ends first among those that are right enough."""
         wanted = 1.0 if wish.tolerance is None else wish.tolerance
         named = wish.optimization != "measured"
         if named and not self.trials:
             raise not_available(wish.optimization, " | ".join(_reasons(self.refused)))
 
-        def rest(trial: _Trial) -> float:
-            # What was made for it is there: it has been paid for.
-            return trial.seconds / max(1, self.sample.rows) * remaining
-
         right = []
         for trial in self.trials:
-            share = agreement(self.plain.rows, trial.rows)
+            share = self._agreement(trial)
             # Asked by name and without a tolerance: the user knows that its labels may differ.
             if share >= wanted or (named and wish.tolerance is None):
                 right.append(trial)
@@ -211,7 +214,8 @@ class _Ledger:
                 f"predict.optimization is {wish.optimization}: {' | '.join(_reasons(self.refused))}.",
                 "Lower predict.tolerance, or leave predict.optimization at auto.",
             )
-        best = min((*right, *(() if named else (self.plain,))), key=rest)
+        # What was made for a rung is there, so the rate alone decides for the rows that remain.
+        best = min((*right, *(() if named else (self.plain,))), key=lambda trial: trial.seconds)
         gain = self.plain.seconds / best.seconds if best.seconds else 1.0
         name = best.rung.name
         reason = (
@@ -223,6 +227,11 @@ class _Ledger:
             if trial is not best:
                 self.refused[trial.rung.name] = f"slower than {name}"
         return Chosen(name, best.forward, self.table(name, reason))
+
+    def _agreement(self, trial: _Trial) -> float:
+        if trial.rung.name not in self.agreements:
+            self.agreements[trial.rung.name] = agreement(self.plain.rows, trial.rows)
+        return self.agreements[trial.rung.name]
 
     def table(self, chosen: str, reason: str) -> RungTable:
         """Return all rungs with their figures."""
@@ -238,7 +247,7 @@ class _Ledger:
         return RungRow(
             name=name,
             rows_per_second=self.sample.rows / trial.seconds if trial.seconds else None,
-            agreement=agreement(self.plain.rows, trial.rows),
+            agreement=self._agreement(trial),
             largest_difference=largest_difference(self.plain.rows, trial.rows),
             memory_bytes=trial.memory,
             setup_seconds=trial.setup,

@@ -86,7 +86,7 @@ class RungInUse:
         """
         if self._chosen is None or self._chosen.name != name:
             self._chosen = None
-            return None if name == "none" else self._made(name).forward
+            return None if name == "none" else self._made(name)
         if self.wish.optimization != "none":
             write_atomically(self.paths.optimization, self._chosen.table.to_json())
             asked = "auto" if self.wish.optimization == "measured" else self.wish.optimization
@@ -127,7 +127,7 @@ class RungInUse:
         if found.basis != self._basis():
             return None
         log.info("The rungs were measured before, on this kind of machine.")
-        made = None if found.table.chosen == "none" else self._made(found.table.chosen).forward
+        made = None if found.table.chosen == "none" else self._made(found.table.chosen)
         return Chosen(found.table.chosen, made, found.table)
 
     def _measured(self) -> Chosen:
@@ -141,7 +141,7 @@ class RungInUse:
                 write_atomically(self._place, _Remembered(basis=self._basis(), table=chosen.table).to_json())
         return chosen
 
-    def _made(self, name: str) -> Chosen:
+    def _made(self, name: str) -> ForwardPass:
         return by_name(name, self.answerer.model, self._sampled(SAMPLE_ROWS)[0], self._folder, self.machine)
 
     def _sampled(self, rows: int) -> tuple[Sample, int]:

@@ -1,4 +1,4 @@
-"""What a rung is: one way to compute a model's forward pass."""
+"""The interface of a rung: one way to compute a model's forward pass."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ class Machine:
     amx: bool = False
     cores: int = 1
 
+    @property
+    def multiplies_bf16(self) -> bool:
+        """Whether it has units for bfloat16."""
+        return self.bf16 or self.amx
+
     @classmethod
     def here(cls, read: Callable[[], str] = Path("/proc/cpuinfo").read_text) -> Machine:
         """Return this machine's; without flags where the kernel does not list them.
@@ -57,6 +62,18 @@ class Machine:
             amx=wide and "amx_tile" in flags,
             cores=len(os.sched_getaffinity(0)),
         )
+
+
+NO_BF16 = "the CPU has no bfloat16 units (AMX or AVX512-BF16)"
+
+
+def extremes(batches: Sequence[Batch]) -> tuple[Batch, Batch]:
+    """Return the batches with the fewest and the most tokens, padding included."""
+
+    def tokens(batch: Batch) -> int:
+        return int(batch["input_ids"].numel())
+
+    return min(batches, key=tokens), max(batches, key=tokens)
 
 
 def _pair(line: str) -> tuple[str, str]:

@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine, NotAvailable
+from finetune_trainer.inference.optimization.rung_protocol import (
+    NO_BF16,
+    Batch,
+    ForwardPass,
+    Machine,
+    NotAvailable,
+    extremes,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -47,8 +54,8 @@ class HalfRung:
 
         if model.dtype == torch.bfloat16:
             return "the plan computes in bf16 already"
-        if model.device.type == "cpu" and not (machine.bf16 or machine.amx):
-            return "the CPU has no bfloat16 units (AMX or AVX512-BF16)"
+        if model.device.type == "cpu" and not machine.multiplies_bf16:
+            return NO_BF16
         return None
 
     def prepare(self, model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> ForwardPass:
@@ -79,16 +86,12 @@ class CompiledRung:
         compiled: Any = torch.compile(model, dynamic=True)
         try:
             with torch.inference_mode():
-                for batch in (min(sample, key=_tokens), max(sample, key=_tokens)):
+                for batch in extremes(sample):
                     compiled(**batch)
         except Exception as error:  # torch.compile raises whatever its parts do
             lines = str(error).strip().splitlines()
             raise NotAvailable(f"torch.compile: {lines[0] if lines else type(error).__name__}") from error
         return cast(ForwardPass, compiled)
-
-
-def _tokens(batch: Batch) -> int:
-    return batch["input_ids"].numel()
 
 
 PLAIN, BF16, COMPILE = PlainRung(), HalfRung(), CompiledRung()

@@ -23,7 +23,7 @@ from finetune_trainer.inference.optimization.exported.onnx_graph import (
     said_by,
     why_not,
 )
-from finetune_trainer.inference.optimization.rung_protocol import Batch, ForwardPass, Machine
+from finetune_trainer.inference.optimization.rung_protocol import NO_BF16, Batch, ForwardPass, Machine
 
 if TYPE_CHECKING:
     import torch
@@ -44,8 +44,8 @@ class OpenVinoRung:
 
     def unavailable(self, model: PreTrainedModel, machine: Machine) -> str | None:
         """Return the reason, None when the model can be tried."""
-        if self.precision == "bf16" and not (machine.bf16 or machine.amx):
-            return "the CPU has no bfloat16 units (AMX or AVX512-BF16)"
+        if self.precision == "bf16" and not machine.multiplies_bf16:
+            return NO_BF16
         return why_not(model, ("openvino", "nncf") if self.int8 else ("openvino",))
 
     def prepare(self, model: PreTrainedModel, sample: Sequence[Batch], folder: Path) -> ForwardPass:
