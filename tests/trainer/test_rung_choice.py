@@ -206,3 +206,10 @@ def test_label_with_a_score_that_is_no_number_does_not_agree() -> None:
     plain = [{"label": "a", "score": 0.9, "scores": {"a": 0.9, "b": 0.1}}]
     assert choosing.agreement(plain, [{"label": "a", "score": float("nan"), "scores": {"a": 0.9, "b": 0.1}}]) == 0
     assert choosing.agreement(plain, [{"label": "a", "score": 0.7, "scores": {"a": 0.7, "b": 0.3}}]) == 1
+
+
+def test_a_rung_that_another_image_has_chosen_is_refused_by_name() -> None:
+    sample = Sample(0, [], lambda _: [])
+    with pytest.raises(StageError, match="this image does not know it") as refused:
+        by_name("of-a-later-image", MODEL, sample, Path(), MACHINE)
+    assert refused.value.reason == "RungNotAvailable"

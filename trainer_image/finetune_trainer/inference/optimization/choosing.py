@@ -135,7 +135,10 @@ def by_name(
     """Make a rung that was chosen before, by another worker or attempt. StageError `RungNotAvailable` when this
     machine has it not: what computes a part must be the same everywhere.
     """
-    rung = rung_by_name(name)
+    try:
+        rung = rung_by_name(name)
+    except KeyError:
+        raise not_available(name, "this image does not know it") from None
     why = rung.unavailable(model, machine or Machine.here())
     if why is None:
         try:
