@@ -34,6 +34,10 @@ ENV_INDEX = "JOB_COMPLETION_INDEX"
 """The number of a pod of an Indexed Job, which Kubernetes sets."""
 ENV_FORWARD = "FINETUNE_FORWARD_ENV"
 """Names of further variables that mpirun takes to the ranks in other pods, separated by commas: the user's own."""
+SERVE_PORT = 8080
+"""Where a server of the model listens in its pod."""
+ENV_SERVE_TOKEN = "FINETUNE_SERVE_TOKEN"
+"""Bearer token that requests to a server of the model must carry, of a Secret that the job names; unset: none."""
 MPI_HOSTFILE = "/etc/mpi/hostfile"
 SSH_PORT = 2222
 """Where the MPI workers' sshd listens: a process that is not root cannot have 22."""

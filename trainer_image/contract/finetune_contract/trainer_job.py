@@ -411,6 +411,28 @@ class Prediction(Order):
     """
 
 
+class Serving(Order):
+    """A server that answers requests with the model."""
+
+    model_name: str
+    """Name of the model in requests."""
+    device: Device
+    precision: _InferencePrecision = "fp32"
+    """As of an evaluation."""
+    optimization: Annotated[Optimization, Field(exclude_if=lambda name: name == "none")] = "none"
+    """As of a prediction; `measured` measures on the rows that prepare has left, or on none."""
+    tolerance: Annotated[float | None, Field(gt=0.5, le=1, exclude_if=lambda share: share is None)] = None
+    """As of a prediction."""
+    max_latency_seconds: float = Field(default=0.1, gt=0)
+    """Bound on the time from a request's arrival to its answer that batches are composed for."""
+    max_batch_tokens: int = Field(gt=0)
+    """Padded tokens of one batch (longest row x rows)."""
+    max_queue: int = Field(default=256, gt=0)
+    """Rows that wait at most; requests beyond are answered with 429."""
+    drain_seconds: float = Field(default=30, gt=0)
+    """Time after SIGTERM in which accepted requests are still answered."""
+
+
 class TrainerJob(Order):
     """The whole of `job.json`."""
 
@@ -430,6 +452,8 @@ class TrainerJob(Order):
     """A program of the user's, in place of the loop: at most one of the two is there."""
     evaluation: Evaluation | None = None
     predict: Prediction | None = None
+    serving: Annotated[Serving | None, Field(exclude_if=lambda serving: serving is None)] = None
+    """Left out where there is no server: images that do not know the field read such jobs."""
     generation: Generation = Generation()
     """For tasks whose answers are text."""
     preference: Preference = Preference()
