@@ -127,6 +127,8 @@ def _secrets(spec: FineTuneJobSpec) -> Iterator[tuple[Path, str]]:
         yield ("secrets", "storage", "name"), spec.secrets.storage.name
     if spec.checkpoints.signing_key is not None:
         yield ("checkpoints", "signingKey", "name"), spec.checkpoints.signing_key.name
+    if spec.endpoint is not None and spec.endpoint.token is not None:
+        yield ("endpoint", "token", "name"), spec.endpoint.token.name
     for index, secret in enumerate(spec.template.image_pull_secrets):
         yield ("template", "imagePullSecrets", index, "name"), secret.name
     for place, items, references in (
@@ -184,7 +186,11 @@ def _sizes(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
         # With auto the plan keeps to the bound.
         ("predict", "workers"): 0 if predicting == "auto" else predicting,
     }
+    servers = most_servers(spec)
+    larger = "maxReplicas" if spec.endpoint is not None and servers > spec.endpoint.replicas else "replicas"
     for most, path, asked, what in (
+        (allow.max_workers, ("endpoint", larger), servers, "servers"),
+        (allow.max_gpus, ("endpoint", larger), servers * min(1, gpus), "GPUs for servers"),
         (allow.max_nodes, where, nodes, "nodes"),
         (allow.max_gpus, ("resources", "gpusPerNode"), nodes * gpus, "GPUs on all nodes"),
         *((allow.max_workers, path, count, "workers") for path, count in workers.items()),
@@ -194,6 +200,12 @@ def _sizes(spec: FineTuneJobSpec, settings: Settings) -> Iterator[Problem]:
             yield _refused(path, rule, f"ask for {most} at most", asked)
     if allow.max_storage is not None:
         yield from _too_large(_storage(spec), allow.max_storage)
+
+
+def most_servers(spec: FineTuneJobSpec) -> int:
+    """Return how many servers the endpoint has at most; 0 without one."""
+    endpoint = spec.endpoint
+    return 0 if endpoint is None else max(endpoint.replicas, endpoint.max_replicas or 0)
 
 
 def _too_large(sizes: Iterable[tuple[Path, str]], most: str) -> Iterator[Problem]:

@@ -57,7 +57,7 @@ from finetune_operator.api.types import (
 Schema: TypeAlias = dict[str, Any]
 
 _ANY: Schema = {"x-kubernetes-preserve-unknown-fields": True}
-FREE_LEVELS: Mapping[str, int] = {"training.arguments": 3, "parallelism.deepspeedConfig": 5, "endpoint.resources": 3}
+FREE_LEVELS: Mapping[str, int] = {"training.arguments": 3, "parallelism.deepspeedConfig": 5}
 """Levels below the names of an object whose form another project defines; the schema doubles with each. Deepest in
 DeepSpeed's documentation is `compression_training`, with four.
 """

@@ -572,8 +572,7 @@ NAMES: tuple[ForeignName, ...] = (
     ForeignName(("name", "namespace"), KUBERNETES, None, "move it below metadata", under=("", "spec")),
     ForeignName(("labels", "annotations"), KUBERNETES, None, "move it below metadata", under=("",)),
     ForeignName(
-        ("serve", "serving", "inference_service", "deploy"), KUBERNETES, None,
-        "leave it out: serving is not supported in this version",
+        ("serve", "serving", "inference_service", "deploy"), KUBERNETES, "spec.endpoint", same=False,
     ),
     ForeignName(
         ("job_type", "kind_of_job", "trainer_type"), EVERYBODY, None, _NO_COUNTERPART,

@@ -40,6 +40,10 @@ SERVICE = Resource("v1", "Service", "services")
 CLAIM = Resource("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 EVENT = Resource("v1", "Event", "events")
 NETWORK_POLICY = Resource("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
+DEPLOYMENT = Resource("apps/v1", "Deployment", "deployments")
+REPLICA_SET = Resource("apps/v1", "ReplicaSet", "replicasets")
+AUTOSCALER = Resource("autoscaling/v2", "HorizontalPodAutoscaler", "horizontalpodautoscalers")
+DISRUPTION_BUDGET = Resource("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets")
 SECRET = Resource("v1", "Secret", "secrets")
 LEASE = Resource("coordination.k8s.io/v1", "Lease", "leases")
 _WEBHOOK = "ValidatingWebhookConfiguration"
@@ -48,6 +52,7 @@ TOKEN_REVIEW = Resource("authentication.k8s.io/v1", "TokenReview", "tokenreviews
 
 RESOURCES = (
     FINETUNE_JOB, *LAUNCHER_RESOURCES.values(), POD, CONFIG_MAP, SERVICE, CLAIM, NETWORK_POLICY, EVENT,
+    DEPLOYMENT, REPLICA_SET, AUTOSCALER, DISRUPTION_BUDGET,
     SECRET, LEASE, TOKEN_REVIEW, WEBHOOK,
 )  # fmt: skip
 _BY_KIND = {(each.api_version, each.kind): each for each in RESOURCES}

@@ -17,6 +17,7 @@ from finetune_operator.launchers.kinds import job, mpijob, pytorchjob, sparkappl
 from finetune_operator.launchers.kinds.launcher_status import Verdict
 from finetune_operator.launchers.launcher_rows import SUPPORTED, TRAINING, LauncherName, launcher_of
 from finetune_operator.planning.plan_types import JobPlan, PlanRefused
+from finetune_operator.rendering.endpoint_objects import endpoint_objects
 from finetune_operator.rendering.manifests import config_map, shared
 from finetune_operator.rendering.render_types import Attempt, Manifest, RenderContext
 from finetune_operator.rendering.spot_affinity import first_capacity
@@ -57,7 +58,7 @@ def render(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
 def stage(plan: JobPlan, context: RenderContext, attempt: Attempt) -> tuple[Manifest, ...]:
     """One attempt of a stage: its ConfigMap, a Service where its pods look for each other, and last what runs them."""
     if attempt.stage is Stage.SERVE:
-        raise _refused("spec.endpoint", None, "servers cannot be rendered yet", "leave it out")
+        return endpoint_objects(plan, context).manifests
     if attempt.stage is Stage.TRAIN and plan.launcher not in TRAINING:
         raise _refused("spec.launcher", plan.launcher, "it cannot be rendered", f"set launcher to {any_of(TRAINING)}")
     pods = StagePods(plan, context, attempt)
@@ -65,6 +66,6 @@ def stage(plan: JobPlan, context: RenderContext, attempt: Attempt) -> tuple[Mani
     return (config_map(pods), *MODULES[name].render(pods))
 
 
-def _refused(field: str, value: str | None, rule: str, way_out: str) -> PlanRefused:
-    shown = None if value is None else describe_value(value, field.split("."))
+def _refused(field: str, value: str, rule: str, way_out: str) -> PlanRefused:
+    shown = describe_value(value, field.split("."))
     return PlanRefused((Problem(field, shown, rule, way_out, reason="NotYetSupported"),))

@@ -18,7 +18,7 @@ from finetune_operator.api.problems import PathPart, Problem, Reason, describe_v
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobSpec, ScriptSpec, TrainingSpec
 from finetune_operator.launchers.launcher_rows import LauncherName
-from finetune_operator.planning.plan_types import Adaptation, MemoryEstimate, PlanLauncher
+from finetune_operator.planning.plan_types import Adaptation, MemoryEstimate, PlanLauncher, Servers
 
 Value = TypeVar("Value")
 
@@ -88,6 +88,8 @@ class Draft:
     predict_workers: int = 1
     predict_optimization: Optimization = "none"
     """Processes that share the rows to predict."""
+    serve_optimization: Optimization = "none"
+    servers: Servers | None = None
     launcher: PlanLauncher | None = None
     world: World | None = None
     adapter: Adapter | None = None

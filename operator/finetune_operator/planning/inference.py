@@ -52,13 +52,13 @@ def choose_inference(draft: Draft) -> Draft:
 
     The stages of a job that has begun stay as they are: what prepare has measured changes only what they compute in.
     """
-    if not {Stage.EVALUATE, Stage.PREDICT} & set(draft.stages):
+    if not {Stage.EVALUATE, Stage.PREDICT, Stage.SERVE} & set(draft.stages):
         return draft
     need = _need(draft)
     if need.fits(wide=True):
         return draft
     if need.narrow is not None and (need.fits() or not _is_known(draft)):
-        names = {Stage.EVALUATE: "evaluation", Stage.PREDICT: "prediction"}
+        names = {Stage.EVALUATE: "evaluation", Stage.PREDICT: "prediction", Stage.SERVE: "servers"}
         what = [name for stage, name in names.items() if stage in draft.stages]
         draft = replace(draft, inference_precision="bf16").because(
             f"{' and '.join(what)} compute{'s' * (len(what) == 1)} in bf16: in fp32 one process with the whole model "
@@ -174,8 +174,8 @@ def _seconds_to_predict(draft: Draft) -> float | None:
 
 def check_inference(draft: Draft) -> Draft:
     """Refuse an evaluation or a prediction that was asked for and does not fit."""
-    asked = {"evaluation": draft.spec.evaluation, "predict": draft.spec.predict}
-    paths = [path for path, given in asked.items() if given is not None]
+    asked = {"evaluation": draft.spec.evaluation, "predict": draft.spec.predict, "endpoint": draft.spec.endpoint}
+    paths = [path for path, given in asked.items() if given is not None and (path != "endpoint" or not draft.local)]
     if not paths or not _is_known(draft):
         return draft
     need = _need(draft)

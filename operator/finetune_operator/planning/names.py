@@ -58,6 +58,11 @@ class JobNames:
         """What the pods of the job may reach."""
         return f"{self.base}-network"
 
+    @property
+    def endpoint(self) -> str:
+        """The servers, their Service, and what belongs to them."""
+        return f"{self.base}-endpoint"
+
     def service(self, attempt: int) -> str:
         """The headless Service through which the processes of a training attempt find each other."""
         return f"{self.stage(Stage.TRAIN, attempt)}-ranks"

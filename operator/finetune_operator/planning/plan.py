@@ -47,6 +47,7 @@ from finetune_operator.planning.combination_checks import check_rules
 from finetune_operator.planning.cost import cost_problems, estimate_training
 from finetune_operator.planning.devices import has_fp8
 from finetune_operator.planning.draft import Draft, Lengths, decided
+from finetune_operator.planning.endpoint_plan import choose_servers, serving_order
 from finetune_operator.planning.inference import (
     check_inference,
     choose_inference,
@@ -88,6 +89,7 @@ def plan(
         choose_inference,
         choose_workers,
         choose_optimization,
+        choose_servers,
         check_place,
         check_lengths,
     )
@@ -220,8 +222,13 @@ def choose_stages(draft: Draft) -> Draft:
         stages.append(Stage.EVALUATE)
     if predicts:
         stages.append(Stage.PREDICT)
-    if spec.endpoint is not None:
+    if spec.endpoint is not None and not draft.local:
         stages.append(Stage.SERVE)
+    if not stages:
+        way_out = "apply the job to a cluster, or add an evaluation or a prediction"
+        return draft.refusing(("endpoint",), None, "without a cluster nothing is served", way_out, "NotSupported")
+    if spec.endpoint is not None and draft.local:
+        draft = draft.because("spec.endpoint: without a cluster nothing is served")
     return replace(draft, stages=tuple(stages)).because(
         f"stages {' -> '.join(stage.value for stage in stages)}: what the job asks for and what that needs"
     )
@@ -522,6 +529,7 @@ def trainer_job(draft: Draft) -> TrainerJob:
         script=None if draft.script is None else script_order(draft, draft.script),
         evaluation=_evaluation(draft),
         predict=_prediction(draft),
+        serving=serving_order(draft),
         generation=Generation(**spec.generation.model_dump()),
         preference=Preference(**spec.preference.model_dump()),
     )
@@ -550,6 +558,7 @@ def _finish(draft: Draft) -> JobPlan:
         trainer=trainer_job(draft),
         deepspeed_overrides=draft.spec.parallelism.deepspeed_config,
         memory=draft.memory,
+        servers=draft.servers,
         estimate=estimate,
         hardware=draft.hardware,
         model=draft.model,

@@ -84,6 +84,22 @@ class Estimate(Message):
     """What the estimate rests on, in a sentence."""
 
 
+class Servers(Message):
+    """The endpoint's servers."""
+
+    replicas: int = Field(ge=1)
+    most: int = Field(ge=1)
+    """Servers under load; as many as `replicas` where nothing scales."""
+    requests: dict[str, str]
+    """Of one server, asked of the scheduler without a limit; quantities by Kubernetes' names."""
+    limits: dict[str, str] = Field(default_factory=dict)
+    """Of one server, requested as much."""
+    threads: int = Field(ge=1)
+    cost_per_hour: float | None = None
+    """Of all `replicas`; None: there is no price for such nodes."""
+    currency: str | None = None
+
+
 class JobPlan(Message):
     """The complete answer to "what will run"; it holds no `auto`."""
 
@@ -98,6 +114,8 @@ class JobPlan(Message):
     deepspeed_overrides: dict[str, JsonValue] = Field(default_factory=dict)
     """`parallelism.deepspeedConfig` as the user wrote it; rendering merges it last into the DeepSpeed configuration."""
     memory: MemoryEstimate | None = None
+    servers: Servers | None = Field(default=None, exclude_if=lambda servers: servers is None)
+    """None: the job has no endpoint."""
     estimate: Estimate
     hardware: HardwareFacts
     model: ModelFacts

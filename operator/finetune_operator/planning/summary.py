@@ -39,6 +39,7 @@ def summarise(plan: JobPlan) -> tuple[Section, ...]:
         Section("What runs", _what_runs(plan)),
         Section("Training", () if training is None else _training(plan, training)),
         Section("Memory of one process", () if plan.memory is None else _memory(plan.memory)),
+        Section("Endpoint", _endpoint(plan)),
         Section("Estimate", _estimate(plan.estimate)),
         Section("Reasons", tuple(Row("", reason) for reason in plan.reasons)),
         Section("Assumptions", tuple(Row("", assumption) for assumption in plan.assumptions)),
@@ -111,6 +112,23 @@ def _memory(memory: MemoryEstimate) -> tuple[Row, ...]:
         Row("total", human_bytes(memory.total_bytes), f"{share:.0%} of {human_bytes(memory.capacity_bytes)}"),
         Row("host", human_bytes(memory.host_bytes), "all processes of a node"),
         *(files if memory.disk_bytes else ()),
+    )
+
+
+def _endpoint(plan: JobPlan) -> tuple[Row, ...]:
+    servers, order = plan.servers, plan.trainer.serving
+    if servers is None or order is None:
+        return ()
+    limited = {name: f"{text}, limited to it" for name, text in servers.limits.items()}
+    takes = "; ".join(f"{name} {text}" for name, text in sorted((servers.requests | limited).items()))
+    cost = "unknown" if servers.cost_per_hour is None else f"{servers.cost_per_hour:,.2f} {servers.currency}"
+    scaled = f"up to {servers.most} under load" if servers.most > servers.replicas else "not scaled"
+    batches = f"{order.max_batch_tokens:,} padded tokens, or {order.max_latency_seconds:g} s after the first request"
+    return (
+        Row("servers", f"{servers.replicas}", scaled),
+        Row("one takes", takes, order.device),
+        Row("a batch", batches, f"computed by {order.optimization}" if order.optimization != "none" else ""),
+        Row("cost an hour", cost, f"of {servers.replicas} server{'s' * (servers.replicas > 1)}"),
     )
 
 

@@ -44,7 +44,7 @@ HALF_DEAD_SECONDS = 60
 
 def settle(course: Course) -> Course:
     """Follow the stages as far as they have come."""
-    while course.end is None and (current := course.current) is not None:
+    while course.end is None and (current := course.current) is not None and current.name != Stage.SERVE.value:
         course = _look(course, current)
         after = course.current
         if after is not None and after.name == current.name:

@@ -42,6 +42,15 @@ class Stalled:
 
 
 @dataclass(frozen=True)
+class Serves:
+    """Whether the endpoint answers, and why not."""
+
+    ready: bool
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
 class Course:
     """A job on its way to a decision."""
 
@@ -63,10 +72,14 @@ class Course:
     quiet: str = ""
     """What to say about an attempt that runs and tells nothing new."""
     stalled: Stalled | None = None
+    serves: Serves | None = None
+    """How the endpoint is, in the stage that serves."""
     over: bool = False
     """Whether the later phases have nothing to do."""
     delete: tuple[ObjectRef, ...] = ()
     create: tuple[Manifest, ...] = ()
+    remove: tuple[ObjectRef, ...] = ()
+    apply: tuple[Manifest, ...] = ()
     events: tuple[EventNote, ...] = ()
     wake_at: datetime | None = None
     delete_job: bool = field(default=False)
@@ -139,6 +152,8 @@ class Course:
             status=self.status,
             delete=self.delete,
             create=self.create,
+            remove=self.remove,
+            apply=self.apply,
             events=self.events,
             wake_at=self.wake_at,
             delete_job=self.delete_job,

@@ -20,6 +20,7 @@ from finetune_operator.planning.plan_types import PlanRefused
 from finetune_operator.reconcile.attempts import gone_after, settle
 from finetune_operator.reconcile.course import Course, Stalled, reference
 from finetune_operator.reconcile.endings import delay_seconds, give_up, refused
+from finetune_operator.reconcile.endpoint_phase import SERVE, reopened, serve, suspended, with_serve_stage, withdraw
 from finetune_operator.reconcile.planned import context, plan_now, plan_sentence, plan_status, problems_text
 from finetune_operator.reconcile.reconcile_types import (
     ChildView,
@@ -57,7 +58,7 @@ def decide(
     """What to do about `job` now. Equal values give an equal decision; on the world that it made it changes nothing."""
     if job.deleting or job.managed_by not in (None, "", MANAGER):
         return Decision(status=job.status)
-    course = Course(job, observed, now, settings, progress, job.status, end=ended(job.status))
+    course = reopened(Course(job, observed, now, settings, progress, job.status, end=ended(job.status)))
     if course.end is not None:
         return after_the_end(course).decision()
     for phase in (
@@ -69,6 +70,7 @@ def decide(
         keep_spot_bounds,
         keep_cost,
         hold,
+        withdraw,
         finish,
         proceed,
     ):
@@ -84,7 +86,7 @@ def decide(
 def after_the_end(course: Course) -> Course:
     """A job that has ended creates nothing, ever. What still runs of it goes; what is finished stays for its logs."""
     left = [child for child in course.observed.children if child.state not in ("Succeeded", "Failed")]
-    course = course.deleting(*left)
+    course = withdraw(course.deleting(*left))
     if course.status.observed_generation != course.job.generation:
         seen = course.job.generation
         conditions = tuple(one.model_copy(update={"observed_generation": seen}) for one in course.status.conditions)
@@ -141,7 +143,8 @@ def plan_ahead(course: Course) -> Course:
     if course.started and course.status.plan is not None:
         # They are followed in this order, whatever the order is that somebody has stored them in.
         order = [stage.value for stage in Stage]
-        return course.with_status(stages=tuple(sorted(course.status.stages, key=lambda one: order.index(one.name))))
+        stages = tuple(sorted(course.status.stages, key=lambda one: order.index(one.name)))
+        return course.with_status(stages=with_serve_stage(course, stages))
     try:
         made = plan_now(course)
     except PlanRefused as problems:
@@ -171,7 +174,7 @@ def _found(course: Course, name: Stage, later: Sequence[Stage]) -> StageStatus:
 def meet_refusals(course: Course) -> Course:
     """What the API server did not take of the next attempt the last time: final, or to be tried again."""
     current = course.current
-    if current is None or current.state == "Running" or not course.observed.refusals:
+    if current is None or current.state == "Running" or not course.observed.refusals or current.name == SERVE:
         return course
     refusal = course.observed.refusals[0]
     what = f"{refusal.ref.kind} {refusal.ref.name}"
@@ -218,10 +221,13 @@ def _made_before(course: Course, current: StageStatus, ref: ObjectRef) -> tuple[
 
 
 def keep_deadline(course: Course) -> Course:
-    """End a job that has lived longer than it may, counted as batch/v1 Job does: anew after each suspension."""
+    """End a job that has lived longer than it may, counted as batch/v1 Job does: anew after each suspension.
+
+    An endpoint has no end that it could miss.
+    """
     seconds, began = course.spec.run_policy.active_deadline_seconds, moment(course.status.start_time)
     current = course.current
-    if seconds is None or began is None or current is None:
+    if seconds is None or began is None or current is None or current.name == SERVE:
         return course
     until = began + timedelta(seconds=seconds)
     if course.now < until:
@@ -245,7 +251,7 @@ def keep_spot_bounds(course: Course) -> Course:
 def keep_cost(course: Course) -> Course:
     """End a job that has cost as much as the settings allow, with what the attempt that runs has used so far."""
     most, current = course.settings.allow.max_cost, course.current
-    if most is None or current is None:
+    if most is None or current is None or current.name == SERVE:
         return course
     spent, later = (
         _amount(attempt_over(course, current, at) if current.state == "Running" else course)
@@ -288,7 +294,9 @@ def hold(course: Course) -> Course:
     if current is None:
         return course
     course = replace(clock_stopped(course).with_status(start_time=None), suspended=True)
-    if current.state == "Running":
+    if current.name == SERVE:
+        course, message = suspended(course, current), "Nothing is served: runPolicy.suspend is true."
+    elif current.state == "Running":
         course = attempt_over(course, current, course.now)
         stopped = current.model_copy(update={"state": "Suspended", "completion_time": stamp(course.now)})
         course = course.with_stage(stopped)
@@ -328,6 +336,8 @@ def proceed(course: Course) -> Course:
     current = course.current
     assert current is not None, "finish comes first"
     course = course.deleting(*_leftovers(course, current))
+    if current.name == SERVE:
+        return serve(course)
     if current.state == "Running":
         return course
     course = _deleting_told(course, current)

@@ -189,7 +189,7 @@ def pod_view(value: Mapping[str, JsonValue]) -> PodView | None:
         began=_began(raw),
         unschedulable=scheduled.message if scheduled is not None and unschedulable else None,
         waiting=_waiting(raw),
-        ended=_ended(raw),
+        ended=_ended(raw, attempt[0]),
         disruption=disrupted.reason if disrupted is not None and disrupted.holds else None,
         status_reason=status.reason or None,
         status_message=status.message or None,
@@ -227,10 +227,14 @@ def _waiting(raw: RawPod) -> Waiting | None:
     return None
 
 
-def _ended(raw: RawPod) -> Ended | None:
-    """How the trainer's container ended. It never starts again in its pod, so there is no earlier end to look for."""
+def _ended(raw: RawPod, stage: Stage) -> Ended | None:
+    """How the trainer's container ended. But for a server's it never starts again in its pod, so there is no earlier
+    end to look for.
+    """
     for container in raw.status.container_statuses:
         ended = container.state.terminated
+        if ended is None and stage is Stage.SERVE:
+            ended = container.last_state.terminated
         if container.name == CONTAINER_NAME and ended is not None:
             report = _report(ended.message)
             return Ended(ended.exit_code, ended.reason, ended.finished_at, report, "" if report else ended.message)

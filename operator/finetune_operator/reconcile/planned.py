@@ -34,8 +34,21 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def plan_now(course: Course) -> JobPlan:
-    """The plan in force; PlanRefused as `plan` does."""
-    return plan(course.accepted, _facts(course), course.settings, _adaptation(course))
+    """The plan in force; PlanRefused as `plan` does.
+
+    An endpoint may change while the job trains. What is wrong with it alone is told when its turn comes.
+    """
+    facts, adaptation = _facts(course), _adaptation(course)
+    try:
+        return plan(course.accepted, facts, course.settings, adaptation)
+    except PlanRefused as refused:
+        current = course.current
+        serves = current is None or current.name == Stage.SERVE.value
+        about_endpoint = all(one.path.startswith("spec.endpoint") for one in refused.problems)
+        if not course.started or serves or not about_endpoint:
+            raise
+    spec = course.spec.model_copy(update={"endpoint": None})
+    return plan(course.accepted.model_copy(update={"spec": spec}), facts, course.settings, adaptation)
 
 
 def context(course: Course) -> RenderContext:

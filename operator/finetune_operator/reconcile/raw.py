@@ -45,6 +45,8 @@ class ContainerStatus(Raw):
 
     name: str
     state: ContainerState = ContainerState()
+    last_state: ContainerState = ContainerState()
+    """Before its last restart."""
 
 
 Statuses = Annotated[tuple[ContainerStatus, ...], BeforeValidator(empty)]

@@ -153,6 +153,25 @@ class PodView:
 
 
 @dataclass(frozen=True)
+class EndpointView:
+    """The Deployment of the endpoint's servers."""
+
+    ref: ObjectRef
+    created: datetime
+    replicas: int
+    """Servers that it asks for."""
+    available: int = 0
+    """Servers that answer, of any revision."""
+    updated: int = 0
+    """Pods of the newest revision."""
+    digest: str | None = None
+    """Of all objects of the endpoint that were applied with it."""
+    stuck: str | None = None
+    """Its controller's word when the newest revision has not become available in time."""
+    deleting: bool = False
+
+
+@dataclass(frozen=True)
 class Refusal:
     """An object that the API server would not take, or whose name is taken."""
 
@@ -182,6 +201,8 @@ class Observed:
     """What went wrong when the decision before this one was carried out."""
     pods_before: tuple[PodView, ...] = ()
     """Of an earlier job of the same name, whose results lie in the same place."""
+    endpoint: EndpointView | None = None
+    """What serves the model."""
     moved: datetime | None = None
     """When a report of the running attempt told something new last; None: this operator has heard none."""
 
@@ -214,6 +235,10 @@ class Decision:
     delete: tuple[ObjectRef, ...] = ()
     create: tuple[Manifest, ...] = ()
     """In order; each is created unless it is there already."""
+    remove: tuple[ObjectRef, ...] = ()
+    """In order, before anything is applied; each is deleted if it is there and belongs to the job."""
+    apply: tuple[Manifest, ...] = ()
+    """In order, after what is created; each is created or changed, unless it belongs to somebody else."""
     events: tuple[EventNote, ...] = ()
     wake_at: datetime | None = None
     """When to look again though nothing has happened: the end of a delay or a time limit."""

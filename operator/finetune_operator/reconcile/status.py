@@ -1,8 +1,8 @@
 """The status: phase and conditions, each condition by a function of its own, from the value that a decision ends with.
 
-They follow kstatus: `Ready` is True at the end of a success only, `Stalled` is True when nothing will move without
-somebody's help, and exactly one of `Succeeded` and `Failed` becomes True. Messages are for people; a condition keeps
-the time of its last transition for as long as its status is the same.
+They follow kstatus: `Ready` is True at the end of a success and while an endpoint answers, `Stalled` is True when
+nothing will move without somebody's help, and at most one of `Succeeded` and `Failed` is True. Messages are for people;
+a condition keeps the time of its last transition for as long as its status is the same.
 """
 
 from __future__ import annotations
@@ -173,12 +173,14 @@ def _as(stage: StageStatus) -> str:
 
 
 def ready(course: Course) -> Word:
-    """Whether the job has come to its good end."""
+    """Whether the job has come to its good end, or its endpoint answers."""
     match course.end:
         case "Succeeded":
             return Word("True", "Succeeded", "All stages have succeeded.")
         case "Failed":
             return Word("False", "Failed", _failure(course))
+        case None if course.serves is not None:
+            return Word("True" if course.serves.ready else "False", course.serves.reason, course.serves.message)
         case None:
             return Word("False", "InProgress", _progress(course))
 

@@ -18,7 +18,7 @@ from finetune_operator.api.problems import Problem, describe_value
 from finetune_operator.api.types import DNS_SUBDOMAIN_PATTERN, FineTuneJobSpec
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import PlanRefused
-from finetune_operator.rendering.pod_parts import Mount, Volume, claim_volume
+from finetune_operator.rendering.pod_parts import Mount, Volume, claim_volume, scratch_volume
 
 WORKSPACE = "/workspace"
 CACHE = "/cache"
@@ -77,8 +77,10 @@ def storage(spec: FineTuneJobSpec, names: JobNames, stage: Stage) -> Storage:
     workspace = ClaimPath(names.claim, "")
     if spec.storage.workspace is not None:
         workspace = ClaimPath.parse(spec.storage.workspace, "spec.storage.workspace")
-    volumes = {workspace.claim: "workspace"}
-    mounts = [Mount("workspace", WORKSPACE)]
+    serves = stage is Stage.SERVE
+    claimed = needs_workspace(spec)
+    volumes = {workspace.claim: "workspace"} if claimed else {}
+    mounts = [Mount("workspace", WORKSPACE, read_only=serves and claimed)]
     shared = None
     if spec.storage.cache is not None:
         cache = ClaimPath.parse(spec.storage.cache, "spec.storage.cache")
@@ -90,9 +92,18 @@ def storage(spec: FineTuneJobSpec, names: JobNames, stage: Stage) -> Storage:
     return Storage(
         workspace=workspace.below(WORKSPACE),
         cache=shared,
-        volumes=tuple(claim_volume(name, claim) for claim, name in volumes.items()),
+        volumes=(
+            *(() if claimed else (scratch_volume("workspace"),)),
+            *(claim_volume(name, claim) for claim, name in volumes.items()),
+        ),
         mounts=tuple(mounts),
     )
+
+
+def needs_workspace(spec: FineTuneJobSpec) -> bool:
+    """Return whether a claim holds the job's folder: a job that only serves a model has nothing to keep."""
+    given = (spec.training, spec.evaluation, spec.predict, spec.storage.workspace)
+    return any(part is not None for part in given)
 
 
 def _claims_of(spec: FineTuneJobSpec, stage: Stage) -> dict[str, bool]:

@@ -36,7 +36,9 @@ def stage_files(plan: JobPlan, context: RenderContext, stage: Stage) -> dict[str
     `deepspeed.json`.
     """
     run = None if context.owner is None else context.owner.uid
-    trainer = in_the_pod(plan.trainer).model_copy(update={"run": run})
+    # What only servers read is left out elsewhere, so that an endpoint can change while an attempt runs.
+    serving = plan.trainer.serving if stage is Stage.SERVE else None
+    trainer = in_the_pod(plan.trainer).model_copy(update={"run": run, "serving": serving})
     texts = files(plan.model_copy(update={"trainer": trainer}))
     if stage is not Stage.TRAIN:
         texts.pop(DEEPSPEED_FILE, None)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pydantic import JsonValue
 
+from finetune_contract.choices import Stage
 from finetune_operator.api.types import API_VERSION, KIND
 from finetune_operator.launchers.launcher_rows import launcher
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import JobPlan
+from finetune_operator.rendering.claims import needs_workspace
 from finetune_operator.rendering.network import ALLOWS_ANNOTATION, rules_of
 from finetune_operator.rendering.render_types import JOB_LABEL, MANAGED_BY, Manifest, RenderContext
 from finetune_operator.rendering.templates import document
@@ -21,13 +23,14 @@ def shared(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
     takes it up again.
     """
     policy = (_network_policy(plan, context),) if context.settings.network_policy.enabled else ()
-    if context.spec.storage.workspace is not None:
+    if context.spec.storage.workspace is not None or not needs_workspace(context.spec):
         return policy
     asked, defaults = context.spec.storage, context.settings.defaults
     # A claim that one node at a time may attach would keep the other pods from starting.
     world = plan.trainer.world
     beside = plan.launcher != "local" and launcher(plan.launcher).starter_pod is not None
-    sharing = max(plan.trainer.preparation.pods, plan.predict_workers)
+    servers = 1 if plan.servers is None else plan.servers.most
+    sharing = max(plan.trainer.preparation.pods, plan.predict_workers, servers)
     several = sharing > 1 or (world is not None and (world.nodes > 1 or beside))
     modes = defaults.access_modes or ("ReadWriteMany" if several else "ReadWriteOnce",)
     claim = document(
@@ -50,10 +53,10 @@ def shared(plan: JobPlan, context: RenderContext) -> tuple[Manifest, ...]:
 def metadata(pods: StagePods, name: str | None = None) -> Manifest:
     """`metadata` of an object of the attempt, by default of the one that runs it."""
     labels: JsonValue = dict(pods.labels)
-    return {"name": name or pods.name, "namespace": pods.context.namespace, "labels": labels, **_owned(pods.context)}
+    return {"name": name or pods.name, "namespace": pods.context.namespace, "labels": labels, **owned(pods.context)}
 
 
-def _owned(context: RenderContext) -> Manifest:
+def owned(context: RenderContext) -> Manifest:
     """The reference to the job, by which an object goes with it."""
     owner = context.owner
     if owner is None:
@@ -76,7 +79,7 @@ def _network_policy(plan: JobPlan, context: RenderContext) -> Manifest:
         "namespace": context.namespace,
         "labels": {**MANAGED_BY, **context.job_labels(plan.name)},
         "annotations": {ALLOWS_ANNOTATION: rules.words},
-        **_owned(context),
+        **owned(context),
     }
     return document("networkpolicy", metadata=metadata, pods=rules.pods, egress=list(rules.egress))
 
@@ -84,9 +87,10 @@ def _network_policy(plan: JobPlan, context: RenderContext) -> Manifest:
 def config_map(pods: StagePods) -> Manifest:
     """The files that the pods of the attempt read."""
     data: dict[str, JsonValue] = {**pods.files}
-    if pods.context.progress is not None:
-        data[CA_FILE] = pods.context.progress.ca_certificate
-    return document("configmap", metadata=metadata(pods), data=data)
+    if pods.reports_to is not None:
+        data[CA_FILE] = pods.reports_to.ca_certificate
+    # Servers of an endpoint that changes are told by another text in the same place.
+    return document("configmap", metadata=metadata(pods), data=data, immutable=pods.stage is not Stage.SERVE)
 
 
 def service(pods: StagePods, name: str) -> Manifest:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pydantic import JsonValue
 
@@ -166,6 +167,8 @@ class Container:
     ports: Mapping[str, int] = field(default_factory=dict)
     ready_port: int | None = None
     """Port that has to answer before the container counts as ready; None: it is ready once it runs."""
+    health: Mapping[str, JsonValue] = field(default_factory=dict)
+    """Probes and lifecycle hooks, by their names in Kubernetes."""
     user_env: tuple[Mapping[str, JsonValue], ...] = ()
     user_mounts: tuple[Mapping[str, JsonValue], ...] = ()
 
@@ -194,6 +197,7 @@ class Container:
             "terminationMessagePath": DEFAULT_REPORT_PATH,
             "terminationMessagePolicy": "File",
             **optional,
+            **self.health,
         }
 
     def _env(self) -> list[JsonValue]:
@@ -220,6 +224,8 @@ class Pod:
     image_pull_secrets: tuple[SecretSpec, ...] = ()
     service_account: str | None = None
     priority_class: str | None = None
+    restart_policy: Literal["Never", "Always"] = "Never"
+    """Always: what a Deployment takes."""
     api_token: bool = False
     """Whether the token of its service account is mounted."""
     subdomain: str | None = None
@@ -239,7 +245,7 @@ class Pod:
                 "annotations": {**self.user_annotations, **self.annotations},
             },
             "spec": {
-                "restartPolicy": "Never",
+                "restartPolicy": self.restart_policy,
                 "automountServiceAccountToken": self.api_token,
                 "enableServiceLinks": False,
                 "terminationGracePeriodSeconds": self.termination_grace_seconds,

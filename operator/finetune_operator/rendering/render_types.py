@@ -27,6 +27,8 @@ CAPACITY_LABEL = "finetune.dev/capacity"
 PROGRESS_PORT = 8443
 """Where the operator's pods take progress reports."""
 HASH_ANNOTATION = "finetune.dev/config-sha256"
+ENDPOINT_ANNOTATION = "finetune.dev/endpoint-sha256"
+"""On a Deployment of servers: digest of all that belongs to the endpoint, which was applied before it."""
 MANAGED_BY = {"app.kubernetes.io/managed-by": "finetune-operator"}
 """Label of every object that the operator makes."""
 

@@ -65,6 +65,8 @@ def stage_device(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> Device:
 def stage_threads(plan: JobPlan, stage: Stage) -> int:
     """CPU threads of one process of `stage`."""
     world = plan.trainer.world
+    if stage is Stage.SERVE and plan.servers is not None:
+        return plan.servers.threads
     if stage is Stage.TRAIN and world is not None:
         return world.threads_per_process
     return max(1, plan.hardware.cpu_cores // max(1, plan.hardware.gpus_per_node))
@@ -74,6 +76,8 @@ def stage_resources(
     plan: JobPlan, spec: FineTuneJobSpec, defaults: Defaults, stage: Stage, offloads_to_files: bool = False
 ) -> Resources:
     """Of one pod of `stage` (of one worker, for an MPIJob), with room on the node's disk where state lies in files."""
+    if stage is Stage.SERVE and plan.servers is not None:
+        return Resources(plan.servers.requests, plan.servers.limits)
     gpus, asked = stage_gpus(plan, spec, stage), spec.resources
     limits: dict[str, str] = {}
     if gpus == node_gpus(plan, spec):

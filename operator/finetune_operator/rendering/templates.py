@@ -20,7 +20,20 @@ from pydantic import JsonValue
 from finetune_operator.launchers.launcher_rows import LauncherName
 from finetune_operator.rendering.render_types import Manifest
 
-TemplateName: TypeAlias = Literal["claim", "configmap", "networkpolicy", "service"] | LauncherName
+TemplateName: TypeAlias = (
+    Literal[
+        "claim",
+        "configmap",
+        "networkpolicy",
+        "service",
+        "server_deployment",
+        "server_service",
+        "server_scaling",
+        "server_disruption",
+        "server_network",
+    ]
+    | LauncherName
+)
 """A launcher's template has the launcher's name."""
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

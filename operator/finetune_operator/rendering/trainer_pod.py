@@ -18,6 +18,7 @@ from finetune_contract.layout import (
     ENV_KUBEFLOW_CA,
     ENV_KUBEFLOW_TOKEN,
     ENV_KUBEFLOW_URL,
+    ENV_SERVE_TOKEN,
     ENV_STACKS_SECONDS,
 )
 from finetune_operator.launchers.launcher_rows import launcher
@@ -55,6 +56,7 @@ from finetune_operator.rendering.render_types import (
     PROGRESS_AUDIENCE,
     STAGE_LABEL,
     Attempt,
+    ProgressEndpoint,
     RenderContext,
 )
 from finetune_operator.rendering.sizes import (
@@ -114,6 +116,8 @@ class StagePods:
     @property
     def name(self) -> str:
         """Of the child, and of its ConfigMap."""
+        if self.stage is Stage.SERVE:
+            return self.names.endpoint
         return self.names.stage(self.attempt.stage, self.attempt.number)
 
     @property
@@ -136,6 +140,11 @@ class StagePods:
     @property
     def files(self) -> dict[str, str]:
         return stage_files(self.plan, self.context, self.stage)
+
+    @property
+    def reports_to(self) -> ProgressEndpoint | None:
+        """Where the pods report progress; servers make none."""
+        return None if self.stage is Stage.SERVE else self.context.progress
 
     @property
     def offloads_to_files(self) -> bool:
@@ -238,6 +247,8 @@ def _container(pods: StagePods, role: Role, folders: Storage) -> Container:
 
 
 def _launch(pods: StagePods, folders: Storage) -> tuple[str, ...]:
+    if pods.stage is Stage.SERVE:
+        return stage_arguments(pods.stage, f"{CONFIG}/{JOB_FILE}", folders.workspace)
     deepspeed = f"{CONFIG}/{DEEPSPEED_FILE}" if DEEPSPEED_FILE in pods.files else None
     return launch_arguments(pods.stage, f"{CONFIG}/{JOB_FILE}", folders.workspace, pods.starter, deepspeed)
 
@@ -257,7 +268,8 @@ def _environment(pods: StagePods, role: Role, folders: Storage) -> tuple[EnvVar,
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(stage_threads(plan, pods.stage)),
         "TOKENIZERS_PARALLELISM": "true",
-        "HF_HOME": folders.hub_cache,
+        # Servers have the workspace read-only.
+        "HF_HOME": folders.cache or f"{HOME}/huggingface" if pods.stage is Stage.SERVE else folders.hub_cache,
         ENV_GRACE_SECONDS: str(pods.context.settings.defaults.termination_grace_seconds),
         **role.home,
     }
@@ -266,7 +278,8 @@ def _environment(pods: StagePods, role: Role, folders: Storage) -> tuple[EnvVar,
         variables |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     if folders.cache is not None and pods.stage is Stage.PREPARE:
         variables[ENV_CACHE] = folders.cache
-    variables |= _stacks(pods)
+    if pods.stage is not Stage.SERVE:
+        variables |= _stacks(pods)
     if pods.stage is Stage.TRAIN:
         variables |= network_environment(spec)
     variables |= {**_rendezvous(pods), **_progress(pods), **role.env}
@@ -299,15 +312,15 @@ def _rendezvous(pods: StagePods) -> dict[str, str]:
 
 def _progress(pods: StagePods) -> dict[str, str]:
     """Kubeflow's progress protocol, which our trainer and transformers' own callback speak."""
-    context = pods.context
-    if context.progress is None:
+    context, progress = pods.context, pods.reports_to
+    if progress is None:
         return {}
     path = (
         f"/v1alpha1/namespaces/{context.namespace}/finetunejobs/{pods.plan.name}"
         f"/stages/{pods.stage.value}/attempts/{pods.attempt.number}"
     )
     return {
-        ENV_KUBEFLOW_URL: context.progress.base_url.rstrip("/") + path,
+        ENV_KUBEFLOW_URL: progress.base_url.rstrip("/") + path,
         ENV_KUBEFLOW_CA: f"{CONFIG}/{CA_FILE}",
         ENV_KUBEFLOW_TOKEN: f"{TOKEN_FOLDER}/{TOKEN_FILE}",
     }
@@ -318,6 +331,8 @@ def _secrets(pods: StagePods) -> tuple[EnvVar, ...]:
     named = {"HF_TOKEN": spec.secrets.hub_token}
     if pods.stage is Stage.TRAIN:
         named[ENV_CHECKPOINT_SECRET] = spec.checkpoints.signing_key
+    if pods.stage is Stage.SERVE and spec.endpoint is not None:
+        named[ENV_SERVE_TOKEN] = spec.endpoint.token
     return tuple(EnvVar(name, key) for name, key in named.items() if key is not None)
 
 
@@ -326,7 +341,7 @@ def _secrets(pods: StagePods) -> tuple[EnvVar, ...]:
 
 def _volumes(pods: StagePods, folders: Storage) -> tuple[Volume, ...]:
     plan, spec = pods.plan, pods.context.spec
-    token = () if pods.context.progress is None else (token_volume("progress-token", PROGRESS_AUDIENCE, TOKEN_FILE),)
+    token = () if pods.reports_to is None else (token_volume("progress-token", PROGRESS_AUDIENCE, TOKEN_FILE),)
     files = (scratch_volume("offload"),) if pods.offloads_to_files else ()
     return (
         config_volume("config", pods.name),
@@ -339,7 +354,7 @@ def _volumes(pods: StagePods, folders: Storage) -> tuple[Volume, ...]:
 
 
 def _mounts(pods: StagePods, folders: Storage) -> tuple[Mount, ...]:
-    token = () if pods.context.progress is None else (Mount("progress-token", TOKEN_FOLDER, read_only=True),)
+    token = () if pods.reports_to is None else (Mount("progress-token", TOKEN_FOLDER, read_only=True),)
     files = (Mount("offload", OFFLOAD_FOLDER),) if pods.offloads_to_files else ()
     return (
         Mount("config", CONFIG, read_only=True),

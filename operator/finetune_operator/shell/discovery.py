@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 
-from finetune_operator.kubernetes_api.resources import LAUNCHER_RESOURCES, Resource
+from finetune_operator.kubernetes_api.resources import DEPLOYMENT, LAUNCHER_RESOURCES, Resource
 from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
 from finetune_operator.shell.kube import Kube
 
@@ -32,8 +32,8 @@ class Discovery:
 
     @property
     def resources(self) -> tuple[Resource, ...]:
-        """The kinds that attempts can be of."""
-        return tuple(LAUNCHER_RESOURCES[launcher] for launcher in self.served)
+        """The kinds that attempts can be of, and what runs servers."""
+        return *(LAUNCHER_RESOURCES[launcher] for launcher in self.served), DEPLOYMENT
 
     async def served_now(self) -> tuple[LauncherName, ...]:
         """The fresh answer. ApiError."""

@@ -7,8 +7,13 @@ What is used, and so what the Roles in manifests/operator grant:
 | finetune.dev | finetunejobs | get list watch delete | jobs | get after a conflict; delete for the time to live |
 | finetune.dev | finetunejobs/status | patch | jobs | status, by server-side apply |
 | of launchers/launcher_rows.py | those of its rows | get list watch create delete | jobs | attempts |
-| "" | configmaps services persistentvolumeclaims | get create | jobs | beside attempts; get when a name is taken |
-| networking.k8s.io | networkpolicies | get create | jobs | before the first attempt; get when a name is taken |
+| "" | configmaps services | get create patch delete | jobs | beside attempts and servers; get when a name is taken |
+| "" | persistentvolumeclaims | get create | jobs | the workspace; get when a name is taken |
+| networking.k8s.io | networkpolicies | get create patch delete | jobs | before the first attempt, and beside servers |
+| apps | deployments | get list watch create patch delete | jobs | servers |
+| apps | replicasets | get | jobs | whether a pod is a server's |
+| autoscaling | horizontalpodautoscalers | get create patch delete | jobs | beside servers |
+| policy | poddisruptionbudgets | get create patch delete | jobs | beside servers |
 | "" | pods | list watch | jobs | reports, causes |
 | "" | pods/log | get | jobs | end of a failed pod's log |
 | "" | events | create | jobs | the story |
@@ -47,6 +52,7 @@ from finetune_operator.kubernetes_api.resources import (
     OPENID,
     POD,
     Resource,
+    resource_of,
 )
 from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
 from finetune_operator.reconcile.status_times import stamp
@@ -176,6 +182,18 @@ class Kube(KubernetesClient):
         path, query = FINETUNE_JOB.path(namespace, name, "status"), {"fieldManager": self.manager, "force": "true"}
         counted = f"{FINETUNE_JOB.plural}/status"
         return await self._json(Request("patch", path, counted, query, as_yaml(body), APPLY_PATCH))
+
+    async def apply(self, manifest: Manifest, namespace: str, uid: str | None) -> Manifest:
+        """Create an object or make it what `manifest` says, and return it as it is stored. With `uid`, ConflictError
+        for another object of that name; without, ConflictError where somebody has made one meanwhile.
+        """
+        resource = resource_of(str(manifest["apiVersion"]), str(manifest["kind"]))
+        metadata = manifest["metadata"]
+        assert isinstance(metadata, dict), "a manifest without metadata was rendered"
+        body: Manifest = {**manifest, "metadata": {**metadata, **({} if uid is None else {"uid": uid})}}
+        query = {"fieldManager": self.manager, "force": "true" if uid is not None else "false"}
+        path = resource.path(namespace, str(metadata["name"]))
+        return await self._json(Request("patch", path, resource.plural, query, as_yaml(body), APPLY_PATCH))
 
     async def create_event(
         self, involved: Mapping[str, JsonValue], kind: str, reason: str, message: str, salt: str = ""

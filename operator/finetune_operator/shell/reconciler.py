@@ -36,11 +36,21 @@ from finetune_operator.kubernetes_api.errors import (
     NotFoundError,
     WebhookError,
 )
-from finetune_operator.kubernetes_api.resources import CLAIM, FINETUNE_JOB, JOB, LAUNCHER_RESOURCES, POD, resource_of
+from finetune_operator.kubernetes_api.resources import (
+    CLAIM,
+    DEPLOYMENT,
+    FINETUNE_JOB,
+    JOB,
+    LAUNCHER_RESOURCES,
+    POD,
+    REPLICA_SET,
+    resource_of,
+)
 from finetune_operator.reconcile.observed import kept_log, leaving, wanted_logs
 from finetune_operator.reconcile.reconcile_types import (
     ChildView,
     Decision,
+    EndpointView,
     EventNote,
     JobView,
     ObjectRef,
@@ -83,7 +93,7 @@ TOLD = float("-inf")
 """In place of the time: the event was told."""
 TAKEN = 409
 """HTTP status of a create whose name is taken."""
-_STORED_KINDS = frozenset(resource.kind for resource in LAUNCHER_RESOURCES.values())
+_STORED_KINDS = frozenset(resource.kind for resource in (*LAUNCHER_RESOURCES.values(), DEPLOYMENT))
 
 
 @dataclass
@@ -211,10 +221,12 @@ class Reconciler:
         decision = self._decide(job, observed, now, self._state.settings, self._state.progress_endpoint)
         for ref in decision.delete:
             await self._delete(key.namespace, ref)
+        for ref in decision.remove:
+            await self._remove(job, ref)
         if not await self._make(key, job, decision, memory):
             return "refused"
         rest = partial(self._write_down, key, job, version, observed, decision, memory)
-        return rest if decision.create else await rest()
+        return rest if decision.create or decision.apply else await rest()
 
     async def _write_down(
         self, key: JobKey, job: JobView, version: str, observed: Observed, decision: Decision, memory: JobMemory
@@ -236,7 +248,8 @@ class Reconciler:
         namespace, _ = job
         for owner in self._state.store.unresolved(job):
             try:
-                found = await self._state.kube.get(JOB, namespace, owner.name)
+                resource = REPLICA_SET if owner.kind == REPLICA_SET.kind else JOB
+                found = await self._state.kube.get(resource, namespace, owner.name)
             except NotFoundError:
                 found = None
             self._state.store.resolve(job, owner, found)
@@ -262,6 +275,7 @@ class Reconciler:
         return Observed(
             children=self._state.store.children(job.id),
             pods=self._state.store.pods(job.id),
+            endpoint=self._state.store.endpoint(job.id),
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
             progress=None if attempt is None else book.of(*attempt),
             logs=tuple(sorted(memory.logs.items())),
@@ -292,9 +306,10 @@ class Reconciler:
         return kept_log(job, await self._state.kube.pod_log(job.namespace, pod, CONTAINER_NAME))
 
     async def _make(self, key: JobKey, job: JobView, decision: Decision, memory: JobMemory) -> bool:
-        """Create what was decided; False when something of it was refused."""
-        for manifest in decision.create:
-            refusal = await self._create(job, manifest)
+        """Create and apply what was decided; False when something of it was refused."""
+        steps = [*((self._create, one) for one in decision.create), *((self._apply, one) for one in decision.apply)]
+        for step, manifest in steps:
+            refusal = await step(job, manifest)
             if refusal is None:
                 continue
             log.warning("%s: %s %s was refused: %s", key, refusal.ref.kind, refusal.ref.name, refusal.message)
@@ -350,6 +365,38 @@ class Reconciler:
             self._state.store.put(made)
         return None
 
+    async def _apply(self, job: JobView, manifest: Manifest) -> Refusal | None:
+        """Create the object, or change the one that is there if it is this job's."""
+        ref = _ref(manifest)
+        found = await self._found(job, ref)
+        if found is not None and not _is_ours(found, job):
+            if _is_leaving(found) or _left_behind(found, job):
+                raise ConflictError(f"{ref.kind} {ref.name}", 409, "Conflict", "one of that name is being deleted")
+            return Refusal(ref, TAKEN, f'{ref.kind} "{ref.name}" is there already and does not belong to this job')
+        try:
+            made = await self._state.kube.apply(manifest, job.namespace, None if found is None else _uid(found))
+        except (InvalidError, ForbiddenError, NotFoundError, WebhookError) as error:
+            return Refusal(ref, error.code, error.message)
+        log.info("%s/%s: applied %s %s", job.namespace, job.name, ref.kind, ref.name)
+        if ref.kind in _STORED_KINDS:
+            self._state.store.put(made)
+        return None
+
+    async def _remove(self, job: JobView, ref: ObjectRef) -> None:
+        """Delete the object if it is there and this job's."""
+        found = await self._found(job, ref)
+        if found is None:
+            self._state.store.gone(ref.kind, job.namespace, ref.name, ref.uid)
+        elif _is_ours(found, job) and not _is_leaving(found):
+            await self._delete(job.namespace, replace(ref, uid=_uid(found)))
+
+    async def _found(self, job: JobView, ref: ObjectRef) -> Manifest | None:
+        """What has the name now."""
+        try:
+            return await self._state.kube.get(resource_of(ref.api_version, ref.kind), job.namespace, ref.name)
+        except NotFoundError:
+            return None
+
     async def _existing(self, job: JobView, ref: ObjectRef) -> Manifest:
         """What has the name now. ConflictError while that is on its way out."""
         what = f"{ref.kind} {ref.name}"
@@ -357,8 +404,7 @@ class Reconciler:
             found = await self._state.kube.get(resource_of(ref.api_version, ref.kind), job.namespace, ref.name)
         except NotFoundError as error:
             raise ConflictError(what, 409, "Conflict", "it was there a moment ago") from error
-        metadata = found["metadata"]
-        if isinstance(metadata, dict) and metadata.get("deletionTimestamp") is not None:
+        if _is_leaving(found):
             raise ConflictError(what, 409, "Conflict", "one of that name is still being deleted")
         if _left_behind(found, job):
             raise ConflictError(what, 409, "Conflict", "it is of a deleted job of this name, and will be collected")
@@ -518,6 +564,11 @@ def _uid(found: Mapping[str, JsonValue]) -> str:
     return str(metadata["uid"])
 
 
+def _is_leaving(found: Mapping[str, JsonValue]) -> bool:
+    metadata = found["metadata"]
+    return isinstance(metadata, dict) and metadata.get("deletionTimestamp") is not None
+
+
 def _is_ours(found: Mapping[str, JsonValue], job: JobView) -> bool:
     """By its controller; the claim, which outlives its job and holds the results, by the job's name in its label."""
     metadata = found.get("metadata")
@@ -532,7 +583,7 @@ def _is_ours(found: Mapping[str, JsonValue], job: JobView) -> bool:
 
 def _involved(entry: Entry) -> Manifest:
     """Return the reference to an object that an event names."""
-    version = entry.view.ref.api_version if isinstance(entry.view, ChildView) else POD.api_version
+    version = entry.view.ref.api_version if isinstance(entry.view, ChildView | EndpointView) else POD.api_version
     return {
         "apiVersion": version,
         "kind": entry.kind,

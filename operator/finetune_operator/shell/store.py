@@ -21,10 +21,13 @@ from typing import TypeAlias
 
 from pydantic import JsonValue
 
+from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Settings
+from finetune_operator.kubernetes_api.resources import REPLICA_SET
 from finetune_operator.reconcile.children import child_view
+from finetune_operator.reconcile.endpoint_view import endpoint_view
 from finetune_operator.reconcile.observed import job_view, pod_view
-from finetune_operator.reconcile.reconcile_types import ChildView, JobView, PodView
+from finetune_operator.reconcile.reconcile_types import ChildView, EndpointView, JobView, PodView
 from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL
 from finetune_operator.shell.owners import DRIVERS, JOBS_BETWEEN, Links, Owner, controller_of, expected_owners
 from finetune_operator.shell.queue import JobKey
@@ -35,7 +38,7 @@ BURIED_SECONDS = 600.0
 NEVER_AGAIN = 2**64
 """Version below which everything about an object that we know to be gone is late news."""
 
-View: TypeAlias = JobView | ChildView | PodView
+View: TypeAlias = JobView | ChildView | EndpointView | PodView
 Key: TypeAlias = tuple[str, str, str]
 """Kind, namespace, name. Group and version are left out: no two kinds of ours share a name."""
 JobId: TypeAlias = tuple[str, str]
@@ -116,6 +119,10 @@ class Store:
         views = [entry.view for entry in self._own(job) if isinstance(entry.view, ChildView)]
         return tuple(sorted(views, key=lambda view: (view.stage.value, view.attempt, view.ref.name)))
 
+    def endpoint(self, job: JobId) -> EndpointView | None:
+        """What serves the job's model."""
+        return next((entry.view for entry in self._own(job) if isinstance(entry.view, EndpointView)), None)
+
     def pods(self, job: JobId) -> tuple[PodView, ...]:
         """The job's pods, the oldest first; those that are gone as long as their attempt is judged by them."""
         views = [entry.view for entry in self._own(job) if isinstance(entry.view, PodView)]
@@ -143,7 +150,8 @@ class Store:
 
     def unresolved(self, job: JobId) -> set[Owner]:
         """Return the controllers of pods that claim the job and are not known here: batch Jobs between a child and its
-        launcher, or nothing of the kind. The API server has to be asked for them (`resolve`).
+        launcher, ReplicaSets of its Deployment, or nothing of the kind. The API server has to be asked for them
+        (`resolve`).
         """
         links = self._links.get(job)
         if links is None:
@@ -240,7 +248,8 @@ class Store:
         self._entries[key] = entry
         self._of_job.setdefault(entry.job_id, {})[key] = entry
         links = self._links.setdefault(entry.job_id, Links())
-        if isinstance(entry.view, ChildView) and entry.owner is not None and entry.owner.uid == entry.job_uid:
+        runs = isinstance(entry.view, ChildView | EndpointView)
+        if runs and entry.owner is not None and entry.owner.uid == entry.job_uid:
             links.add(entry.uid)
         self._uids.setdefault(entry.job, Counter())[entry.job_uid] += 1
         return entry
@@ -294,6 +303,8 @@ class Store:
                 )
             case "Pod":
                 view, job, job_uid = pod_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
+            case "Deployment":
+                view, job, job_uid = endpoint_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
             case _:
                 view, job, job_uid = child_view(raw), _text(labels, JOB_LABEL), _text(labels, UID_LABEL)
         metadata = _metadata(raw)
@@ -358,8 +369,12 @@ def _metadata(raw: Raw) -> Mapping[str, JsonValue]:
 
 
 def _between(pod: Entry) -> bool:
-    """Return whether a pod's controller can be the batch Job between an MPIJob and its launcher."""
-    owner = pod.owner
+    """Return whether a pod's controller can be the batch Job between an MPIJob and its launcher, or the ReplicaSet
+    between a Deployment and its servers.
+    """
+    owner, view = pod.owner, pod.view
+    if owner is not None and owner.kind == REPLICA_SET.kind:
+        return isinstance(view, PodView) and view.stage is Stage.SERVE
     return owner is not None and owner.kind == "Job" and owner.name.endswith(JOBS_BETWEEN)
 
 

@@ -8,8 +8,9 @@ from typing import Literal
 
 from pydantic.alias_generators import to_snake
 
+from finetune_contract.choices import RUNG_TASKS
 from finetune_operator.api.quantities import below_least, parse_quantity, size_hint
-from finetune_operator.api.rules.rule import Holds, Rule
+from finetune_operator.api.rules.rule import Holds, Rule, is_one_of
 from finetune_operator.api.types import FineTuneJobSpec
 from finetune_operator.launchers.launcher_rows import SUPPORTED
 
@@ -59,11 +60,16 @@ SIZES: Mapping[str, tuple[str, str]] = {
     "resources.memory": ("64Mi", "16Gi"),
     "resources.sharedMemory": ("1Mi", "8Gi"),
     "resources.accelerator.memory": ("1Gi", "80Gi"),
+    "endpoint.resources.memory": ("64Mi", "4Gi"),
     "storage.size": ("1Mi", "100Gi"),
 }
 """Field -> the least that can be meant, and a usual value. An interpreter that has imported torch takes 200 MiB."""
 MOST_CORES = 2048
 """Above the largest machines of the clouds, which have 1,920."""
+
+
+def _serves_rung(spec: FineTuneJobSpec) -> bool:
+    return spec.endpoint is not None and spec.endpoint.optimization not in ("auto", "none")
 
 
 def _size_of(spec: FineTuneJobSpec, path: str) -> str | None:
@@ -201,6 +207,31 @@ RULES: tuple[Rule, ...] = (
         ),
         "cannot be below spec.endpoint.replicas",
         "raise it, or lower spec.endpoint.replicas",
+    ),
+    Rule(
+        "no-served-rungs-for-texts",
+        "endpoint.optimization",
+        f"!has(self.endpoint) || self.endpoint.optimization in ['auto', 'none'] || {is_one_of(RUNG_TASKS)}",
+        lambda spec: not _serves_rung(spec) or spec.task in RUNG_TASKS,
+        f"is for {', '.join(RUNG_TASKS)}",
+        "leave it out",
+    ),
+    Rule(
+        "no-served-rungs-on-gpus",
+        "endpoint.optimization",
+        "!has(self.endpoint) || self.endpoint.optimization in ['auto', 'none']"
+        " || type(self.resources.gpusPerNode) != int || int(self.resources.gpusPerNode) == 0",
+        lambda spec: not _serves_rung(spec) or spec.resources.gpus_per_node in ("auto", 0),
+        "is for CPUs in this version",
+        "leave it out, or set spec.resources.gpusPerNode to 0",
+    ),
+    Rule(
+        "served-tolerance-is-measured",
+        "endpoint.tolerance",
+        "!has(self.endpoint) || !has(self.endpoint.tolerance) || self.endpoint.optimization != 'none'",
+        lambda spec: spec.endpoint is None or spec.endpoint.tolerance is None or spec.endpoint.optimization != "none",
+        "has no effect while spec.endpoint.optimization is none",
+        "leave one of the two out",
     ),
     *(_size_rule(path, least, usual) for path, (least, usual) in SIZES.items()),
     Rule(

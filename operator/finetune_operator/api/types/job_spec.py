@@ -78,7 +78,8 @@ class FineTuneJobSpec(SpecModel):
         description="How preferences are learnt, for preference-tuning. Left out: the defaults.",
     )
     endpoint: EndpointSpec | None = Field(
-        default=None, description="A server for the model. Not supported yet. Left out: none."
+        default=None,
+        description="A server for the model, which may come, change and go while the job is there. Left out: none.",
     )
     secrets: SecretsSpec = Field(default=SecretsSpec(), description="References to Secrets. Left out: none.")
     template: TemplateSpec = Field(default=TemplateSpec(), description="Pod-level settings. Left out: none of yours.")

@@ -7,8 +7,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from finetune_contract.choices import RungName
-from finetune_operator.api.types.field_types import Auto, FreeObject, SpecModel, Text, Uri
+from finetune_operator.api.types.field_types import Auto, Count, Quantity, SpecModel, Text, Uri
 from finetune_operator.api.types.spec_data import DatasetSpec
+from finetune_operator.api.types.spec_resources import SecretKeySpec
 
 
 class GateSpec(SpecModel):
@@ -112,16 +113,45 @@ class PredictSpec(SpecModel):
     )
 
 
-class EndpointSpec(SpecModel):
-    """A server for the model."""
+class EndpointResourcesSpec(SpecModel):
+    """What one server takes, as requests and limits. Its GPU follows from `resources.gpusPerNode`."""
 
-    replicas: Annotated[int, Field(ge=0, le=1000)] = Field(default=1, description="Servers, a count. Default 1.")
-    max_replicas: Annotated[int, Field(ge=1, le=1000)] | None = Field(
-        default=None, description="Most servers under load. Left out: replicas."
-    )
+    cpu: Quantity | None = Field(default=None, description="CPU cores. Left out: requested from the plan, no limit.")
+    memory: Quantity | None = Field(default=None, description="Memory. Left out: requested from the plan, no limit.")
+
+
+class EndpointSpec(SpecModel):
+    """A server for the model, which starts once every stage before it has succeeded."""
+
     runtime: Literal["auto", "deployment", "kserve"] = Field(
-        default="auto", description="What runs them. Default auto: kserve where it is installed."
+        default="auto", description="What runs the servers. Default auto: a Deployment."
     )
-    resources: FreeObject = Field(
-        default={}, description="Kubernetes ResourceRequirements of one server. Left out: from the plan."
+    replicas: Annotated[int, Field(ge=1, le=1000)] = Field(default=1, description="Servers, a count. Default 1.")
+    max_replicas: Annotated[int, Field(ge=1, le=1000)] | None = Field(
+        default=None, description="Most servers under load, a count. Left out: replicas, so that nothing scales."
+    )
+    resources: EndpointResourcesSpec = Field(default=EndpointResourcesSpec(), description="What one server takes.")
+    max_latency_milliseconds: Annotated[int, Field(ge=1, le=600_000)] = Field(
+        default=100,
+        description="Time from a request to its answer that batches are composed for, in milliseconds. Default 100.",
+    )
+    max_batch_tokens: Count | None = Field(
+        default=None, description="Padded tokens of one batch, a count. Left out: from the device and the model."
+    )
+    max_queue: Annotated[int, Field(ge=1, le=1_000_000)] = Field(
+        default=256, description="Rows that wait at most, a count; requests beyond are answered with 429. Default 256."
+    )
+    optimization: Auto | RungName = Field(
+        default="none",
+        description="How the model computes, as in predict. Default none: the model as it is, whose labels are those "
+        "that were evaluated. auto: what is fastest.",
+    )
+    tolerance: Annotated[float, Field(gt=0.5, le=1)] | None = Field(
+        default=None,
+        description="Share of sampled rows whose labels have to be those of the plain model, a number. Left out: auto "
+        "takes only what cannot change labels.",
+    )
+    token: SecretKeySpec | None = Field(
+        default=None,
+        description="Secret key with the bearer token that requests have to carry. Left out: requests carry none.",
     )

@@ -1,0 +1,121 @@
+"""The endpoint's servers: how many, what each takes, and how it answers.
+
+A server is one process with the whole model on its device, as in evaluation and prediction; a model that needs several
+devices is refused there (inference.py).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from finetune_contract.choices import RUNG_TASKS, Optimization, Stage
+from finetune_contract.trainer_job import Serving
+from finetune_operator.api.quantities import parse_quantity
+from finetune_operator.api.types import EndpointSpec
+from finetune_operator.planning.cost import find_price
+from finetune_operator.planning.draft import Draft, decided
+from finetune_operator.planning.inference import inference_tokens
+from finetune_operator.planning.memory import CPU_PROCESS_BYTES
+from finetune_operator.planning.plan_types import Servers
+
+MIB = 1 << 20
+MEMORY_STEP = 128 * MIB
+BATCH_BYTES = 512 * MIB
+"""Activations of one batch on CPU: 2,048 tokens are 50 to 400 MiB for BERT base to XLM-R large."""
+USUAL_CORES = 2
+"""Request of one server on CPU: more of them answer more requests than larger ones do."""
+GPU = "nvidia.com/gpu"
+DRAIN_SECONDS = 30
+"""After SIGTERM accepted requests are still answered for so long."""
+
+
+def choose_servers(draft: Draft) -> Draft:
+    """Size the servers, and choose how they compute."""
+    endpoint = draft.spec.endpoint
+    if endpoint is None or Stage.SERVE not in draft.stages:
+        return draft
+    draft = _choose_optimization(draft, endpoint)
+    requests, limits, threads = _takes(draft, endpoint)
+    cost = _cost_per_hour(draft, endpoint.replicas)
+    most = max(endpoint.replicas, endpoint.max_replicas or 0)
+    servers = Servers(
+        replicas=endpoint.replicas,
+        most=most,
+        requests=requests,
+        limits=limits,
+        threads=threads,
+        cost_per_hour=cost,
+        currency=None if cost is None else draft.settings.currency,
+    )
+    scaled = f", up to {most} under load" if most > endpoint.replicas else ""
+    return replace(draft, servers=servers).because(
+        f"{endpoint.replicas} server{'s' * (endpoint.replicas > 1)} in a Deployment{scaled}: as asked"
+    )
+
+
+def _choose_optimization(draft: Draft, endpoint: EndpointSpec) -> Draft:
+    """`auto` becomes measuring where there is something to measure; rules refuse named ways on GPUs of a known number."""
+    asked, on_cpu = endpoint.optimization, draft.inference_device == "cpu"
+    if asked == "none":
+        return draft
+    if asked != "auto" and not on_cpu:
+        return draft.refusing(
+            ("endpoint", "optimization"),
+            asked,
+            "is for CPUs in this version, and the job serves on a GPU",
+            "leave it out, or set spec.resources.gpusPerNode to 0",
+            "NotSupported",
+        )
+    chosen: Optimization = "measured" if asked == "auto" else asked
+    if asked == "auto" and not (on_cpu and draft.spec.task in RUNG_TASKS):
+        why = "the job serves on a GPU" if not on_cpu else f"only {', '.join(RUNG_TASKS)} can be computed otherwise"
+        return draft.because(f"servers compute the model as it is: {why} (spec.endpoint.optimization is auto)")
+    return replace(draft, serve_optimization=chosen)
+
+
+def _takes(draft: Draft, endpoint: EndpointSpec) -> tuple[dict[str, str], dict[str, str], int]:
+    """Requests and limits of one server, and its threads."""
+    asked = endpoint.resources
+    given = {"cpu": asked.cpu, "memory": asked.memory}
+    limits = {name: text for name, text in given.items() if text is not None}
+    cores = min(USUAL_CORES, draft.hardware.cpu_cores)
+    if asked.cpu is not None:
+        cores = max(1, math.ceil(parse_quantity(asked.cpu)))
+    # The weights in fp32, of which bf16 takes half, and once more while they are read.
+    expected = CPU_PROCESS_BYTES + 2 * 4 * draft.model.parameters + BATCH_BYTES
+    usual = {"cpu": str(cores), "memory": f"{-(-expected // MEMORY_STEP) * MEMORY_STEP // MIB}Mi"}
+    if draft.inference_device == "cuda":
+        limits[GPU] = "1"
+    return {name: text for name, text in usual.items() if name not in limits}, limits, cores
+
+
+def _cost_per_hour(draft: Draft, replicas: int) -> float | None:
+    """A node without GPUs for each server, or the share of a node that goes with one of its GPUs."""
+    settings, gpus = draft.settings, draft.gpus_per_node
+    if draft.inference_device == "cpu":
+        price, share = find_price(settings, "cpu", 0), 1.0
+    else:
+        product = decided(draft.hardware.gpu).product
+        price, share = find_price(settings, product, 1), 1.0
+        if price is None and gpus > 1:
+            price, share = find_price(settings, product, gpus), 1 / gpus
+    return None if price is None else price.per_hour * share * replicas
+
+
+def serving_order(draft: Draft) -> Serving | None:
+    """What the trainer's image is told to serve."""
+    endpoint = draft.spec.endpoint
+    if endpoint is None or Stage.SERVE not in draft.stages:
+        return None
+    return Serving(
+        model_name=draft.job.name,
+        device=draft.inference_device,
+        precision=draft.inference_precision,
+        optimization=draft.serve_optimization,
+        tolerance=None if draft.serve_optimization == "none" else endpoint.tolerance,
+        max_latency_seconds=endpoint.max_latency_milliseconds / 1000,
+        max_batch_tokens=endpoint.max_batch_tokens or inference_tokens(draft),
+        max_queue=endpoint.max_queue,
+        drain_seconds=DRAIN_SECONDS,
+    )
