@@ -55,7 +55,7 @@ def choose_servers(draft: Draft) -> Draft:
 
 
 def _choose_optimization(draft: Draft, endpoint: EndpointSpec) -> Draft:
-    """`auto` becomes measuring where there is something to measure; rules refuse named ways on GPUs of a known number."""
+    """Decide how servers compute; `auto` becomes measuring where there is something to measure."""
     asked, on_cpu = endpoint.optimization, draft.inference_device == "cpu"
     if asked == "none":
         return draft

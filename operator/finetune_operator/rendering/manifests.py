@@ -12,7 +12,7 @@ from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.rendering.claims import needs_workspace
 from finetune_operator.rendering.network import ALLOWS_ANNOTATION, rules_of
 from finetune_operator.rendering.render_types import JOB_LABEL, MANAGED_BY, Manifest, RenderContext
-from finetune_operator.rendering.templates import document
+from finetune_operator.rendering.templates import TemplateName, document
 from finetune_operator.rendering.trainer_pod import CA_FILE, RENDEZVOUS_PORT, StagePods
 
 
@@ -89,8 +89,8 @@ def config_map(pods: StagePods) -> Manifest:
     data: dict[str, JsonValue] = {**pods.files}
     if pods.reports_to is not None:
         data[CA_FILE] = pods.reports_to.ca_certificate
-    # Servers of an endpoint that changes are told by another text in the same place.
-    return document("configmap", metadata=metadata(pods), data=data, immutable=pods.stage is not Stage.SERVE)
+    template: TemplateName = "server_configmap" if pods.stage is Stage.SERVE else "configmap"
+    return document(template, metadata=metadata(pods), data=data)
 
 
 def service(pods: StagePods, name: str) -> Manifest:

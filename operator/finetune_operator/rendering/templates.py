@@ -26,6 +26,7 @@ TemplateName: TypeAlias = (
         "configmap",
         "networkpolicy",
         "service",
+        "server_configmap",
         "server_deployment",
         "server_service",
         "server_scaling",

@@ -1,0 +1,85 @@
+"""Endpoints on a real API server, whose own controllers make ReplicaSets and pods of the Deployment."""
+
+from __future__ import annotations
+
+from cluster_support.api_access import Object, wait_until
+from cluster_support.plays import RUNS
+from cluster_support.world import World, condition, conditions, states
+
+ALONE: Object = {"training": None, "dataset": None, "evaluation": None, "predict": None, "endpoint": {}}
+"""A job that only serves a model."""
+APPS = "apps/v1"
+
+
+def deployment(world: World, job: str) -> Object | None:
+    found = world.api.get(world.path(APPS, "deployments", f"{job}-endpoint"))
+    return found if isinstance(found, dict) else None
+
+
+def of_endpoint(world: World, job: str) -> set[str]:
+    """Kinds of the objects that the job's endpoint has."""
+    kinds = {
+        "Deployment": (APPS, "deployments"),
+        "Service": ("v1", "services"),
+        "ConfigMap": ("v1", "configmaps"),
+        "NetworkPolicy": ("networking.k8s.io/v1", "networkpolicies"),
+        "HorizontalPodAutoscaler": ("autoscaling/v2", "horizontalpodautoscalers"),
+        "PodDisruptionBudget": ("policy/v1", "poddisruptionbudgets"),
+    }
+    return {kind for kind, of in kinds.items() if world.api.get(world.path(*of, f"{job}-endpoint")) is not None}
+
+
+def answers(world: World, job: str) -> Object:
+    """The status once the endpoint is ready."""
+    return world.wait(job, "the endpoint is ready", lambda status: conditions(status).get("Ready") == "True")
+
+
+def test_trained_model_is_served_once_all_stages_have_succeeded(world: World) -> None:
+    world.kubelet.playbook.set("served", "serve", RUNS)
+    world.apply("served", {"endpoint": {}})
+    answers(world, "served")
+    status = world.status("served")
+    assert status["phase"] == "Serving"
+    assert states(status) == {
+        **dict.fromkeys(("prepare", "train", "evaluate", "predict"), ("Succeeded", 1)),
+        "serve": ("Running", 1),
+    }
+    url = f"http://served-endpoint.{world.namespace}.svc"
+    assert status["artifacts"]["endpointUrl"] == url
+    assert condition(status, "Ready")["reason"] == "EndpointReady"
+    assert url in condition(status, "Ready")["message"]
+    assert conditions(status)["Stalled"] == "False"
+    assert "completionTime" not in status
+    assert of_endpoint(world, "served") == {"Deployment", "Service", "ConfigMap", "NetworkPolicy"}
+    world.wait_event("served", "the endpoint is told of", lambda kind, reason, _: reason == "EndpointReady")
+    wide = world.cluster.must("get", "ftj", "served", "-n", world.namespace, "-o", "wide")
+    assert url in wide
+    assert "Serving" in wide
+
+
+def test_endpoint_follows_its_spec_and_goes_with_it(world: World) -> None:
+    world.kubelet.playbook.set("edited", "serve", RUNS)
+    world.apply("edited", ALONE)
+    answers(world, "edited")
+    first = deployment(world, "edited")
+    assert first is not None
+    world.change("edited", {"endpoint": {"replicas": 2, "maxReplicas": 3, "maxQueue": 7}})
+    wait_until(
+        lambda: {"HorizontalPodAutoscaler", "PodDisruptionBudget"} <= of_endpoint(world, "edited"),
+        "what several servers need is there",
+    )
+    wait_until(lambda: (deployment(world, "edited") or {})["spec"]["replicas"] == 2, "there are two servers")
+    after = deployment(world, "edited")
+    assert after is not None
+    assert after["metadata"]["uid"] == first["metadata"]["uid"]
+    assert world.order("edited-endpoint")["serving"]["maxQueue"] == 7
+    world.change("edited", {"endpoint": {"replicas": 1, "maxReplicas": None, "maxQueue": None}})
+    wait_until(
+        lambda: not {"HorizontalPodAutoscaler", "PodDisruptionBudget"} & of_endpoint(world, "edited"),
+        "what one server does not need is gone",
+    )
+    answers(world, "edited")
+    world.change("edited", {"endpoint": None, "evaluation": None})
+    wait_until(lambda: of_endpoint(world, "edited") == set(), "nothing of the endpoint is left")
+    status = world.wait_phase("edited", "Succeeded")
+    assert "endpointUrl" not in status.get("artifacts", {})
