@@ -59,7 +59,7 @@ def test_trained_model_is_served_once_all_stages_have_succeeded(world: World) ->
 
 def test_endpoint_follows_its_spec_and_goes_with_it(world: World) -> None:
     world.kubelet.playbook.set("edited", "serve", RUNS)
-    world.apply("edited", ALONE)
+    world.apply("edited", {"endpoint": {}})
     answers(world, "edited")
     first = deployment(world, "edited")
     assert first is not None
@@ -79,7 +79,45 @@ def test_endpoint_follows_its_spec_and_goes_with_it(world: World) -> None:
         "what one server does not need is gone",
     )
     answers(world, "edited")
-    world.change("edited", {"endpoint": None, "evaluation": None})
+    world.change("edited", {"endpoint": None})
     wait_until(lambda: of_endpoint(world, "edited") == set(), "nothing of the endpoint is left")
     status = world.wait_phase("edited", "Succeeded")
     assert "endpointUrl" not in status.get("artifacts", {})
+
+
+def test_job_that_only_serves_needs_no_claim_and_stops_while_suspended(world: World) -> None:
+    world.kubelet.playbook.set("alone", "serve", RUNS)
+    world.apply("alone", ALONE)
+    answers(world, "alone")
+    assert world.of_job("alone", "v1", "persistentvolumeclaims") == []
+    world.change("alone", {"runPolicy": {"suspend": True}})
+    world.wait_phase("alone", "Suspended")
+    wait_until(lambda: of_endpoint(world, "alone") == set(), "nothing of the endpoint is left")
+    world.change("alone", {"runPolicy": {"suspend": False}})
+    answers(world, "alone")
+    assert world.status("alone")["phase"] == "Serving"
+
+
+def test_deployment_of_somebody_else_is_left_alone(world: World) -> None:
+    labels = {"app": "theirs"}
+    pod = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "a", "image": "a.example/b"}]}}
+    theirs = {
+        "apiVersion": APPS,
+        "kind": "Deployment",
+        "metadata": {"name": "taken-endpoint"},
+        "spec": {"replicas": 0, "selector": {"matchLabels": labels}, "template": pod},
+    }
+    world.api.create(world.path(APPS, "deployments"), theirs)
+    before = deployment(world, "taken")
+    world.apply("taken", ALONE)
+    status = world.wait(
+        "taken",
+        "it is told",
+        lambda one: conditions(one).get("Stalled") == "True" and condition(one, "Stalled")["reason"] == "NameTaken",
+    )
+    assert conditions(status)["Ready"] == "False"
+    after = deployment(world, "taken")
+    assert before is not None
+    assert after is not None
+    assert after["spec"] == before["spec"]
+    assert "ownerReferences" not in after["metadata"]

@@ -508,7 +508,6 @@ _ROOTS = (Path(finetune_trainer.__path__[0]), Path(finetune_contract.__path__[0]
 NO_FIELDS = {
     "spot.nodes": "a key of the operator's settings",
     "resources.elastic.minNodes": "told of a block that is refused as a whole",
-    "endpoint.replicas": "told of a block that is refused as a whole",
     "model.generate": "code of a model card",
     "model.tokenizer.mask_token": "code of a model card",
     "task.percentage": "the form of a progress bar",

@@ -1150,7 +1150,7 @@ def test_the_summary_prints_the_arithmetic():
 
 def test_the_summary_of_a_plan_that_trains_nothing_has_no_training():
     result = planned({"training": None, "dataset": None, "endpoint": {}}, data=None)
-    assert [section.title for section in summarise(result)] == ["What runs", "Estimate", "Reasons"]
+    assert [section.title for section in summarise(result)] == ["What runs", "Endpoint", "Estimate", "Reasons"]
 
 
 # ------------------------------------------------------------------------------------------------------ for every job

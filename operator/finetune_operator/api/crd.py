@@ -93,6 +93,7 @@ _COLUMNS: tuple[tuple[str, str, str, int], ...] = (
     ("Strategy", "string", ".status.plan.strategy", 1),
     ("Launcher", "string", ".status.plan.launcher", 1),
     ("Cost", "number", ".status.cost.amount", 1),
+    ("URL", "string", ".status.artifacts.endpointUrl", 1),
 )
 
 

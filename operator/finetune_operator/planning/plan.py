@@ -224,7 +224,7 @@ def choose_stages(draft: Draft) -> Draft:
         stages.append(Stage.PREDICT)
     if spec.endpoint is not None and not draft.local:
         stages.append(Stage.SERVE)
-    if not stages:
+    if spec.endpoint is not None and not stages:
         way_out = "apply the job to a cluster, or add an evaluation or a prediction"
         return draft.refusing(("endpoint",), None, "without a cluster nothing is served", way_out, "NotSupported")
     if spec.endpoint is not None and draft.local:
