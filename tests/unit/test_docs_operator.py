@@ -45,7 +45,7 @@ def test_what_happens_on_a_failure_is_what_the_operator_does() -> None:
 def test_every_condition_and_every_phase_is_described() -> None:
     assert {row[0] for row in rows("condition")} == set(get_args(ConditionType))
     named = {phase for row in rows("phase") for phase in row[0].split(", ")}
-    assert named | {"Queued", "Serving"} == set(get_args(Phase))
+    assert named | {"Queued"} == set(get_args(Phase))
 
 
 def test_the_example_posts_what_the_progress_server_reads(monkeypatch, tmp_path: Path) -> None:

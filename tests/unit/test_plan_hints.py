@@ -60,7 +60,7 @@ CASES: dict[str, Case] = {
         {"endpoint": {"optimization": "onnx"}, "resources": {"gpusPerNode": "auto"}},
         {"hardware": GPUS},
     ),
-    "servers without a cluster": ({"dataset": None, "endpoint": {}}, {"local": True}),
+    "servers without a cluster": ({"training": None, "endpoint": {}}, {"local": True}),
     "Spark is not served and not granted": ({"preparation": {"engine": "spark"}}, {}),
     "rows longer than positions": ({"preparation": {"maxLength": 1024}}, {}),
     "fp8 on a T4": (
@@ -148,7 +148,7 @@ def problems_of(written: dict[str, Any], known: Mapping[str, Any]) -> tuple[Prob
 BY_HAND: dict[str, tuple[dict[str, Any], str]] = {
     "GPUs of nobody knows what node": ({"spec.resources.gpusPerNode": 1}, "any number"),
     "a claim without a cluster": ({"spec.model.uri": "file:///models/m"}, "the user's own folder"),
-    "servers without a cluster": ({"spec.evaluation": {}}, "rows to evaluate on, or a cluster"),
+    "servers without a cluster": ({"spec.evaluation": {}}, "which of the two is wanted"),
     "no launcher is served": ({}, "a right of the operator's, granted outside of the job"),
 }
 """Hints that no reader can follow by itself: the edits of somebody who can, and what it takes to know them."""
