@@ -1,5 +1,6 @@
 """`python -m finetune_trainer STAGE --job job.json --workspace DIR`: runs one rank of a stage (`rank.py`). In a pod and
-below `finetune run`, `launch STAGE ...` starts the stage's ranks, and `sshd` waits for those of mpirun (`launching/`). `serve` answers requests (`serving/`).
+below `finetune run`, `launch STAGE ...` starts the stage's ranks, and `sshd` waits for those of mpirun (`launching/`).
+`serve` answers requests with the job's model (`serving/`).
 
 Only what all of them need is imported here, so that a launcher starts its ranks at once.
 """

@@ -58,7 +58,7 @@ def generation_of(base: Generation, parameters: Mapping[str, Any]) -> Generation
         changes["temperature"] = 0.0
     elif parameters.get("do_sample") is True and base.temperature == 0:
         changes["temperature"] = 1.0
-    rules: dict[str, tuple[type | tuple[type, ...], float, float]] = {
+    rules: dict[str, tuple[Any, float, float]] = {
         "max_new_tokens": (int, 1, MAX_NEW_TOKENS),
         "num_beams": (int, 1, 16),
         "temperature": ((int, float), 0, 100),
@@ -91,9 +91,7 @@ def answer_of(
     else:
         name = {"summarization": "summary_text", "translation": "translation_text"}.get(task, "generated_text")
         whole = name == "generated_text" and parameters.get("return_full_text") is True
-        return [
-            {name: (text if whole else "") + row["generated_text"]} for row, text in zip(rows, texts, strict=True)
-        ]
+        return [{name: (text if whole else "") + row["generated_text"]} for row, text in zip(rows, texts, strict=True)]
     return found[0] if single else found
 
 

@@ -16,7 +16,7 @@ from finetune_trainer.serving.request_rows import RequestError
 def prompts(body: Mapping[str, Any]) -> list[str]:
     """The prompts of a request for completions."""
     given = body.get("prompt")
-    found = given if isinstance(given, list) else [given]
+    found: list[Any] = given if isinstance(given, list) else [given]
     if not found or not all(isinstance(each, str) for each in found):
         raise RequestError(422, "prompt must be a text or a list of texts.")
     return found
@@ -66,7 +66,9 @@ class Told:
 
     def whole(self, texts: list[str], prompt_tokens: int, tokens: int) -> dict[str, Any]:
         """The answer without a stream."""
-        named = [{"message": {"role": "assistant", "content": text}} if self._chat else {"text": text} for text in texts]
+        named = [
+            {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text} for text in texts
+        ]
         choices = [{"index": at, **each, "finish_reason": "stop"} for at, each in enumerate(named)]
         usage = {
             "prompt_tokens": prompt_tokens,

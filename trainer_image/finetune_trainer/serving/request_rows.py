@@ -56,7 +56,9 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
     if len(rows) > MAX_ROWS:
         raise RequestError(413, f"The request has {len(rows)} rows; at most {MAX_ROWS} are answered at once: split it.")
     if any(set(row) != set(rows[0]) for row in rows):
-        raise RequestError(422, "The rows of a request must have the same inputs: send others in a request of their own.")
+        raise RequestError(
+            422, "The rows of a request must have the same inputs: send others in a request of their own."
+        )
     for row in rows:
         size = sum(_size(role, value) for role, value in row.items())
         if size > MAX_CHARACTERS:
@@ -89,4 +91,6 @@ def _refuse_surrogates(role: str, value: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(422, f"{role} has half of a surrogate pair at {error.start}: send whole characters.") from error
+        raise RequestError(
+            422, f"{role} has half of a surrogate pair at {error.start}: send whole characters."
+        ) from error

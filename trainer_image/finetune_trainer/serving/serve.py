@@ -49,13 +49,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="finetune-trainer serve", description="Answers requests with a job's model.")
     parser.add_argument("--job", type=Path, required=True, help="the job.json to obey")
     parser.add_argument("--workspace", type=Path, required=True, help="folder that holds the job's folder")
-    parser.add_argument("--host", default="0.0.0.0", help="address to listen at")  # noqa: S104 (in a pod)
+    parser.add_argument("--host", default="0.0.0.0", help="address to listen at")
     parser.add_argument("--port", type=int, default=SERVE_PORT, help="port to listen at; 0: a free one")
     return parser.parse_args(argv)
 
 
 def _serve(job: TrainerJob, paths: JobPaths, host: str, port: int) -> int:
-    with needed_library("fastapi", "ServeMissing", "FastAPI, which the server needs", "pip install 'finetune-trainer[serve]'"):
+    with needed_library(
+        "fastapi", "ServeMissing", "FastAPI, which the server needs", "pip install 'finetune-trainer[serve]'"
+    ):
         import fastapi  # noqa: F401
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -76,7 +78,7 @@ def _serve(job: TrainerJob, paths: JobPaths, host: str, port: int) -> int:
     class Guarded(H11Protocol):
         """Closes connections that send no whole request head for too long."""
 
-        def connection_made(self, transport: Any) -> None:  # type: ignore[override]  # as uvicorn's
+        def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.loop.call_later(IDLE_SECONDS, self._refuse_idle)
 

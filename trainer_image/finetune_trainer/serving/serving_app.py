@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from finetune_trainer.serving import hugging_face_json, open_inference, openai_json
 from finetune_trainer.serving import page as page_of
 from finetune_trainer.serving.batcher import Batcher, Ticket
-from finetune_trainer.serving.request_rows import Form, RequestError, Row, check_rows
+from finetune_trainer.serving.request_rows import Form, RequestError, check_rows
 from finetune_trainer.serving.serving_engine import WRITERS, ServingEngine, refuse_roles
 from finetune_trainer.serving.serving_metrics import CONTENT_TYPE, ServingMetrics
 
@@ -74,7 +74,9 @@ def make_app(state: ServerState) -> FastAPI:
         yield
         state.batcher.stop()
 
-    app = FastAPI(title=f"{state.engine.name}: {state.engine.job.task}", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title=f"{state.engine.name}: {state.engine.job.task}", lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     handlers = _Handlers(state)
     for method, path, handler in handlers.routes():
         app.add_api_route(
@@ -92,7 +94,9 @@ def _error(path: str, error: RequestError) -> Response:
     """An error in the form of the path's protocol."""
     if path.startswith("/v1/"):
         kind = "invalid_request_error" if error.code < 500 else "server_error"
-        return json_response({"error": {"message": error.message, "type": kind, "code": error.code}}, error.code, error.headers)
+        return json_response(
+            {"error": {"message": error.message, "type": kind, "code": error.code}}, error.code, error.headers
+        )
     return json_response({"error": error.message}, error.code, error.headers)
 
 
@@ -158,7 +162,9 @@ async def read_json(request: Request) -> dict[str, Any]:
                     raise _too_large()
                 parts.append(part)
     except TimeoutError as error:
-        raise RequestError(408, f"The body did not arrive within {BODY_SECONDS:g} s.", {"Connection": "close"}) from error
+        raise RequestError(
+            408, f"The body did not arrive within {BODY_SECONDS:g} s.", {"Connection": "close"}
+        ) from error
     try:
         body = json.loads(b"".join(parts), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
@@ -314,7 +320,12 @@ class _Handlers:
 
     async def models(self, request: Request) -> Response:
         """Models of the server, as the OpenAI API lists them."""
-        model = {"id": self._engine.name, "object": "model", "created": int(self._state.started), "owned_by": "finetune"}
+        model = {
+            "id": self._engine.name,
+            "object": "model",
+            "created": int(self._state.started),
+            "owned_by": "finetune",
+        }
         return json_response({"object": "list", "data": [model]})
 
     async def completions(self, request: Request) -> Response:
@@ -333,13 +344,17 @@ class _Handlers:
 
     def _check_model(self, body: Mapping[str, Any]) -> None:
         if body.get("model") not in (None, self._engine.name):
-            raise RequestError(404, f"There is no model {str(body['model'])[:80]!r}; this server has {self._engine.name!r}.")
+            raise RequestError(
+                404, f"There is no model {str(body['model'])[:80]!r}; this server has {self._engine.name!r}."
+            )
 
-    async def _written(self, request: Request, body: Mapping[str, Any], rows: list[Row], *, chat: bool) -> Response:
+    async def _written(
+        self, request: Request, body: Mapping[str, Any], rows: list[dict[str, Any]], *, chat: bool
+    ) -> Response:
         generation = openai_json.generation_of(self._engine.generation, body)
         told = openai_json.Told(self._engine.name, chat)
         if not body.get("stream"):
-            found = await self._answered(request, [dict(row) for row in rows], generation)
+            found = await self._answered(request, rows, generation)
             count = sum(len(self._engine.tokenizer(row["generated_text"]).input_ids) for row in found)
             return json_response(told.whole([row["generated_text"] for row in found], request.state.tokens, count))
         if len(rows) != 1:
@@ -347,10 +362,12 @@ class _Handlers:
         self._check(rows)
         pieces: asyncio.Queue[str | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        ticket = self._state.batcher.submit(
-            Form(tuple(rows[0]), generation), rows, self._deadline(request),
-            lambda text: loop.call_soon_threadsafe(pieces.put_nowait, text) and None,
-        )  # fmt: skip
+
+        def put(text: str) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, text)
+
+        form = Form(tuple(rows[0]), generation)
+        ticket = self._state.batcher.submit(form, rows, self._deadline(request), put)
         ticket.done.add_done_callback(lambda _: pieces.put_nowait(None))
         request.state.rows = 1
         # The code of the answer goes first: wait for the first piece, or the reason why there is none.
@@ -376,7 +393,8 @@ class _Handlers:
         gone = asyncio.create_task(_disconnected(request))
         left = None if ticket.deadline is None else max(0.0, ticket.deadline - time.monotonic())
         try:
-            await asyncio.wait({ticket.done, gone}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            waiting: set[asyncio.Future[Any]] = {ticket.done, gone}
+            await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             request.state.tokens = ticket.tokens
             if ticket.done.done():
                 return ticket.done.result()

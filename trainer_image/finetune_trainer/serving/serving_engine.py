@@ -98,7 +98,9 @@ class ServingEngine:
         if self.serving.optimization == "none":
             return None
         shard = _sample_shard(self.job, _warm_row(self.job, self.answerer.encoder))
-        rungs = RungInUse(self.answerer, lambda: iter([shard]), None, paths, [self.job.model.uri, self.job.model.revision])
+        rungs = RungInUse(
+            self.answerer, lambda: iter([shard]), None, paths, [self.job.model.uri, self.job.model.revision]
+        )
         return rungs.forward(rungs.choose())
 
     @property
@@ -174,7 +176,7 @@ class ServingEngine:
 
         from finetune_trainer.tasks.writing import ends, padding_token, search
 
-        class Pieces(TextStreamer):  # type: ignore[misc]  # transformers' class is untyped
+        class Pieces(TextStreamer):
             """Hands text to the request instead of printing it."""
 
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -224,7 +226,9 @@ def refuse_roles(task: str, roles: Sequence[str]) -> None:
     forms = allowed.get(task, [{"source"}])
     if set(roles) not in forms:
         wanted = "; or ".join(", ".join(sorted(form)) for form in forms)
-        raise RequestError(422, f"The model's task, {task}, takes the inputs {wanted}; found {', '.join(roles) or 'none'}.")
+        raise RequestError(
+            422, f"The model's task, {task}, takes the inputs {wanted}; found {', '.join(roles) or 'none'}."
+        )
 
 
 def _warm_row(job: TrainerJob, encoder: Encoder) -> dict[str, Any]:
