@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from finetune_contract.arguments import known_arguments
 from finetune_operator.api.foreign_names import AXOLOTL, DEEPSPEED, FACTORY, HF, find_name, find_value, written
-from finetune_operator.api.hints import named_inside, on_hub, place_of, shown_value, taken_place, taken_value
+from finetune_operator.api.hints import as_uri, named_inside, on_hub, place_of, shown_value, taken_place, taken_value
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.shapes import Fields, spec_shape
 from finetune_operator.api.types import API_VERSION, KIND
@@ -193,7 +193,8 @@ def _workspace(value: Mapping[str, JsonValue]) -> Problem | None:
         "", None, f"this is a Workspace of KAITO, which has other names than a {KIND}",
         f"begin with apiVersion: {API_VERSION}, kind: {KIND}, metadata.name and spec.task, e.g. text-generation; then "
         "tuning.preset.name is spec.model.uri, with hf://organisation/ before it; tuning.method is "
-        "spec.model.adapter.method; tuning.input is spec.dataset.uri, as hf://organisation/name or pvc://claim/path; "
+        "spec.model.adapter.method; tuning.input is "
+        f"{_workspace_data(value)}; "
         "`spec.training: {}` trains; resource.count is spec.resources.nodes, and each node has "
         "spec.resources.gpusPerNode GPUs; resource.labelSelector.matchLabels is spec.template.nodeSelector"
         f"{_instance_type(value)}; leave out tuning.output: the model is written to spec.storage.workspace",
@@ -201,8 +202,16 @@ def _workspace(value: Mapping[str, JsonValue]) -> Problem | None:
     )  # fmt: skip
 
 
+def _workspace_data(value: Mapping[str, JsonValue]) -> str:
+    """Write where the data of a Workspace go, with their URI if its first address is one of the Hub."""
+    match value.get("tuning"):
+        case {"input": {"urls": [str(url), *_]}} if (uri := as_uri(url)) is not None:
+            return f"spec.dataset.uri: {uri}"
+    return "spec.dataset.uri, as hf://organisation/name or pvc://claim/path"
+
+
 def _instance_type(value: Mapping[str, JsonValue]) -> str:
-    """Write the node label of the machine that a Workspace asks for, and the Hub name of its data."""
+    """Write the node label of the machine that a Workspace asks for."""
     resource = value.get("resource")
     named = resource.get("instanceType") if isinstance(resource, dict) else None
     row = find_name("instanceType", "")
@@ -223,6 +232,7 @@ def workload(value: JsonValue) -> Problem | None:
         "written: spec has `task: text-classification`, `model: {uri: hf://...}`, `dataset: {uri: hf://...}` and "
         "`training: {epochs: 3}`, say; a limit of nvidia.com/gpu is spec.resources.gpusPerNode, replicas are "
         "spec.resources.nodes, backoffLimit is spec.runPolicy.maxRestarts, and a program of yours is "
-        "spec.training.script; docs/names.md lists all names",
+        "spec.training.script; leave image and command out, as pods run the trainer's; an argument such as --lr is a "
+        "field of spec.training: learningRate; docs/names.md lists all names",
         reason="Unknown",
     )  # fmt: skip

@@ -218,6 +218,10 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(("output_format", "file_format", "file_type"), EVERYBODY, "spec.predict.format", under=("predict",)),
     ForeignName(
+        ("id", "id_column", "row_id", "idx", "guid", "key"), HF, "spec.predict.idColumn",
+        "which predictions are told apart by; a job without spec.predict leaves it out", under=("columns",),
+    ),
+    ForeignName(
         ("id", "id_field", "id_key", "key", "row_id", "index_column"), EVERYBODY, "spec.predict.idColumn",
         under=("predict",),
     ),

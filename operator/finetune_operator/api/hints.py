@@ -496,7 +496,12 @@ def wrong_value(
     field = ".".join(str(part) for part in path)
     meant = meant_value(shape, field, value, shown_value)
     if meant is not None and isinstance(value, dict) and len(path) > 1 and not isinstance(shape.body, Items):
-        meant = "; ".join([meant, *(part for part in _inner(field, value) if not re.search(rf" is {re.escape(field)}(?![\w.])", part))])
+        meant = "; ".join(
+            [
+                meant,
+                *(part for part in _inner(field, value) if not re.search(rf" is {re.escape(field)}(?![\w.])", part)),
+            ]
+        )
     return rule, meant or way_out
 
 

@@ -544,7 +544,6 @@ def _shorter_rows(draft: Draft, seen: set[str]) -> Iterator[str]:
 
 def _greater_ways_out(draft: Draft) -> Iterator[str]:
     """Changes that ask for more of the nodes or train less of the model, each computed to fit."""
-    asked, adapter = draft.spec.parallelism, draft.spec.model.adapter
     for devices in ({"optimizer": "nvme"}, {"optimizer": "nvme", "parameters": "nvme"}):
         moved = ParallelismSpec.model_validate({"strategy": "deepspeed", "offload": devices})
         changed = with_parallelism(draft, moved)
@@ -556,7 +555,13 @@ def _greater_ways_out(draft: Draft) -> Iterator[str]:
                 "disk a node)"
             )
             break
-    if adapter.method == "qlora" or not draft.model_known or not draft.model.linear_layers:
+    yield from _adapters_that_fit(draft)
+
+
+def _adapters_that_fit(draft: Draft) -> Iterator[str]:
+    """The first adapter that fits, with as little else changed as it takes: nothing, the micro-batch, parallelism."""
+    asked, adapter, training = draft.spec.parallelism, draft.spec.model.adapter, draft.training
+    if adapter.method == "qlora" or not draft.model.linear_layers:
         return
     methods: dict[AdapterMethod, str] = {
         "lora": "trains a small part of the weights",
@@ -564,12 +569,16 @@ def _greater_ways_out(draft: Draft) -> Iterator[str]:
     }
     free = ParallelismSpec(placement=asked.placement)
     freed = "leave parallelism out" if asked.replica_ranks > 1 else _set_free(asked).removeprefix("set ")
-    for parallelism, step in ((asked, ""), *(((free, f" and {freed}"),) if freed else ())):
+    ways = [(asked, training, ""), *([(free, training, f" and {freed}")] if freed else [])]
+    if training.micro_batch_size != "auto":
+        smaller = training.model_copy(update={"micro_batch_size": "auto"})
+        ways += [(each, smaller, f" and training.microBatchSize to auto{step}") for each, _, step in tuple(ways)]
+    for parallelism, trained, step in ways:
         for method, what in methods.items():
             if adapter.method != "none" and method == "lora":
                 continue
             model = draft.spec.model.model_copy(update={"adapter": adapter.model_copy(update={"method": method})})
-            spec = draft.spec.model_copy(update={"model": model, "parallelism": parallelism})
+            spec = draft.spec.model_copy(update={"model": model, "parallelism": parallelism, "training": trained})
             changed = choose_adapter(with_spec(draft, spec))
             found = None if changed.problems else first_fit(changed, parallelism, micro_batches(changed))
             if found is not None:
