@@ -254,7 +254,7 @@ def used(cluster: Cluster, mark: int) -> tuple[set[Right], list[str]]:
         group, answer = about.get("apiGroup", ""), entry.get("responseStatus", {})
         rights.add((group, resource, entry["verb"]))
         if entry["verb"] == "patch" and answer.get("code") == 201:
-            rights.add((group, resource, "create"))  # an apply of what is not there yet needs both, and is logged as one
+            rights.add((group, resource, "create"))  # an apply that creates needs both, and is logged as a patch
         if answer.get("code") == 403 and "exceeded quota" not in answer.get("message", ""):
             refused.append(f"{entry['verb']} {entry['requestURI']}")
     return rights, refused
