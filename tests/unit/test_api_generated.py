@@ -79,7 +79,9 @@ def test_kubectl_get_shows_the_columns_of_a_job() -> None:
     assert [column["name"].upper() for column in columns if not column["priority"]] == [
         "PHASE", "STAGE", "PROGRESS", "LOSS", "ETA", "ROWS/S", "RESTARTS", "AGE",
     ]  # fmt: skip
-    assert [column["name"].upper() for column in columns if column["priority"]] == ["STRATEGY", "LAUNCHER", "COST"]
+    assert [column["name"].upper() for column in columns if column["priority"]] == [
+        "STRATEGY", "LAUNCHER", "COST", "URL",
+    ]  # fmt: skip
     found = dict(nodes(schema()))
     for column in columns:
         assert column["jsonPath"] in found or column["jsonPath"].startswith(".metadata."), column
