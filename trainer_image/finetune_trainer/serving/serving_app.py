@@ -19,7 +19,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.exceptions import HTTPException
 
 from finetune_trainer.serving import hugging_face_json, open_inference, openai_json
 from finetune_trainer.serving import page as page_of
@@ -95,10 +94,14 @@ def make_app(state: ServerState) -> FastAPI:
 
     app.add_api_route("/openapi.json", _guarded(state, "/openapi.json", openapi), methods=["GET"], response_model=None)
 
-    @app.exception_handler(HTTPException)
-    async def told(request: Request, error: HTTPException) -> Response:
-        return json_response({"error": str(error.detail)}, error.status_code, error.headers)
+    async def told(request: Request, error: Exception) -> Response:
+        code = getattr(error, "status_code", 404)
+        allowed = getattr(error, "headers", None)
+        why = "There is no such path; see /openapi.json." if code == 404 else "The path does not take this method."
+        return _error(request.url.path, RequestError(code, why, allowed))
 
+    for code in (404, 405):
+        app.add_exception_handler(code, told)
     return app
 
 
