@@ -39,11 +39,12 @@ FILES: Mapping[str, tuple[bytes, str]] = MappingProxyType(
 def page(metadata: Mapping[str, Any]) -> bytes:
     """Return the HTML of the page. `metadata`: the answer of `/v2/models/NAME`.
 
-    It reads `name`, `task` and `labels`; `pairs` (whether texts come in pairs), `label_form` (as `problem_type` of a
-    model's config), `mask_token`, and `chat` (false: the model writes on behind a text).
+    It reads `name` and of `parameters` `task`, `labels`, `pairs` (whether texts come in pairs), `label_form` (as
+    `problem_type` of a model's config), `mask_token`, and `chat` (false: the model writes on behind a text).
     """
+    model = {**metadata["parameters"], "name": metadata["name"]}
     html = (_STATIC / "page.html").read_text(encoding="utf-8")
-    words = {"NAME": metadata["name"], "TASK": metadata["task"], "METADATA": json.dumps(metadata)}
+    words = {"NAME": model["name"], "TASK": model["task"], "METADATA": json.dumps(model)}
     before, *parts = html.split("{{")
     put = [before]
     for part in parts:
