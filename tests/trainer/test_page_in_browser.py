@@ -40,7 +40,11 @@ MODELS: Mapping[str, dict[str, Any]] = {
     "summary": {"name": "short", "task": "summarization"},
     "gaps": {"name": "filler", "task": "masked-lm", "mask_token": "<mask>"},
 }
-SHARES = [{"label": "neutral", "score": 0.2}, {"label": "positive", "score": 0.75}, {"label": "negative", "score": 0.05}]
+SHARES = [
+    {"label": "neutral", "score": 0.2},
+    {"label": "positive", "score": 0.75},
+    {"label": "negative", "score": 0.05},
+]
 ENTITIES = [
     {"entity_group": "PER", "score": 0.99, "word": "Ada Lovelace", "start": 0, "end": 12},
     {"entity_group": "PER", "score": 0.98, "word": "Charles Babbage", "start": 17, "end": 32},
@@ -93,7 +97,10 @@ def serving(metadata: dict[str, Any], body: Any = None, stream: list[bytes] | No
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             files = {f"/page/{name}": found for name, found in FILES.items()}
-            files["/"] = (page({"name": state.metadata["name"], "parameters": state.metadata}), "text/html; charset=utf-8")
+            files["/"] = (
+                page({"name": state.metadata["name"], "parameters": state.metadata}),
+                "text/html; charset=utf-8",
+            )
             content, media = files.get(self.path, (b"", ""))
             self.send_response(200 if media else 404)
             for name, value in {**HEADERS, "Content-Type": media}.items():
@@ -186,7 +193,11 @@ def test_labels_have_bars_in_order_of_their_probability(view: Page) -> None:
 
 def test_pairs_have_two_fields_and_several_labels_can_be_chosen(view: Page) -> None:
     model = MODELS["classes"] | {"pairs": True, "label_form": "multi_label_classification"}
-    both = [{"label": "positive", "score": 0.9}, {"label": "neutral", "score": 0.6}, {"label": "negative", "score": 0.1}]
+    both = [
+        {"label": "positive", "score": 0.9},
+        {"label": "neutral", "score": 0.6},
+        {"label": "negative", "score": 0.1},
+    ]
     with serving(model, both) as state:
         ask_example(view, state)
         expect(view.locator("#answer .figure")).to_have_text("positive, neutral")

@@ -38,7 +38,7 @@ def url(tmp_path: Path, tiny_bert: Callable[..., Path]) -> Iterator[str]:
     told: dict[str, Any] = {
         "name": "reviews",
         "task": "text-classification",
-        "model": {"uri": str(model)},
+        "model": {"uri": model.as_uri()},
         "predict": {"device": "cpu", "batch_tokens": 512},
         "serving": {"model_name": "reviews", "device": "cpu", "max_batch_tokens": 512},
     }
