@@ -128,10 +128,10 @@ def _run(job: TrainerJob, file: Path, workspace: Path, host: str, port: int) -> 
     if not trainer_is_installed():
         raise UsageError("serve needs the trainer's package beside this command: pip install 'finetune-trainer[serve]'")
     command = [sys.executable, "-m", TRAINER, "serve", "--job", str(file), "--workspace", str(workspace)]
-    environment = {"OMP_NUM_THREADS": str(usable_cores()), **os.environ}
+    environment = {"OMP_NUM_THREADS": str(usable_cores()), **os.environ, "DS_ACCELERATOR": "cpu"}
     # A session of its own: a terminal's Ctrl-C comes to this command, which has the server drain.
     server = subprocess.Popen([*command, "--host", host, "--port", str(port)], env=environment, start_new_session=True)
-    shown = "127.0.0.1" if host == "0.0.0.0" else host  # noqa: S104 (compared, not listened at)
+    shown = "127.0.0.1" if host == "0.0.0.0" else host
     url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
     print_line(f"{job.name} ({job.task}) at {url} as soon as the log says Ready; Ctrl-C ends it. Try:")
     body = json.dumps({"inputs": _TRIES.get(job.task, "A text to try the model with.")})
