@@ -29,6 +29,8 @@ from finetune_trainer.serving.serving_engine import WRITERS, ServingEngine, refu
 from finetune_trainer.serving.serving_metrics import CONTENT_TYPE, ServingMetrics
 
 MAX_BODY = 4 << 20
+MOST_DISCARDED = 64 << 20
+"""Bytes of a body that is too large after which the connection is closed."""
 BODY_SECONDS = 10.0
 """Time that a client has to send a body."""
 DEADLINE_HEADERS = ("x-request-timeout-ms", "x-envoy-expected-rq-timeout-ms")
@@ -77,13 +79,23 @@ def make_app(state: ServerState) -> FastAPI:
         state.batcher.stop()
 
     app = FastAPI(
-        title=f"{state.engine.name}: {state.engine.job.task}", lifespan=lifespan, docs_url=None, redoc_url=None
+        title=f"{state.engine.name}: {state.engine.job.task}",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
     )
     handlers = _Handlers(state)
     for method, path, handler in handlers.routes():
         app.add_api_route(
             path, _guarded(state, path, handler, method), methods=[method], response_model=None, summary=handler.__doc__
         )
+
+    async def openapi(request: Request) -> Response:
+        """Document of these paths, in the OpenAPI format."""
+        return json_response(app.openapi())
+
+    app.add_api_route("/openapi.json", _guarded(state, "/openapi.json", openapi), methods=["GET"], response_model=None)
 
     @app.exception_handler(HTTPException)
     async def told(request: Request, error: HTTPException) -> Response:
@@ -154,19 +166,22 @@ async def read_json(request: Request) -> dict[str, Any]:
     """The body as a JSON object. RequestError 408, 413 or 400."""
     parts: list[bytes] = []
     size = 0
-    if (told := request.headers.get("content-length", "")).isdigit() and int(told) > MAX_BODY:
-        raise _too_large()
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for part in request.stream():
                 size += len(part)
-                if size > MAX_BODY:
+                if size > MOST_DISCARDED:
                     raise _too_large()
-                parts.append(part)
+                if size > MAX_BODY:
+                    parts.clear()  # read on: a client that still sends would not see the answer
+                else:
+                    parts.append(part)
     except TimeoutError as error:
         raise RequestError(
             408, f"The body did not arrive within {BODY_SECONDS:g} s.", {"Connection": "close"}
         ) from error
+    if size > MAX_BODY:
+        raise _too_large()
     try:
         body = json.loads(b"".join(parts), parse_constant=_refuse_constant)
     except UnicodeDecodeError as error:
