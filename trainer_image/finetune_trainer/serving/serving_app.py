@@ -114,7 +114,7 @@ def _error(path: str, error: RequestError) -> Response:
     return json_response({"error": error.message}, error.code, error.headers)
 
 
-def _guarded(state: ServerState, path: str, handler: Handler, method: str) -> Handler:
+def _guarded(state: ServerState, path: str, handler: Handler, method: str = "GET") -> Handler:
     """Check the token, answer errors, count and log."""
 
     async def guarded(request: Request) -> Response:
