@@ -47,7 +47,7 @@ FILES: Mapping[str, Wanted] = MappingProxyType(
         # seqeval takes its version from setuptools-scm.
         "build.txt": Wanted(packages=("pip", "setuptools", "setuptools-scm")),
         # `make install`
-        "dev.txt": Wanted(projects=((CONTRACT, ()), (TRAINER, ()), (OPERATOR, ("operator",))), groups=("dev",)),
+        "dev.txt": Wanted(projects=((CONTRACT, ()), (TRAINER, ("serve",)), (OPERATOR, ("operator",))), groups=("dev",)),
         # `make tools`: for building images and releases, and for this file
         "tools.txt": Wanted(packages=("cyclonedx-python-lib", "pip-audit", "setuptools", "uv")),
         # The images, a file for each of their layers.
@@ -62,7 +62,7 @@ FILES: Mapping[str, Wanted] = MappingProxyType(
         # For the image for GPUs alone: the other one has no triton, without which it cannot be imported.
         "liger.txt": Wanted(packages=("liger-kernel",), dependencies=False),
         "trainer.txt": Wanted(
-            projects=((CONTRACT, ()), (TRAINER, ("qlora", "tracking", "wandb"))),
+            projects=((CONTRACT, ()), (TRAINER, ("qlora", "serve", "tracking", "wandb"))),
             installed_before=("torch.txt",),
             built_apart=("deepspeed",),
         ),

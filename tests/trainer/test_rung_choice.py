@@ -33,6 +33,8 @@ class FakeRung:
     setup: float = 0.0
     why_not: str | None = None
     fails: str | None = None
+    disturbed: float = 0.0
+    """By other load, when it answers first."""
     prepared: int = field(default=0, init=False)
     clock: list[float] = field(default_factory=list, init=False)
 
@@ -70,7 +72,9 @@ class Bench:
     def sample(self) -> Sample:
         def answers(forward: ForwardPass | None) -> list[dict[str, Any]]:
             rung = forward.rung if isinstance(forward, FakePass) else None
-            self.clock[0] += PLAIN_SECONDS if rung is None else rung.seconds
+            self.clock[0] += PLAIN_SECONDS if rung is None else rung.seconds + rung.disturbed
+            if rung is not None:
+                rung.disturbed = 0.0
             wrong = 0 if rung is None else rung.wrong
             return [{"label": "b" if at < wrong else "a", "score": 0.5 + wrong / 1000} for at in range(ROWS)]
 
@@ -99,6 +103,11 @@ def test_the_fastest_rung_with_equal_labels_is_taken(monkeypatch: pytest.MonkeyP
     rows = {row.name: (row.rows_per_second, row.agreement, row.chosen) for row in chosen.table.rungs}
     assert rows["fast"] == (50.0, 1.0, True)
     assert rows["wrong"] == (100.0, 0.99, False)
+
+
+def test_other_load_while_a_rung_is_timed_does_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    fast = FakeRung("fast", 2.0, disturbed=50.0)
+    assert Bench(monkeypatch, FakeRung("slow", 4.0), fast).choose().name == "fast"
 
 
 def test_without_a_gain_the_plain_model_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """`python -m finetune_trainer STAGE --job job.json --workspace DIR`: runs one rank of a stage (`rank.py`). In a pod and
 below `finetune run`, `launch STAGE ...` starts the stage's ranks, and `sshd` waits for those of mpirun (`launching/`).
+`serve` answers requests with the job's model (`serving/`).
 
 Only what all of them need is imported here, so that a launcher starts its ranks at once.
 """
@@ -39,6 +40,10 @@ def run(argv: Sequence[str]) -> int:
         from finetune_trainer.launching.sshd import serve
 
         return serve(argv[1:])
+    if argv[:1] == ["serve"]:
+        from finetune_trainer.serving.serve import serve as serve_model
+
+        return serve_model(argv[1:])
     from finetune_trainer.rank import run as run_rank
 
     return run_rank(argv)

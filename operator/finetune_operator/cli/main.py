@@ -37,6 +37,7 @@ COMMANDS = {
     "review": _Listed("review", "Write a Markdown page about job files for a code review."),
     "run": _Listed("run_command", "Run a job on this machine: prepare, train, evaluate, predict."),
     "predict": _Listed("predict_command", "Write a model's predictions for data on this machine."),
+    "serve": _Listed("serve_command", "Answer requests with a model on this machine."),
     "compare": _Listed("compare", "Compare runs on this machine: settings, metrics, time, cost."),
     "ui": _Listed("ui", "Show runs and jobs in a browser."),
     "status": _Listed("cluster_commands", "Show where a job in a cluster is, or all jobs in a table."),

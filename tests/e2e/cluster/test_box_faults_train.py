@@ -18,6 +18,7 @@ from box_support.breaking import EVERY, STEPS, Broken, Training, sizes
 from box_support.faults import delete_child, delete_pod, hang_rank, node_off, preempt
 from box_support.team import Team, stage_of
 from cluster_support.api_access import Object
+from finetune_operator.api.quantities import human_seconds
 from suite_plugins.patience import patient
 
 HANG_SECONDS = math.ceil(patient(20))
@@ -107,7 +108,7 @@ def held_up(box: Box, team: Team) -> Ended:
 def test_a_rank_that_hangs_is_found_by_the_progress_that_stops(held_up: Ended) -> None:
     broken = held_up.broken[0]
     assert broken.told("class", "reason", "stage", "attempt", "rank") == ["NoProgress", "Hung", "train", 1, None]
-    assert f"no progress for {HANG_SECONDS} s" in broken.failure["message"]
+    assert f"no progress for {human_seconds(HANG_SECONDS)}" in broken.failure["message"]
     assert "progressDeadlineSeconds" in broken.failure["hint"]
     # Rank 1 is stopped and says nothing; rank 0 tells where it waits for it.
     assert "rank_0_of_2" in broken.failure["logTail"]

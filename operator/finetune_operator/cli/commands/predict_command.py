@@ -78,7 +78,7 @@ def predict(
     out = out.resolve()
     if out.suffix not in _ENDINGS:
         raise UsageError(f"--out: {out.name} must end in {' or '.join(_ENDINGS)}, which is the form that is written")
-    uri = _model_uri(model)
+    uri = model_uri(model)
     rows: dict[str, Any] = {"uri": _data_uri(data), "columns": _columns(column or ())}
     if split is not None:
         rows["splits"] = {"test": split}
@@ -89,7 +89,7 @@ def predict(
         predicts["tolerance"] = tolerance
     if max_bad_rows is not None:
         predicts["maxBadRows"] = max_bad_rows
-    spec: dict[str, Any] = {"task": task or _task_of(uri), "model": {"uri": uri}, "predict": predicts}
+    spec: dict[str, Any] = {"task": task or task_of(uri), "model": {"uri": uri}, "predict": predicts}
     if max_length is not None:
         spec["preparation"] = {"maxLength": max_length}
     from finetune_operator.api.types import API_VERSION, KIND
@@ -148,8 +148,8 @@ def _run(file: Path, folder: Path, out: Path, *, restart: bool, verbose: bool) -
     raise typer.Exit(result.exit_code)
 
 
-def _model_uri(text: str) -> str:
-    """Of a folder with a model, of a run's folder, or what is a URI already."""
+def model_uri(text: str) -> str:
+    """URI of a folder with a model, of a run's folder, or what is a URI already."""
     if "://" in text:
         return text
     folder = Path(text).expanduser()
@@ -172,8 +172,8 @@ def _data_uri(text: str) -> str:
     return f"file://{path}"
 
 
-def _task_of(uri: str) -> str:
-    """What the classes in the model's config.json are for."""
+def task_of(uri: str) -> str:
+    """Task of the classes in the model's config.json."""
     names: Sequence[str] = ()
     if uri.startswith("file://"):
         try:

@@ -1,0 +1,152 @@
+"""`finetune serve`: a model of this machine answers requests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from finetune_operator.cli.commands.predict_command import model_uri, task_of
+from finetune_operator.cli.console import UsageError, note, print_line
+
+if TYPE_CHECKING:
+    from finetune_contract.trainer_job import TrainerJob
+
+_TRIES: dict[str, Any] = {
+    "question-answering": {"question": "What is it?", "context": "It is a test."},
+    "masked-lm": "It is a [MASK].",
+}
+
+
+def serve(
+    model: Annotated[str, typer.Argument(metavar="RUN|MODEL", help="Folder of a run or of a model, or hf://name.")],
+    port: Annotated[int, typer.Option("--port", metavar="PORT", help="Port to listen at.")] = 8080,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen at; 0.0.0.0: others may ask, too.")
+    ] = "127.0.0.1",
+    task: Annotated[
+        str | None, typer.Option("--task", metavar="TASK", help="Left out: what the folder's config.json says.")
+    ] = None,
+    optimization: Annotated[
+        str, typer.Option("--optimization", metavar="NAME", help="How the model computes, as of finetune predict.")
+    ] = "none",
+    batch_tokens: Annotated[
+        int, typer.Option("--max-batch-tokens", metavar="TOKENS", min=1, help="Padded tokens of a batch.")
+    ] = 8192,
+) -> None:
+    """Answer requests with a model on this machine.
+
+    Speaks the Open Inference Protocol, Hugging Face's inference JSON, and OpenAI's API for models that write.
+    Ctrl-C answers what was asked, and ends. FINETUNE_SERVE_TOKEN sets a token that clients must send.
+
+    \b
+    Examples:
+      finetune serve runs/quickstart
+      finetune serve ./model --port 9000 --optimization measured
+      finetune serve hf://org/name --task text-classification
+    """
+    _refuse_taken(host, port)
+    with tempfile.TemporaryDirectory(prefix="finetune-serve-") as folder:
+        job, workspace = _job_of(model, task, Path(folder))
+        job = _with_serving(job, optimization, batch_tokens)
+        file = Path(folder) / "serve.json"
+        file.write_text(job.to_json(), encoding="utf-8")
+        raise typer.Exit(_run(job, file, workspace, host, port))
+
+
+def _job_of(model: str, task: str | None, folder: Path) -> tuple[TrainerJob, Path]:
+    """Return the job whose model is asked for, and its workspace."""
+    from pydantic import ValidationError
+
+    from finetune_contract.layout import JobPaths
+    from finetune_contract.trainer_job import TrainerJob
+
+    run = None if "://" in model else JobPaths(Path(model).expanduser().resolve())
+    if run is not None and run.job.is_file():
+        try:
+            job = TrainerJob.model_validate_json(run.job.read_bytes())
+        except (OSError, ValidationError) as error:
+            raise UsageError(f"RUN: {run.job} cannot be read: {str(error).splitlines()[0]}") from error
+        if task is not None and task != job.task:
+            raise UsageError(f"--task: {model} is a run of {job.task}; leave --task out")
+        if job.trains and not ((run.state / "train.json").is_file() and (run.model / "config.json").is_file()):
+            raise UsageError(f"RUN: {model} holds no trained model; end its training first: finetune run")
+        return job.model_copy(update={"name": run.root.name}), run.root.parent
+    uri = model_uri(model)
+    source = {"name": "serve", "task": task or task_of(uri), "model": {"uri": uri}}
+    try:
+        return TrainerJob.model_validate(source), folder
+    except ValidationError as error:
+        raise UsageError(f"--task: {task!r} is no task; tasks are {', '.join(_tasks())}") from error
+
+
+def _tasks() -> tuple[str, ...]:
+    from finetune_contract.choices import Task
+
+    return get_args(Task)
+
+
+def _with_serving(job: TrainerJob, optimization: str, batch_tokens: int) -> TrainerJob:
+    from pydantic import ValidationError
+
+    from finetune_contract.choices import RungName
+    from finetune_contract.trainer_job import Serving
+
+    name = "measured" if optimization == "auto" else optimization
+    try:
+        serving = Serving.model_validate(
+            {"model_name": job.name, "device": "cpu", "optimization": name, "max_batch_tokens": batch_tokens}
+        )
+    except ValidationError as error:
+        known = ", ".join(("auto", *get_args(RungName)))
+        raise UsageError(f"--optimization: {optimization!r} is no way to compute; name one of {known}") from error
+    return job.model_copy(update={"serving": serving})
+
+
+def _refuse_taken(host: str, port: int) -> None:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((host, port))
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise UsageError(f"--port: cannot listen at {host}:{port}: {why}; name another port or host") from error
+
+
+def _run(job: TrainerJob, file: Path, workspace: Path, host: str, port: int) -> int:
+    from finetune_operator.cli.environment import usable_cores
+    from finetune_operator.cli.measure import TRAINER, trainer_is_installed
+
+    if not trainer_is_installed():
+        raise UsageError("serve needs the trainer's package beside this command: pip install 'finetune-trainer[serve]'")
+    command = [sys.executable, "-m", TRAINER, "serve", "--job", str(file), "--workspace", str(workspace)]
+    environment = {"OMP_NUM_THREADS": str(usable_cores()), **os.environ, "DS_ACCELERATOR": "cpu"}
+    # A session of its own: a terminal's Ctrl-C comes to this command, which has the server drain.
+    server = subprocess.Popen([*command, "--host", host, "--port", str(port)], env=environment, start_new_session=True)
+    shown = "127.0.0.1" if host == "0.0.0.0" else host
+    url = f"http://{f'[{shown}]' if ':' in shown else shown}:{port}"
+    print_line(f"{job.name} ({job.task}) at {url} as soon as the log says Ready; Ctrl-C ends it. Try:")
+    body = json.dumps({"inputs": _TRIES.get(job.task, "A text to try the model with.")})
+    print_line(f"  curl {url}/ -H 'Content-Type: application/json' -d '{body}'")
+
+    def stop(number: int, frame: object) -> None:
+        note("stopping: requests that were accepted are answered")
+        server.send_signal(signal.SIGINT)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return server.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if server.poll() is None:
+            server.kill()
+            server.wait()

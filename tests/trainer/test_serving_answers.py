@@ -1,0 +1,180 @@
+"""The model server: each protocol and each task, against the answers of the stage predict."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import InferenceClient
+
+from finetune_contract.layout import JobPaths
+from finetune_contract.trainer_job import Serving
+from finetune_trainer.data.prepare import prepare
+from finetune_trainer.inference.predict import predict
+from finetune_trainer.progress import NoProgress
+from trainer_support.served import Served, served
+from trainer_support.tasks import predictions, task_job, write_decoder, write_encoder_decoder, write_lines
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "small", "grey", "dog", "run", "by", "it"]
+TEXTS = [" ".join((WORDS * 3)[at : at + 3 + 5 * at % 17]) for at in range(9)]
+ROWS: dict[str, list[dict[str, Any]]] = {
+    "text-classification": [{"text": text} for text in TEXTS],
+    "token-classification": [{"tokens": text.split()} for text in TEXTS],
+    "question-answering": [{"question": "the cat saw it", "context": text} for text in TEXTS],
+    "masked-lm": [{"text": f"{text} [MASK] it"} for text in TEXTS],
+    "text-generation": [{"text": text} for text in TEXTS],
+    "summarization": [{"source": text} for text in TEXTS],
+    "translation": [{"source": text} for text in TEXTS],
+}
+HEADS = {
+    "token-classification": "BertForTokenClassification",
+    "question-answering": "BertForQuestionAnswering",
+    "masked-lm": "BertForMaskedLM",
+}
+
+
+def write_model(folder: Path, task: str, tiny_bert: Callable[..., Path]) -> Path:
+    """A random model with the task's head; its weights are so large that rows differ."""
+    if task == "text-generation":
+        return write_decoder(folder, words=WORDS)
+    if task in ("summarization", "translation"):
+        return write_encoder_decoder(folder, words=WORDS)
+    if task == "text-classification":
+        return tiny_bert(folder, words=WORDS, labels=("bad", "so-so", "good"), initializer_range=0.5)
+    import torch
+    import transformers
+
+    tiny_bert(folder, words=WORDS)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.initializer_range = 0.5
+    if task == "token-classification":
+        config.id2label = dict(enumerate(("O", "B-PER", "I-PER")))
+        config.label2id = {name: at for at, name in config.id2label.items()}
+    torch.manual_seed(3)
+    getattr(transformers, HEADS[task])(config).save_pretrained(folder)
+    return folder
+
+
+class Bench:
+    """A server, and the predictions of the same rows."""
+
+    def __init__(self, server: Served, rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+        self.server, self.rows, self.expected = server, rows, expected
+
+
+@pytest.fixture(scope="module", params=sorted(ROWS))
+def bench(request: Any, tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Path]) -> Iterator[Bench]:
+    task = request.param
+    folder = tmp_path_factory.mktemp(task)
+    model = write_model(folder / "model", task, tiny_bert)
+    rows = ROWS[task]
+    write_lines(folder / "data" / "test.jsonl", rows)
+    job = task_job(task, model, folder / "data", list(rows[0]), evaluation=None, generation={"max_new_tokens": 5})
+    paths = JobPaths(folder / "job")
+    prepare(job, paths, NoProgress())
+    predict(job, paths, NoProgress())
+    serving = Serving(model_name="tiny", device="cpu", max_batch_tokens=512)
+    with served(job.model_copy(update={"serving": serving}), paths) as server:
+        yield Bench(server, rows, [{k: v for k, v in row.items() if k in columns(task)} for row in predictions(paths)])
+
+
+def columns(task: str) -> set[str]:
+    """Columns of the predictions that the model answers."""
+    known = {
+        "text-classification": {"label", "score", "scores"},
+        "token-classification": {"tags", "scores", "entities"},
+        "question-answering": {"answer", "score", "start", "end", "candidates"},
+        "masked-lm": {"masks"},
+    }
+    return known.get(task, {"generated_text"})
+
+
+def close(found: Any, wanted: Any) -> bool:
+    """Equal, numbers within 1e-5."""
+    if isinstance(wanted, dict):
+        return set(found) == set(wanted) and all(close(found[name], wanted[name]) for name in wanted)
+    if isinstance(wanted, list):
+        return len(found) == len(wanted) and all(map(close, found, wanted))
+    return found == wanted if not isinstance(wanted, float) else abs(found - wanted) <= 1e-5
+
+
+def test_open_inference_answers_equal_predict(bench: Bench) -> None:
+    inputs = {
+        role: [row[role] if isinstance(row[role], str) else json.dumps(row[role]) for row in bench.rows]
+        for role in bench.rows[0]
+    }
+
+    reply = bench.server.infer(**inputs)
+
+    assert reply.code == 200, reply.content
+    outputs = {each["name"]: each for each in reply.json["outputs"]}
+    for name in bench.expected[0]:
+        values = outputs[name]["data"]
+        for value, row in zip(values, bench.expected, strict=True):
+            wanted = row[name]
+            assert close(value if isinstance(wanted, (str, float)) else json.loads(value), wanted), name
+
+
+def test_hugging_face_client_gets_what_predict_writes(bench: Bench) -> None:
+    client = InferenceClient(model=bench.server.url)
+    row, wanted = bench.rows[-1], bench.expected[-1]
+
+    match bench.server.state.engine.job.task:
+        case "text-classification":
+            found = client.text_classification(row["text"])
+            assert found[0].label == wanted["label"]
+            assert close({each.label: each.score for each in found}, wanted["scores"])
+        case "token-classification":
+            text = " ".join(row["tokens"])
+            entities = client.token_classification(text)
+            assert [each.entity_group for each in entities] == [each["type"] for each in wanted["entities"]]
+            assert [text[each.start : each.end] for each in entities] == [each["text"] for each in wanted["entities"]]
+            assert entities
+        case "question-answering":
+            answer = client.question_answering(question=row["question"], context=row["context"])
+            assert (answer.answer, answer.start, answer.end) == (wanted["answer"], wanted["start"], wanted["end"])
+        case "masked-lm":
+            assert [each.token_str for each in client.fill_mask(row["text"])] == [
+                each["token"] for each in wanted["masks"][0]
+            ]
+        case "summarization":
+            assert client.summarization(row["source"]).summary_text == wanted["generated_text"]
+        case "translation":
+            assert client.translation(row["source"]).translation_text == wanted["generated_text"]
+        case "text-generation":
+            assert client.text_generation(row["text"]) == wanted["generated_text"]
+
+
+def test_metadata_names_task_and_labels(bench: Bench) -> None:
+    told = bench.server.ask("/v2/models/tiny").json
+
+    assert told["properties"]["task"] == bench.server.state.engine.job.task
+    assert told["properties"]["labels"] == list(bench.server.state.engine.labels)
+    assert bench.server.ask("/v2/models/other").code == 404
+    assert bench.server.ask("/v2/models/tiny/ready").json == {"name": "tiny", "ready": True}
+
+
+def events(content: bytes) -> list[Any]:
+    """Data of server-sent events; the last is [DONE]."""
+    parts = content.decode().strip().split("\n\n")
+    assert parts[-1] == "data: [DONE]"
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-1]]
+
+
+@pytest.mark.parametrize("bench", ["text-generation"], indirect=True)
+def test_openai_completions_write_what_predict_writes_streamed_or_not(bench: Bench) -> None:
+    row, wanted = bench.rows[0], bench.expected[0]
+    asked = {"model": "tiny", "prompt": row["text"], "max_tokens": 5}
+
+    whole = bench.server.ask("/v1/completions", asked)
+    stream = bench.server.ask("/v1/completions", {**asked, "stream": True})
+
+    assert whole.json["choices"][0]["text"] == wanted["generated_text"]
+    pieces = events(stream.content)
+    assert "".join(each["choices"][0]["text"] for each in pieces) == wanted["generated_text"]
+    assert pieces[-1]["choices"][0]["finish_reason"] == "stop"
+    assert bench.server.ask("/v1/models").json["data"][0]["id"] == "tiny"
+    assert bench.server.ask("/v1/completions", {**asked, "model": "x"}).json["error"]["code"] == 404

@@ -1,0 +1,220 @@
+"""The model server with requests that are wrong, too many or too late."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune_contract.layout import EXIT_OK, JobPaths
+from finetune_contract.trainer_job import TrainerJob
+from suite_plugins.fuzz import examples
+from suite_plugins.patience import patient
+from suite_plugins.waiting import wait_until
+from trainer_support.served import Served, served
+
+WORDS = ["a", "good", "bad", "film"]
+
+
+def job_of(model: Path, **serving: Any) -> TrainerJob:
+    settings = {"model_name": "tiny", "device": "cpu", "max_batch_tokens": 256, **serving}
+    return TrainerJob.model_validate(
+        {"name": "job", "task": "text-classification", "model": {"uri": f"file://{model}"}, "serving": settings}
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Path]) -> Path:
+    return tiny_bert(tmp_path_factory.mktemp("model") / "m", words=WORDS, labels=("bad", "good"))
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(job_of(model, max_queue=8), JobPaths(tmp_path_factory.mktemp("w") / "job")) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "says"),
+    [
+        (b'{"inputs": NaN}', 400, "NaN"),
+        (b'{"inputs": "\xff"}', 400, "UTF-8"),
+        (b"[" * 100_000, 400, "nested"),
+        (b"{", 400, "JSON"),
+        (b"[]", 400, "object"),
+        (b'{"inputs": 3}', 422, "inputs must be a text"),
+        (b'{"inputs": []}', 422, "no rows"),
+        (b'{"inputs": ["a", {"text": "a", "text_pair": "b"}]}', 422, "same inputs"),
+        (b'{"inputs": "\\ud800"}', 422, "surrogate"),
+        (b'{"inputs": "a", "parameters": 3}', 422, "parameters"),
+        (b'{"inputs": "a", "parameters": {"top_k": "x"}}', 422, "top_k"),
+        (json.dumps({"inputs": ["a"] * 300}).encode(), 413, "300 rows"),
+        (json.dumps({"inputs": "a" * 300_000}).encode(), 413, "characters"),
+        (b" " * (5 << 20), 413, "bytes"),
+    ],
+)
+def test_bad_request_is_refused_with_the_rule(server: Served, body: bytes, code: int, says: str) -> None:
+    reply = server.ask("/", body)
+
+    assert reply.code == code
+    assert says in reply.json["error"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"datatype": "FP32"},
+        {"shape": [2]},
+        {"data": [1]},
+        {"name": "other"},
+        {"parameters": {"binary_data_size": 4}},
+        {"data": None},
+        {"shape": [1, True]},
+    ],
+)
+def test_bad_tensor_is_refused(server: Served, change: dict[str, Any]) -> None:
+    tensor = {"name": "text", "datatype": "BYTES", "shape": [1], "data": ["a"], **change}
+
+    reply = server.ask("/v2/models/tiny/infer", {"inputs": [tensor]})
+
+    assert 400 <= reply.code < 500
+    assert reply.json["error"]
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@examples(60)
+@given(
+    inputs=JSON,
+    parameters=JSON,
+    path=st.sampled_from(["/", "/models/tiny", "/v2/models/tiny/infer"]),
+    more=st.dictionaries(st.sampled_from(["name", "datatype", "shape", "data", "parameters"]), JSON),
+)
+def test_no_body_is_answered_with_a_server_error(
+    server: Served, inputs: Any, parameters: Any, path: str, more: dict[str, Any]
+) -> None:
+    for body in ({"inputs": inputs, "parameters": parameters}, {"inputs": [more], "id": inputs}):
+        assert server.ask(path, body).code < 500
+
+
+def test_full_queue_answers_429_and_keeps_what_it_accepted(server: Served) -> None:
+    hold, entered = threading.Event(), threading.Event()
+    engine, answer = server.state.engine, server.state.engine.answer
+
+    def held(*given: Any) -> Any:
+        entered.set()
+        hold.wait(patient(30))
+        return answer(*given)
+
+    engine.answer = held  # type: ignore[method-assign]  # to keep the queue full until the test has looked
+    codes: list[int] = []
+    askers = [threading.Thread(target=lambda: codes.append(server.ask("/", {"inputs": ["a"] * 4}).code)) for _ in "12"]
+    try:
+        for each in askers:
+            each.start()
+        wait_until(lambda: server.state.batcher.queued == 8 and entered.is_set(), "the queue is full")
+        refused = server.ask("/", {"inputs": "a"})
+        late = "X-Request-Timeout-Ms"
+        assert refused.code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+    finally:
+        hold.set()
+        for each in askers:
+            each.join(patient(30))
+        engine.answer = answer  # type: ignore[method-assign]
+    assert codes == [200, 200]
+    assert server.ask("/", {"inputs": "a"}, {late: "60000"}).code == 200
+    assert server.ask("/", {"inputs": "a"}, {late: "soon"}).code == 400
+
+
+def test_request_whose_time_is_over_gets_504_and_leaves_the_queue(server: Served) -> None:
+    hold = threading.Event()
+    engine, answer = server.state.engine, server.state.engine.answer
+    engine.answer = lambda *given: (hold.wait(patient(30)), answer(*given))[1]  # type: ignore[method-assign]
+    try:
+        reply = server.ask("/", {"inputs": "a"}, {"X-Request-Timeout-Ms": "20"})
+        assert reply.code == 504
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(b'POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n{"inputs": "b"}')
+            wait_until(lambda: server.state.batcher.queued == 2, "the request is queued")
+    finally:
+        hold.set()
+        engine.answer = answer  # type: ignore[method-assign]
+    wait_until(lambda: server.state.batcher.queued == 0, "the queue is empty")
+    assert b'code="499",path="/"} 1.0' in server.ask("/metrics").content
+
+
+def test_token_is_asked_for_but_of_probes(model: Path, tmp_path: Path) -> None:
+    with served(job_of(model), JobPaths(tmp_path / "job"), token="secret") as server:
+        assert server.ask("/", {"inputs": "a"}).code == 401
+        assert server.ask("/", {"inputs": "a"}, {"Authorization": "Bearer wrong"}).code == 401
+        assert server.ask("/", {"inputs": "a"}, {"Authorization": "Bearer secret"}).code == 200
+        assert server.ask("/openapi.json").code == 401
+        assert [server.ask(path).code for path in ("/v2/health/live", "/v2/health/ready", "/metrics")] == [200] * 3
+
+
+def test_sigterm_under_load_drops_no_request(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "job.json"
+    file.write_text(job_of(model, drain_seconds=30).to_json(), encoding="utf-8")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "finetune_trainer", "serve", "--job", str(file), "--workspace", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [*command, "--host", "127.0.0.1", "--port", str(port)], env=environment, stdout=output, stderr=output
+        )
+    asked = Served(port, None)  # type: ignore[arg-type]  # it is in another process
+    codes: list[int | str] = []
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            try:
+                codes.append(asked.ask("/", {"inputs": "a good film"}).code)
+            except ConnectionRefusedError:
+                return  # the port is closed: nothing was accepted
+            except Exception as error:
+                codes.append(repr(error))
+
+    def ready() -> int | None:
+        try:
+            return asked.ask("/v2/health/ready").code
+        except OSError:
+            assert process.poll() is None, log.read_text()
+            return None
+
+    try:
+        wait_until(lambda: ready() == 200, "the server is ready", 120)
+        askers = [threading.Thread(target=ask) for _ in range(4)]
+        for each in askers:
+            each.start()
+        wait_until(lambda: len(codes) > 20, "requests are answered")
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: ready() == 503, "the server is not ready any more")
+        assert process.wait(patient(60)) == EXIT_OK
+    finally:
+        stop.set()
+        process.kill()
+        process.wait()
+    for each in askers:
+        each.join(patient(30))
+    assert set(codes) == {200}

@@ -1,0 +1,81 @@
+"""A model server in the process of a test, and questions to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+
+from finetune_contract.layout import JobPaths
+from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.serving.batcher import Batcher
+from finetune_trainer.serving.serving_app import ServerState, make_app
+from finetune_trainer.serving.serving_engine import ServingEngine
+from finetune_trainer.serving.serving_metrics import ServingMetrics
+from suite_plugins.patience import patient
+from suite_plugins.waiting import wait_until
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer of the server."""
+
+    code: int
+    headers: Mapping[str, str]
+    content: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.content)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that listens."""
+
+    port: int
+    state: ServerState
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def ask(self, path: str, body: object = None, headers: Mapping[str, str] | None = None) -> Reply:
+        """GET without a body, else POST; a body that is no bytes is sent as JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=patient(60))
+        content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request("GET" if body is None else "POST", path, content, dict(headers or {}))
+        answer = connection.getresponse()
+        reply = Reply(answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read())
+        connection.close()
+        return reply
+
+    def infer(self, **inputs: list[Any]) -> Reply:
+        """By the Open Inference Protocol."""
+        tensors = [
+            {"name": name, "datatype": "BYTES", "shape": [len(data)], "data": data} for name, data in inputs.items()
+        ]
+        return self.ask(f"/v2/models/{self.state.engine.name}/infer", {"inputs": tensors})
+
+
+@contextmanager
+def served(job: TrainerJob, paths: JobPaths, token: str | None = None) -> Iterator[Served]:
+    """A server of `job` on a free port, warmed up."""
+    engine = ServingEngine.load(job, paths)
+    metrics = ServingMetrics(engine.name, job.task, "r1")
+    state = ServerState(engine, Batcher(engine, metrics), metrics, token, "r1")
+    server = uvicorn.Server(uvicorn.Config(make_app(state), port=0, log_config=None, http="h11", ws="none"))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    try:
+        wait_until(lambda: server.started and state.batcher.ready, "the server is warm")
+        yield Served(server.servers[0].sockets[0].getsockname()[1], state)
+    finally:
+        server.should_exit = True
+        thread.join(patient(30))

@@ -1,0 +1,1 @@
+"""The server that answers requests with a job's model."""

@@ -1,0 +1,215 @@
+"""Batches of rows of many requests, by their tokens and by time; one thread computes.
+
+A batch begins as soon as the thread is free: rows that arrive meanwhile make the next one, so that batches grow with
+the load and nobody waits without one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune_trainer.failures import StageError
+from finetune_trainer.serving.request_rows import Form, RequestError, Row
+from finetune_trainer.serving.serving_engine import EncodedRow, ServingEngine
+from finetune_trainer.serving.serving_metrics import ServingMetrics
+
+log = logging.getLogger(__name__)
+
+_SMOOTHING = 0.2
+"""Weight of the last batch in the time that a token takes."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request that waits or is computed."""
+
+    form: Form
+    rows: Sequence[Row]
+    done: asyncio.Future[list[dict[str, Any]]]
+    deadline: float | None
+    put: Callable[[str], None] | None = None
+    """Takes pieces of text as they are written: the request is computed by itself."""
+    encoded: list[EncodedRow] = field(default_factory=list)
+    answers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    gone: bool = False
+    """Whether nobody waits for the answer any more."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the inputs."""
+        return sum(each.tokens for each in self.encoded)
+
+    @property
+    def late(self) -> bool:
+        """Whether its deadline is over."""
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+
+class Batcher:
+    """The queue and its thread."""
+
+    def __init__(self, engine: ServingEngine, metrics: ServingMetrics) -> None:
+        self._engine = engine
+        self._metrics = metrics
+        self._serving = engine.serving
+        self._wake = threading.Condition()
+        self._inbox: deque[Ticket] = deque()
+        self._waiting: list[tuple[Ticket, int]] = []
+        self._rows = 0
+        self._stop = False
+        self._token_seconds = 0.0
+        self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
+        self.ready = False
+        self.failed: Exception | None = None
+
+    def start(self) -> None:
+        """Warm up, then take requests."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; what waits is not answered."""
+        with self._wake:
+            self._stop = True
+            self._wake.notify()
+        self._thread.join(timeout=5)
+
+    @property
+    def queued(self) -> int:
+        """Rows that wait or are computed."""
+        return self._rows
+
+    def submit(
+        self, form: Form, rows: Sequence[Row], deadline: float | None, put: Callable[[str], None] | None = None
+    ) -> Ticket:
+        """Queue a request of the running event loop. RequestError 429 when the queue is full."""
+        if self._rows and self._rows + len(rows) > self._serving.max_queue:
+            retry = max(1, round(self._rows * self._token_seconds * 64))
+            message = f"The queue of {self._serving.max_queue} rows is full: ask again in {retry} s."
+            raise RequestError(429, message, {"Retry-After": str(retry)})
+        ticket = Ticket(form, rows, asyncio.get_running_loop().create_future(), deadline, put)
+        with self._wake:
+            self._rows += len(rows)
+            self._inbox.append(ticket)
+            self._wake.notify()
+        self._metrics.queue.set(self._rows)
+        return ticket
+
+    # ------------------------------------------------------------------------------------------------- the thread
+
+    def _work(self) -> None:
+        try:
+            self._token_seconds = self._engine.warm_up()
+        except Exception as error:  # whatever it is, the server must end and say so
+            self.failed = error
+            return
+        self.ready = True
+        while True:
+            with self._wake:
+                while not (self._inbox or self._waiting or self._stop):
+                    self._wake.wait()
+                if self._stop:
+                    return
+                arrived = list(self._inbox)
+                self._inbox.clear()
+            for ticket in arrived:
+                self._take(ticket)
+            self._drop_gone()
+            if self._waiting:
+                self._batch()
+
+    def _take(self, ticket: Ticket) -> None:
+        if self._over(ticket):
+            return
+        try:
+            if ticket.put is None:
+                ticket.encoded = self._engine.encode(ticket.form, ticket.rows)
+                self._waiting += [(ticket, at) for at in range(len(ticket.rows))]
+            else:
+                self._engine.stream(ticket.form, ticket.rows[0], ticket.put, lambda: ticket.gone or ticket.late)
+                self._settle(ticket, [])
+        except Exception as error:
+            self._settle(ticket, _refusal(error))
+
+    def _drop_gone(self) -> None:
+        over = {id(ticket) for ticket in {id(t): t for t, _ in self._waiting}.values() if self._over(ticket)}
+        if over:
+            self._waiting = [each for each in self._waiting if id(each[0]) not in over]
+
+    def _over(self, ticket: Ticket) -> bool:
+        if ticket.gone:
+            self._settle(ticket, RequestError(499, "The client is gone."))
+        elif ticket.late:
+            self._settle(ticket, RequestError(504, "The request's time is over before its answer was computed."))
+        else:
+            return False
+        return True
+
+    def _chosen(self) -> list[tuple[Ticket, int]]:
+        """The oldest row and those of its form that fit beside it, the most alike in length first."""
+        first, at = self._waiting[0]
+        width = first.encoded[at].width
+        alike = [each for each in self._waiting if each[0].form == first.form]
+        alike[1:] = sorted(alike[1:], key=lambda each: abs(each[0].encoded[each[1]].width - width))
+        room = self._serving.max_batch_tokens
+        if self._token_seconds:
+            # Half of the bound: a row waits for the batch before its own.
+            room = min(room, int(self._serving.max_latency_seconds / 2 / self._token_seconds))
+        chosen, longest = [alike[0]], width
+        for each in alike[1:]:
+            longest = max(longest, each[0].encoded[each[1]].width)
+            if longest * (len(chosen) + 1) > room:
+                break
+            chosen.append(each)
+        return chosen
+
+    def _batch(self) -> None:
+        chosen = self._chosen()
+        taken = {(id(ticket), at) for ticket, at in chosen}
+        self._waiting = [each for each in self._waiting if (id(each[0]), each[1]) not in taken]
+        rows = [ticket.encoded[at] for ticket, at in chosen]
+        began = time.perf_counter()
+        try:
+            answers = self._engine.answer(chosen[0][0].form, rows)
+        except Exception as error:
+            for ticket in {id(ticket): ticket for ticket, _ in chosen}.values():
+                self._settle(ticket, _refusal(error))
+            return
+        seconds = time.perf_counter() - began
+        padded = max(each.width for each in rows) * len(rows)
+        self._token_seconds += _SMOOTHING * (seconds / padded - self._token_seconds)
+        self._metrics.batch(len(rows), sum(each.tokens for each in rows), seconds)
+        for (ticket, at), answer in zip(chosen, answers, strict=True):
+            ticket.answers[at] = answer
+            if len(ticket.answers) == len(ticket.rows):
+                self._settle(ticket, [ticket.answers[each] for each in range(len(ticket.rows))])
+
+    def _settle(self, ticket: Ticket, result: list[dict[str, Any]] | Exception) -> None:
+        with self._wake:
+            self._rows -= len(ticket.rows)
+        self._metrics.queue.set(self._rows)
+        self._waiting = [each for each in self._waiting if each[0] is not ticket]
+
+        def tell() -> None:
+            if not ticket.done.done():
+                if isinstance(result, Exception):
+                    ticket.done.set_exception(result)
+                else:
+                    ticket.done.set_result(result)
+
+        ticket.done.get_loop().call_soon_threadsafe(tell)
+
+
+def _refusal(error: Exception) -> RequestError:
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, StageError):
+        return RequestError(422, f"{error.message} {error.hint}".strip())
+    log.exception("A batch has failed.")
+    return RequestError(500, "The model failed on this request; the server's log has the reason.")

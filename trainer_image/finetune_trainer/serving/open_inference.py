@@ -1,0 +1,75 @@
+"""The Open Inference Protocol v2 (KServe, Triton) in JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from finetune_trainer.serving.request_rows import RequestError
+
+_JSON_ROLES = ("tokens", "messages")
+"""Inputs whose elements are JSON in text."""
+
+
+def rows_of(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of an infer request: each input is a role, each element of its data a row. RequestError 400."""
+    inputs = body.get("inputs")
+    if not isinstance(inputs, list) or not inputs:
+        raise RequestError(400, "inputs must be a list of tensors.")
+    columns: dict[str, list[Any]] = {}
+    for tensor in inputs:
+        if not isinstance(tensor, dict) or not isinstance(tensor.get("name"), str):
+            raise RequestError(400, "An input must be an object with name, datatype, shape and data.")
+        name = tensor["name"]
+        if name in columns:
+            raise RequestError(400, f"Input {name} is given twice.")
+        columns[name] = _values(name, tensor)
+    if len({len(values) for values in columns.values()}) != 1:
+        raise RequestError(400, "The inputs must have the same number of elements, one for each row.")
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _values(name: str, tensor: Mapping[str, Any]) -> list[Any]:
+    parameters = tensor.get("parameters")
+    if isinstance(parameters, dict) and "binary_data_size" in parameters:
+        raise RequestError(400, f"Input {name} is binary; this server takes JSON only: send data in the tensor.")
+    if tensor.get("datatype") != "BYTES":
+        raise RequestError(400, f"Input {name} must have datatype BYTES; found {str(tensor.get('datatype'))[:40]!r}.")
+    data = tensor.get("data")
+    if not isinstance(data, list) or not data:
+        raise RequestError(400, f"Input {name} must have data, a list of texts.")
+    if all(isinstance(each, list) for each in data):
+        data = [value for each in data for value in each]  # shape [rows, 1]
+    shape = tensor.get("shape")
+    whole = isinstance(shape, list) and all(isinstance(each, int) and not isinstance(each, bool) for each in shape)
+    size = 1
+    for each in shape if whole and isinstance(shape, list) else ():
+        size *= each
+    if not whole or not shape or size != len(data) or len(shape) > 2 or (len(shape) == 2 and shape[1] != 1):
+        raise RequestError(400, f"Input {name} must have shape [{len(data)}] or [{len(data)}, 1] for its data.")
+    if not all(isinstance(each, str) for each in data):
+        raise RequestError(400, f"Input {name} must have texts as data.")
+    return [_parsed(name, each) for each in data] if name in _JSON_ROLES else data
+
+
+def _parsed(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(400, f"Each element of {name} must be a JSON list in text: {error}.") from error
+
+
+def answer_of(model: str, version: str, identity: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each column of predict's answers as a tensor; what is no text or number is JSON in text."""
+    outputs = []
+    for name in rows[0]:
+        values = [row[name] for row in rows]
+        if all(isinstance(each, float) for each in values):
+            kind = "FP64"
+        else:
+            kind = "BYTES"
+            values = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in values]
+        outputs.append({"name": name, "datatype": kind, "shape": [len(values)], "data": values})
+    told = {"model_name": model, "model_version": version, "outputs": outputs}
+    return told if identity is None else {**told, "id": identity}

@@ -1,0 +1,96 @@
+"""Rows of requests: what clients ask, and the errors that they are answered with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune_contract.trainer_job import Columns, Generation
+
+MAX_ROWS = 256
+"""Rows of a request."""
+MAX_CHARACTERS = 200_000
+"""Characters of a row: more than the context of the models that are served holds, and still tokenised within 0.1 s."""
+MAX_NEW_TOKENS = 4096
+
+Row = Mapping[str, Any]
+"""Role of each input -> its value."""
+
+
+class RequestError(Exception):
+    """A request that cannot be answered; its message is for the client."""
+
+    def __init__(self, code: int, message: str, headers: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+        self.headers = dict(headers or {})
+
+
+@dataclass(frozen=True)
+class Form:
+    """Rows that can share a batch: the same inputs, and the same way to write."""
+
+    roles: tuple[str, ...]
+    generation: Generation
+
+    @property
+    def columns(self) -> Columns:
+        """Each role's column has the name of the role."""
+        return Columns(**{role: role for role in self.roles})
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Figures of a request, for its log line and for clients that count tokens."""
+
+    rows: int
+    tokens: int
+
+
+def check_rows(rows: list[dict[str, Any]]) -> None:
+    """Refuse what would take too long: too many rows (413), too long texts (413), wrong types (422)."""
+    if not rows:
+        raise RequestError(422, "The request has no rows: send at least one input.")
+    if len(rows) > MAX_ROWS:
+        raise RequestError(413, f"The request has {len(rows)} rows; at most {MAX_ROWS} are answered at once: split it.")
+    if any(set(row) != set(rows[0]) for row in rows):
+        raise RequestError(
+            422, "The rows of a request must have the same inputs: send others in a request of their own."
+        )
+    for row in rows:
+        size = sum(_size(role, value) for role, value in row.items())
+        if size > MAX_CHARACTERS:
+            raise RequestError(413, f"A row has {size} characters; at most {MAX_CHARACTERS} are taken: shorten it.")
+
+
+def _size(role: str, value: Any) -> int:
+    if isinstance(value, str) and role not in ("tokens", "messages"):
+        if not value.isascii():
+            _refuse_surrogates(role, value)
+        return len(value)
+    if role == "tokens" and isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        return sum(_size("word", each) for each in value)
+    if role == "messages" and isinstance(value, list) and value:
+        return sum(_message_size(each) for each in value)
+    rule = {"tokens": "a list of words", "messages": "a list of messages"}.get(role, "text")
+    raise RequestError(422, f"{role} must be {rule}; found {type(value).__name__}.")
+
+
+def _message_size(message: Any) -> int:
+    if not isinstance(message, dict):
+        raise RequestError(422, f"A message must be an object with role and content; found {type(message).__name__}.")
+    for name in ("role", "content"):
+        if not isinstance(message.get(name), str):
+            raise RequestError(422, f"A message needs {name} as text; found {type(message.get(name)).__name__}.")
+    return _size("role", message["role"]) + _size("content", message["content"])
+
+
+def _refuse_surrogates(role: str, value: str) -> None:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            422, f"{role} has half of a surrogate pair at {error.start}: send whole characters."
+        ) from error

@@ -1,0 +1,249 @@
+"""The model of a server: rows in, predictions out, by the code that the stage predict runs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from finetune_contract.layout import JobPaths
+from finetune_contract.trainer_job import Columns, Generation, Prediction, Serving, TrainerJob
+from finetune_trainer.data.prepare import labels_of_model
+from finetune_trainer.data.prepared import POSITION, ROW, dataset_of
+from finetune_trainer.data.row_shards import RowShard, ShardKey, ShardRows
+from finetune_trainer.data.shards import Encoder
+from finetune_trainer.data.sources import RawSplit
+from finetune_trainer.inference.answering import Answerer, Asked, coding_of
+from finetune_trainer.inference.optimization.rung_in_use import RungInUse
+from finetune_trainer.inference.runner import Means, used_model
+from finetune_trainer.progress import NoProgress
+from finetune_trainer.scripts.trained import job_of_trained_model
+from finetune_trainer.serving.request_rows import Form, RequestError, Row
+from finetune_trainer.tasks.task_registry import task_of
+
+log = logging.getLogger(__name__)
+
+_WARM_TEXT = "The server warms up with a sentence of a few words before it takes requests."
+_WORDS = tuple(_WARM_TEXT.split())
+WARM_ROWS: Mapping[str, dict[str, Any]] = {
+    "text-classification": {"text": _WARM_TEXT},
+    "token-classification": {"tokens": list(_WORDS)},
+    "question-answering": {"question": "What warms up?", "context": _WARM_TEXT},
+    "text-generation": {"text": _WARM_TEXT},
+    "preference-tuning": {"prompt": _WARM_TEXT},
+    "summarization": {"source": _WARM_TEXT},
+    "translation": {"source": _WARM_TEXT},
+}
+WRITERS = ("text-generation", "preference-tuning", "summarization", "translation")
+
+
+@dataclass(frozen=True)
+class EncodedRow:
+    """A row that is ready for a batch."""
+
+    row: Row
+    features: pa.Table
+    width: int
+    """Padded tokens that it takes at least."""
+    tokens: int
+    """Tokens of its features."""
+
+
+@dataclass
+class ServingEngine:
+    """Answers rows, one batch at a time; not for several threads."""
+
+    job: TrainerJob
+    serving: Serving
+    answerer: Answerer
+    trained: bool
+    """Whether the job trained the model."""
+    _of_form: dict[Form, Answerer] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, job: TrainerJob, paths: JobPaths) -> ServingEngine:
+        """StageErrors of the model and of the rung."""
+        serving = job.serving or Serving(model_name=job.name, device="cpu", max_batch_tokens=8192)
+        job = job.model_copy(update={"serving": serving})
+        trained = job.trains
+        if trained:
+            # The tokenizer, too, is read from the trained model's folder: nothing is fetched.
+            found = job_of_trained_model(job, paths)
+            job = found.model_copy(update={"training": None})
+        predict = Prediction(
+            device=serving.device,
+            batch_tokens=serving.max_batch_tokens,
+            precision=serving.precision,
+            optimization=serving.optimization,
+            tolerance=serving.tolerance,
+        )
+        job = job.model_copy(update={"predict": predict})
+        task = task_of(job)
+        model, _ = used_model(job, paths, serving.precision)
+        labels = labels_of_model(job, task, model.config)
+        encoder = Encoder(task, coding_of(job), packing=False)
+        asked = Asked(Columns(**{role: role for role in _warm_row(job, encoder)}), "inputs", {})
+        answerer = Answerer(job, encoder, model, labels, Means.of(predict), asked)
+        engine = cls(job, serving, answerer, trained)
+        engine.answerer = replace(answerer, forward=engine._forward(paths))
+        return engine
+
+    def _forward(self, paths: JobPaths) -> Any:
+        """Choose the rung as predict does, measured on rows of several lengths."""
+        if self.serving.optimization == "none":
+            return None
+        shard = _sample_shard(self.job, _warm_row(self.job, self.answerer.encoder))
+        rungs = RungInUse(
+            self.answerer, lambda: iter([shard]), None, paths, [self.job.model.uri, self.job.model.revision]
+        )
+        return rungs.forward(rungs.choose())
+
+    @property
+    def name(self) -> str:
+        """Name of the model in requests."""
+        return self.serving.model_name
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the labels, in the order of their ids."""
+        return self.answerer.labels.names
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.answerer.encoder.coding.tokenizer
+
+    @property
+    def generation(self) -> Generation:
+        """How the model writes where a request does not say."""
+        return self.job.generation
+
+    def warm_up(self) -> float:
+        """Answer rows of one and of several, and return the seconds that a padded token took."""
+        row = _warm_row(self.job, self.answerer.encoder)
+        few = Generation(max_new_tokens=min(4, self.generation.max_new_tokens))
+        form = Form(tuple(row), few if self.job.task in WRITERS else self.generation)
+        for rows in (1, 4, 4):
+            encoded = self.encode(form, [row] * rows)
+            began = time.perf_counter()
+            self.answer(form, encoded)
+            seconds = time.perf_counter() - began
+        return seconds / max(1, sum(each.width for each in encoded))
+
+    def encode(self, form: Form, rows: Sequence[Row]) -> list[EncodedRow]:
+        """Tokenise rows. StageError DATA of the first row that the task does not take."""
+        answerer = self._answerer(form)
+        table = pa.Table.from_pylist([dict(row) for row in rows])
+        answerer.encoder.task.check(
+            RawSplit("", "the request", dataset_of(table), one_row=len(rows) == 1), form.columns, "inputs"
+        )
+        features, _ = answerer.encoder.features(table, answerer.encoder.task.inputs(form.columns))
+        numbers = features[ROW].to_numpy()
+        lengths = np.diff(features["input_ids"].combine_chunks().offsets.to_numpy())
+        extra = form.generation.max_new_tokens if self.job.task in WRITERS else 0
+        encoded = []
+        for at, row in enumerate(rows):
+            first, last = np.searchsorted(numbers, [at, at + 1])
+            own = lengths[first:last]
+            width = (int(own.max()) + extra) * (form.generation.num_beams if extra else 1) * (1 if extra else len(own))
+            encoded.append(EncodedRow(row, features.slice(first, last - first), width, int(own.sum())))
+        return encoded
+
+    def answer(self, form: Form, rows: Sequence[EncodedRow]) -> list[dict[str, Any]]:
+        """Return the columns of predict for each of the rows."""
+        answerer = self._answerer(form)
+        table = pa.Table.from_pylist([dict(each.row) for each in rows])
+        counts = [len(each.features) for each in rows]
+        features = pa.concat_tables([each.features for each in rows])
+        numbers = np.repeat(np.arange(len(rows)), counts)
+        for name in (ROW, POSITION):
+            at = features.column_names.index(name)
+            features = features.set_column(at, name, pa.array(numbers, features.schema.field(name).type))
+        inputs = answerer.encoder.task.inputs(form.columns)
+        answered = answerer._predicted(ShardKey(0, 0), table, features, inputs, NoProgress())
+        found: list[dict[str, Any]] = answered.to_pylist()
+        return found
+
+    def stream(self, form: Form, row: Row, put: Callable[[str], None], stopped: Callable[[], bool]) -> None:
+        """Write on behind one row, and hand each piece of text to `put` as it is there, until `stopped`."""
+        import torch
+        from transformers import StoppingCriteriaList, TextStreamer
+
+        from finetune_trainer.tasks.writing import ends, padding_token, search
+
+        class Pieces(TextStreamer):
+            """Hands text to the request instead of printing it."""
+
+            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+                if text:
+                    put(text)
+
+        (encoded,) = self.encode(form, [row])
+        feature = encoded.features.slice(len(encoded.features) - 1).to_pylist()[0]
+        model: Any = self.answerer.model
+        ids = torch.tensor([feature["input_ids"][: int(feature["prompt"])]], device=model.device)
+        with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.job.seed)
+            model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                pad_token_id=padding_token(self.tokenizer),
+                eos_token_id=ends(model, self.tokenizer) or None,
+                streamer=Pieces(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
+                stopping_criteria=StoppingCriteriaList(
+                    [lambda tokens, scores, **_: torch.full((len(tokens),), stopped(), device=tokens.device)]
+                ),
+                **search(form.generation),
+            )
+
+    def _answerer(self, form: Form) -> Answerer:
+        """The answerer of a form; few are kept, as clients choose how to write."""
+        found = self._of_form.get(form)
+        if found is None:
+            if len(self._of_form) >= 64:
+                self._of_form.clear()
+            job = self.job.model_copy(update={"generation": form.generation})
+            asked = Asked(form.columns, "inputs", {})
+            found = self._of_form[form] = replace(self.answerer, job=job, asked=asked)
+        return found
+
+
+def refuse_roles(task: str, roles: Sequence[str]) -> None:
+    """RequestError 422 for inputs that the task does not take."""
+    allowed: dict[str, list[set[str]]] = {
+        "text-classification": [{"text"}, {"text", "text_pair"}],
+        "token-classification": [{"tokens"}],
+        "question-answering": [{"question", "context"}],
+        "masked-lm": [{"text"}],
+        "text-generation": [{"text"}, {"source"}, {"messages"}],
+        "preference-tuning": [{"prompt"}],
+    }
+    forms = allowed.get(task, [{"source"}])
+    if set(roles) not in forms:
+        wanted = "; or ".join(", ".join(sorted(form)) for form in forms)
+        raise RequestError(
+            422, f"The model's task, {task}, takes the inputs {wanted}; found {', '.join(roles) or 'none'}."
+        )
+
+
+def _warm_row(job: TrainerJob, encoder: Encoder) -> dict[str, Any]:
+    if job.task == "masked-lm":
+        return {"text": f"The server {encoder.coding.tokenizer.mask_token} up."}
+    return WARM_ROWS[job.task]
+
+
+def _sample_shard(job: TrainerJob, row: Mapping[str, Any]) -> RowShard:
+    """Rows of several lengths, to measure rungs on."""
+    longest = max(row, key=lambda role: len(row[role]))
+    rows = []
+    for times in (1, 2, 4, 8) * 64:
+        value = row[longest]
+        rows.append({**row, longest: value * times if isinstance(value, list) else " ".join([value] * times)})
+    table = pa.Table.from_pylist(rows)
+    read = ShardRows(len(rows), np.arange(len(rows)), lambda chosen: table.take(pa.array(chosen, pa.int64())))
+    return RowShard(ShardKey(0, 0), "sample", len(rows), lambda: read)

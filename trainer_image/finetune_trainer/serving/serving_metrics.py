@@ -1,0 +1,43 @@
+"""What the server counts, in the format of Prometheus."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_TOKENS = (16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+class ServingMetrics:
+    """Metrics of one server."""
+
+    def __init__(self, model: str, task: str, revision: str) -> None:
+        self._registry = CollectorRegistry()
+        names, seconds = ["path", "code"], "finetune_serving_request_seconds"
+        own = self._registry
+        self.requests = Counter("finetune_serving_requests", "Requests answered.", names, registry=own)
+        self.seconds = Histogram(seconds, "Time of a request.", ["path"], buckets=_SECONDS, registry=own)
+        self.queue = Gauge("finetune_serving_queue_rows", "Rows that wait or are computed.", registry=own)
+        self.in_flight = Gauge("finetune_serving_requests_in_flight", "Requests that wait for an answer.", registry=own)
+        self._rows = Histogram("finetune_serving_batch_rows", "Rows of a batch.", buckets=_ROWS, registry=own)
+        self._batch = Histogram("finetune_serving_batch_tokens", "Tokens of a batch.", buckets=_TOKENS, registry=own)
+        self._tokens = Counter("finetune_serving_tokens", "Tokens computed.", registry=own)
+        self._busy = Counter("finetune_serving_compute_seconds", "Time spent computing.", registry=own)
+        self._rate = Gauge("finetune_serving_tokens_per_second", "Tokens a second in the last batch.", registry=own)
+        info = Gauge("finetune_serving_model_info", "The model.", ["model", "task", "revision"], registry=own)
+        info.labels(model, task, revision).set(1)
+
+    def batch(self, rows: int, tokens: int, seconds: float) -> None:
+        """Count a batch."""
+        self._rows.observe(rows)
+        self._batch.observe(tokens)
+        self._tokens.inc(tokens)
+        self._busy.inc(seconds)
+        self._rate.set(tokens / max(seconds, 1e-9))
+
+    def text(self) -> bytes:
+        """All of them, for a scrape."""
+        return generate_latest(self._registry)
