@@ -45,7 +45,10 @@ class Client:
         """One request, on a connection of its own."""
         headers = {"Connection": "close", **({"Authorization": f"Bearer {self.token}"} if self.token else {})}
         with new_session() as session:
-            return session.post(f"{self.url}{path}", json=body, headers=headers, timeout=patient(30))
+            reply: requests.Response = session.post(
+                f"{self.url}{path}", json=body, headers=headers, timeout=patient(30)
+            )
+            return reply
 
     def infer(self, model: str, texts: Sequence[str]) -> dict[str, list[Any]]:
         """Outputs by name, by the Open Inference Protocol."""
