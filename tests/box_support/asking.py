@@ -18,6 +18,8 @@ from suite_plugins.patience import patient
 
 EACH_SECONDS = 0.1
 """Between the beginnings of two requests."""
+ANSWER_SECONDS = 10
+"""After which a client gives a request up: the box's proxy keeps it from learning that a killed server hung up."""
 BACK_OFF = (0.1, 0.2, 0.4, 0.8, 1.5, 2.0)
 """Seconds before each further try of a client that tries again: 5 in all."""
 
@@ -46,7 +48,7 @@ class Client:
         headers = {"Connection": "close", **({"Authorization": f"Bearer {self.token}"} if self.token else {})}
         with new_session() as session:
             reply: requests.Response = session.post(
-                f"{self.url}{path}", json=body, headers=headers, timeout=patient(30)
+                f"{self.url}{path}", json=body, headers=headers, timeout=patient(ANSWER_SECONDS)
             )
             return reply
 
