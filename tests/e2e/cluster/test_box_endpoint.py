@@ -317,6 +317,8 @@ def test_model_that_misses_its_gate_is_not_served(box: Box, team: Team) -> None:
     )
     failure = team.fails(name)
     assert failure["class"] == "GateNotMet"
+    assert failure["message"].startswith("loss is ")
+    assert "evaluation.gate.maximum is 1e-06" in failure["message"]
     status = team.status(name)
     assert stage_of(status, "evaluate")["state"] == "Failed"
     assert stage_of(status, "serve")["state"] == "Pending"
