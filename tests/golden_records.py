@@ -20,6 +20,7 @@ from typing import Any
 from differences import difference, patched, read, same, written
 from finetune_operator.cli.yaml_text import documents as yaml_text
 from finetune_operator.rendering.contract import DEEPSPEED_FILE, JOB_FILE, files, fingerprint
+from finetune_operator.rendering.endpoint_objects import KINDS as ENDPOINT_KINDS
 from finetune_operator.rendering.render_types import STAGE_LABEL, Manifest
 from golden_cases import golden_manifests, golden_plan
 
@@ -37,6 +38,7 @@ BASES = {
     "train/PyTorchJob": ("one-gpu", "tensor-and-pipeline-chosen"),
     "train/MPIJob": ("one-gpu", "tensor-and-pipeline-chosen"),
     "train/Job": ("one-gpu", "tensor-and-pipeline-chosen"),
+    **{f"serve/{kind}": ("served",) for _, kind in ENDPOINT_KINDS},
     "predict/ConfigMap": ("examples/chat-lora",),
     "predict/Job": ("examples/chat-lora",),
 }

@@ -24,6 +24,7 @@ from finetune_operator.launchers.launcher_rows import SUPPORTED, LauncherName
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.reconcile.children import child_view
 from finetune_operator.reconcile.decide import decide
+from finetune_operator.reconcile.endpoint_view import endpoint_view
 from finetune_operator.reconcile.observed import job_view, leaving, pod_view, wanted_logs
 from finetune_operator.reconcile.reconcile_types import Decision, EventNote, JobView, ObjectRef, Observed, Refusal
 from finetune_operator.reconcile.status_times import stamp
@@ -98,6 +99,8 @@ class World:
     children: dict[str, Any] = field(default_factory=dict)
     pods: dict[str, Any] = field(default_factory=dict)
     others: dict[tuple[str, str], Any] = field(default_factory=dict)
+    server: Any = None
+    """The Deployment of the endpoint."""
     refuse: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Kind -> code and message with which its creation is refused."""
     refusals: tuple[Refusal, ...] = ()
@@ -146,7 +149,8 @@ class World:
             moved=self.moved, heard_since=self.heard_since,
         )  # fmt: skip
         self.last_logs = {name: text for name, text in self.last_logs.items() if name in {one.name for one in pods}}
-        seen = replace(seen, last_logs=tuple(self.last_logs.items()))
+        endpoint = None if self.server is None else endpoint_view(self.server)
+        seen = replace(seen, last_logs=tuple(self.last_logs.items()), endpoint=endpoint)
         for name in leaving(self.job(), seen):
             self.last_logs[name] = self.logs.get(name, "")
         wanted = wanted_logs(self.job(), seen, self.now, self.settings)
@@ -168,11 +172,14 @@ class World:
                 return decision
             left -= 1
             self._delete(ref)
-        for manifest in decision.create:
+        for ref in decision.remove:
+            self._remove(ref)
+        steps = [(self._create, one) for one in decision.create] + [(self._apply, one) for one in decision.apply]
+        for make, manifest in steps:
             if left <= 0:
                 return decision
             left -= 1
-            refusal = self._create(manifest)
+            refusal = make(manifest)
             if refusal is not None:
                 self.refusals = (refusal,)
                 return decision
@@ -211,7 +218,8 @@ class World:
         for _ in range(passes):
             before = (self.status, set(self.children), self.refusals)
             decision = self.step()
-            if (self.status, set(self.children), self.refusals) == before and not decision.create:
+            made = decision.create or decision.apply
+            if (self.status, set(self.children), self.refusals) == before and not made:
                 return
         raise AssertionError(f"{passes} passes and no end: {self.status}")
 
@@ -244,6 +252,26 @@ class World:
         # What was told is of the attempt before.
         self.progress = self.moved = None
         return None
+
+    def _apply(self, manifest: Any) -> Refusal | None:
+        kind, name = manifest["kind"], manifest["metadata"]["name"]
+        if kind in self.refuse:
+            return Refusal(ObjectRef(manifest["apiVersion"], kind, name), *self.refuse[kind])
+        raw = json.loads(json.dumps(manifest))
+        if kind != "Deployment":
+            self.others[kind, name] = raw
+            return None
+        before = self.server or {"metadata": {"creationTimestamp": stamp(self.now), "generation": 0}, "status": {}}
+        generation = before["metadata"]["generation"] + 1
+        made = {"uid": "uid-server", "creationTimestamp": before["metadata"]["creationTimestamp"]}
+        raw["metadata"] |= {**made, "generation": generation}
+        self.server = {**raw, "status": before["status"]}
+        return None
+
+    def _remove(self, ref: ObjectRef) -> None:
+        self.others.pop((ref.kind, ref.name), None)
+        if ref.kind == "Deployment":
+            self.server = None
 
     def _delete(self, ref: ObjectRef) -> None:
         if ref.kind not in CHILD_KINDS:

@@ -17,7 +17,7 @@ from cluster_support.api_access import Api, Object, path_of, wait_until
 from cluster_support.control_plane import Cluster
 from cluster_support.operator_process import ACCOUNT, MANIFESTS, NAMESPACE, USER, OperatorProcess, install
 from cluster_support.plays import RUNS, WRONG_COLUMN
-from cluster_support.world import SETTINGS, World, condition, namespace_for_pods
+from cluster_support.world import SETTINGS, World, condition, conditions, namespace_for_pods
 from finetune_operator.api.types import API_VERSION, PLURAL
 from finetune_operator.launchers.launcher_rows import SUPPORTED, TRAINING
 from finetune_operator.rendering.render_types import PROGRESS_AUDIENCE, STAGE_LABEL
@@ -136,6 +136,7 @@ def play(world: World, mark: int) -> None:
         world.wait_phase(job, "Failed")
     tell_of_secrets(world)
     whole_jobs(world)
+    serve_a_model(world)
     damage_certificate(world)
     meet_a_quota(world)
     write_beside_it(world, mark)
@@ -183,6 +184,18 @@ def whole_jobs(world: World) -> None:
     world.wait_phase("failing", "Failed")
     world.apply("brief", {"runPolicy": {"ttlSecondsAfterFinished": 0}})
     world.wait_gone("brief")
+
+
+def serve_a_model(world: World) -> None:
+    """Servers with all that can be beside them, which go while the job stays."""
+    world.kubelet.playbook.set("serving", "serve", RUNS)
+    stages = dict.fromkeys(("training", "dataset", "evaluation", "predict"))
+    world.apply("serving", {**stages, "endpoint": {"replicas": 2, "maxReplicas": 3}})
+    world.wait("serving", "it answers", lambda status: conditions(status).get("Ready") == "True")
+    world.change("serving", {"runPolicy": {"suspend": True}})
+    world.wait_phase("serving", "Suspended")
+    path = world.path("apps/v1", "deployments", "serving-endpoint")
+    wait_until(lambda: world.api.get(path) is None, "the servers are gone")
 
 
 def damage_certificate(world: World) -> None:
@@ -238,8 +251,10 @@ def used(cluster: Cluster, mark: int) -> tuple[set[Right], list[str]]:
         if about is None or "resource" not in about:
             continue  # discovery, which every authenticated client may do
         resource = "/".join(part for part in (about["resource"], about.get("subresource")) if part)
-        rights.add((about.get("apiGroup", ""), resource, entry["verb"]))
-        answer = entry.get("responseStatus", {})
+        group, answer = about.get("apiGroup", ""), entry.get("responseStatus", {})
+        rights.add((group, resource, entry["verb"]))
+        if entry["verb"] == "patch" and answer.get("code") == 201:
+            rights.add((group, resource, "create"))  # an apply that creates needs both, and is logged as a patch
         if answer.get("code") == 403 and "exceeded quota" not in answer.get("message", ""):
             refused.append(f"{entry['verb']} {entry['requestURI']}")
     return rights, refused

@@ -168,3 +168,52 @@ def test_a_driver_without_a_reference_is_its_applications_by_its_name(store: Sto
 )
 def test_references_that_cannot_be_read_are_none(references: Any):
     assert controller_of({"ownerReferences": references}) is None
+
+
+DEPLOYMENT = Owner("Deployment", "demo-endpoint", "servers-1")
+REPLICA_SET = Owner("ReplicaSet", "demo-endpoint-5f7c", "revision-1")
+
+
+def servers(owner: Owner | None = OF_THE_JOB) -> dict[str, Any]:
+    about = metadata(DEPLOYMENT.name, DEPLOYMENT.uid, owner, "serve")
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {**about, "generation": 1}}
+
+
+@pytest.mark.parametrize("answer", ["found", "another", "of another deployment", "of nobody"])
+def test_a_server_is_the_jobs_own_when_its_replica_set_is_of_the_jobs_deployment(store: Store, answer: str):
+    store.put(servers())
+    store.put(pod("server", REPLICA_SET, stage="serve"))
+    assert store.unresolved(ID) == {REPLICA_SET}
+    assert (pods(store), foreign(store)) == ([], [])
+    there = {
+        "found": metadata(REPLICA_SET.name, REPLICA_SET.uid, DEPLOYMENT, "serve"),
+        "another": metadata(REPLICA_SET.name, "another", DEPLOYMENT, "serve"),
+        "of another deployment": metadata(REPLICA_SET.name, REPLICA_SET.uid, Owner("Deployment", "web", "web-1")),
+        "of nobody": metadata(REPLICA_SET.name, REPLICA_SET.uid, None, "serve"),
+    }[answer]
+    store.resolve(ID, REPLICA_SET, {"metadata": there})
+    assert store.unresolved(ID) == set()
+    assert (pods(store), foreign(store)) == ((["server"], []) if answer == "found" else ([], ["server"]))
+
+
+def test_a_deployment_that_the_job_does_not_control_serves_nothing_of_it(store: Store):
+    store.put(servers(owner=None))
+    store.put(pod("server", REPLICA_SET, stage="serve"))
+    there = metadata(REPLICA_SET.name, REPLICA_SET.uid, DEPLOYMENT, "serve")
+    store.resolve(ID, REPLICA_SET, {"metadata": there})
+    assert store.endpoint(ID) is None
+    assert pods(store) == []
+    assert DEPLOYMENT.name in foreign(store)
+
+
+def test_a_pod_that_claims_to_serve_by_its_labels_alone_is_not_the_jobs_own(store: Store):
+    store.put(servers())
+    store.put(pod("copy", None, stage="serve"))
+    assert (pods(store), foreign(store)) == ([], ["copy"])
+
+
+def test_a_replica_set_is_asked_for_at_the_stage_that_serves_only(store: Store):
+    store.put(child())
+    store.put(pod("copy", REPLICA_SET))
+    assert store.unresolved(ID) == set()
+    assert foreign(store) == ["copy"]

@@ -1,0 +1,168 @@
+"""The endpoint of a job: when it comes and goes, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from finetune_contract.choices import Stage
+from finetune_operator.reconcile.endpoint_view import endpoint_view
+from reconcile_world import SPEC, World
+
+ALONE: dict[str, Any] = {"task": SPEC["task"], "model": SPEC["model"], "endpoint": {}}
+NAME = "reviews-endpoint"
+URL = "http://reviews-endpoint.team.svc"
+
+
+def serving(available: int = 0, **changes: Any) -> World:
+    """A job that only serves, with its Deployment."""
+    world = World(spec={**ALONE, **changes})
+    world.settle()
+    assert world.server is not None
+    stands(world, available)
+    return world
+
+
+def stands(world: World, available: int, stuck: str | None = None) -> None:
+    """The controllers of the Deployment say so of its newest generation."""
+    conditions = [] if stuck is None else [{"type": "Progressing", "status": "False", "message": stuck}]
+    world.server["status"] = {
+        "availableReplicas": available,
+        "updatedReplicas": 1,
+        "observedGeneration": world.server["metadata"]["generation"],
+        "conditions": conditions,
+    }
+    world.settle()
+
+
+def pod(world: World, status: dict[str, Any], name: str = "reviews-endpoint-a") -> None:
+    """A server's pod, with a container in that state."""
+    labels = world.server["spec"]["template"]["metadata"]["labels"]
+    metadata = {"name": name, "uid": f"uid-{name}", "labels": labels, "creationTimestamp": world.after(0)}
+    status = {"phase": "Pending", "containerStatuses": [{"name": "pytorch", **status}]}
+    world.pods[name] = {"child": NAME, "metadata": metadata, "spec": {"nodeName": "node-0"}, "status": status}
+    world.settle()
+
+
+def edit(world: World, **changes: Any) -> None:
+    world.spec = {**world.spec, **changes}
+    world.generation += 1
+    world.settle()
+
+
+def url(world: World) -> str | None:
+    artifacts = world.job().status.artifacts
+    return None if artifacts is None else artifacts.endpoint_url
+
+
+def test_a_job_is_ready_while_a_server_answers_and_says_where() -> None:
+    world = serving()
+    assert world.said("Ready")[:2] == ("False", "WaitingForPods")
+    assert url(world) is None
+    stands(world, 1)
+    assert (world.phase, world.said("Ready")[:2]) == ("Serving", ("True", "EndpointReady"))
+    assert url(world) == URL
+    assert world.told().count("EndpointReady") == 1
+
+
+def test_ready_that_is_lost_has_the_reason_of_the_pod() -> None:
+    world = serving(1)
+    pod(world, {"state": {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}})
+    stands(world, 0)
+    status, reason, message = world.said("Ready")
+    assert (status, reason) == ("False", "ImagePullBackOff")
+    assert "no such image" in message
+    assert world.phase != "Failed"
+    assert world.told().count("EndpointNotReady") == 1
+    stands(world, 1)
+    assert world.said("Ready")[0] == "True"
+
+
+def test_a_server_that_crashes_again_and_again_is_told_with_its_last_word() -> None:
+    world = serving()
+    ended = {"exitCode": 65, "reason": "Error", "message": "no model lies there", "finishedAt": world.after(0)}
+    state = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
+    pod(world, {"state": state, "lastState": {"terminated": ended}, "restartCount": 3})
+    status, reason, message = world.said("Ready")
+    assert (status, reason) == ("False", "CrashLoopBackOff")
+    assert "exit code 65: no model lies there" in message
+    assert world.phase != "Failed"
+
+
+def test_a_rollout_that_is_stuck_stalls_the_job_until_it_goes_on() -> None:
+    world = serving()
+    stands(world, 0, "has timed out progressing")
+    assert world.said("Stalled")[:2] == ("True", "ProgressDeadlineExceeded")
+    assert world.said("Ready")[:2] == ("False", "ProgressDeadlineExceeded")
+    stands(world, 1)
+    assert world.said("Stalled")[0] == "False"
+    stands(world, 1, "has timed out progressing")
+    assert world.said("Stalled")[:2] == ("True", "RolloutStuck")
+    assert world.said("Ready")[0] == "True"
+    assert world.told().count("RolloutStuck") == 1
+
+
+def test_an_endpoint_that_is_added_to_a_job_that_has_succeeded_is_served_and_taken_away() -> None:
+    world = World()
+    world.settle()
+    for _ in range(4):
+        if world.phase != "Succeeded":
+            world.succeed()
+            world.settle()
+    assert world.phase == "Succeeded"
+    made = list(world.created)
+    edit(world, endpoint={})
+    assert world.server is not None
+    stands(world, 1)
+    assert world.phase == "Serving"
+    assert world.job().status.completion_time is None
+    edit(world, endpoint=None)
+    assert (world.server, world.phase, url(world)) == (None, "Succeeded", None)
+    assert {kind for kind, name in world.others if name == NAME} == set()
+    assert world.created == made
+
+
+def test_a_suspended_job_has_no_servers() -> None:
+    world = serving(1)
+    world.edit(suspend=True)
+    world.settle()
+    assert (world.server, world.phase, url(world)) == (None, "Suspended", None)
+    assert {kind for kind, name in world.others if name == NAME} == set()
+    world.edit(suspend=False)
+    world.settle()
+    stands(world, 1)
+    assert (world.phase, url(world)) == ("Serving", URL)
+
+
+def test_a_name_that_is_taken_stalls_the_job_and_is_tried_again() -> None:
+    world = World(spec=json.loads(json.dumps(ALONE)), refuse={"Deployment": (409, "it is of somebody else")})
+    world.settle()
+    assert world.said("Stalled")[:2] == ("True", "NameTaken")
+    assert world.phase != "Failed"
+    assert world.told().count("NameTaken") == 1
+    world.refuse = {}
+    world.wait(3600)
+    assert world.server is not None
+    assert world.said("Stalled")[0] == "False"
+
+
+def test_what_one_server_does_not_need_goes_when_the_spec_changes() -> None:
+    world = serving(2, endpoint={"replicas": 2, "maxReplicas": 3})
+    scaled = {"HorizontalPodAutoscaler", "PodDisruptionBudget"}
+    assert scaled <= {kind for kind, _ in world.others}
+    world.server["spec"]["replicas"] = 3
+    edit(world)
+    assert world.server["spec"]["replicas"] == 3, "what the autoscaler asked for stays"
+    edit(world, endpoint={})
+    assert not scaled & {kind for kind, _ in world.others}
+    assert world.server["spec"]["replicas"] == 1
+
+
+def test_a_deployment_without_the_labels_of_a_job_is_no_endpoint() -> None:
+    world = serving()
+    view = endpoint_view(world.server)
+    assert view is not None
+    assert view.ref.name == NAME
+    labels = world.server["metadata"]["labels"]
+    for changed in ({}, {**labels, "finetune.dev/stage": Stage.TRAIN.value}):
+        assert endpoint_view({**world.server, "metadata": {**world.server["metadata"], "labels": changed}}) is None
