@@ -1,0 +1,101 @@
+"""Clients of an endpoint: steady requests, each on a connection of its own, whose answers are counted."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Event, Lock, Thread
+from typing import Any
+
+import requests
+
+from cluster_support.api_access import Object, new_session
+from suite_plugins.patience import patient
+
+EACH_SECONDS = 0.1
+"""Between the beginnings of two requests."""
+ANSWER_SECONDS = 10
+"""After which a client gives a request up: the box's proxy keeps it from learning that a killed server hung up."""
+BACK_OFF = (0.1, 0.2, 0.4, 0.8, 1.5, 2.0)
+"""Seconds before each further try of a client that tries again: 5 in all."""
+
+
+@dataclass
+class Answers:
+    """What steady requests got."""
+
+    sent: int = 0
+    failed: list[str] = field(default_factory=list)
+    """What went wrong with each request that got no answer in the end."""
+    retried: int = 0
+    """Tries that failed and were followed by another."""
+    labels: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Client:
+    """Asks an endpoint as a program with a plain HTTP library does."""
+
+    url: str
+    token: str | None = None
+
+    def post(self, path: str, body: Object) -> requests.Response:
+        """One request, on a connection of its own."""
+        headers = {"Connection": "close", **({"Authorization": f"Bearer {self.token}"} if self.token else {})}
+        with new_session() as session:
+            reply: requests.Response = session.post(
+                f"{self.url}{path}", json=body, headers=headers, timeout=patient(ANSWER_SECONDS)
+            )
+            return reply
+
+    def infer(self, model: str, texts: Sequence[str]) -> dict[str, list[Any]]:
+        """Outputs by name, by the Open Inference Protocol."""
+        tensor = {"name": "text", "datatype": "BYTES", "shape": [len(texts)], "data": list(texts)}
+        reply = self.post(f"/v2/models/{model}/infer", {"inputs": [tensor]})
+        assert reply.status_code == 200, reply.text
+        return {output["name"]: output["data"] for output in reply.json()["outputs"]}
+
+    def label(self, text: str) -> str:
+        """The likeliest label of a text. OSError when there is no answer."""
+        reply = self.post("/", {"inputs": text})
+        reply.raise_for_status()
+        return str(reply.json()[0][0]["label"])
+
+    @contextmanager
+    def asking(self, text: str, back_off: Sequence[float] = ()) -> Iterator[Answers]:
+        """Ask ten times a second while the block runs; what the answers were is complete behind it."""
+        answers, over, lock = Answers(), Event(), Lock()
+
+        def ask() -> None:
+            for wait in (*back_off, None):
+                try:
+                    label = self.label(text)
+                except OSError as error:
+                    with lock:
+                        if wait is None:
+                            answers.failed.append(repr(error))
+                            return
+                        answers.retried += 1
+                    time.sleep(patient(wait))
+                else:
+                    with lock:
+                        answers.labels[label] += 1
+                    return
+
+        def send(pool: ThreadPoolExecutor) -> None:
+            while not over.wait(EACH_SECONDS):
+                answers.sent += 1
+                pool.submit(ask)
+
+        with ThreadPoolExecutor(64, "asks") as pool:
+            thread = Thread(target=send, args=(pool,), name="steady requests")
+            thread.start()
+            try:
+                yield answers
+            finally:
+                over.set()
+                thread.join()

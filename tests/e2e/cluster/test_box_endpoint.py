@@ -1,0 +1,327 @@
+"""One job from its training to an endpoint that clients ask while it is scaled, changed, hurt, guarded and removed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import InferenceClient
+
+from box_support.asking import BACK_OFF, Answers, Client
+from box_support.box import Box
+from box_support.faults import kill_pod
+from box_support.team import INPUTS, Team, stage_of, tiny_spec
+from cluster_support.api_access import Object, path_of, wait_until
+from cluster_support.control_plane import ROOT
+from finetune_contract.layout import JobPaths
+from finetune_operator.reconcile.status_times import moment
+from finetune_operator.rendering.endpoint_objects import KINDS
+
+APPS = "apps/v1"
+PLURALS = {
+    "HorizontalPodAutoscaler": "horizontalpodautoscalers",
+    "PodDisruptionBudget": "poddisruptionbudgets",
+    "NetworkPolicy": "networkpolicies",
+    "Service": "services",
+    "ConfigMap": "configmaps",
+    "Deployment": "deployments",
+}
+REVIEWS = [
+    json.loads(line)
+    for line in (ROOT / "manifests/examples/data/product-reviews/test.jsonl").read_text(encoding="utf-8").splitlines()
+][:40]
+TEXTS = [row["text"] for row in REVIEWS]
+LEAST_ASKED = 30
+"""Requests that go on before and after each change, so that both are seen."""
+TOKEN = "only-for-friends"
+
+
+@dataclass(frozen=True)
+class Served:
+    """The job whose endpoint is asked."""
+
+    team: Team
+    name: str
+    status: Object
+    """When it was ready for the first time."""
+    objects: set[str]
+    """Kinds of its objects then."""
+    expected: list[tuple[str, float]]
+    """The label of each text and its probability, by plain transformers."""
+    by_client: list[tuple[str, float]]
+    by_protocol: tuple[list[str], list[Any]]
+
+    @property
+    def url(self) -> str:
+        return url_of(self.team, self.name)
+
+    def deployment(self) -> Object:
+        found = self.team.box.api.get(path_of(APPS, "deployments", self.team.namespace, f"{self.name}-endpoint"))
+        assert found is not None
+        return dict(found)
+
+    def pods(self) -> set[str]:
+        """Names of servers that are ready and stay."""
+        return {
+            str(pod["metadata"]["name"])
+            for pod in self.team.pods(self.name, "serve")
+            if "deletionTimestamp" not in pod["metadata"]
+            and any(one["ready"] for one in pod["status"].get("containerStatuses", []))
+        }
+
+    def change(self, **endpoint: Any) -> None:
+        """Edit the endpoint, and wait until all of its servers are as it says and others are gone."""
+        before = self.deployment()["metadata"]["generation"]
+        self.team.patch(self.name, {"endpoint": endpoint})
+
+        def rolled() -> bool:
+            found = self.deployment()
+            wanted, status = found["spec"]["replicas"], found.get("status", {})
+            return (
+                found["metadata"]["generation"] > before
+                and status.get("observedGeneration") == found["metadata"]["generation"]
+                and status.get("updatedReplicas") == status.get("availableReplicas") == wanted
+                and status.get("replicas") == wanted
+                and len(self.team.pods(self.name, "serve")) == wanted
+            )
+
+        wait_until(rolled, f"{self.name}: the servers follow {endpoint}", 600, lambda: self.team.tell(self.name))
+
+
+def url_of(team: Team, job: str) -> str:
+    """The Service by its address: this machine has no names of the cluster's."""
+    service = team.box.api.get(path_of("v1", "services", team.namespace, f"{job}-endpoint"))
+    assert service is not None
+    return f"http://{service['spec']['clusterIP']}:{service['spec']['ports'][0]['port']}"
+
+
+def of_endpoint(team: Team, job: str) -> set[str]:
+    """Kinds of the objects that the job's endpoint has."""
+    return {
+        kind
+        for version, kind in KINDS
+        if team.box.api.get(path_of(version, PLURALS[kind], team.namespace, f"{job}-endpoint")) is not None
+    }
+
+
+def by_transformers(model: Path) -> list[tuple[str, float]]:
+    """The label of each text and its probability, one text at a time."""
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer, classifier = (
+        AutoTokenizer.from_pretrained(model),
+        AutoModelForSequenceClassification.from_pretrained(model),
+    )
+    found = []
+    with torch.inference_mode():
+        for text in TEXTS:
+            scores = classifier(**tokenizer(text, truncation=True, max_length=64, return_tensors="pt")).logits
+            best = torch.softmax(scores.float(), -1)[0].max(0)
+            found.append((str(classifier.config.id2label[int(best.indices)]), float(best.values)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def served(box: Box, team: Team) -> Served:
+    box.own("asking a Service from this machine")
+    name = team.new_name("served")
+    team.apply(
+        name,
+        tiny_spec(
+            model={"uri": f"pvc://{INPUTS}/minilm"},
+            dataset={"uri": f"pvc://{INPUTS}/reviews"},
+            preparation={"maxLength": 64},
+            training={"epochs": 2, "globalBatchSize": 16, "learningRate": 0.0002, "precision": "fp32"},
+            parallelism={"strategy": "single"},
+            resources={"nodes": 1, "processesPerNode": 1, "cpu": "1", "memory": "4Gi"},
+            evaluation={"gate": {"metric": "accuracy", "minimum": 0.7}},
+            endpoint={},
+        ),
+    )
+    status = team.wait(name, lambda one: one if condition(one, "Ready").get("status") == "True" else None, "Ready")
+    objects, url = of_endpoint(team, name), url_of(team, name)
+    hub = InferenceClient(model=url)
+    answered = [hub.text_classification(text)[0] for text in TEXTS]
+    outputs = Client(url).infer(name, TEXTS)
+    return Served(
+        team, name, status, objects,
+        by_transformers(JobPaths(team.results(name)).model),
+        [(one.label, one.score) for one in answered],
+        (outputs["label"], outputs["scores"]),
+    )  # fmt: skip
+
+
+def condition(status: Object, kind: str) -> Object:
+    return next((one for one in status.get("conditions", []) if one["type"] == kind), {})
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The endpoint after it was scaled and rolled under requests."""
+
+    answers: Answers
+    before: set[str]
+    scaled: set[str]
+    rolled: set[str]
+
+
+@pytest.fixture(scope="module")
+def changed(served: Served) -> Changed:
+    before = served.pods()
+    with Client(served.url).asking(TEXTS[0]) as answers:
+        asked(answers, LEAST_ASKED)
+        served.change(replicas=2)
+        scaled = served.pods()
+        asked(answers, LEAST_ASKED)
+        served.change(maxQueue=200)
+        rolled = served.pods()
+        asked(answers, LEAST_ASKED)
+    return Changed(answers, before, scaled, rolled)
+
+
+@pytest.fixture(scope="module")
+def killed(served: Served, changed: Changed) -> Answers:
+    """Of clients that try again while one of two servers is killed and starts again."""
+    pod = min(changed.rolled)
+    with Client(served.url).asking(TEXTS[0], BACK_OFF) as answers:
+        asked(answers, LEAST_ASKED)
+        kill_pod(served.team, pod)
+
+        def restarted() -> bool:
+            (status,) = served.team.pod(pod)["status"]["containerStatuses"]
+            return status["restartCount"] == 1 and status["ready"]
+
+        wait_until(restarted, f"{pod} is ready again", 300, lambda: served.team.tell(served.name))
+        asked(answers, LEAST_ASKED)
+    return answers
+
+
+def asked(answers: Answers, more: int) -> None:
+    """Wait until that many more requests were sent."""
+    until = answers.sent + more
+    wait_until(lambda: answers.sent >= until, f"{more} more requests are sent")
+
+
+@pytest.fixture(scope="module")
+def guarded(served: Served, killed: Answers) -> dict[str, int | str]:
+    """Codes without a token and with a wrong one, and what those get who have it."""
+    team, secret = served.team, f"{served.name}-token"
+    team.apply_manifest(
+        {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": secret}, "stringData": {"token": TOKEN}}
+    )
+    served.change(token={"name": secret, "key": "token"})
+    body = {"inputs": TEXTS[0]}
+    return {
+        "without": Client(served.url).post("/", body).status_code,
+        "wrong": Client(served.url, "guessed").post("/", body).status_code,
+        "with": Client(served.url, TOKEN).post("/", body).status_code,
+        "client": InferenceClient(model=served.url, token=TOKEN).text_classification(TEXTS[0])[0].label,
+        "protocol": Client(served.url, TOKEN).infer(served.name, TEXTS[:1])["label"][0],
+    }
+
+
+@pytest.fixture(scope="module")
+def removed(served: Served, guarded: dict[str, int | str]) -> Object:
+    """The status of the job once its endpoint is taken out of its spec."""
+    team = served.team
+    team.patch(served.name, {"endpoint": None})
+    status = team.succeeds(served.name)
+    wait_until(lambda: of_endpoint(team, served.name) == set(), "nothing of the endpoint is left", 120)
+    wait_until(lambda: team.pods(served.name, "serve") == [], "the servers are gone", 300)
+    return status
+
+
+# ---------------------------------------------------------------------------------------------------------- its tests
+
+
+def test_model_that_met_its_gate_is_served(served: Served) -> None:
+    assert served.status["phase"] == "Serving"
+    assert [(one["name"], one["state"]) for one in served.status["stages"]] == [
+        ("prepare", "Succeeded"), ("train", "Succeeded"), ("evaluate", "Succeeded"), ("serve", "Running"),
+    ]  # fmt: skip
+    url = f"http://{served.name}-endpoint.{served.team.namespace}.svc"
+    assert served.status["artifacts"]["endpointUrl"] == url
+    assert url in condition(served.status, "Ready")["message"]
+    assert {"Deployment", "Service", "ConfigMap"} <= served.objects
+    assert not served.objects & {"HorizontalPodAutoscaler", "PodDisruptionBudget"}
+
+
+def test_clients_get_the_labels_that_transformers_gives(served: Served) -> None:
+    labels, scores = [label for label, _ in served.expected], [score for _, score in served.expected]
+    assert len(set(labels)) == 2, "the model tells them apart"
+    assert [label for label, _ in served.by_client] == labels
+    assert [score for _, score in served.by_client] == pytest.approx(scores, abs=1e-4)
+    assert served.by_protocol[0] == labels
+    assert [max(json.loads(row).values()) for row in served.by_protocol[1]] == pytest.approx(scores, abs=1e-4)
+
+
+def test_no_request_fails_while_servers_are_added_and_replaced(
+    served: Served, changed: Changed, record_testsuite_property: Any
+) -> None:
+    answers = changed.answers
+    record_testsuite_property("endpoint requests during changes", f"{answers.sent} sent, {len(answers.failed)} failed")
+    assert len(changed.before) == 1
+    assert len(changed.scaled) == 2
+    assert changed.before < changed.scaled
+    assert len(changed.rolled) == 2
+    assert not changed.rolled & changed.scaled
+    assert answers.failed == []
+    assert answers.sent >= 3 * LEAST_ASKED
+    assert answers.labels == {served.expected[0][0]: answers.sent}
+
+
+def test_clients_that_try_again_see_nothing_of_a_server_that_is_killed(
+    served: Served, killed: Answers, record_testsuite_property: Any
+) -> None:
+    told = f"{killed.sent} sent, {killed.retried} tried again, {len(killed.failed)} failed"
+    record_testsuite_property("endpoint requests during a kill", told)
+    assert killed.failed == []
+    assert killed.labels == {served.expected[0][0]: killed.sent}
+
+
+def test_requests_need_the_token_of_the_spec(served: Served, guarded: dict[str, int | str]) -> None:
+    label = served.expected[0][0]
+    assert guarded == {"without": 401, "wrong": 401, "with": 200, "client": label, "protocol": label}
+
+
+def test_endpoint_that_is_removed_leaves_a_job_that_has_succeeded(served: Served, removed: Object) -> None:
+    assert [one["name"] for one in removed["stages"]] == ["prepare", "train", "evaluate"]
+    assert "endpointUrl" not in removed["artifacts"]
+    assert JobPaths(served.team.results(served.name)).model.is_dir()
+
+
+def test_time_from_the_end_of_the_evaluation_to_ready_is_told(served: Served, record_testsuite_property: Any) -> None:
+    times = {name: moment(stage_of(served.status, name)["completionTime"]) for name in ("train", "evaluate")}
+    ready = moment(condition(served.status, "Ready")["lastTransitionTime"])
+    assert ready is not None
+    for name, end in times.items():
+        assert end is not None
+        assert end <= ready
+        record_testsuite_property(f"endpoint ready after {name}", f"{(ready - end).total_seconds():.0f} s")
+
+
+def test_model_that_misses_its_gate_is_not_served(box: Box, team: Team) -> None:
+    name = team.new_name("not-served")
+    team.apply(
+        name,
+        tiny_spec(
+            parallelism={"strategy": "single"},
+            resources={"nodes": 1, "processesPerNode": 1, "cpu": "1", "memory": "2Gi"},
+            evaluation={"gate": {"metric": "loss", "maximum": 0.000001}},
+            endpoint={},
+        ),
+    )
+    failure = team.fails(name)
+    assert failure["class"] == "GateNotMet"
+    assert failure["message"].startswith("loss is ")
+    assert "evaluation.gate.maximum is 1e-06" in failure["message"]
+    status = team.status(name)
+    assert stage_of(status, "evaluate")["state"] == "Failed"
+    assert stage_of(status, "serve")["state"] == "Pending"
+    assert condition(status, "Ready").get("status") != "True"
+    assert of_endpoint(team, name) == set()
+    assert "endpointUrl" not in status.get("artifacts", {})
