@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import random
 import socket
 import threading
@@ -124,7 +123,7 @@ def test_many_mixed_requests_leave_no_memory_descriptor_or_thread(model: Path, t
                 each.join(patient(240))
             wait_until(lambda: len(psutil.Process().net_connections("tcp")) <= 1, "all connections are closed")
             gc.collect()
-            return len(os.listdir("/proc/self/fd")), process.num_threads(), process.memory_info().rss
+            return len(list(Path("/proc/self/fd").iterdir())), process.num_threads(), process.memory_info().rss
 
         before = round_of(400)
         after = round_of(MANY)

@@ -57,7 +57,7 @@ class WatchedWriting:
         """See `writing.Watch`."""
         from transformers import StoppingCriteriaList
 
-        found: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([self._between])}  # type: ignore[list-item]
+        found: dict[str, Any] = {"stopping_criteria": StoppingCriteriaList([self._between])}
         if self.streams:
             found["streamer"] = self._streamer()
         return found
