@@ -175,6 +175,6 @@ def test_openai_completions_write_what_predict_writes_streamed_or_not(bench: Ben
     assert whole.json["choices"][0]["text"] == wanted["generated_text"]
     pieces = events(stream.content)
     assert "".join(each["choices"][0]["text"] for each in pieces) == wanted["generated_text"]
-    assert pieces[-1]["choices"][0]["finish_reason"] == "stop"
+    assert pieces[-1]["choices"][0]["finish_reason"] == "length"
     assert bench.server.ask("/v1/models").json["data"][0]["id"] == "tiny"
     assert bench.server.ask("/v1/completions", {**asked, "model": "x"}).json["error"]["code"] == 404

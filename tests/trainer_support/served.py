@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import uvicorn
-
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.serving.batcher import Batcher
-from finetune_trainer.serving.serving_app import ServerState, make_app
+from finetune_trainer.serving.http_server import IDLE_SECONDS, http_server
+from finetune_trainer.serving.serving_app import ServerState
 from finetune_trainer.serving.serving_engine import ServingEngine
 from finetune_trainer.serving.serving_metrics import ServingMetrics
 from suite_plugins.patience import patient
@@ -65,12 +64,14 @@ class Served:
 
 
 @contextmanager
-def served(job: TrainerJob, paths: JobPaths, token: str | None = None) -> Iterator[Served]:
+def served(
+    job: TrainerJob, paths: JobPaths, token: str | None = None, idle_seconds: float = IDLE_SECONDS
+) -> Iterator[Served]:
     """A server of `job` on a free port, warmed up."""
     engine = ServingEngine.load(job, paths)
     metrics = ServingMetrics(engine.name, job.task, "r1")
     state = ServerState(engine, Batcher(engine, metrics), metrics, token, "r1")
-    server = uvicorn.Server(uvicorn.Config(make_app(state), port=0, log_config=None, http="h11", ws="none"))
+    server = http_server(state, "127.0.0.1", 0, idle_seconds=idle_seconds)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     try:

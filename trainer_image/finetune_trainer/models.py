@@ -119,6 +119,13 @@ def _check_folder(path: Path, uri: str) -> None:
         )
     if path.is_dir() and (path / "config.json").is_file():
         return
+    if (path / "adapter_config.json").is_file():
+        raise StageError(
+            FailureClass.MODEL,
+            "NotAModel",
+            f"{_FIELD} is {uri!r}, but {path.absolute()} is an adapter: a model is a folder with config.json.",
+            "Name the merged model: model/ of the run that trained the adapter.",
+        )
     found = (
         "is a file" if path.is_file() else f"holds {', '.join(sorted(p.name for p in path.iterdir())[:8]) or 'nothing'}"
     )

@@ -6,6 +6,7 @@ another, and what it has seen may leave memory again.
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -286,7 +287,8 @@ def arrow_table(rows: datasets.Dataset) -> pa.Table:
 
 def dataset_of(table: pa.Table) -> datasets.Dataset:
     """The rows of a table, which stay where they are."""
-    return datasets.Dataset(datasets.table.InMemoryTable(table.combine_chunks()))
+    # A name of its own: the library's is a digest by pickle, which takes longer than a small model takes for a row.
+    return datasets.Dataset(datasets.table.InMemoryTable(table.combine_chunks()), fingerprint=uuid.uuid4().hex)
 
 
 def _damaged(path: Path, why: object) -> StageError:

@@ -156,7 +156,7 @@ class Answerer:
         self, key: ShardKey, table: pa.Table, features: pa.Table, inputs: Mapping[str, str], progress: ProgressSink
     ) -> pa.Table:
         split = self._split(table, features, inputs)
-        answers = self._answers(split, progress, self.forward, _seed(self.job.seed, key))
+        answers = self._answers(split, progress, self.forward, seed_of(self.job.seed, key))
         return self.encoder.task.predictions(answers, split, slice(0, split.rows))
 
     def _split(self, table: pa.Table, features: pa.Table, inputs: Mapping[str, str]) -> PreparedSplit:
@@ -200,7 +200,7 @@ def coding_of(job: TrainerJob) -> Coding:
     return Coding(load_tokenizer(job), length, window_stride(job, length), config.model_type)
 
 
-def _seed(seed: int, key: ShardKey) -> int:
+def seed_of(seed: int, key: ShardKey) -> int:
     """Seed of one shard: whoever answers it draws the same, and equal rows of two shards get different texts."""
     return int.from_bytes(hashlib.sha256(f"{seed} {key}".encode()).digest()[:7], "big")
 

@@ -1,4 +1,4 @@
-"""Batches of rows of many requests, by their tokens and by time; one thread computes.
+"""Batches of rows of many requests, by their tokens and by time; one thread computes at a time.
 
 A batch begins as soon as the thread is free: rows that arrive meanwhile make the next one, so that batches grow with
 the load and nobody waits without one.
@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +20,17 @@ from finetune_trainer.failures import StageError
 from finetune_trainer.serving.request_rows import Form, RequestError, Row
 from finetune_trainer.serving.serving_engine import EncodedRow, ServingEngine
 from finetune_trainer.serving.serving_metrics import ServingMetrics
+from finetune_trainer.serving.turns import Turns
+from finetune_trainer.serving.watched_writing import Finish, WatchedWriting
 
 log = logging.getLogger(__name__)
 
 _SMOOTHING = 0.2
 """Weight of the last batch in the time that a token takes."""
+
+
+_WRITING = 4
+"""Batches that are written by turns: each takes memory, and makes the others slower."""
 
 
 @dataclass(eq=False)
@@ -35,16 +42,29 @@ class Ticket:
     done: asyncio.Future[list[dict[str, Any]]]
     deadline: float | None
     put: Callable[[str], None] | None = None
-    """Takes pieces of text as they are written: the request is computed by itself."""
+    """Takes pieces of text as they are written: the row is computed by itself."""
     encoded: list[EncodedRow] = field(default_factory=list)
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
+    finish_of: dict[int, Finish] = field(default_factory=dict)
+    """How the text of a row ended, of models that write."""
     gone: bool = False
     """Whether nobody waits for the answer any more."""
+    settled: bool = False
 
     @property
     def tokens(self) -> int:
         """Tokens of the inputs."""
         return sum(each.tokens for each in self.encoded)
+
+    @property
+    def finishes(self) -> list[Finish]:
+        """How the texts ended, in the order of the rows."""
+        return [self.finish_of[at] for at in sorted(self.finish_of)]
+
+    @property
+    def over(self) -> bool:
+        """Whether an answer is of no use any more."""
+        return self.gone or self.late
 
     @property
     def late(self) -> bool:
@@ -65,6 +85,9 @@ class Batcher:
         self._rows = 0
         self._stop = False
         self._token_seconds = 0.0
+        self._turns = Turns()
+        self._pool = ThreadPoolExecutor(_WRITING, "write")
+        self._writing = 0
         self._thread = threading.Thread(target=self._work, name="compute", daemon=True)
         self.ready = False
         self.failed: Exception | None = None
@@ -79,6 +102,7 @@ class Batcher:
             self._stop = True
             self._wake.notify()
         self._thread.join(timeout=5)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def queued(self) -> int:
@@ -112,7 +136,7 @@ class Batcher:
         self.ready = True
         while True:
             with self._wake:
-                while not (self._inbox or self._waiting or self._stop):
+                while not (self._inbox or (self._waiting and self._writing < _WRITING) or self._stop):
                     self._wake.wait()
                 if self._stop:
                     return
@@ -121,26 +145,23 @@ class Batcher:
             for ticket in arrived:
                 self._take(ticket)
             self._drop_gone()
-            if self._waiting:
-                self._batch()
+            if self._waiting and self._writing < _WRITING:
+                self._begin()
 
     def _take(self, ticket: Ticket) -> None:
         if self._over(ticket):
             return
         try:
-            if ticket.put is None:
+            with self._turns.taken():
                 ticket.encoded = self._engine.encode(ticket.form, ticket.rows)
+            with self._wake:
                 self._waiting += [(ticket, at) for at in range(len(ticket.rows))]
-            else:
-                self._engine.stream(ticket.form, ticket.rows[0], ticket.put, lambda: ticket.gone or ticket.late)
-                self._settle(ticket, [])
         except Exception as error:
             self._settle(ticket, _refusal(error))
 
     def _drop_gone(self) -> None:
-        over = {id(ticket) for ticket in {id(t): t for t, _ in self._waiting}.values() if self._over(ticket)}
-        if over:
-            self._waiting = [each for each in self._waiting if id(each[0]) not in over]
+        for ticket in {id(ticket): ticket for ticket, _ in self._waiting}.values():
+            self._over(ticket)
 
     def _over(self, ticket: Ticket) -> bool:
         if ticket.gone:
@@ -155,7 +176,9 @@ class Batcher:
         """The oldest row and those of its form that fit beside it, the most alike in length first."""
         first, at = self._waiting[0]
         width = first.encoded[at].width
-        alike = [each for each in self._waiting if each[0].form == first.form]
+        if first.put is not None:
+            return [self._waiting[0]]
+        alike = [each for each in self._waiting if each[0].form == first.form and each[0].put is None]
         alike[1:] = sorted(alike[1:], key=lambda each: abs(each[0].encoded[each[1]].width - width))
         room = self._serving.max_batch_tokens
         if self._token_seconds:
@@ -169,32 +192,66 @@ class Batcher:
             chosen.append(each)
         return chosen
 
-    def _batch(self) -> None:
-        chosen = self._chosen()
-        taken = {(id(ticket), at) for ticket, at in chosen}
-        self._waiting = [each for each in self._waiting if (id(each[0]), each[1]) not in taken]
+    def _begin(self) -> None:
+        """Compute the next batch; what is written takes long, and shares the model with other batches by turns."""
+        with self._wake:
+            chosen = self._chosen()
+            taken = {(id(ticket), at) for ticket, at in chosen}
+            self._waiting = [each for each in self._waiting if (id(each[0]), each[1]) not in taken]
+            self._writing += self._engine.writes
+        if not self._engine.writes:
+            self._batch(chosen, None)
+            return
+        tickets = list({id(ticket): ticket for ticket, _ in chosen}.values())
+        writing = WatchedWriting(
+            self._turns, lambda: self._stop or all(ticket.over for ticket in tickets), chosen[0][0].put
+        )
+        self._pool.submit(self._write, chosen, writing)
+
+    def _write(self, chosen: list[tuple[Ticket, int]], writing: WatchedWriting) -> None:
+        try:
+            self._batch(chosen, writing)
+        finally:
+            with self._wake:
+                self._writing -= 1
+                self._wake.notify()
+
+    def _batch(self, chosen: list[tuple[Ticket, int]], writing: WatchedWriting | None) -> None:
         rows = [ticket.encoded[at] for ticket, at in chosen]
+        tickets = {id(ticket): ticket for ticket, _ in chosen}.values()
+        given = () if writing is None else (writing,)
         began = time.perf_counter()
         try:
-            answers = self._engine.answer(chosen[0][0].form, rows)
+            answers = self._engine.answer(chosen[0][0].form, rows, *given)
+            if self._stop:
+                raise RequestError(503, "The server has stopped.")
         except Exception as error:
-            for ticket in {id(ticket): ticket for ticket, _ in chosen}.values():
+            for ticket in tickets:
                 self._settle(ticket, _refusal(error))
             return
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began - (0.0 if writing is None else writing.others_seconds)
         padded = max(each.width for each in rows) * len(rows)
         self._token_seconds += _SMOOTHING * (seconds / padded - self._token_seconds)
         self._metrics.batch(len(rows), sum(each.tokens for each in rows), seconds)
+        if writing is not None:
+            for (ticket, at), finish in zip(chosen, writing.finishes, strict=True):
+                ticket.finish_of[at] = finish
+            if writing.put is not None and not writing.streams:
+                writing.put(answers[0]["generated_text"])
         for (ticket, at), answer in zip(chosen, answers, strict=True):
             ticket.answers[at] = answer
-            if len(ticket.answers) == len(ticket.rows):
+        for ticket in tickets:
+            if len(ticket.answers) == len(ticket.rows) and not (writing is not None and self._over(ticket)):
                 self._settle(ticket, [ticket.answers[each] for each in range(len(ticket.rows))])
 
     def _settle(self, ticket: Ticket, result: list[dict[str, Any]] | Exception) -> None:
         with self._wake:
+            if ticket.settled:  # by another batch that has rows of it
+                return
+            ticket.settled = True
             self._rows -= len(ticket.rows)
+            self._waiting = [each for each in self._waiting if each[0] is not ticket]
         self._metrics.queue.set(self._rows)
-        self._waiting = [each for each in self._waiting if each[0] is not ticket]
 
         def tell() -> None:
             if not ticket.done.done():

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from finetune_contract.trainer_job import Generation
 from finetune_trainer.serving.hugging_face_json import generation_of as by_parameters
 from finetune_trainer.serving.request_rows import RequestError
+from finetune_trainer.serving.watched_writing import Finish
 
 
 def prompts(body: Mapping[str, Any]) -> list[str]:
@@ -64,12 +65,14 @@ class Told:
         }
         self._first = True
 
-    def whole(self, texts: list[str], prompt_tokens: int, tokens: int) -> dict[str, Any]:
+    def whole(self, texts: list[str], prompt_tokens: int, finishes: Sequence[Finish]) -> dict[str, Any]:
         """The answer without a stream."""
         named = [
             {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text} for text in texts
         ]
-        choices = [{"index": at, **each, "finish_reason": "stop"} for at, each in enumerate(named)]
+        ended = zip(named, finishes, strict=True)
+        choices = [{"index": at, **each, "finish_reason": how.reason} for at, (each, how) in enumerate(ended)]
+        tokens = sum(each.tokens for each in finishes)
         usage = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": tokens,
@@ -86,9 +89,9 @@ class Told:
         self._first = False
         return self._event(said, None)
 
-    def last(self) -> bytes:
+    def last(self, finish: Finish) -> bytes:
         """The event that says why the text ends."""
-        return self._event({"delta": {}} if self._chat else {"text": ""}, "stop")
+        return self._event({"delta": {}} if self._chat else {"text": ""}, finish.reason)
 
     def failed(self, why: str) -> bytes:
         """The event of an error after the stream began."""

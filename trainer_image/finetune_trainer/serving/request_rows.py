@@ -66,6 +66,8 @@ def check_rows(rows: list[dict[str, Any]]) -> None:
 
 
 def _size(role: str, value: Any) -> int:
+    if role == "prompt" and isinstance(value, list):
+        role = "messages"
     if isinstance(value, str) and role not in ("tokens", "messages"):
         if not value.isascii():
             _refuse_surrogates(role, value)

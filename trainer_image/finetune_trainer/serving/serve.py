@@ -6,12 +6,10 @@ import argparse
 import hashlib
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from finetune_contract.layout import ENV_SERVE_TOKEN, EXIT_OK, SERVE_PORT, FailureClass, JobPaths
@@ -22,12 +20,6 @@ from finetune_trainer.stage_console import quiet_libraries, settle_console
 from finetune_trainer.stages import leave_out_unused
 
 log = logging.getLogger("finetune_trainer")
-
-IDLE_SECONDS = 10
-"""Time that a connection may be without a request."""
-LINGER_SECONDS = 3.0
-"""Time after SIGTERM in which requests are still taken: those who send them learn of it a little later."""
-CONNECTIONS = 4096
 
 
 def serve(argv: Sequence[str]) -> int:
@@ -59,11 +51,9 @@ def _serve(job: TrainerJob, paths: JobPaths, host: str, port: int) -> int:
         "fastapi", "ServeMissing", "FastAPI, which the server needs", "pip install 'finetune-trainer[serve]'"
     ):
         import fastapi  # noqa: F401
-    import uvicorn
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
     from finetune_trainer.serving.batcher import Batcher
-    from finetune_trainer.serving.serving_app import ServerState, make_app, settle_access_log
+    from finetune_trainer.serving.http_server import http_server
+    from finetune_trainer.serving.serving_app import ServerState, settle_access_log
     from finetune_trainer.serving.serving_engine import ServingEngine
     from finetune_trainer.serving.serving_metrics import ServingMetrics
 
@@ -72,59 +62,9 @@ def _serve(job: TrainerJob, paths: JobPaths, host: str, port: int) -> int:
     metrics = ServingMetrics(engine.name, job.task, revision)
     batcher = Batcher(engine, metrics)
     state = ServerState(engine, batcher, metrics, os.environ.get(ENV_SERVE_TOKEN) or None, revision)
-    drain = engine.serving.drain_seconds
-    linger = min(LINGER_SECONDS, drain / 3)
-
-    class Guarded(H11Protocol):
-        """Closes connections that send no whole request head for too long."""
-
-        def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
-            self.loop.call_later(IDLE_SECONDS, self._refuse_idle)
-
-        def _refuse_idle(self) -> None:
-            if self.cycle is None and not self.transport.is_closing():
-                self.transport.close()
-
-    class Draining(uvicorn.Server):
-        """Goes on answering for a moment after SIGTERM; ends without a signal of its own."""
-
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if state.draining:
-                self.should_exit = True
-                return
-            state.draining = True
-            if sig == signal.SIGINT:
-                self.should_exit = True
-            else:
-                threading.Timer(linger, self._end).start()
-
-        def _end(self) -> None:
-            self.should_exit = True
-
-        async def startup(self, sockets: Any = None) -> None:
-            await super().startup(sockets)
-            for server in self.servers:
-                for socket in server.sockets:
-                    log.info("Serving %s at http://%s:%d", engine.name, *socket.getsockname()[:2])
-
     settle_access_log()
-    config = uvicorn.Config(
-        make_app(state),
-        host=host,
-        port=port,
-        http=Guarded,
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=IDLE_SECONDS,
-        timeout_graceful_shutdown=max(1, round(drain - linger)),
-        h11_max_incomplete_event_size=32 << 10,
-        backlog=2048,
-    )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    server = Draining(config)
+    server = http_server(state, host, port)
     watch = threading.Thread(target=_watch, args=(batcher, server), daemon=True)
     watch.start()
     server.run()

@@ -397,8 +397,8 @@ class _Handlers:
         told = openai_json.Told(self._engine.name, chat)
         if not body.get("stream"):
             found = await self._answered(request, rows, generation)
-            count = sum(len(self._engine.tokenizer(row["generated_text"]).input_ids) for row in found)
-            return json_response(told.whole([row["generated_text"] for row in found], request.state.tokens, count))
+            texts = [row["generated_text"] for row in found]
+            return json_response(told.whole(texts, request.state.tokens, request.state.finishes))
         if len(rows) != 1:
             raise RequestError(422, "A stream has one prompt: send others in requests of their own.")
         self._check(rows)
@@ -439,6 +439,7 @@ class _Handlers:
             await asyncio.wait(waiting, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             request.state.tokens = ticket.tokens
             if ticket.done.done():
+                request.state.finishes = ticket.finishes
                 return ticket.done.result()
             if gone.done():
                 raise RequestError(499, "The client is gone.")
@@ -474,7 +475,7 @@ async def _events(
             yield told.piece(piece)
             piece = await pieces.get()
         error = ticket.done.exception()
-        yield told.last() if error is None else told.failed(str(error))
+        yield told.last(ticket.finishes[0]) if error is None else told.failed(str(error))
         yield b"data: [DONE]\n\n"
     finally:
         ticket.gone = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,17 +14,19 @@ import pyarrow as pa
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import Columns, Generation, Prediction, Serving, TrainerJob
 from finetune_trainer.data.prepare import labels_of_model
-from finetune_trainer.data.prepared import POSITION, ROW, dataset_of
+from finetune_trainer.data.prepared import POSITION, ROW, PreparedSplit, dataset_of
 from finetune_trainer.data.row_shards import RowShard, ShardKey, ShardRows
 from finetune_trainer.data.shards import Encoder
 from finetune_trainer.data.sources import RawSplit
-from finetune_trainer.inference.answering import Answerer, Asked, coding_of
+from finetune_trainer.inference.answering import Answerer, Asked, coding_of, seed_of
 from finetune_trainer.inference.optimization.rung_in_use import RungInUse
 from finetune_trainer.inference.runner import Means, used_model
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.scripts.trained import job_of_trained_model
 from finetune_trainer.serving.request_rows import Form, RequestError, Row
+from finetune_trainer.serving.watched_writing import WatchedWriting
 from finetune_trainer.tasks.task_registry import task_of
+from finetune_trainer.tasks.writing import ends, watch
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ WARM_ROWS: Mapping[str, dict[str, Any]] = {
 }
 _ROWS_TO_COME = 1_000_000
 """Rows that the time for measuring and converting is set against: a server answers many."""
+_KEY = ShardKey(0, 0)
 WRITERS = ("text-generation", "preference-tuning", "summarization", "translation")
 
 
@@ -58,7 +61,7 @@ class EncodedRow:
 
 @dataclass
 class ServingEngine:
-    """Answers rows, one batch at a time; not for several threads."""
+    """Answers rows, one batch at a time; for several threads only where models write, by turns."""
 
     job: TrainerJob
     serving: Serving
@@ -111,6 +114,11 @@ class ServingEngine:
         return self.serving.model_name
 
     @property
+    def writes(self) -> bool:
+        """Whether the model writes texts."""
+        return self.job.task in WRITERS
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Names of the labels, in the order of their ids."""
         return self.answerer.labels.names
@@ -129,7 +137,7 @@ class ServingEngine:
         """Answer rows of one and of several, and return the seconds that a padded token took."""
         row = _warm_row(self.job, self.answerer.encoder)
         few = Generation(max_new_tokens=min(4, self.generation.max_new_tokens))
-        form = Form(tuple(row), few if self.job.task in WRITERS else self.generation)
+        form = Form(tuple(row), few if self.writes else self.generation)
         for rows in (1, 4, 4):
             encoded = self.encode(form, [row] * rows)
             began = time.perf_counter()
@@ -147,7 +155,7 @@ class ServingEngine:
         features, _ = answerer.encoder.features(table, answerer.encoder.task.inputs(form.columns))
         numbers = features[ROW].to_numpy()
         lengths = np.diff(features["input_ids"].combine_chunks().offsets.to_numpy())
-        extra = form.generation.max_new_tokens if self.job.task in WRITERS else 0
+        extra = form.generation.max_new_tokens if self.writes else 0
         encoded = []
         for at, row in enumerate(rows):
             first, last = np.searchsorted(numbers, [at, at + 1])
@@ -156,8 +164,10 @@ class ServingEngine:
             encoded.append(EncodedRow(row, features.slice(first, last - first), width, int(own.sum())))
         return encoded
 
-    def answer(self, form: Form, rows: Sequence[EncodedRow]) -> list[dict[str, Any]]:
-        """Return the columns of predict for each of the rows."""
+    def answer(
+        self, form: Form, rows: Sequence[EncodedRow], writing: WatchedWriting | None = None
+    ) -> list[dict[str, Any]]:
+        """Return the columns of predict for each of the rows. `writing`: for models that write, by turns."""
         answerer = self._answerer(form)
         table = pa.Table.from_pylist([dict(each.row) for each in rows])
         counts = [len(each.features) for each in rows]
@@ -167,41 +177,25 @@ class ServingEngine:
             at = features.column_names.index(name)
             features = features.set_column(at, name, pa.array(numbers, features.schema.field(name).type))
         inputs = answerer.encoder.task.inputs(form.columns)
-        answered = answerer._predicted(ShardKey(0, 0), table, features, inputs, NoProgress())
+        if writing is None:
+            answered = answerer._predicted(_KEY, table, features, inputs, NoProgress())
+        else:
+            answered = self._watched(answerer, writing, answerer._split(table, features, inputs))
         found: list[dict[str, Any]] = answered.to_pylist()
         return found
 
-    def stream(self, form: Form, row: Row, put: Callable[[str], None], stopped: Callable[[], bool]) -> None:
-        """Write on behind one row, and hand each piece of text to `put` as it is there, until `stopped`."""
-        import torch
-        from transformers import StoppingCriteriaList, TextStreamer
-
-        from finetune_trainer.tasks.writing import ends, padding_token, search
-
-        class Pieces(TextStreamer):
-            """Hands text to the request instead of printing it."""
-
-            def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-                if text:
-                    put(text)
-
-        (encoded,) = self.encode(form, [row])
-        feature = encoded.features.slice(len(encoded.features) - 1).to_pylist()[0]
-        model: Any = self.answerer.model
-        ids = torch.tensor([feature["input_ids"][: int(feature["prompt"])]], device=model.device)
-        with torch.inference_mode(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.job.seed)
-            model.generate(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                pad_token_id=padding_token(self.tokenizer),
-                eos_token_id=ends(model, self.tokenizer) or None,
-                streamer=Pieces(self.tokenizer, skip_prompt=True, skip_special_tokens=True),
-                stopping_criteria=StoppingCriteriaList(
-                    [lambda tokens, scores, **_: torch.full((len(tokens),), stopped(), device=tokens.device)]
-                ),
-                **search(form.generation),
-            )
+    def _watched(self, answerer: Answerer, writing: WatchedWriting, split: PreparedSplit) -> pa.Table:
+        """As `_predicted` of the answerer, by turns with others, and with tokens told."""
+        writing.tokenizer, writing.beams = self.tokenizer, answerer.job.generation.num_beams
+        writing.ends = frozenset(ends(answerer.model, self.tokenizer))
+        with writing.turns.taken():
+            before = watch.set(writing)
+            try:
+                answers = answerer._answers(split, NoProgress(), answerer.forward, seed_of(self.job.seed, _KEY))
+            finally:
+                watch.reset(before)
+            writing.finish([answers[each[-1]] for each in split.features_by_row])
+            return answerer.encoder.task.predictions(answers, split, slice(0, split.rows))
 
     def _answerer(self, form: Form) -> Answerer:
         """The answerer of a form; few are kept, as clients choose how to write."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +29,20 @@ if TYPE_CHECKING:
 
 WRITTEN = "generated_text"
 """The column of predictions, as pipelines of transformers call it; and what an answer calls it."""
+
+
+class Watch(Protocol):
+    """Sees what a model writes while it does."""
+
+    def arguments(self) -> Mapping[str, Any]:
+        """Further arguments of `generate`."""
+
+    def told(self, tokens: torch.Tensor) -> Answer:
+        """What the answer of one row has beside its text. `tokens`: those that were written."""
+
+
+watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
+"""Set by who calls the stages' code and wants to see tokens, as a server does."""
 
 
 def search(generation: Generation) -> dict[str, Any]:
@@ -96,18 +111,25 @@ def generated(
     generation: Generation,
 ) -> torch.Tensor:
     """The tokens that the model writes, shape (rows, tokens), behind those of `batch` when it is a decoder alone."""
+    watching = watch.get()
     tokens: torch.Tensor = cast(Any, model).generate(
         **{name: tensor.to(model.device) for name, tensor in batch.items()},
         pad_token_id=padding_token(tokenizer),
         eos_token_id=ends(model, tokenizer) or None,
         **search(generation),
+        **({} if watching is None else watching.arguments()),
     )
     return tokens
 
 
 def texts(tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor) -> list[Answer]:
     """Each row of tokens as an answer."""
-    return [{WRITTEN: np.array(text)} for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
+    answers: list[Answer] = [
+        {WRITTEN: np.array(text)} for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    ]
+    if (watching := watch.get()) is None:
+        return answers
+    return [{**answer, **watching.told(row)} for answer, row in zip(answers, tokens, strict=True)]
 
 
 def written(answers: Sequence[Answer], features: Sequence[range]) -> list[str]:

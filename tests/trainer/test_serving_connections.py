@@ -1,0 +1,155 @@
+"""The model server and its connections: slow ones are closed, and many requests leave nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import socket
+import threading
+from collections.abc import Callable
+from http.client import HTTPConnection
+from pathlib import Path
+
+import psutil
+import pytest
+
+from finetune_contract.layout import JobPaths
+from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.serving import serving_app
+from suite_plugins.patience import patient
+from suite_plugins.waiting import wait_until
+from trainer_support.served import Served, served
+
+WORDS = ["a", "good", "bad", "film"]
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 15\r\n\r\n"
+BODY = b'{"inputs": "a"}'
+MANY = 2000
+GROWTH = 40 << 20
+"""Bytes that the process may grow by over so many requests: allocators keep what large batches needed."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tiny_bert: Callable[..., Path]) -> Path:
+    return tiny_bert(tmp_path_factory.mktemp("model") / "m", words=WORDS, labels=("bad", "good"))
+
+
+def job_of(model: Path, **changes: object) -> TrainerJob:
+    serving = {"model_name": "tiny", "device": "cpu", "max_batch_tokens": 512, **changes}
+    return TrainerJob.model_validate(
+        {"name": "job", "task": "text-classification", "model": {"uri": f"file://{model}"}, "serving": serving}
+    )
+
+
+def connected(server: Served) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=patient(60))
+
+
+def answer_of(client: socket.socket) -> bytes:
+    """All that comes until the server closes the connection."""
+    found = b""
+    while part := client.recv(65536):
+        found += part
+    return found
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST / HT", b"POST / HTTP/1.1\r\nHost:"])
+def test_connection_without_a_request_is_closed(model: Path, tmp_path: Path, sent: bytes) -> None:
+    with served(job_of(model), JobPaths(tmp_path / "job"), idle_seconds=1) as server, connected(server) as client:
+        client.sendall(sent)
+        assert answer_of(client) == b""
+
+
+def test_connection_that_is_idle_or_slow_after_an_answer_is_closed(model: Path, tmp_path: Path) -> None:
+    with served(job_of(model), JobPaths(tmp_path / "job"), idle_seconds=1) as server:
+        for second in (b"", b"GET /v2 HT"):
+            with connected(server) as client:
+                client.sendall(HEAD + BODY)
+                wait_until(lambda client=client: b"score" in client.recv(65536), "the first request is answered")
+                client.sendall(second)
+                assert answer_of(client) == b""
+
+
+def test_body_that_comes_too_slowly_gets_408_and_delays_nobody(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving_app, "BODY_SECONDS", 1.0)
+    with served(job_of(model), JobPaths(tmp_path / "job")) as server, connected(server) as client:
+        client.sendall(HEAD + BODY[:3])
+        assert server.ask("/", {"inputs": "a"}).code == 200
+        found = answer_of(client)
+
+    assert found.startswith(b"HTTP/1.1 408 ")
+    assert b"did not arrive within 1 s" in found
+
+
+def mixed(draw: random.Random) -> tuple[str, bytes, int]:
+    """A path, a body, and the code that it gets."""
+    match draw.randrange(8):
+        case 0:
+            return "/", b'{"inputs": ', 400
+        case 1:
+            return "/v2/models/other/infer", BODY, 404
+        case 2:
+            return "/", json.dumps({"inputs": 3}).encode(), 422
+        case _:
+            texts = [" ".join(draw.choices(WORDS, k=draw.randint(1, 60))) for _ in range(draw.randint(1, 8))]
+            return "/", json.dumps({"inputs": texts}).encode(), 200
+
+
+def test_many_mixed_requests_leave_no_memory_descriptor_or_thread(model: Path, tmp_path: Path) -> None:
+    process = psutil.Process()
+    with served(job_of(model, max_queue=10_000), JobPaths(tmp_path / "job")) as server:
+        wrong: list[object] = []
+
+        def ask(seed: int, count: int) -> None:
+            draw = random.Random(seed)
+            connection = HTTPConnection("127.0.0.1", server.port, timeout=patient(120))
+            for _ in range(count):
+                path, body, code = mixed(draw)
+                connection.request("POST", path, body)
+                answer = connection.getresponse()
+                content = answer.read()
+                if answer.status != code:
+                    wrong.append((code, answer.status, content[:200]))
+            connection.close()
+
+        def round_of(count: int) -> tuple[int, int, int]:
+            """Descriptors, threads and memory after so many requests of 4 clients."""
+            askers = [threading.Thread(target=ask, args=(seed, count // 4)) for seed in range(4)]
+            for each in askers:
+                each.start()
+            for each in askers:
+                each.join(patient(240))
+            wait_until(lambda: len(psutil.Process().net_connections("tcp")) <= 1, "all connections are closed")
+            gc.collect()
+            return len(list(Path("/proc/self/fd").iterdir())), process.num_threads(), process.memory_info().rss
+
+        before = round_of(400)
+        after = round_of(MANY)
+        waiting = server.state.batcher.queued, server.state.in_flight, server.state.batcher._waiting
+
+    assert wrong == []
+    assert after[:2] == before[:2]
+    assert after[2] - before[2] < GROWTH
+    assert waiting == (0, 0, [])
+
+
+@pytest.mark.parametrize("rung", ["bf16", "onnx"])
+def test_rung_by_name_answers_within_its_tolerance(model: Path, tmp_path: Path, rung: str) -> None:
+    from finetune_trainer.failures import StageError
+
+    asked = {"inputs": ["a good film", "bad", "a film a film"]}
+    with served(job_of(model), JobPaths(tmp_path / "plain")) as server:
+        plain = server.ask("/", asked).json
+    try:
+        with served(job_of(model, optimization=rung, tolerance=1.0), JobPaths(tmp_path / "rung")) as server:
+            assert server.state.engine.answerer.forward is not None
+            found = server.ask("/", asked).json
+    except StageError as error:
+        if error.reason != "RungNotAvailable":
+            raise
+        pytest.skip(error.message)
+    for ours, others in zip(found, plain, strict=True):
+        scores = {each["label"]: each["score"] for each in others}
+        assert all(abs(each["score"] - scores[each["label"]]) < 0.02 for each in ours)

@@ -1,0 +1,224 @@
+"""Models that write, behind OpenAI's API: chat, preferences, how texts end, and requests that share the model."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune_contract.layout import JobPaths
+from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.failures import StageError
+from finetune_trainer.serving.turns import Turns
+from suite_plugins.patience import patient
+from suite_plugins.waiting import wait_until
+from trainer_support.served import Reply, Served, served
+from trainer_support.tasks import write_decoder
+
+CONVERSATION = [{"role": "system", "content": "the cat"}, {"role": "user", "content": "sees a dog"}]
+LONGEST = 400
+
+
+def job_of(model: Path, task: str, **changes: Any) -> TrainerJob:
+    return TrainerJob.model_validate(
+        {
+            "name": "job",
+            "task": task,
+            "model": {"uri": f"file://{model}"},
+            "serving": {"model_name": "tiny", "device": "cpu", "max_batch_tokens": 2048},
+            "generation": {"max_new_tokens": 6},
+            **changes,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_decoder(tmp_path_factory.mktemp("decoder") / "m", positions=512)
+
+
+@pytest.fixture(scope="module", params=["text-generation", "preference-tuning"])
+def chatting(request: Any, decoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with served(job_of(decoder, request.param), JobPaths(tmp_path_factory.mktemp("w") / "job")) as server:
+        yield server
+
+
+def events(reply: Reply) -> list[Any]:
+    """Data of server-sent events, but the [DONE] at their end."""
+    parts = reply.content.decode().strip().split("\n\n")
+    assert parts[-1] == "data: [DONE]"
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-1]]
+
+
+def plainly(server: Served, tokens: int) -> Any:
+    """The tokens that `generate` of transformers writes behind the conversation, by itself."""
+    engine = server.state.engine
+    given = engine.tokenizer.apply_chat_template(
+        CONVERSATION, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    model: Any = engine.answerer.model
+    said = model.generate(
+        input_ids=given["input_ids"],
+        attention_mask=given["attention_mask"],
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=3,
+    )
+    return said[0, given["input_ids"].shape[1] :]
+
+
+def test_chat_writes_what_transformers_writes_behind_the_template(chatting: Served) -> None:
+    asked = {"model": "tiny", "messages": CONVERSATION, "max_tokens": 5}
+    tokens = plainly(chatting, 5)
+    text = chatting.state.engine.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    whole = chatting.ask("/v1/chat/completions", asked)
+    stream = events(chatting.ask("/v1/chat/completions", {**asked, "stream": True}))
+
+    assert whole.code == 200, whole.content
+    choice = whole.json["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": text}
+    assert whole.json["usage"]["completion_tokens"] == len(tokens)
+    assert "".join(each["choices"][0]["delta"].get("content", "") for each in stream) == text
+    assert stream[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert stream[-1]["choices"][0]["finish_reason"] == choice["finish_reason"]
+
+
+def test_text_that_may_not_go_on_ends_by_length(chatting: Served) -> None:
+    with never_ending(chatting):
+        whole = chatting.ask("/v1/completions", {"prompt": "the cat", "max_tokens": 7})
+        stream = events(chatting.ask("/v1/completions", {"prompt": "the cat", "max_tokens": 7, "stream": True}))
+
+    assert whole.json["choices"][0]["finish_reason"] == "length"
+    assert whole.json["usage"]["completion_tokens"] == 7
+    assert stream[-1]["choices"][0]["finish_reason"] == "length"
+
+
+def test_text_that_the_model_ends_ends_by_stop(chatting: Served) -> None:
+    with biased(chatting, 3, 100.0):
+        whole = chatting.ask("/v1/completions", {"prompt": ["the cat", "a"], "max_tokens": 7})
+        stream = events(chatting.ask("/v1/completions", {"prompt": "the cat", "max_tokens": 7, "stream": True}))
+
+    assert [each["finish_reason"] for each in whole.json["choices"]] == ["stop", "stop"]
+    assert whole.json["usage"]["completion_tokens"] == 2
+    assert stream[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+class biased:  # noqa: N801 (reads as a function)
+    """Let the model of a server see a token as so much likelier than it is."""
+
+    def __init__(self, server: Served, token: int, by: float) -> None:
+        self._head = server.state.engine.answerer.model.get_output_embeddings()
+        self._token, self._by = token, by
+
+    def __enter__(self) -> None:
+        def changed(module: Any, given: Any, logits: Any) -> Any:
+            logits[..., self._token] += self._by
+            return logits
+
+        self._hook = self._head.register_forward_hook(changed)
+
+    def __exit__(self, *_: object) -> None:
+        self._hook.remove()
+
+
+def never_ending(server: Served) -> biased:
+    """The model does not end its texts by itself."""
+    return biased(server, 3, -100.0)
+
+
+def test_drawn_text_is_the_same_beside_others(chatting: Served) -> None:
+    asked = {"prompt": "the dog", "max_tokens": 40, "temperature": 1.0}
+    with never_ending(chatting):
+        alone = chatting.ask("/v1/completions", asked).json["choices"][0]["text"]
+        found: list[str] = []
+
+        def ask(longest: int) -> None:
+            reply = chatting.ask("/v1/completions", {**asked, "max_tokens": longest})
+            found.append(reply.json["choices"][0]["text"])
+
+        askers = [threading.Thread(target=ask, args=(40 + each,)) for each in range(6)]
+        for each in askers:
+            each.start()
+        for each in askers:
+            each.join(patient(120))
+
+    assert len(found) == 6
+    assert all(text.startswith(alone) for text in found)
+
+
+def test_short_requests_are_written_while_a_long_stream_is(chatting: Served) -> None:
+    batcher, steps = chatting.state.batcher, []
+
+    def step(module: Any, given: Any) -> None:
+        steps.append(threading.current_thread().name)
+        if len(steps) == 5:  # the long one goes on when the short ones have come
+            wait_until(lambda: batcher.queued == 3, "two more requests are there")
+
+    replies: list[Reply] = []
+
+    def ask(**asked: Any) -> None:
+        replies.append(chatting.ask("/v1/completions", {"prompt": "the cat", "max_tokens": 3, **asked}))
+
+    long = threading.Thread(target=ask, kwargs={"max_tokens": LONGEST, "stream": True})
+    short = [threading.Thread(target=ask, kwargs={"stream": each}) for each in (False, True)]
+    hook = chatting.state.engine.answerer.model.register_forward_pre_hook(step)
+    try:
+        with never_ending(chatting):
+            long.start()
+            wait_until(lambda: len(steps) == 5, "the long text is begun")
+            for each in short:
+                each.start()
+            for each in (long, *short):
+                each.join(patient(240))
+    finally:
+        hook.remove()
+
+    assert [each.code for each in replies] == [200] * 3
+    assert len(steps) == LONGEST + 6
+    assert set(steps[100:]) == {steps[0]}
+
+
+def test_turns_go_round() -> None:
+    turns, order = Turns(), []
+    inside, may_go = threading.Event(), threading.Event()
+
+    def write(name: str) -> None:
+        with turns.taken():
+            for _ in range(3):
+                order.append(name)
+                inside.set()
+                may_go.wait(patient(30))
+                turns.hand_on()
+
+    writers = [threading.Thread(target=write, args=(name,)) for name in "ab"]
+    writers[0].start()
+    inside.wait(patient(30))
+    writers[1].start()
+    wait_until(lambda: len(turns._waiting) == 1, "the second waits")
+    may_go.set()
+    for each in writers:
+        each.join(patient(30))
+
+    assert "".join(order) == "ababab"
+
+
+def test_adapter_by_itself_is_refused_with_the_way_out(decoder: Path, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(decoder)
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    get_peft_model(base, adapter).save_pretrained(tmp_path / "adapter")
+
+    with (
+        pytest.raises(StageError, match="is an adapter") as refused,
+        served(job_of(tmp_path / "adapter", "text-generation"), JobPaths(tmp_path / "w" / "job")),
+    ):
+        pass
+    assert "model/ of the run" in refused.value.hint
