@@ -29,6 +29,7 @@ from pydantic import JsonValue
 
 from finetune_contract.layout import FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.allocator import give_back_freed_memory
 from finetune_trainer.data.prepare import labels_of_model, predict_part
 from finetune_trainer.data.prepared import PreparedData, PreparedSplit
 from finetune_trainer.data.row_shards import PreparedRows, RowSource, ShardKey, no_rows, row_source
@@ -57,6 +58,10 @@ _OVER = "predictions.over-"
 """Begin of the name that the parts get before they are removed."""
 _LEAST_TO_JUDGE = 1000
 """Rows after which too many bad ones end the stage early."""
+GIVE_BACK_EVERY = 8
+"""Parts after which freed memory goes back to the kernel. Buffers of batches differ in size, so that more and more of
+the heap is fragments: 120 MiB after 20,000 short rows and 200 MiB after 160,000, with as much in use.
+"""
 LOOK_SECONDS = 1.0
 """Between two looks at the parts of others, at least."""
 RUNG = "rung"
@@ -370,7 +375,7 @@ def _answer(given: _Given, parts: Parts, sharing: Sharing, done: _Done | _Own, p
     """
     answerer: Answerer | None = None
     keys: list[ShardKey] = []
-    passes = 0
+    passes = written = 0
     while True:
         for number, shard in enumerate(given.source.shards()):
             if not passes:
@@ -380,6 +385,9 @@ def _answer(given: _Given, parts: Parts, sharing: Sharing, done: _Done | _Own, p
                 answerer = answerer or _answerer(given, parts, paths)
                 within = _Within(done, sharing, rows.count, shard.weight)
                 done.add(shard.key, parts.write(shard, rows, answerer.answers(shard, rows, within)))
+                written += 1
+                if not written % GIVE_BACK_EVERY:
+                    give_back_freed_memory()
                 if isinstance(done, _Done) and done.judge(given, keys):
                     return done.begin_with(keys)  # the rest would not make it right
             if sharing.through:
