@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from finetune_contract.facts import DeviceFacts, HardwareFacts
 from finetune_operator.api.quantities import human_bytes, human_count, human_seconds, parse_quantity
 from finetune_operator.planning.architectures import ARCHITECTURES, UnknownArchitectureError, model_facts
-from finetune_operator.planning.assumed_facts import HardwareError, assumed_model, parse_hardware
+from finetune_operator.planning.assumed_facts import HardwareError, assumed_hardware, assumed_model, parse_hardware
 from finetune_operator.planning.devices import GPU_MODELS, find_gpu
 
 GIB = 1 << 30
@@ -221,6 +222,18 @@ H100 = DeviceFacts(product="H100", memory_bytes=81_559 * MIB, bf16=True)
 )
 def test_a_machine_in_words(text, expected):
     assert parse_hardware(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("memory", "product", "bf16"),
+    [(None, "T4", False), (16, "T4", False), (24, "A10G", True), (45, "L40S", True), (80, "A100-80GB", True)],
+)
+def test_gpus_of_known_memory_alone_count_as_the_product_nearest_to_it(memory, product, bf16):
+    given = None if memory is None else Decimal(memory * GIB)
+    facts, _ = assumed_hardware(2, None, given, None, None)
+    assert facts.gpu is not None
+    assert (facts.gpu.product, facts.gpu.bf16, facts.assumed) == (product, bf16, True)
+    assert facts.gpu.memory_bytes == (15_360 * MIB if memory is None else memory * GIB)
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,8 @@ def _name_hint(root: Shape, path: Path, document: JsonValue, prefix: Path) -> Na
     if task == "question-answering" and isinstance(columns, dict) and "context" not in columns and "prompt" in columns:
         task = "text-generation"  # A prompt and its answer, of a data set without texts that hold the answer.
     value = value_at(document, path)
-    hint = unknown_name((*prefix, *path), value, names, of_job=prefix == ("spec",), task=task)
+    data = value_at(document, ("dataset", "uri"))
+    hint = unknown_name((*prefix, *path), value, names, of_job=prefix == ("spec",), task=task, data=data)
     told = _SETS_ONE.fullmatch(hint.text)
     given = value_at(document, tuple(told[1].split("."))) if told is not None else None
     if told is None or not isinstance(given, str) or given == "auto" or told[2] == given:

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pydantic import JsonValue
 
 from finetune_contract.arguments import known_arguments
-from finetune_operator.api.foreign_names import AXOLOTL, DEEPSPEED, FACTORY, HF, find_name, find_value
-from finetune_operator.api.hints import named_inside, place_of, taken_value
+from finetune_operator.api.foreign_names import AXOLOTL, DEEPSPEED, FACTORY, HF, find_name, find_value, written
+from finetune_operator.api.hints import as_uri, named_inside, on_hub, place_of, shown_value, taken_place, taken_value
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.shapes import Fields, spec_shape
 from finetune_operator.api.types import API_VERSION, KIND
@@ -22,7 +22,8 @@ DOCUMENT = ("apiVersion", "kind", "metadata", "spec", "status")
 ACCELERATE = "accelerate"
 _LEAST = 3
 """Names of another tool from which on a document is its configuration; fewer are slips, which are told one by one."""
-_MOST = 24
+_GLOBAL_BATCH, _MICRO_BATCH = "spec.training.globalBatchSize", "spec.training.microBatchSize"
+_MOST = 32
 """Names that a message translates."""
 _MARKS: Mapping[str, frozenset[str]] = {
     AXOLOTL: frozenset({
@@ -89,8 +90,12 @@ def _told(path: str, tool: str, given: Mapping[str, JsonValue], spec: Mapping[st
     fields: dict[str, list[str]] = {}
     values: dict[str, str] = {}
     left_out = []
+    hub = _data_on_hub(spec)
 
     def translate(name: str, field: str, taken: str = "") -> None:
+        if not field:
+            left_out.append(name)
+            return
         fields.setdefault(field, []).append(name)
         values[field] = values.get(field) or taken
 
@@ -99,25 +104,32 @@ def _told(path: str, tool: str, given: Mapping[str, JsonValue], spec: Mapping[st
         for field, instead in known.instead.items() if known is not None else ():
             fields[field], values[field] = [name], f": {instead}"
         for inner, field, taken in named_inside(name, name, value) if path and name not in given else ():
-            if not field.endswith(f".{inner}"):
+            if not field or not field.endswith(f".{inner}"):
                 translate(inner, field, taken)
     for name, value in given.items():
         row = find_name(name, path)
         if row is None:
             place = place_of(name, (path,) if path else ())
             if place is not None:
-                translate(name, place)
+                translate(name, place, taken_place(place, value))
             elif isinstance(value, dict):
                 for inner, field, taken in named_inside(name, name, value):
                     translate(inner, field, taken)
             else:
                 left_out.append(name)
+        elif made := written(row, value, hub=hub):
+            for field, each in made.items():
+                translate(name, field, f": {shown_value(each, field)}")
         elif row.field is None:
             left_out.append(name)
         else:
             translate(name, row.field, taken_value(row, _address(value)))
             for inner, field, taken in named_inside(name, name, value):
                 translate(inner, field, taken)
+    if _GLOBAL_BATCH in fields and not values[_GLOBAL_BATCH]:
+        values[_GLOBAL_BATCH] = _rows_of_a_step(spec)
+    for column, name in _alpaca_columns(spec):
+        translate("type: alpaca", f"spec.dataset.columns.{column}", f": {name}")
     pairs = [
         f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {field}{values.get(field, '')}"
         for field, names in fields.items()
@@ -125,12 +137,44 @@ def _told(path: str, tool: str, given: Mapping[str, JsonValue], spec: Mapping[st
     begin = "" if path else f"begin with apiVersion: {API_VERSION}, kind: {KIND}, metadata.name and spec.task; "
     if path and "spec.task" not in fields and "task" not in spec:
         begin = "begin with spec.task, e.g. text-generation; "
-    written = f"here {', '.join(pairs[:_MOST])}" if pairs else ""
+    translated = f"here {', '.join(pairs[:_MOST])}" if pairs else ""
     rest = f"; leave out {', '.join(left_out[:_MOST])}" if left_out else ""
     return Problem(
         path, None, f"this is a configuration of {tool}, which has other names than a {KIND}",
-        f"{begin}{written}{rest}; docs/names.md lists all names", reason="Unknown",
+        f"{begin}{translated}{rest}; docs/names.md lists all names", reason="Unknown",
     )  # fmt: skip
+
+
+def _data_on_hub(spec: Mapping[str, JsonValue]) -> bool:
+    """Whether the data set that another tool's configuration names is on the Hub."""
+    for name, value in spec.items():
+        row = find_name(name, "")
+        if row is not None and row.field == "spec.dataset.uri":
+            return on_hub(_address(value))
+    dataset = spec.get("dataset")
+    return on_hub(dataset.get("uri") if isinstance(dataset, dict) else dataset)
+
+
+def _rows_of_a_step(spec: Mapping[str, JsonValue]) -> str:
+    """Compute the global batch from micro-batch, accumulation and processes, as far as they are given."""
+    counts: dict[str, int] = {}
+    inner = [value for value in spec.values() if isinstance(value, dict)]
+    for name, value in ((name, value) for each in (spec, *inner) for name, value in each.items()):
+        row = find_name(name, "")
+        if row is not None and row.field in (_GLOBAL_BATCH, _MICRO_BATCH) and isinstance(value, int) and value > 0:
+            counts[row.field] = value
+    if len(counts) < 2:
+        return ""
+    rows = counts[_GLOBAL_BATCH] * counts[_MICRO_BATCH]
+    return f": {rows} ({counts[_MICRO_BATCH]} x {counts[_GLOBAL_BATCH]}), times the number of processes where several"
+
+
+def _alpaca_columns(spec: Mapping[str, JsonValue]) -> Sequence[tuple[str, str]]:
+    """Return the columns of data in Alpaca's form, of a list of data sets as axolotl has it."""
+    match spec.get("datasets"):
+        case [{"type": str(form)}] if form.split(":")[0] == "alpaca":
+            return ("source", "instruction"), ("target", "output")
+    return ()
 
 
 def _address(value: JsonValue) -> JsonValue:
@@ -149,12 +193,32 @@ def _workspace(value: Mapping[str, JsonValue]) -> Problem | None:
         "", None, f"this is a Workspace of KAITO, which has other names than a {KIND}",
         f"begin with apiVersion: {API_VERSION}, kind: {KIND}, metadata.name and spec.task, e.g. text-generation; then "
         "tuning.preset.name is spec.model.uri, with hf://organisation/ before it; tuning.method is "
-        "spec.model.adapter.method; tuning.input is spec.dataset.uri, as hf://organisation/name or pvc://claim/path; "
+        "spec.model.adapter.method; tuning.input is "
+        f"{_workspace_data(value)}; "
         "`spec.training: {}` trains; resource.count is spec.resources.nodes, and each node has "
-        "spec.resources.gpusPerNode GPUs; resource.labelSelector is spec.template.nodeSelector; leave out "
-        "resource.instanceType and tuning.output: the model is written to spec.storage.workspace",
+        "spec.resources.gpusPerNode GPUs; resource.labelSelector.matchLabels is spec.template.nodeSelector"
+        f"{_instance_type(value)}; leave out tuning.output: the model is written to spec.storage.workspace",
         reason="Unknown",
     )  # fmt: skip
+
+
+def _workspace_data(value: Mapping[str, JsonValue]) -> str:
+    """Write where the data of a Workspace go, with their URI if its first address is one of the Hub."""
+    match value.get("tuning"):
+        case {"input": {"urls": [str(url), *_]}} if (uri := as_uri(url)) is not None:
+            return f"spec.dataset.uri: {uri}"
+    return "spec.dataset.uri, as hf://organisation/name or pvc://claim/path"
+
+
+def _instance_type(value: Mapping[str, JsonValue]) -> str:
+    """Write the node label of the machine that a Workspace asks for."""
+    resource = value.get("resource")
+    named = resource.get("instanceType") if isinstance(resource, dict) else None
+    row = find_name("instanceType", "")
+    made = written(row, named, hub=False) if row is not None else {}
+    return "".join(
+        f"; resource.instanceType is in {field}, too: {shown_value(each, field)}" for field, each in made.items()
+    )
 
 
 def workload(value: JsonValue) -> Problem | None:
@@ -168,6 +232,7 @@ def workload(value: JsonValue) -> Problem | None:
         "written: spec has `task: text-classification`, `model: {uri: hf://...}`, `dataset: {uri: hf://...}` and "
         "`training: {epochs: 3}`, say; a limit of nvidia.com/gpu is spec.resources.gpusPerNode, replicas are "
         "spec.resources.nodes, backoffLimit is spec.runPolicy.maxRestarts, and a program of yours is "
-        "spec.training.script; docs/names.md lists all names",
+        "spec.training.script; leave image and command out, as pods run the trainer's; an argument such as --lr is a "
+        "field of spec.training: learningRate; docs/names.md lists all names",
         reason="Unknown",
     )  # fmt: skip

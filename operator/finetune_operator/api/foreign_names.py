@@ -9,7 +9,7 @@ both. Nothing here is accepted in place of our own names: `copied` lists what is
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from functools import cache
@@ -41,6 +41,10 @@ class ForeignName:
     """Names of the object that it has to stand in; empty: any."""
     same: bool = True
     """Whether what was written can be written there as it is."""
+    writes: Callable[[JsonValue], Mapping[str, JsonValue]] | None = None
+    """Makes values by the paths of the fields that take them out of what was written, where one field does not take it
+    as it is; empty: nothing can be made of it, and `field` and `hint` are the answer.
+    """
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,61 @@ _RESULTS = (
 )
 _TOKENIZER = "leave it out: the tokenizer comes with the model"
 _NO_COUNTERPART = "leave it out: there is no counterpart"
+
+_ARGUMENTS = "spec.training.arguments"
+_SPLITS = "spec.dataset.splits."
+_INSTANCE_TYPE = "node.kubernetes.io/instance-type"
+
+
+def _held_out(given: JsonValue) -> Mapping[str, JsonValue]:
+    """Cut the validation rows of a share (0.2) or a percentage (20) off the end of the split train."""
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        return {}
+    percent = round(100 * given) if given < 1 else round(given)
+    if not 0 < percent < 100:
+        return {}
+    kept = 100 - percent
+    return {"spec.dataset.splits.train": f"train[:{kept}%]", "spec.dataset.splits.validation": f"train[{kept}%:]"}
+
+
+def _first_rows(given: JsonValue) -> Mapping[str, JsonValue]:
+    whole = isinstance(given, int) and not isinstance(given, bool) and given > 0
+    return {"spec.dataset.splits.train": f"train[:{given}]"} if whole else {}
+
+
+def _betas(given: JsonValue) -> Mapping[str, JsonValue]:
+    match given:
+        case [float() | int() as first, float() | int() as second]:
+            return {f"{_ARGUMENTS}.adam_beta1": first, f"{_ARGUMENTS}.adam_beta2": second}
+    return {}
+
+
+def _tracked(tracker: str, variable: str) -> Callable[[JsonValue], Mapping[str, JsonValue]]:
+    """Report to a tracker, with a setting of it in the variable that it reads."""
+
+    def write(given: JsonValue) -> Mapping[str, JsonValue]:
+        report: Mapping[str, JsonValue] = {f"{_ARGUMENTS}.report_to": [tracker]}
+        if not isinstance(given, str) or not given:
+            return {} if given in (None, False, "") else report
+        return {**report, "spec.template.env": [{"name": variable, "value": given}]}
+
+    return write
+
+
+def _on_instances(given: JsonValue) -> Mapping[str, JsonValue]:
+    return {"spec.template.nodeSelector": {_INSTANCE_TYPE: given}} if isinstance(given, str) and given else {}
+
+
+def _pull_secrets(given: JsonValue) -> Mapping[str, JsonValue]:
+    """Write names of Secrets as the objects that Kubernetes has for them."""
+    secrets: list[JsonValue] = []
+    for each in given if isinstance(given, list) else [given]:
+        name = each.get("name") if isinstance(each, dict) else each
+        if not isinstance(name, str) or not name:
+            return {}
+        secrets.append({"name": name})
+    return {"spec.template.imagePullSecrets": secrets} if secrets else {}
+
 
 NAMES: tuple[ForeignName, ...] = (
     # ---- model
@@ -159,6 +218,10 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(("output_format", "file_format", "file_type"), EVERYBODY, "spec.predict.format", under=("predict",)),
     ForeignName(
+        ("id", "id_column", "row_id", "idx", "guid", "key"), HF, "spec.predict.idColumn",
+        "which predictions are told apart by; a job without spec.predict leaves it out", under=("columns",),
+    ),
+    ForeignName(
         ("id", "id_field", "id_key", "key", "row_id", "index_column"), EVERYBODY, "spec.predict.idColumn",
         under=("predict",),
     ),
@@ -174,12 +237,17 @@ NAMES: tuple[ForeignName, ...] = (
         "the file's name without its ending, with the folder of all files as spec.dataset.uri", same=False,
     ),
     ForeignName(
-        ("val_set_size", "val_size", "validation_split_percentage", "test_size"), EVERYBODY, None,
-        "leave it out: 5 % are set aside where no split is named validation; spec.dataset.splits.validation names one",
+        ("val_set_size", "val_size", "validation_split_percentage", "test_size", "validation_size", "eval_size",
+         "validation_fraction", "dev_size"),
+        EVERYBODY, None,
+        "leave it out: 5 % are set aside where no split is named validation; for another share write these rows into a "
+        "file of their own, and set spec.dataset.splits.validation to its name",
+        writes=_held_out,
     ),
     ForeignName(
-        ("max_train_samples", "max_samples", "max_rows"), EVERYBODY, "spec.dataset.splits.train",
-        "for example train[:1000]", same=False,
+        ("max_train_samples", "max_samples", "max_rows", "num_samples"), EVERYBODY, None,
+        "leave it out: all rows of files are read; spec.training.maxSteps bounds how many are learnt",
+        writes=_first_rows,
     ),
     ForeignName(
         ("text_column", "text_column_name", "dataset_text_field", "text_field", "input_column"), EVERYBODY,
@@ -262,6 +330,11 @@ NAMES: tuple[ForeignName, ...] = (
         ("lr_warmup_steps", "num_warmup_steps", "warmup_num_steps", "warmup"), f"{EVERYBODY}, {DEEPSPEED}",
         "spec.training.warmupSteps",
     ),
+    ForeignName(
+        ("min_lr", "lr_end", "end_lr", "final_lr", "min_learning_rate", "min_lr_ratio"), EVERYBODY, None,
+        "leave it out: the rate falls to 0; scheduler polynomial falls to the lr_end of "
+        "spec.training.arguments.lr_scheduler_kwargs instead",
+    ),
     ForeignName(("warmup_max_lr",), DEEPSPEED, "spec.training.learningRate"),
     ForeignName(
         ("gradient_clip_val", "gradient_clipping", "clip_grad_norm", "grad_clip", "max_norm"), f"{HF}, {DEEPSPEED}",
@@ -299,9 +372,33 @@ NAMES: tuple[ForeignName, ...] = (
         value="group_by_length",
     ),
     ForeignName(
-        ("wandb_project", "wandb", "use_wandb", "wandb_entity", "mlflow_tracking_uri"), AXOLOTL,
+        ("wandb", "use_wandb"), AXOLOTL,
         "spec.training.arguments.report_to", "the project is the variable WANDB_PROJECT of spec.template.env",
         ["wandb"],
+    ),
+    *(
+        ForeignName(
+            names, AXOLOTL, "spec.training.arguments.report_to",
+            f"and {variable} is a variable of spec.template.env", [tracker], writes=_tracked(tracker, variable),
+        )
+        for names, tracker, variable in (
+            (("wandb_project",), "wandb", "WANDB_PROJECT"),
+            (("wandb_entity",), "wandb", "WANDB_ENTITY"),
+            (("mlflow_tracking_uri",), "mlflow", "MLFLOW_TRACKING_URI"),
+            (("mlflow_experiment_name",), "mlflow", "MLFLOW_EXPERIMENT_NAME"),
+        )
+    ),
+    ForeignName(("tensorboard", "use_tensorboard"), HF, "spec.training.arguments.report_to", value=["tensorboard"]),
+    ForeignName(("mlflow", "use_mlflow"), HF, "spec.training.arguments.report_to", value=["mlflow"]),
+    ForeignName(
+        ("betas", "adam_betas"), f"{HF}, {DEEPSPEED}", "spec.training.arguments.adam_beta1",
+        "the second is adam_beta2 beside it", same=False, writes=_betas,
+    ),
+    ForeignName(("beta1",), f"{HF}, {DEEPSPEED}", "spec.training.arguments.adam_beta1"),
+    ForeignName(("beta2",), f"{HF}, {DEEPSPEED}", "spec.training.arguments.adam_beta2"),
+    ForeignName(
+        ("eps", "epsilon"), f"{HF}, {DEEPSPEED}", "spec.training.arguments.adam_epsilon",
+        under=("params", "optimizer", "training"),
     ),
     ForeignName(
         ("logging_steps", "logging_strategy", "logging_dir", "log_level", "log_interval", "plot_loss", "disable_tqdm",
@@ -465,8 +562,12 @@ NAMES: tuple[ForeignName, ...] = (
         under=("resources", "spec"),
     ),
     ForeignName(
-        ("gpu_type", "gpu_product", "gpu_model", "gpu_name", "instance_type", "machine_type", "accelerator_type"),
+        ("gpu_type", "gpu_product", "gpu_model", "gpu_name", "accelerator_type"),
         KUBERNETES, "spec.resources.accelerator.product", "as the node label nvidia.com/gpu.product has it", same=False,
+    ),
+    ForeignName(
+        ("instance_type", "machine_type", "vm_size", "node_type"), KUBERNETES, "spec.template.nodeSelector",
+        f"as {{{_INSTANCE_TYPE}: TYPE}}", same=False, writes=_on_instances,
     ),
     ForeignName(("gpu_memory", "vram", "gpu_mem"), KUBERNETES, "spec.resources.accelerator.memory"),
     ForeignName(("cpus", "num_cpus", "cores", "cpu_count"), KUBERNETES, "spec.resources.cpu"),
@@ -559,7 +660,11 @@ NAMES: tuple[ForeignName, ...] = (
     ),
     ForeignName(("disk", "disk_size", "storage_size"), KUBERNETES, "spec.storage.size"),
     ForeignName(("pull_policy",), KUBERNETES, "spec.imagePullPolicy"),
-    ForeignName(("pull_secrets", "image_pull_secret"), KUBERNETES, "spec.template.imagePullSecrets", same=False),
+    ForeignName(
+        ("pull_secrets", "image_pull_secret", "image_pull_secrets", "pull_secret"), KUBERNETES,
+        "spec.template.imagePullSecrets", same=False, under=("image", "", "spec", "resources", "training"),
+        writes=_pull_secrets,
+    ),
     ForeignName(("storage_class",), KUBERNETES, "spec.storage.storageClassName"),
     ForeignName(("service_account",), KUBERNETES, "spec.template.serviceAccountName"),
     ForeignName(
@@ -767,6 +872,14 @@ def _names() -> Mapping[str, tuple[ForeignName, ...]]:
 @cache
 def _values() -> Mapping[tuple[str, str], ForeignValue]:
     return {(row.field, plain(str(name))): row for row in VALUES for name in row.names}
+
+
+def written(row: ForeignName, given: JsonValue, *, hub: bool) -> Mapping[str, JsonValue]:
+    """Make values by field of what was given under the name of a row; `hub`: the data are on the Hub, whose splits have
+    slices. Empty: nothing can be made of it.
+    """
+    made = row.writes(given) if row.writes is not None else {}
+    return {} if not hub and any(field.startswith(_SPLITS) for field in made) else made
 
 
 def find_name(name: str, parent: str) -> ForeignName | None:

@@ -18,7 +18,7 @@ from pydantic import JsonValue
 
 from finetune_contract.arguments import FREE
 from finetune_contract.hub import is_hub_name
-from finetune_operator.api.foreign_names import ForeignName, ForeignValue, find_name, find_value, plain
+from finetune_operator.api.foreign_names import ForeignName, ForeignValue, find_name, find_value, plain, written
 from finetune_operator.api.meant_values import meant_value
 from finetune_operator.api.problems import HIDDEN, SECRET_TEXT, PathPart, describe_value, is_secret_name
 from finetune_operator.api.shapes import (
@@ -100,13 +100,20 @@ class NameHint:
 
 
 def unknown_name(
-    path: Sequence[PathPart], value: JsonValue, names: Sequence[str], *, of_job: bool, task: JsonValue = None
+    path: Sequence[PathPart],
+    value: JsonValue,
+    names: Sequence[str],
+    *,
+    of_job: bool,
+    task: JsonValue = None,
+    data: JsonValue = None,
 ) -> NameHint:
     """Find the hint for a field that the object at the path's parent, which has `names`, does not have.
 
-    `task` is what the job says of its task: columns have other names with each.
+    `task` is what the job says of its task: columns have other names with each. `data` is the URI of its data set:
+    splits have slices on the Hub only.
     """
-    text = _unknown_name(path, value, names, of_job, task)
+    text = _unknown_name(path, value, names, of_job, task, on_hub(data))
     above = ".".join(str(part) for part in path[:-1])
     if (renamed := re.match(r"did you mean (\w+)\?", text)) is not None:
         return NameHint(text, f"{above}.{renamed[1]}" if above else renamed[1])
@@ -117,7 +124,7 @@ def unknown_name(
 
 
 def _unknown_name(
-    path: Sequence[PathPart], value: JsonValue, names: Sequence[str], of_job: bool, task: JsonValue
+    path: Sequence[PathPart], value: JsonValue, names: Sequence[str], of_job: bool, task: JsonValue, hub: bool
 ) -> str:
     name = str(path[-1])
     own = {plain(known): known for known in names}
@@ -132,13 +139,13 @@ def _unknown_name(
         if column is not None and row is not None and row.field is not None and row.field.startswith(_COLUMNS):
             return _set(f"{_COLUMNS}{column}", value)
         if row is not None and row.under:
-            return _by_row(row, path, value)
+            return _by_row(row, path, value, hub=hub)
         places = _places(name, path)
         fitting = tuple(place for place in places if _could_hold(place, value))
         if fitting:
             return _moved(fitting, name, value)
         if row is not None:
-            return _by_row(row, path, value)
+            return _by_row(row, path, value, hub=hub)
         if places:
             return _moved(places, name, value)
     near = difflib.get_close_matches(name, names, n=1, cutoff=_CLOSE)
@@ -169,6 +176,12 @@ def _index() -> Mapping[str, tuple[tuple[str, ...], ...]]:
     walk(spec_shape(), ("spec",))
     found["spec"] = (("spec",),)
     return found
+
+
+def on_hub(data: JsonValue) -> bool:
+    """Whether data at this URI are read from the Hub, as far as can be told."""
+    uri = data if isinstance(data, str) and "://" in data else as_uri(data)
+    return uri is not None and uri.startswith("hf://")
 
 
 def column_of(task: JsonValue, name: str) -> str | None:
@@ -245,10 +258,13 @@ def _free_arguments() -> Mapping[str, str]:
     return {plain(name): name for name in FREE}
 
 
-def _by_row(row: ForeignName, path: Sequence[PathPart], value: JsonValue) -> str:
+def _by_row(row: ForeignName, path: Sequence[PathPart], value: JsonValue, *, hub: bool = False) -> str:
     hint = _joined(row.hint)
+    if made := written(row, value, hub=hub):
+        return f"set {' and '.join(f'{field} to {shown_value(each, field)}' for field, each in made.items())}"
     if row.field is None:
-        return row.hint
+        wishes = "; ".join(_inner("spec.training", value, wishes=True)) if isinstance(value, dict) else ""
+        return f"{row.hint}; {wishes}" if wishes else row.hint
     if row.value is not None and (value is False or value is None or value == ""):
         return "leave it out"
     inner = "; ".join(_inner(row.field, value)) if isinstance(value, dict) else ""
@@ -257,7 +273,7 @@ def _by_row(row: ForeignName, path: Sequence[PathPart], value: JsonValue) -> str
     hint = f"; {inner}" if inner else hint
     *above, leaf = row.field.split(".")
     if row.value is not None:
-        return f"set {row.field} to {_shown(row.value, row.field)}{hint}"
+        return f"set {row.field} to {shown_value(row.value, row.field)}{hint}"
     shape = _shape_at(row.field)
     if row.same and shape is not None and _is_uri(shape) and _uri_of(row.field, shape, value):
         return _set(row.field, value)
@@ -270,14 +286,22 @@ def _joined(hint: str) -> str:
     return "" if not hint else f", {hint}" if hint.startswith("which ") else f" ({hint})"
 
 
-def _inner(field: str, value: dict[str, JsonValue]) -> Iterator[str]:
+def _inner(field: str, value: dict[str, JsonValue], *, wishes: bool = False) -> Iterator[str]:
     """What the fields of an object that is no field here are called in the place of `field`, with their values.
+
+    `wishes`: only those that a row of the table answers with a value.
 
     A field that takes several of them is named without a value: replicas of masters and of workers are added up.
     """
     found = list(dict.fromkeys(named_inside(field.split(".")[-2], "", value)))
     counted_at: dict[str, str] = {}
     for name, place, given in found:
+        if not place:
+            if not wishes:
+                yield f"{name}: {given}"
+            continue
+        if wishes and not given:
+            continue
         values = {other for _, other_place, other in found if other_place == place}
         counts = [
             other[2:]
@@ -294,6 +318,8 @@ def _inner(field: str, value: dict[str, JsonValue]) -> Iterator[str]:
 def named_inside(parent: str, above: str, value: JsonValue) -> Iterator[tuple[str, str, str]]:
     """Names in an object called `above`, the field of ours that has their meaning, and the value it takes: `: VALUE`.
 
+    A name without a counterpart has an empty field, and the hint in the place of the value.
+
     `parent` is the object of ours that the outermost one is looked for in.
     """
     for name, given in list(value.items())[:_MOST_INSIDE] if isinstance(value, dict) else ():
@@ -302,14 +328,18 @@ def named_inside(parent: str, above: str, value: JsonValue) -> Iterator[tuple[st
         first = given[0] if isinstance(given, list) and given and isinstance(given[0], dict) else given
         inside = list(_own_inside(places, name, given) or named_inside(parent, name, first))
         shown = f"{above}.{name}" if above and above not in _CONTAINERS else name
-        if row is not None and row.field is not None and (row.value is not None or not inside):
+        if row is not None and (made := written(row, given, hub=False)):
+            yield from ((shown, field, f": {shown_value(each, field)}") for field, each in made.items())
+        elif row is not None and row.field is None and not inside and row.hint.startswith("leave it out"):
+            yield shown, "", row.hint
+        elif row is not None and row.field is not None and (row.value is not None or not inside):
             yield shown, row.field, taken_value(row, given)
         elif inside:
             yield from inside
         elif len(places) == 1 and name not in _CONTAINERS:
             place = ".".join(places[0])
             shape = _shape_at(place)
-            yield shown, place, f": {_shown(given, place)}" if shape is not None and accepts(shape, given) else ""
+            yield shown, place, f": {shown_value(given, place)}" if shape is not None and accepts(shape, given) else ""
 
 
 def _own_inside(places: Sequence[tuple[str, ...]], name: str, given: JsonValue) -> list[tuple[str, str, str]]:
@@ -321,7 +351,7 @@ def _own_inside(places: Sequence[tuple[str, ...]], name: str, given: JsonValue) 
         shape = _shape_at(".".join((*places[0], child)))
         if shape is not None:
             place = ".".join((*places[0], child))
-            found.append((f"{name}.{child}", place, f": {_shown(value, place)}" if accepts(shape, value) else ""))
+            found.append((f"{name}.{child}", place, f": {shown_value(value, place)}" if accepts(shape, value) else ""))
     return found
 
 
@@ -330,20 +360,25 @@ def taken_value(row: ForeignName, given: JsonValue) -> str:
     if row.field is None or given is None or given is False:
         return ""
     if row.value is not None:
-        return f": {_shown(row.value, row.field)}"
+        return f": {shown_value(row.value, row.field)}"
     if isinstance(given, dict) and row.field.endswith(".name") and isinstance(given.get("name"), str):
-        return f": {_shown(given['name'], row.field)}"
+        return f": {shown_value(given['name'], row.field)}"
     shape = _shape_at(row.field)
     instead = find_value(row.field, given)
     if instead is not None and row.field in instead.instead:
-        return f": {_shown(instead.instead[row.field], row.field)}"
+        return f": {shown_value(instead.instead[row.field], row.field)}"
     if shape is None or not row.same or isinstance(given, dict):
         return ""
     if _is_uri(shape):
         uri = _uri_of(row.field, shape, given)
         return f": {uri}" if uri else ""
     word = {plain(each): each for each in shape.words}.get(plain(given)) if isinstance(given, str) else None
-    return f": {_shown(word or given, row.field)}" if word or accepts(shape, given) else ""
+    return f": {shown_value(word or given, row.field)}" if word or accepts(shape, given) else ""
+
+
+def taken_place(field: str, given: JsonValue) -> str:
+    """The value that a field of ours takes for what was given under a name like its own, as `: VALUE`; else empty."""
+    return taken_value(ForeignName((), "", field), given)
 
 
 def _set(field: str, value: JsonValue) -> str:
@@ -362,7 +397,7 @@ def _set(field: str, value: JsonValue) -> str:
     if isinstance(value, str) and (word := {plain(each): each for each in shape.words}.get(plain(value))):
         return f"set {field} to {word}"
     if accepts(shape, value) and not isinstance(value, dict):
-        return f"set {field} to {_shown(value, field)}"
+        return f"set {field} to {shown_value(value, field)}"
     return f"set {field}"
 
 
@@ -381,11 +416,11 @@ def _uri_of(field: str, shape: Shape, value: JsonValue) -> str | None:
 
 def _instead(row: ForeignValue) -> str:
     hint = _joined(row.hint) if row.instead else row.hint
-    steps = [f"{field} to {_shown(value, field)}" for field, value in row.instead.items()]
+    steps = [f"{field} to {shown_value(value, field)}" for field, value in row.instead.items()]
     return (f"set {' and '.join(steps)}" if steps else "") + hint
 
 
-def _shown(value: JsonValue, field: str) -> str:
+def shown_value(value: JsonValue, field: str) -> str:
     """A value as it is written in YAML; nothing of a credential."""
     if isinstance(value, dict | list):
         return SECRET_TEXT.sub(HIDDEN, json.dumps(value, ensure_ascii=False))
@@ -418,7 +453,7 @@ def wrong_value(
     if row is not None and not isinstance(shape.body, Boolean):
         same = list(row.instead) == [row.field]
         hint = _joined(row.hint)
-        return rule, f"write {_shown(row.instead[row.field], row.field)}{hint}" if same else _instead(row)
+        return rule, f"write {shown_value(row.instead[row.field], row.field)}{hint}" if same else _instead(row)
     match shape.body:
         case Text() if _is_uri(shape):
             begins = [f"{scheme}://" for scheme in served_schemes(".".join(map(str, path[1:])), schemes)]
@@ -447,7 +482,7 @@ def wrong_value(
             )
         case Fields(fields) if isinstance(value, str) and "uri" in fields:
             uri = as_uri(value) or value
-            return rule, f"write the URI one level deeper, as uri: {_shown(uri, 'uri')}"
+            return rule, f"write the URI one level deeper, as uri: {shown_value(uri, 'uri')}"
         case Items() if (
             isinstance(value, dict) and value and set(value) <= set(_column_names()) and path[-1] == "columns"
         ):
@@ -457,11 +492,16 @@ def wrong_value(
         case Fields(fields) if value is True and not any(field.required for field in fields.values()):
             return rule, "write {} to take the defaults"
         case Fields(fields) if isinstance(value, str | int | float) and (name := _only_taker(fields, value)):
-            return rule, f"write {{{name}: {_shown(value, name)}}}"
+            return rule, f"write {{{name}: {shown_value(value, name)}}}"
     field = ".".join(str(part) for part in path)
-    meant = meant_value(shape, field, value, _shown)
+    meant = meant_value(shape, field, value, shown_value)
     if meant is not None and isinstance(value, dict) and len(path) > 1 and not isinstance(shape.body, Items):
-        meant = "; ".join([meant, *(part for part in _inner(field, value) if f" is {field}" not in part)])
+        meant = "; ".join(
+            [
+                meant,
+                *(part for part in _inner(field, value) if not re.search(rf" is {re.escape(field)}(?![\w.])", part)),
+            ]
+        )
     return rule, meant or way_out
 
 

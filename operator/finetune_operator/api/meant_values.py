@@ -66,6 +66,8 @@ def meant_value(shape: Shape, path: str, value: JsonValue, shown: Shown) -> str 
             return f"write {minimum:.0f}" + ("" if shape.required else ", or leave it out")
         case Boolean(), str() if value.lower() in _TRUE_WORDS:
             return write(_TRUE_WORDS[value.lower()])
+        case Boolean(), str() if _DURATION.search(value):
+            return "write true; how long it takes is no field of a job"
         case Boolean(), _:
             return "write true or false"
         case Items(), str() if value.strip():

@@ -74,12 +74,7 @@ def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:
     training = spec.training
     if training is None or spec.script is not None:
         return
-    adapter = spec.model.adapter
-    if adapter.method == "none" and adapter.model_fields_set and "method" not in adapter.model_fields_set:
-        yield (
-            "spec.model.adapter has no method, so that all weights are trained; method: lora, dora or qlora trains an "
-            "adapter"
-        )
+    yield from _adapter_without_method(spec)
     name = spec.model.uri.rpartition("/")[2].lower()
     if (
         spec.task in WRITING
@@ -117,4 +112,20 @@ def _unusual(spec: FineTuneJobSpec) -> Iterator[str]:
         yield (
             f"spec.dataset.splits.validation: {splits.validation} is the split that is trained on, so that validation "
             "shows how well rows are remembered; left out, 5 % of train are set aside"
+        )
+
+
+def _adapter_without_method(spec: FineTuneJobSpec) -> Iterator[str]:
+    """Yield the notice about an adapter without a method."""
+    adapter = spec.model.adapter
+    if adapter.method == "none" and adapter.model_fields_set and "method" not in adapter.model_fields_set:
+        fp8 = spec.training is not None and spec.training.precision == "fp8"
+        yield (
+            "spec.model.adapter has no method, so that all weights are trained; method: lora, dora or qlora trains an "
+            "adapter"
+        ) + (
+            "; with an adapter spec.training.precision is bf16, not fp8: the adapter saves memory, fp8 saves time "
+            "where all weights are trained"
+            if fp8
+            else ""
         )

@@ -17,7 +17,7 @@ from finetune_contract.choices import Task
 from finetune_contract.facts import DeviceFacts, HardwareFacts, ModelFacts
 from finetune_operator.api.quantities import human_count, parse_quantity
 from finetune_operator.planning.architectures import ARCHITECTURES, UnknownArchitectureError, model_facts
-from finetune_operator.planning.devices import GPU_MODELS, find_gpu
+from finetune_operator.planning.devices import GPU_MODELS, GpuModel, find_gpu
 
 __all__ = [
     "ARCHITECTURES",
@@ -310,9 +310,13 @@ def assumed_memory(gpus: int) -> int:
     return HOST_MEMORY_PER_GPU * gpus or ASSUMED_NODE_MEMORY
 
 
-def assumed_device(product: str | None) -> tuple[DeviceFacts, str]:
-    """The GPU called `product` from the table, or the smallest one under that name, and the sentence that says so."""
-    known, fallback = find_gpu(product or ASSUMED_GPU), find_gpu(ASSUMED_GPU)
+def assumed_device(product: str | None, memory: Decimal | None = None) -> tuple[DeviceFacts, str]:
+    """The GPU called `product` from the table, or the smallest one under that name, and the sentence that says so.
+
+    Without a product, it is the GPU whose memory is the nearest to `memory` bytes; None: the smallest.
+    """
+    named = product or (ASSUMED_GPU if memory is None else _nearest_gpu(int(memory)).name)
+    known, fallback = find_gpu(named), find_gpu(ASSUMED_GPU)
     assert fallback is not None
     device = (known or fallback).facts()
     if known is None and product is not None:
@@ -321,6 +325,11 @@ def assumed_device(product: str | None) -> tuple[DeviceFacts, str]:
         device,
         f"hardware: the GPU was not measured; {device.product} with {device.memory_bytes / GIB:.1f} GiB is taken",
     )
+
+
+def _nearest_gpu(memory: int) -> GpuModel:
+    """The first GPU of the table with that much memory, or with the nearest to it."""
+    return min(GPU_MODELS, key=lambda gpu: abs(gpu.memory_gb * GIB - memory))
 
 
 def assumed_hardware(
@@ -333,7 +342,7 @@ def assumed_hardware(
     node_memory = int(memory) if memory is not None else assumed_memory(gpus)
     facts = HardwareFacts(cpu_cores=cpu_cores, memory_bytes=node_memory, assumed=True)
     if gpus:
-        device, _ = assumed_device(product)
+        device, _ = assumed_device(product, device_memory)
         if device_memory is not None:
             device = device.model_copy(update={"memory_bytes": int(device_memory)})
         facts = facts.model_copy(update={"gpus_per_node": gpus, "gpu": device})

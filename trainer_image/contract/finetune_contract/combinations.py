@@ -328,7 +328,9 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         when=(none_of("model_ranks", 1),),
         needs=(one_of("adapter", "none"),),
         rule="does not go together with spec.parallelism.tensor or pipeline.degree above 1",
-        hint="leave the adapter out, or spread the model by spec.parallelism.strategy fsdp or deepspeed",
+        hint="set spec.parallelism.tensor and spec.parallelism.pipeline.degree to 1 and spec.parallelism.strategy to "
+        "fsdp, which divides the model and keeps the adapter; "
+        "or leave the adapter out, which trains all weights",
     ),
     Constraint(
         "spread-models-keep-activations",
@@ -436,7 +438,7 @@ CONSTRAINTS: tuple[Constraint, ...] = (
         when=(one_of("precision", "fp8"),),
         needs=(one_of("adapter", "none"),),
         rule="fp8 does not go together with spec.model.adapter",
-        hint="set it to bf16, or leave spec.model.adapter out",
+        hint="set it to bf16, or leave spec.model.adapter out: an adapter saves memory, fp8 saves time",
     ),
     Constraint(
         "adafactor-has-whole-matrices",

@@ -334,7 +334,7 @@ RULES: tuple[Rule, ...] = (
         "self.generation.topP == 1.0 || self.generation.temperature > 0.0",
         lambda spec: spec.generation.top_p == 1 or spec.generation.temperature > 0,
         "has no effect while spec.generation.temperature is 0, for nothing is drawn",
-        "set spec.generation.temperature above 0, or leave it out",
+        "set spec.generation.temperature to 1.0 to draw, or leave it out",
     ),
     Rule(
         "predictions-have-a-format",
