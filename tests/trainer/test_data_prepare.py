@@ -902,6 +902,23 @@ def test_what_a_task_refuses_in_another_process_is_told_as_it_is(engine, tmp_pat
     assert (error.failure_class, error.reason) == (FailureClass.CONFIG, "MaxLengthTooShort")
 
 
+@pytest.mark.slow
+def test_a_spark_session_that_runs_already_is_used_and_left_running(data, paths, monkeypatch):
+    spark_runs_here()
+    from pyspark.sql import SparkSession
+
+    monkeypatch.setenv("PYSPARK_PYTHON", sys.executable)
+    here = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1", "spark.ui.enabled": "false"}
+    running = SparkSession.builder.master("local[1]").config(map=here).getOrCreate()
+    try:
+        prepare(a_job(data, preparation={"engine": "spark", "workers": 1}), paths, NoProgress())
+        assert running.range(3).count() == 3, "it was stopped"
+    finally:
+        running.stop()
+    prepare(a_job(data, preparation={"engine": "spark", "workers": 1}), JobPaths(paths.root / "own"), NoProgress())
+    assert SparkSession.getActiveSession() is None, "a session of the stage's own stays"
+
+
 def test_without_spark_its_engine_is_refused(data, paths, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyspark", None)
     error = refused(a_job(data, preparation={"engine": "spark"}), paths)

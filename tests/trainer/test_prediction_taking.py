@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 import pytest
 
 from finetune_trainer.data.row_shards import ShardKey
-from finetune_trainer.inference.prediction_workers import SILENT_SECONDS, Beat, Taker, Wait, Worker, beat_name
+from finetune_trainer.inference.prediction_workers import (
+    CHOOSING_SECONDS,
+    SILENT_SECONDS,
+    Beat,
+    Taker,
+    Wait,
+    Worker,
+    beat_name,
+)
 
 PARTS = "parts"
 BEAT_SECONDS = 10.0
@@ -237,3 +245,58 @@ def test_requests_of_a_thousand_workers_are_bounded_for_each_shard_and_worker():
     assert requests["create"] <= shards + workers + kills, "a claim a shard, and few that two workers want"
     assert requests["read"] <= 64 * workers
     assert max(count for name, count in play.lists.items() if not name.startswith("0-")) <= 24
+
+
+class Choosers:
+    """Three workers that want to do what one does for all."""
+
+    def __init__(self) -> None:
+        self.files = CountedFiles()
+        self.folder = Worker(0, 3, "attempt").folder(PARTS)
+        self.takers = [self.begin(index) for index in range(3)]
+
+    def begin(self, index: int, incarnation: str = "a") -> Taker:
+        self.beat(index, 1, incarnation)
+        return Taker(Worker(index, 3, "attempt"), PARTS, self.files, f"{index}-{incarnation}")
+
+    def beat(self, index: int, beat: int, incarnation: str = "a", *, ended: bool = False) -> None:
+        text = Beat(incarnation=f"{index}-{incarnation}", beat=beat, ended=ended).to_json()
+        self.files.write(beat_name(self.folder, index), text)
+
+    def asked(self, now: float, *indices: int) -> list[int]:
+        """Workers of these that do it."""
+        return [index for index in indices if self.takers[index].first("choice", now)]
+
+
+def test_one_worker_chooses_while_it_lives() -> None:
+    play = Choosers()
+    assert play.asked(0, 2, 0, 1) == [2]
+    for now in range(10, int(CHOOSING_SECONDS), 10):
+        play.beat(2, 1 + now)
+        assert play.asked(now, 0, 1) == []
+    assert play.asked(CHOOSING_SECONDS + 20, 0, 1) == [0], "it is stuck, and one of the others is next"
+
+
+def test_the_choice_of_a_worker_that_died_is_taken_over_by_one_other() -> None:
+    play = Choosers()
+    assert play.asked(0, 0, 1, 2) == [0]
+    assert play.asked(SILENT_SECONDS, 1, 2) == []
+    assert play.asked(SILENT_SECONDS + 1, 1, 2) == [1]
+    play.beat(1, 2)
+    assert play.asked(SILENT_SECONDS + 2, 2) == []
+
+
+def test_a_worker_that_ended_or_was_replaced_chooses_no_more() -> None:
+    play = Choosers()
+    assert play.asked(0, 0, 1, 2) == [0]
+    play.takers[0] = play.begin(0, "b")
+    assert play.asked(1, 0, 1, 2) == [0], "it knows that the one before it is dead"
+    play.beat(0, 2, "b", ended=True)
+    assert play.asked(2, 1, 2) == [1]
+
+
+def test_a_claim_that_was_never_written_out_holds_nobody_up_for_ever() -> None:
+    play = Choosers()
+    play.files.create(f"{play.folder}/claims/choice.0", "")
+    assert play.asked(0, 1, 2) == []
+    assert play.asked(SILENT_SECONDS + 1, 1, 2) == [1]

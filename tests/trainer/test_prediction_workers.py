@@ -283,8 +283,8 @@ def test_a_worker_without_an_attempt_or_with_another_count_is_refused(crew: Crew
 def test_workers_compute_as_the_first_one_has_chosen_or_refuse(tmp_path: Path):
     parts = Parts(tmp_path / "parts").open()
     mine = PartsManifest(version=2, means={"precision": "fp32"}, threads=3, optimization={"rung": "plain"})
-    assert parts.agreed(2, mine.means, lambda: mine) == mine
-    assert parts.agreed(2, mine.means, lambda: mine.model_copy(update={"threads": 8})) == mine
+    assert parts.agreed(2, mine.means, lambda: mine, lambda there: not there()) == mine
+    assert parts.agreed(2, mine.means, pytest.fail, lambda there: not there()) == mine
     with pytest.raises(StageError, match="precision is 'bf16', there 'fp32'") as caught:
-        parts.agreed(2, {"precision": "bf16"}, lambda: mine)
+        parts.agreed(2, {"precision": "bf16"}, lambda: mine, lambda there: not there())
     assert caught.value.reason == "WorkersDiffer"

@@ -62,6 +62,8 @@ class Bench:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *rungs: FakeRung) -> None:
         self.clock = [0.0]
+        self.answered = 0
+        """Times that the sample was answered."""
         for rung in rungs:
             rung.clock = self.clock
         known: dict[str, Rung] = {rung.name: rung for rung in rungs} | {"none": PLAIN}
@@ -71,6 +73,7 @@ class Bench:
 
     def sample(self) -> Sample:
         def answers(forward: ForwardPass | None) -> list[dict[str, Any]]:
+            self.answered += 1
             rung = forward.rung if isinstance(forward, FakePass) else None
             self.clock[0] += PLAIN_SECONDS if rung is None else rung.seconds + rung.disturbed
             if rung is not None:
@@ -167,10 +170,30 @@ def test_what_was_asked_by_name_is_taken_although_slower_and_judged_where_a_tole
 ) -> None:
     bench = Bench(monkeypatch, FakeRung("x", PLAIN_SECONDS * 2, lossy=True, wrong=3))
     assert bench.choose("x", remaining=ROWS).name == "x"
+    assert bench.answered == 0, "nothing depends on figures"
     assert bench.choose("x", tolerance=0.97).name == "x"
     with pytest.raises(StageError, match=r"97\.00%") as refused:
         bench.choose("x", tolerance=0.98)
     assert refused.value.reason == "RungNotRightEnough"
+
+
+def test_the_table_of_a_way_by_name_says_that_nothing_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    rung = FakeRung("x", 1.0, setup=3.0)
+    table = Bench(monkeypatch, rung).choose("x").table
+    assert (table.chosen, table.reason, rung.prepared) == ("x", "asked for by name", 1)
+    rows = {row.name: row for row in table.rungs}
+    assert (rows["x"].chosen, rows["x"].setup_seconds) == (True, 3.0)
+    for row in rows.values():
+        assert (row.rows_per_second, row.agreement, row.largest_difference) == (None, None, None)
+        assert "not measured" in row.why
+
+
+def test_of_several_ways_by_one_name_the_fastest_is_found_by_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, fast = FakeRung("slow", 4.0, lossy=True, wrong=9), FakeRung("fast", 2.0, lossy=True, wrong=9)
+    bench = Bench(monkeypatch)
+    monkeypatch.setattr(choosing, "rungs_of", lambda _asked: [slow, fast])
+    slow.clock = fast.clock = bench.clock
+    assert bench.choose("int8").name == "fast"
 
 
 CPUINFO = """processor\t: 0

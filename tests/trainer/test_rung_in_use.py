@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from finetune_contract.layout import JobPaths
+from finetune_contract.layout import ENV_ATTEMPT, FailureClass, JobPaths
 from finetune_contract.trainer_job import TrainerJob
+from finetune_trainer.data import row_shards
+from finetune_trainer.distributed import ProcessWorld
 from finetune_trainer.failures import StageError
+from finetune_trainer.inference import prediction_workers
 from finetune_trainer.inference.optimization import choosing, rung_in_use
-from finetune_trainer.inference.optimization.rung_in_use import FOLDER
+from finetune_trainer.inference.optimization.rung_in_use import FOLDER, RungInUse
 from finetune_trainer.inference.optimization.rung_protocol import Machine
 from finetune_trainer.inference.optimization.rung_table import RungTable
 from finetune_trainer.inference.predict import predict
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.reporting import write_report
+from suite_plugins.patience import patient
+from suite_plugins.waiting import wait_until
 
 TEXTS = [" ".join(["word"] * (1 + 7 * at % 23)) + f" {at}" for at in range(41)]
 LABELS = ("bad", "so-so", "good")
@@ -144,3 +151,46 @@ def test_an_attempt_on_a_machine_without_the_rung_of_the_parts_is_refused(
         predict(a_job(model, data, optimization="bf16"), paths, NoProgress())
     monkeypatch.setattr(Machine, "here", lambda: Machine(bf16=True))
     assert predict(a_job(model, data, optimization="bf16"), paths, NoProgress())["optimization"] == "bf16"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_of_two_workers_measures_and_the_other_waits_for_its_choice(
+    fails: bool, model: Path, data: Path, paths: JobPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or takes over, when the first one is preempted meanwhile."""
+    monkeypatch.setattr(prediction_workers, "POLL_SECONDS", 0.02)
+    began: list[RungInUse] = []
+    waits = threading.Event()
+    first = prediction_workers.Taker.first
+
+    def seen(taker: prediction_workers.Taker, name: str, now: float) -> bool:
+        mine = first(taker, name, now)
+        if not mine:
+            waits.set()
+        return mine
+
+    def choose(rungs: RungInUse) -> str:
+        began.append(rungs)
+        if len(began) == 1:
+            wait_until(lambda: waits.is_set() or len(began) > 1, "the other worker")
+            if fails:
+                raise StageError(FailureClass.PREEMPTED, "Preempted", "The node goes.", "None is needed.")
+        return "none"
+
+    monkeypatch.setattr(prediction_workers.Taker, "first", seen)
+    monkeypatch.setattr(RungInUse, "choose", choose)
+    monkeypatch.setattr(row_shards, "LEAST_BYTES", 200)
+    job = a_job(model, data, optimization="measured", workers=2)
+
+    def work(index: int) -> dict[str, Any]:
+        return predict(job, paths, NoProgress(), ProcessWorld(rank=index, size=2), {ENV_ATTEMPT: "1"})
+
+    with ThreadPoolExecutor(2) as pool:
+        follows = pool.submit(work, 1)
+        wait_until(lambda: bool(began), "the first worker")
+        leads = pool.submit(work, 0)
+        assert leads.result(patient(120))["rows"] == len(TEXTS)
+        error = follows.exception(patient(120))
+    assert isinstance(error, StageError) == fails
+    assert len(began) == (2 if fails else 1)
+    assert [row["row"] for row in answers(paths)] == list(range(len(TEXTS)))

@@ -48,9 +48,10 @@ def write_by_spark(
 ) -> Iterator[ShardFacts]:
     """Writes the shards in so many partitions, with their rows in `scratch`; tells of them when all are done.
 
-    StageError CONFIG `SparkMissing` without pyspark or Java; those of the task as they are.
+    A session that runs already, of a notebook or a larger program, is used and left running. StageError CONFIG
+    `SparkMissing` without pyspark or Java; those of the task as they are.
     """
-    session = _session(partitions)
+    session, started = _session(partitions)
     try:
         kept = RowFolder(scratch)
         orders = [(number, shard_text(shard, kept)) for number, shard in enumerate(shards)]
@@ -61,7 +62,8 @@ def write_by_spark(
         )
         found = {row["number"]: read_result_text(bytes(row["value"])) for row in written.collect()}
     finally:
-        session.stop()
+        if started:
+            session.stop()
     for number, shard in enumerate(shards):
         result = found[number]
         if isinstance(result, StageError):
@@ -101,19 +103,23 @@ def _encoder(recipe: bytes) -> Encoder:
     return read_recipe_text(recipe).encoder()
 
 
-def _session(partitions: int) -> SparkSession:
+def _session(partitions: int) -> tuple[SparkSession, bool]:
+    """Return the session that runs, or a new one, and whether it is new."""
     try:
         from pyspark import SparkConf
         from pyspark.errors import PySparkRuntimeError
         from pyspark.sql import SparkSession
     except ImportError as error:
         raise _missing("pyspark is not installed") from error
+    running = SparkSession.getActiveSession()
+    if running is not None:
+        return running, False
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     try:
         settings = SparkConf()
         for name, value in _settings(settings, partitions).items():
             settings = settings.set(name, value)
-        return SparkSession.builder.config(conf=settings).getOrCreate()
+        return SparkSession.builder.config(conf=settings).getOrCreate(), True
     except PySparkRuntimeError as error:
         raise _missing(f"Spark does not start ({error}); it needs Java 17 or newer") from error
 

@@ -72,13 +72,17 @@ class Parts:
         return self
 
     def agreed(
-        self, version: int, means: Mapping[str, JsonValue], choose: Callable[[], PartsManifest]
+        self,
+        version: int,
+        means: Mapping[str, JsonValue],
+        choose: Callable[[], PartsManifest],
+        first: Callable[[Callable[[], bool]], bool],
     ) -> PartsManifest:
-        """Return what the first worker has chosen, which this one may be. StageError CONFIG `WorkersDiffer` when a
-        worker with this version and these means cannot compute so.
+        """Return what the first worker has chosen. `first` waits until that is there, or has this worker choose.
+        StageError CONFIG `WorkersDiffer` when a worker with this version and these means cannot compute so.
         """
         place = self.folder / _MANIFEST
-        if not place.exists():
+        if first(place.exists):
             create_whole(place, choose().to_json())
         try:
             found = PartsManifest.model_validate_json(place.read_bytes())

@@ -16,6 +16,8 @@ Requests to the file system, so that a thousand workers do not stop each other:
   the claims of others.
 - for each worker: a beat every 10 s; a listing of the parts when it begins, one of parts and one of claims each time
   that its shards are done; while it waits, one listing and at most 8 short reads at intervals that double up to 10 s.
+- for the choice of a way to compute, unless predict.optimization is none: one claim of each worker, and while another
+  one measures, a few short requests at intervals that double up to 10 s.
 - worker 0 reads the facts of each part once, for its progress, and lists the parts in at most 5 % of its time.
 """
 
@@ -61,6 +63,10 @@ STRAGGLER_SECONDS = 30.0
 """Time that another worker's shard may take at least before an idle worker takes it over, too."""
 STRAGGLER_FACTOR = 3.0
 """The same in times of the longest shard of the idle worker itself."""
+CHOOSING_SECONDS = 1800.0
+"""Time that a worker which lives may take for what one does for all, before the others do it, too. Measuring all ways
+to compute takes minutes.
+"""
 WATCHED = 4
 """Shards under way that an idle worker looks at in one poll."""
 
@@ -201,6 +207,11 @@ class Sharing(Protocol):
         Waits for other workers, with calls of `idle`; worker 0 gets False when all parts are there.
         """
 
+    def first(self, name: str, there: Callable[[], bool]) -> bool:
+        """Return whether this worker does what one does for all. False: it is `there`, and another one has made it;
+        waits for that while the other one lives. StageError COLLECTIVE when another worker has failed.
+        """
+
     def check(self) -> None:
         """StageError COLLECTIVE when another worker has failed; looks at most every few seconds."""
 
@@ -221,6 +232,9 @@ class Alone:
     def again(self, keys: Sequence[ShardKey], idle: Callable[[], None]) -> bool:
         self._done = set(self._there())
         return any(str(key) not in self._done for key in keys)
+
+    def first(self, name: str, there: Callable[[], bool]) -> bool:
+        return not there()
 
     def check(self) -> None:
         """Do nothing: there is no other."""
@@ -264,6 +278,8 @@ class Taker:
         self._claims_changed = True
         self._seen: dict[tuple[str, int], _Seen] = {}
         self._beats: dict[int, tuple[Beat, float]] = {}
+        self._turns: dict[str, int] = {}
+        """Generation of the newest claim that is known, by what one worker does for all."""
         self._polls = 0
         self._waited = 0.0
         self.longest = 0.0
@@ -294,6 +310,15 @@ class Taker:
             self._polls, self._waited = 0, 0.0
         return taken
 
+    def first(self, name: str, now: float) -> bool:
+        """Claim what one worker does for all; False while another one that lives has claimed it."""
+        generation = self._turns.get(name, 0)
+        while not self._files.create(f"{self._folder}/claims/{name}.{generation}", self._claim):
+            if not self._left_behind(name, generation, now, CHOOSING_SECONDS):
+                return False
+            self._turns[name] = generation = generation + 1
+        return True
+
     def look(self, keys: Sequence[ShardKey], now: float) -> Wait | bool:
         """Find shards to take of those that others have not answered. True: there are some; False: this worker ends."""
         if self._missing is None:
@@ -310,7 +335,7 @@ class Taker:
         if free:
             self._wanted = dict.fromkeys(self._share(free), 0)
             return True
-        lost = [name for name in self._watched(missing) if self._left_behind(name, claimed[name], now)]
+        lost = [name for name in self._watched(missing) if self._left_behind(name, claimed[name], now, self._patience)]
         if lost:
             self._wanted = {name: claimed[name] + 1 for name in self._share(lost)}
             return True
@@ -342,14 +367,15 @@ class Taker:
         first = (self._worker.index + self._polls * WATCHED) % len(missing)
         return [*missing[first:], *missing[:first]][:WATCHED]
 
-    def _left_behind(self, name: str, generation: int, now: float) -> bool:
-        """Whether the worker that has claimed the shard is gone, or takes too long."""
+    def _left_behind(self, name: str, generation: int, now: float, patience: float) -> bool:
+        """Whether the worker that has claimed it is gone, or takes too long."""
         seen = self._seen.get((name, generation))
         if seen is None or seen.claim is None:
             found = _parsed(Claim, self._files.read(f"{self._folder}/claims/{name}.{generation}"))
             seen = _Seen(found, now if seen is None else seen.since)
             self._seen[name, generation] = seen
-        if now - seen.since > self._patience:
+        # A claim that stays empty is of a worker that ended while it wrote it.
+        if now - seen.since > (patience if seen.claim is not None else min(patience, SILENT_SECONDS)):
             return True
         if seen.claim is None or seen.claim.incarnation == self._incarnation:
             return False  # what this worker has written may not be listed yet
@@ -446,6 +472,18 @@ class Crew:
             idle()
             time.sleep(found.seconds)
         return found
+
+    def first(self, name: str, there: Callable[[], bool]) -> bool:
+        seconds = POLL_SECONDS
+        while not there():
+            if self._taker.first(name, time.monotonic()):
+                return not there()
+            self.check()
+            time.sleep(seconds)
+            seconds = min(MOST_POLL_SECONDS, 2 * seconds)
+        if self._began is not None:
+            self._began = time.monotonic()  # the shard that was taken begins now
+        return False
 
     def check(self) -> None:
         if time.monotonic() - self._checked < BEAT_SECONDS:

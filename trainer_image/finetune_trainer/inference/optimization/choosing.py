@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import psutil
 
@@ -106,6 +106,8 @@ def choose(
     """
     machine = machine or Machine.here()
     candidates = rungs_of(wish.optimization)
+    if wish.optimization != "measured" and wish.tolerance is None and len(candidates) == 1:
+        return _asked_for(candidates[0], model, sample, folder, machine)
     plain = _measured_plain(sample)
     whole = plain.seconds / max(1, sample.rows) * remaining
     if wish.optimization == "measured" and whole < SMALL_SECONDS:
@@ -135,6 +137,27 @@ def choose(
     return ledger.chosen(wish)
 
 
+def _asked_for(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path, machine: Machine) -> Chosen:
+    """Make the only rung that may answer: neither its speed nor its labels decide anything, so nothing is timed."""
+    why = rung.unavailable(model, machine)
+    if why is None:
+        try:
+            ready = _prepared(rung, model, sample, folder)
+        except NotAvailable as error:
+            why = str(error)
+    if why is not None:
+        raise not_available(rung.name, why)
+    reason = "asked for by name"
+    rows = (
+        RungRow(name="none", why="not measured: another way was asked for by name, and predict.tolerance is not set"),
+        RungRow(
+            name=rung.name, memory_bytes=ready.memory, setup_seconds=ready.seconds, chosen=True,
+            why=f"{reason}; not measured: predict.tolerance is not set",
+        ),
+    )  # fmt: skip
+    return Chosen(rung.name, ready.forward, RungTable(chosen=rung.name, rows=0, reason=reason, rungs=rows))
+
+
 def by_name(
     name: str, model: PreTrainedModel, sample: Sample, folder: Path, machine: Machine | None = None
 ) -> ForwardPass:
@@ -162,15 +185,29 @@ def _measured_plain(sample: Sample) -> _Trial:
     return _Trial(rung, None, time.perf_counter() - began, 0.0, rows, None)
 
 
-def _measured(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path) -> _Trial:
+class _Prepared(NamedTuple):
+    """A rung that is ready to answer."""
+
+    forward: ForwardPass
+    seconds: float
+    """That making it took."""
+    memory: int
+
+
+def _prepared(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path) -> _Prepared:
     before, began = psutil.Process().memory_info().rss, time.perf_counter()
     forward = rung.prepare(model, sample.batches, folder)
     for batch in extremes(sample.batches):
         _run(forward, batch)
-    ready = time.perf_counter()
-    memory = max(0, psutil.Process().memory_info().rss - before)
-    rows = sample.answers(forward)
-    return _Trial(rung, forward, time.perf_counter() - ready, ready - began, rows, memory)
+    seconds = time.perf_counter() - began
+    return _Prepared(forward, seconds, max(0, psutil.Process().memory_info().rss - before))
+
+
+def _measured(rung: Rung, model: PreTrainedModel, sample: Sample, folder: Path) -> _Trial:
+    ready = _prepared(rung, model, sample, folder)
+    began = time.perf_counter()
+    rows = sample.answers(ready.forward)
+    return _Trial(rung, ready.forward, time.perf_counter() - began, ready.seconds, rows, ready.memory)
 
 
 def _run(forward: ForwardPass, batch: Batch) -> None:
