@@ -22,6 +22,7 @@ MOST_LINES = 60
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the expected files anew instead of comparing")
+    parser.addoption("--record-page", metavar="FOLDER", help="write pictures of the page of a model server")
 
 
 @pytest.fixture

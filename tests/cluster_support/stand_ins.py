@@ -26,8 +26,10 @@ class StandIns:
 
 
 @contextmanager
-def running_stand_ins(cluster: Cluster, folder: Path) -> Iterator[StandIns]:
-    """Nodes and training operators; the test is skipped where no controllers run."""
+def running_stand_ins(cluster: Cluster, folder: Path, *, spark: bool = True) -> Iterator[StandIns]:
+    """Nodes and training operators; the test is skipped where no controllers run. `spark`: with the Spark Operator's
+    stand-in, which would get in the way of the real one.
+    """
     needs_controllers(cluster)
     background = Background()
     api = AsyncApi(cluster.access)
@@ -36,7 +38,8 @@ def running_stand_ins(cluster: Cluster, folder: Path) -> Iterator[StandIns]:
     gangs = Gangs(api, background)
     kubelet.up()
     gangs.up()
-    SparkOperator(api, background).up()
+    if spark:
+        SparkOperator(api, background).up()
     try:
         yield StandIns(background, kubelet, gangs, api)
     finally:

@@ -92,6 +92,15 @@ def test_bad_tensor_is_refused(server: Served, change: dict[str, Any]) -> None:
     assert reply.json["error"]
 
 
+def test_unknown_path_and_method_are_refused_as_json(server: Served) -> None:
+    found = server.ask("/v3")
+    wrong = server.ask("/metrics", b"{}")
+
+    assert (found.code, wrong.code) == (404, 405)
+    assert found.json["error"]
+    assert wrong.json["error"]
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -169,7 +178,7 @@ def test_token_is_asked_for_but_of_probes(model: Path, tmp_path: Path) -> None:
         assert [server.ask(path).code for path in ("/v2/health/live", "/v2/health/ready", "/metrics")] == [200] * 3
 
 
-def test_sigterm_under_load_drops_no_request(model: Path, tmp_path: Path) -> None:
+def test_sigterm_drops_no_request_sent_before_or_soon_after_it(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "job.json"
     file.write_text(job_of(model, drain_seconds=30).to_json(), encoding="utf-8")
     with socket.socket() as free:
@@ -210,6 +219,9 @@ def test_sigterm_under_load_drops_no_request(model: Path, tmp_path: Path) -> Non
         wait_until(lambda: len(codes) > 20, "requests are answered")
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: ready() == 503, "the server is not ready any more")
+        answered = len(codes)
+        wait_until(lambda: len(codes) > answered + 8, "requests are answered after the signal")
+        stop.set()  # as a Service sends nothing to a pod that is not ready
         assert process.wait(patient(60)) == EXIT_OK
     finally:
         stop.set()

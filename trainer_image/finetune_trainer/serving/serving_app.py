@@ -19,7 +19,6 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
-from starlette.exceptions import HTTPException
 
 from finetune_trainer.serving import hugging_face_json, open_inference, openai_json
 from finetune_trainer.serving import page as page_of
@@ -36,6 +35,8 @@ BODY_SECONDS = 10.0
 DEADLINE_HEADERS = ("x-request-timeout-ms", "x-envoy-expected-rq-timeout-ms")
 _OPEN = ("/v2/health/live", "/v2/health/ready", "/metrics")
 """Paths without a token: those who probe and scrape have none."""
+_PAGE = ("GET /", "GET /page/{name}")
+"""Open as well: a browser loads the page first, and the page asks for the token."""
 access = logging.getLogger("finetune_trainer.access")
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -86,7 +87,7 @@ def make_app(state: ServerState) -> FastAPI:
     handlers = _Handlers(state)
     for method, path, handler in handlers.routes():
         app.add_api_route(
-            path, _guarded(state, path, handler), methods=[method], response_model=None, summary=handler.__doc__
+            path, _guarded(state, path, handler, method), methods=[method], response_model=None, summary=handler.__doc__
         )
 
     async def openapi(request: Request) -> Response:
@@ -95,10 +96,14 @@ def make_app(state: ServerState) -> FastAPI:
 
     app.add_api_route("/openapi.json", _guarded(state, "/openapi.json", openapi), methods=["GET"], response_model=None)
 
-    @app.exception_handler(HTTPException)
-    async def told(request: Request, error: HTTPException) -> Response:
-        return json_response({"error": str(error.detail)}, error.status_code, error.headers)
+    async def told(request: Request, error: Exception) -> Response:
+        code = getattr(error, "status_code", 404)
+        allowed = getattr(error, "headers", None)
+        why = "There is no such path; see /openapi.json." if code == 404 else "The path does not take this method."
+        return _error(request.url.path, RequestError(code, why, allowed))
 
+    for code in (404, 405):
+        app.add_exception_handler(code, told)
     return app
 
 
@@ -112,7 +117,7 @@ def _error(path: str, error: RequestError) -> Response:
     return json_response({"error": error.message}, error.code, error.headers)
 
 
-def _guarded(state: ServerState, path: str, handler: Handler) -> Handler:
+def _guarded(state: ServerState, path: str, handler: Handler, method: str = "GET") -> Handler:
     """Check the token, answer errors, count and log."""
 
     async def guarded(request: Request) -> Response:
@@ -123,7 +128,7 @@ def _guarded(state: ServerState, path: str, handler: Handler) -> Handler:
         state.metrics.in_flight.set(state.in_flight)
         try:
             try:
-                if path not in _OPEN:
+                if path not in _OPEN and f"{method} {path}" not in _PAGE:
                     _check_token(state, request)
                 response = await handler(request)
             except RequestError as error:
@@ -219,6 +224,7 @@ class _Handlers:
         """Method, path and handler."""
         found: list[tuple[str, str, Handler]] = [
             ("GET", "/", self.page),
+            ("GET", "/page/{name}", self.page_file),
             ("GET", "/v2", self.server),
             ("GET", "/v2/health/live", self.live),
             ("GET", "/v2/health/ready", self.ready),
@@ -243,6 +249,13 @@ class _Handlers:
         """Page to try the model."""
         return Response(page_of.page(self.told()), headers=dict(page_of.HEADERS), media_type="text/html")
 
+    async def page_file(self, request: Request) -> Response:
+        """Style, script or picture of the page."""
+        found = page_of.FILES.get(request.path_params["name"])
+        if found is None:
+            raise RequestError(404, "The page has no such file.")
+        return Response(found[0], headers=dict(page_of.HEADERS), media_type=found[1])
+
     async def server(self, request: Request) -> Response:
         """Name, version and extensions of the server."""
         return json_response({"name": "finetune-trainer", "version": "0.1.0", "extensions": []})
@@ -262,6 +275,7 @@ class _Handlers:
         schema = engine.answerer.encoder.task.answer_schema(engine.answerer.labels)
         kinds = [(field.name, "FP64" if str(field.type) == "double" else "BYTES") for field in schema]
         facts = {"task": engine.job.task, "labels": list(engine.labels), "revision": state.revision}
+        facts |= self._facts_of_page()
         return {
             "name": engine.name,
             "versions": [state.revision],
@@ -271,6 +285,19 @@ class _Handlers:
             "properties": facts,
             "parameters": facts,
         }
+
+    def _facts_of_page(self) -> dict[str, Any]:
+        """What the model takes and gives beyond its task, for the page and other clients."""
+        job, tokenizer = self._engine.job, self._engine.tokenizer
+        facts: dict[str, Any] = {}
+        if job.task == "text-classification":
+            facts["label_form"] = self._engine.answerer.labels.form
+            facts["pairs"] = job.dataset is not None and job.dataset.columns.text_pair is not None
+        elif job.task == "masked-lm":
+            facts["mask_token"] = tokenizer.mask_token
+        elif job.task in ("text-generation", "preference-tuning"):
+            facts["chat"] = tokenizer.chat_template is not None
+        return facts
 
     async def metadata(self, request: Request) -> Response:
         """Task, labels, revision, inputs and outputs of the model."""

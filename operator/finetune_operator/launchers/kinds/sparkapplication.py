@@ -11,7 +11,7 @@ from finetune_operator.api.objects import Raw, RawCondition, Time
 from finetune_operator.launchers.kinds.launcher_status import PodTemplate, Verdict
 from finetune_operator.rendering.manifests import metadata
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME, Pod, Resources
-from finetune_operator.rendering.render_types import MANAGED_BY, Manifest
+from finetune_operator.rendering.render_types import ATTEMPT_LABEL, MANAGED_BY, STAGE_LABEL, Manifest
 from finetune_operator.rendering.templates import document
 from finetune_operator.rendering.trainer_pod import StagePods, program_arguments, stage_pod
 
@@ -29,6 +29,7 @@ def render(pods: StagePods) -> tuple[Manifest, ...]:
         arguments=list(program_arguments(pods)),
         container=CONTAINER_NAME,
         executors=pods.plan.trainer.preparation.workers,
+        executor_labels=dict.fromkeys((STAGE_LABEL, ATTEMPT_LABEL), ""),
         # The driver asks the API server for executors.
         driver=replace(pod, service_account=settings.service_account_name, api_token=True).manifest(),
         executor=replace(pod, labels=labels).manifest(),

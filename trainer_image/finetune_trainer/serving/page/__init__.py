@@ -1,14 +1,53 @@
-"""The page at `/`, to try the model in a browser."""
+"""The page at `/`, to try the model in a browser.
+
+Its looks are those of `finetune ui`; its style sheet is its own, since the trainer's image has no operator package.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from html import escape
+from importlib.resources import files
+from types import MappingProxyType
 from typing import Any
 
-HEADERS: Mapping[str, str] = {"Content-Security-Policy": "default-src 'none'", "X-Content-Type-Options": "nosniff"}
-"""Headers that the page is sent with."""
+HEADERS: Mapping[str, str] = MappingProxyType(
+    {
+        "Content-Security-Policy": (
+            "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        ),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+)
+"""Headers that the page and its files are sent with."""
+_STATIC = files(__name__) / "static"
+_MEDIA = MappingProxyType({"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"})
+FILES: Mapping[str, tuple[bytes, str]] = MappingProxyType(
+    {
+        each.name: (each.read_bytes(), f"{_MEDIA[each.name.rpartition('.')[2]]}; charset=utf-8")
+        for each in _STATIC.iterdir()
+        if each.name.rpartition(".")[2] in _MEDIA
+    }
+)
+"""Name of each file that the page loads from `/page/NAME` -> what it holds, and its media type."""
 
 
 def page(metadata: Mapping[str, Any]) -> bytes:
-    """Return the HTML of the page. `metadata`: the answer of `/v2/models/NAME`."""
-    return b"<!doctype html><html lang=en><title>Model server</title><p>The model server answers. See /openapi.json.\n"
+    """Return the HTML of the page. `metadata`: the answer of `/v2/models/NAME`.
+
+    It reads `name` and of `parameters` `task`, `labels`, `pairs` (whether texts come in pairs), `label_form` (as
+    `problem_type` of a model's config), `mask_token`, and `chat` (false: the model writes on behind a text).
+    """
+    model = {**metadata["parameters"], "name": metadata["name"]}
+    html = (_STATIC / "page.html").read_text(encoding="utf-8")
+    words = {"NAME": model["name"], "TASK": model["task"], "METADATA": json.dumps(model)}
+    before, *parts = html.split("{{")
+    put = [before]
+    for part in parts:
+        word, _, rest = part.partition("}}")
+        put += [escape(str(words[word])), rest]
+    return "".join(put).encode()

@@ -1,0 +1,135 @@
+"""Jobs with `preparation.engine: spark` by the real Spark Operator, whose drivers play scripts on stand-in nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster_support.api_access import Api, Object, wait_until
+from cluster_support.control_plane import Cluster
+from cluster_support.operator_process import OperatorProcess, install
+from cluster_support.plays import PREEMPTED, RUNS, WRONG_COLUMN, Play
+from cluster_support.spark_operator import running_spark_operator
+from cluster_support.stand_ins import StandIns, running_stand_ins
+from cluster_support.world import SETTINGS, World, install_kinds, namespace_for_pods, stage_of, states
+
+SPARK = {"preparation": {"engine": "spark", "workers": 2}, "predict": None, "evaluation": None}
+APPLICATIONS = ("sparkoperator.k8s.io/v1beta2", "sparkapplications")
+
+
+@pytest.fixture(scope="module")
+def stand_ins(own_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StandIns]:
+    """Nodes and training operators, but for Spark's."""
+    with running_stand_ins(own_cluster, tmp_path_factory.mktemp("kubelet"), spark=False) as around:
+        yield around
+
+
+@pytest.fixture(scope="module")
+def spark_operator(
+    own_cluster: Cluster, stand_ins: StandIns, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """The real one; its log."""
+    install_kinds(own_cluster)
+    with running_spark_operator(own_cluster, tmp_path_factory.mktemp("spark-operator")) as log:
+        yield log
+
+
+@pytest.fixture(scope="module")
+def operator_process(
+    own_cluster: Cluster, spark_operator: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OperatorProcess]:
+    """Ours."""
+    install(own_cluster)
+    process = OperatorProcess(own_cluster, tmp_path_factory.mktemp("operator"), SETTINGS)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.terminate()
+
+
+@pytest.fixture
+def world(own_cluster: Cluster, stand_ins: StandIns, operator_process: OperatorProcess) -> Iterator[World]:
+    """A namespace in which PodSecurity admits only what is restricted."""
+    with namespace_for_pods(own_cluster) as name:
+        yield World(
+            namespace=name,
+            cluster=own_cluster,
+            api=Api(own_cluster.access),
+            kubelet=stand_ins.kubelet,
+            gangs=stand_ins.gangs,
+            operator=operator_process,
+            background=stand_ins.background,
+            watching=stand_ins.watching,
+        )
+        stand_ins.kubelet.playbook.clear()
+        stand_ins.background.check()
+
+
+def _application(world: World, name: str) -> Object:
+    (found,) = world.of_job(name, *APPLICATIONS)
+    return found
+
+
+def _executor_labels(world: World, driver: Object) -> dict[str, str]:
+    """What `spark-submit` has left in the driver's ConfigMap."""
+    mounted = [
+        one["configMap"]["name"] for one in driver["spec"]["volumes"] if one["name"] == "spark-conf-volume-driver"
+    ]
+    found = world.api.get(world.path("v1", "configmaps", mounted[0]))
+    assert found is not None, mounted
+    prefix = "spark.kubernetes.executor.label."
+    lines = [line for line in found["data"]["spark.properties"].splitlines() if line.startswith(prefix)]
+    return dict(line.removeprefix(prefix).replace("\\", "").split("=", 1) for line in lines)
+
+
+def test_the_driver_that_it_submits_is_the_pod_of_the_attempt(world: World) -> None:
+    world.kubelet.playbook.set("by-spark", "prepare", Play(lasts=0.5))
+    world.apply("by-spark", SPARK)
+    status = world.wait_phase("by-spark", "Succeeded")
+    assert status["measured"]["data"]["splits"]["train"]["rows"] == 8192
+    assert stage_of(status, "prepare")["child"]["name"] == "by-spark-prepare-1"  # type: ignore[index]
+    (driver,) = world.pods("by-spark", "prepare")
+    assert driver["metadata"]["name"] == "by-spark-prepare-1-driver"
+    assert driver["spec"]["serviceAccountName"] == "default"
+    # From here the driver makes executors: pods of the job, for its NetworkPolicy, and of no attempt.
+    labels = _executor_labels(world, driver)
+    assert (labels["finetune.dev/job"], labels["finetune.dev/stage"], labels["finetune.dev/attempt"]) == (
+        "by-spark",
+        "",
+        "",
+    )
+    assert _application(world, "by-spark")["status"]["applicationState"]["state"] == "COMPLETED"
+
+
+def test_what_the_driver_refuses_ends_the_job_with_its_words(world: World) -> None:
+    world.kubelet.playbook.set("refused", "prepare", WRONG_COLUMN)
+    world.apply("refused", SPARK)
+    failure = world.wait_phase("refused", "Failed")["failure"]
+    told = (failure["class"], failure["reason"], failure["stage"], failure["attempt"], failure["pod"])
+    assert told == ("DataError", "MissingColumn", "prepare", 1, "refused-prepare-1-driver")
+
+
+def test_a_preempted_driver_is_another_application(world: World) -> None:
+    world.kubelet.playbook.set("lost", "prepare", PREEMPTED, attempt=1)
+    world.apply("lost", SPARK)
+    status = world.wait_phase("lost", "Succeeded")
+    assert (states(status)["prepare"], status["restarts"]) == (("Succeeded", 2), 1)
+
+
+def test_a_job_that_is_deleted_leaves_no_driver(world: World) -> None:
+    world.kubelet.playbook.set("deleted", "prepare", RUNS)
+    world.apply("deleted", SPARK)
+    world.wait_running("deleted", "prepare")
+    world.delete("deleted")
+    world.wait_gone("deleted")
+    wait_until(lambda: not _left(world), "all but the claim is gone", tell=lambda: str(_left(world)))
+
+
+def _left(world: World) -> list[str]:
+    """What is in the namespace of the job's and of Spark's, which has labels of its own."""
+    kinds = (APPLICATIONS, ("v1", "pods"), ("v1", "services"), ("v1", "configmaps"))
+    found = [item["metadata"]["name"] for kind in kinds for item in world.api.items(world.path(*kind))]
+    return [name for name in found if name != "kube-root-ca.crt"]
