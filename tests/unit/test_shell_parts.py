@@ -19,9 +19,10 @@ from finetune_operator.reconcile.fleet_figures import Fleet
 from finetune_operator.reconcile.status_times import stamp
 from finetune_operator.rendering.render_types import ProgressEndpoint
 from finetune_operator.settings_file import SettingsError, read_settings_file
-from finetune_operator.shell.command import LogFormat, LogLevel, _set_up_logs, app
+from finetune_operator.shell.command import _set_up_logs, app
 from finetune_operator.shell.kube import Kube
 from finetune_operator.shell.leader import address_in
+from finetune_operator.shell.operator_options import LogFormat, LogLevel
 from finetune_operator.shell.queue import WorkQueue
 from finetune_operator.shell.reconciler import only_progress_differs, status_body
 from finetune_operator.shell.serving import OperatorView

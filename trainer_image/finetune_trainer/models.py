@@ -354,18 +354,7 @@ def hub_error(
             f"{field} is {uri!r}, and the Hub does not take the token that was sent.",
             "Put a token that is valid and may read it into the Secret that secrets.hubToken names.",
         )
-    # The HTTP library below huggingface_hub differs between its versions; HfHubHTTPError shares
-    # a base with all errors of it.
-    http_error = errors.HfHubHTTPError.__mro__[1]
-    unreachable = (
-        errors.OfflineModeIsEnabled,
-        errors.LocalEntryNotFoundError,
-        errors.HfHubHTTPError,
-        http_error,
-        ConnectionError,
-        TimeoutError,
-    )
-    if found(*unreachable) or "couldn't connect" in str(error).lower() or "couldn't reach" in str(error).lower():
+    if found(*_unreachable()) or "couldn't connect" in str(error).lower() or "couldn't reach" in str(error).lower():
         return StageError(
             FailureClass.HUB_UNAVAILABLE,
             "HubUnavailable",
@@ -373,6 +362,23 @@ def hub_error(
             "Try again; without a network (HF_HUB_OFFLINE=1) use file:// or pkg://, or fill the cache beforehand.",
         )
     return None
+
+
+def _unreachable() -> tuple[type[BaseException], ...]:
+    """Return the errors of an unreachable Hub, for `hub_error`, which has ruled out the answers it knows."""
+    from huggingface_hub import errors
+
+    # The HTTP library below huggingface_hub differs between its versions; HfHubHTTPError shares
+    # a base with all errors of it.
+    http_error = errors.HfHubHTTPError.__mro__[1]
+    return (
+        errors.OfflineModeIsEnabled,
+        errors.LocalEntryNotFoundError,
+        errors.HfHubHTTPError,
+        http_error,
+        ConnectionError,
+        TimeoutError,
+    )
 
 
 def _first_line(error: BaseException) -> str:

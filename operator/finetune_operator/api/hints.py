@@ -493,6 +493,11 @@ def wrong_value(
             return rule, "write {} to take the defaults"
         case Fields(fields) if isinstance(value, str | int | float) and (name := _only_taker(fields, value)):
             return rule, f"write {{{name}: {shown_value(value, name)}}}"
+    return rule, _meant(shape, path, value) or way_out
+
+
+def _meant(shape: Shape, path: Sequence[PathPart], value: JsonValue) -> str | None:
+    """Return the hint for a value that stands for another, and for the fields inside it; None: it stands for none."""
     field = ".".join(str(part) for part in path)
     meant = meant_value(shape, field, value, shown_value)
     if meant is not None and isinstance(value, dict) and len(path) > 1 and not isinstance(shape.body, Items):
@@ -502,7 +507,7 @@ def wrong_value(
                 *(part for part in _inner(field, value) if not re.search(rf" is {re.escape(field)}(?![\w.])", part)),
             ]
         )
-    return rule, meant or way_out
+    return meant
 
 
 @cache

@@ -11,16 +11,39 @@ import logging
 import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from enum import StrEnum
 from importlib.metadata import version as distribution_version
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from finetune_operator.api.settings import CLUSTER_SETTINGS, Settings
 from finetune_operator.settings_file import SettingsError, read_settings_file
 from finetune_operator.shell.leader import own_namespace
+from finetune_operator.shell.operator_options import (
+    Context,
+    HttpPort,
+    Kubeconfig,
+    LeaderElection,
+    LeastLogged,
+    Listen,
+    LogForm,
+    LogFormat,
+    LogLevel,
+    Namespaces,
+    OwnNamespace,
+    ProgressPort,
+    SettingsFile,
+    WebhookCertificate,
+    WebhookClientNames,
+    WebhookClients,
+    WebhookConfiguration,
+    WebhookPort,
+    Workers,
+)
+
+if TYPE_CHECKING:
+    from finetune_operator.shell.webhook import WebhookOptions
 
 USAGE = 2
 
@@ -31,22 +54,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
 )
-
-
-class LogFormat(StrEnum):
-    """Form of the log."""
-
-    TEXT = "text"
-    JSON = "json"
-
-
-class LogLevel(StrEnum):
-    """The least that is logged."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 def main() -> NoReturn:
@@ -88,93 +95,23 @@ def check_settings(
 
 @app.command()
 def run(
-    settings: Annotated[
-        Path | None,
-        typer.Option("--settings", metavar="FILE", help="The administrator's settings. Left out: the defaults."),
-    ] = None,
-    namespace: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--namespace",
-            metavar="NS",
-            help="Run jobs of this namespace; repeatable. Left out: what the settings say, else all.",
-        ),
-    ] = None,
-    own: Annotated[
-        str | None,
-        typer.Option(
-            "--own-namespace",
-            metavar="NS",
-            help="Where the Lease and the progress server's certificate live. Left out: the pod's own.",
-        ),
-    ] = None,
-    kubeconfig: Annotated[
-        Path | None,
-        typer.Option("--kubeconfig", metavar="FILE", help="Left out: KUBECONFIG, else the cluster around this pod."),
-    ] = None,
-    context: Annotated[
-        str | None, typer.Option("--context", metavar="NAME", help="Context of the kubeconfig. Left out: its current.")
-    ] = None,
-    leader_election: Annotated[
-        bool,
-        typer.Option(
-            "--leader-election/--no-leader-election", help="Act only while holding the Lease; no: for one process."
-        ),
-    ] = True,
-    workers: Annotated[int, typer.Option("--workers", min=1, max=256, help="Jobs that are looked at at once.")] = 16,
-    listen: Annotated[
-        str | None, typer.Option("--listen", metavar="ADDRESS", help="Address to serve on. Left out: all.")
-    ] = None,
-    http_port: Annotated[
-        int, typer.Option("--http-port", min=0, max=65535, help="Port of /healthz, /readyz, /metrics; 0: any.")
-    ] = 8080,
-    progress_port: Annotated[
-        int, typer.Option("--progress-port", min=0, max=65535, help="Port for the progress of pods; 0: any.")
-    ] = 8443,
-    webhook_port: Annotated[
-        int | None,
-        typer.Option(
-            "--webhook-port",
-            min=0,
-            max=65535,
-            help="Answer the API server there whether a job may be stored (/validate); 0: any. Left out: not at all.",
-        ),
-    ] = None,
-    webhook_configuration: Annotated[
-        str | None,
-        typer.Option(
-            "--webhook-configuration",
-            metavar="NAME",
-            help="ValidatingWebhookConfiguration that is told of the operator's own authority. Left out: none is.",
-        ),
-    ] = None,
-    webhook_certificate: Annotated[
-        Path | None,
-        typer.Option(
-            "--webhook-certificate",
-            metavar="DIR",
-            help="Folder with the webhook's tls.crt and tls.key, as cert-manager keeps it. Left out: one of our own.",
-        ),
-    ] = None,
-    webhook_clients: Annotated[
-        Path | None,
-        typer.Option(
-            "--webhook-client-authorities",
-            metavar="FILE",
-            help="Authorities (PEM) by which clients of the webhook need a certificate; the API server shows one only "
-            "where its admission configuration names one. Left out: whoever reaches the port may ask.",
-        ),
-    ] = None,
-    webhook_client_name: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--webhook-client-name",
-            metavar="NAME",
-            help="Common name of a client that may ask, by --webhook-client-authorities; repeatable. Left out: any.",
-        ),
-    ] = None,
-    log_format: Annotated[LogFormat, typer.Option("--log-format", help="Form of the log.")] = LogFormat.TEXT,
-    log_level: Annotated[LogLevel, typer.Option("--log-level", help="The least that is logged.")] = LogLevel.INFO,
+    settings: SettingsFile = None,
+    namespace: Namespaces = None,
+    own: OwnNamespace = None,
+    kubeconfig: Kubeconfig = None,
+    context: Context = None,
+    leader_election: LeaderElection = True,
+    workers: Workers = 16,
+    listen: Listen = None,
+    http_port: HttpPort = 8080,
+    progress_port: ProgressPort = 8443,
+    webhook_port: WebhookPort = None,
+    webhook_configuration: WebhookConfiguration = None,
+    webhook_certificate: WebhookCertificate = None,
+    webhook_clients: WebhookClients = None,
+    webhook_client_name: WebhookClientNames = None,
+    log_format: LogForm = LogFormat.TEXT,
+    log_level: LeastLogged = LogLevel.INFO,
 ) -> None:
     """Watch FineTuneJobs and run them, until SIGTERM or SIGINT.
 
@@ -196,18 +133,10 @@ def run(
     from finetune_operator.reconcile.decide import decide
     from finetune_operator.shell.startup import Options
     from finetune_operator.shell.startup import run as run_operator
-    from finetune_operator.shell.webhook import WebhookOptions
 
-    webhook = None
-    if webhook_port is not None:
-        names = tuple(webhook_client_name or ())
-        webhook = WebhookOptions(webhook_port, webhook_configuration, webhook_certificate, webhook_clients, names)
-    elif any((webhook_configuration, webhook_certificate, webhook_clients, webhook_client_name)):
-        _usage("the options --webhook-... are for a webhook: give --webhook-port, too")
-    if webhook_client_name and webhook_clients is None:
-        _usage("--webhook-client-name needs --webhook-client-authorities: without a certificate nobody has a name")
-    if webhook_configuration is not None and webhook_certificate is not None:
-        _usage("--webhook-configuration and --webhook-certificate exclude each other: who makes the one tells of it")
+    webhook = _webhook_options(
+        webhook_port, webhook_configuration, webhook_certificate, webhook_clients, tuple(webhook_client_name or ())
+    )
     options = Options(
         chosen, home or "", kubeconfig, context, leader_election, workers, listen, http_port, progress_port, webhook
     )
@@ -217,6 +146,25 @@ def run(
         _fail(f"there is no cluster to be had: {error}", error)
     except (ApiError, OSError) as error:
         _fail(str(error), error)
+
+
+def _webhook_options(
+    port: int | None,
+    configuration: str | None,
+    certificate: Path | None,
+    clients: Path | None,
+    client_names: tuple[str, ...],
+) -> WebhookOptions | None:
+    """Return how the webhook is served; None: no port was given, so there is none."""
+    from finetune_operator.shell.webhook import WebhookOptions
+
+    if port is None and any((configuration, certificate, clients, client_names)):
+        _usage("the options --webhook-... are for a webhook: give --webhook-port, too")
+    if client_names and clients is None:
+        _usage("--webhook-client-name needs --webhook-client-authorities: without a certificate nobody has a name")
+    if configuration is not None and certificate is not None:
+        _usage("--webhook-configuration and --webhook-certificate exclude each other: who makes the one tells of it")
+    return None if port is None else WebhookOptions(port, configuration, certificate, clients, client_names)
 
 
 def _settings(file: Path) -> Settings:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from finetune_operator.cli.commands.options import ClusterSettings, Filenames, Files, Form
 from finetune_operator.cli.console import Output, UsageError, emit, note
+
+if TYPE_CHECKING:
+    from finetune_operator.cli.images import Installation
 
 
 def images(
@@ -43,21 +46,10 @@ def images(
       finetune images --registry registry.example.com/mirror |
         while read -r from to; do skopeo copy docker://$from docker://$to; done
     """
-    from dataclasses import replace
+    from finetune_operator.cli.commands.steps import checked_jobs
+    from finetune_operator.cli.images import patterns, pulled_images
 
-    from finetune_operator.api.settings import OPERATOR_IMAGE
-    from finetune_operator.cli.commands.steps import checked_jobs, settings_of
-    from finetune_operator.cli.images import Installation, patterns, pulled_images, read_values
-
-    if values is not None and settings is not None:
-        raise UsageError("--values and --settings exclude each other: the chart's values hold the settings")
-    if values is not None:
-        found = read_values(values)
-    else:
-        limits = settings_of(settings, cluster=True)
-        found = Installation(OPERATOR_IMAGE, limits.defaults.image, limits)
-    if registry is not None:
-        found = replace(found, registry=registry)
+    found = _installation(values, settings, registry)
     names = [*(files or []), *(filename or [])]
     pulled = pulled_images(found, checked_jobs(names, found.settings, output) if names else ())
     if globs := patterns(found.settings):
@@ -75,3 +67,21 @@ def images(
         for each in pulled
     ]
     emit([{"images": listed}], output)
+
+
+def _installation(values: Path | None, settings: Path | None, registry: str | None) -> Installation:
+    """Return the installation that the chart's values or the settings describe."""
+    from dataclasses import replace
+
+    from finetune_operator.api.settings import OPERATOR_IMAGE
+    from finetune_operator.cli.commands.steps import settings_of
+    from finetune_operator.cli.images import Installation, read_values
+
+    if values is not None and settings is not None:
+        raise UsageError("--values and --settings exclude each other: the chart's values hold the settings")
+    if values is not None:
+        found = read_values(values)
+    else:
+        limits = settings_of(settings, cluster=True)
+        found = Installation(OPERATOR_IMAGE, limits.defaults.image, limits)
+    return found if registry is None else replace(found, registry=registry)

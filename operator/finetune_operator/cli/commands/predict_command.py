@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -25,41 +25,54 @@ _TASKS = {
 _ENDINGS = (".jsonl", ".parquet")
 
 
+Model: TypeAlias = Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model or of a run, or hf://name.")]
+Data: TypeAlias = Annotated[str, typer.Argument(metavar="DATA", help="File, folder or glob, or hf://name.")]
+Out: TypeAlias = Annotated[
+    Path, typer.Option("--out", "-o", metavar="OUT", help="File for the predictions, .jsonl or .parquet.")
+]
+TaskName: TypeAlias = Annotated[
+    str | None, typer.Option("--task", metavar="TASK", help="Left out: what the folder's config.json says.")
+]
+Columns: TypeAlias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--column", metavar="ROLE=NAME", help="Column of the data, as text=review; repeatable. Left out: the role."
+    ),
+]
+CopiedColumns: TypeAlias = Annotated[
+    list[str] | None, typer.Option("--copy", metavar="NAME", help="Column to repeat in the output; repeatable.")
+]
+Split: TypeAlias = Annotated[
+    str | None, typer.Option("--split", metavar="NAME", help="Split or file stem. Left out: the only one, or test.")
+]
+MaxLength: TypeAlias = Annotated[
+    int | None, typer.Option("--max-length", metavar="TOKENS", help="Cut rows here. Left out: the model's limit.")
+]
+MaxBadRows: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--max-bad-rows", metavar="COUNT", help="Rows that may be unreadable. Left out: 1 % of them."),
+]
+Optimization: TypeAlias = Annotated[
+    str, typer.Option("--optimization", metavar="NAME", help="How the model computes; auto measures a large job.")
+]
+Tolerance: TypeAlias = Annotated[
+    float | None,
+    typer.Option("--tolerance", metavar="SHARE", help="Labels that must stay equal. Left out: all of them."),
+]
+
+
 def predict(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Folder of a model or of a run, or hf://name.")],
-    data: Annotated[str, typer.Argument(metavar="DATA", help="File, folder or glob, or hf://name.")],
-    out: Annotated[
-        Path, typer.Option("--out", "-o", metavar="OUT", help="File for the predictions, .jsonl or .parquet.")
-    ],
-    task: Annotated[
-        str | None, typer.Option("--task", metavar="TASK", help="Left out: what the folder's config.json says.")
-    ] = None,
-    column: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--column", metavar="ROLE=NAME", help="Column of the data, as text=review; repeatable. Left out: the role."
-        ),
-    ] = None,
-    copy: Annotated[
-        list[str] | None, typer.Option("--copy", metavar="NAME", help="Column to repeat in the output; repeatable.")
-    ] = None,
-    split: Annotated[
-        str | None, typer.Option("--split", metavar="NAME", help="Split or file stem. Left out: the only one, or test.")
-    ] = None,
-    max_length: Annotated[
-        int | None, typer.Option("--max-length", metavar="TOKENS", help="Cut rows here. Left out: the model's limit.")
-    ] = None,
-    max_bad_rows: Annotated[
-        int | None,
-        typer.Option("--max-bad-rows", metavar="COUNT", help="Rows that may be unreadable. Left out: 1 % of them."),
-    ] = None,
-    optimization: Annotated[
-        str, typer.Option("--optimization", metavar="NAME", help="How the model computes; auto measures a large job.")
-    ] = "auto",
-    tolerance: Annotated[
-        float | None,
-        typer.Option("--tolerance", metavar="SHARE", help="Labels that must stay equal. Left out: all of them."),
-    ] = None,
+    model: Model,
+    data: Data,
+    out: Out,
+    task: TaskName = None,
+    column: Columns = None,
+    copy: CopiedColumns = None,
+    split: Split = None,
+    max_length: MaxLength = None,
+    max_bad_rows: MaxBadRows = None,
+    optimization: Optimization = "auto",
+    tolerance: Tolerance = None,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew, where an earlier call was stopped.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the job that would run, and stop.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the log too.")] = False,
@@ -99,14 +112,11 @@ def predict(
     if dry_run:
         print_line(documents([job]).rstrip("\n"))
         return
-    folder = out.with_name(f".{out.name}.predict")
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "job.yaml"
-    file.write_text(documents([job]), encoding="utf-8")
-    _run(file, folder, out, restart=restart, verbose=verbose)
+    _run(documents([job]), out, restart=restart, verbose=verbose)
 
 
-def _run(file: Path, folder: Path, out: Path, *, restart: bool, verbose: bool) -> None:
+def _run(job_text: str, out: Path, *, restart: bool, verbose: bool) -> None:
+    """Run the job in a folder beside `out`, which is kept until the predictions are complete."""
     from finetune_contract.choices import Stage
     from finetune_operator.api.settings import LOCAL_SETTINGS
     from finetune_operator.cli.commands.run_command import refusals_told, show_failure
@@ -115,6 +125,10 @@ def _run(file: Path, folder: Path, out: Path, *, restart: bool, verbose: bool) -
     from finetune_operator.cli.local_run import run as run_locally
     from finetune_operator.cli.workspace import finished
 
+    folder = out.with_name(f".{out.name}.predict")
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "job.yaml"
+    file.write_text(job_text, encoding="utf-8")
     try:
         (entry,) = checked_jobs([str(file)], LOCAL_SETTINGS, Output.TEXT)
         refuse_absent([entry], Output.TEXT)

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from finetune_operator.cli.commands.file_commands import objects_of
 from finetune_operator.cli.commands.options import ClusterSettings, Filenames, Files, Form, Hardware
 from finetune_operator.cli.console import Output, UsageError, complain, emit
+
+if TYPE_CHECKING:
+    from finetune_contract.facts import HardwareFacts
+    from finetune_operator.api.settings import Settings
+    from finetune_operator.cli.job_files import JobEntry
+    from finetune_operator.cli.reviewing import Reviewed
 
 
 def review(
@@ -45,28 +51,15 @@ def review(
       finetune review jobs/ --hardware gpu=H100,memory=80Gi,gpus=8 --render rendered/
       finetune review jobs/*.yaml -o json
     """
-    from finetune_operator.cli.commands.steps import cluster_facts, hardware_of, settings_of, tell_notes
-    from finetune_operator.cli.job_files import located, read_inputs
-    from finetune_operator.cli.reviewing import Review, Reviewed, markdown, too_dear
-    from finetune_operator.cli.yaml_text import documents
-    from finetune_operator.planning.plan import plan
-    from finetune_operator.planning.plan_types import PlanRefused
+    from finetune_operator.cli.commands.steps import hardware_of, settings_of, tell_notes
+    from finetune_operator.cli.job_files import read_inputs
+    from finetune_operator.cli.reviewing import Review, markdown
 
     limits, node = settings_of(settings, cluster=True), hardware_of(hardware)
     inputs = read_inputs([*(files or []), *(filename or [])], limits)
     tell_notes(inputs)
-    jobs: list[Reviewed] = []
-    for entry in inputs.entries:
-        try:
-            made = plan(entry.job, cluster_facts(entry, node, None, False), limits)
-            if rendered is not None:
-                text = documents(objects_of(entry, made, limits))
-                _write(rendered / f"{entry.job.name}.yaml", text, "--render")
-        except PlanRefused as refused:
-            jobs.append(Reviewed(entry, None, tuple(located(entry.document, one) for one in refused.problems)))
-        else:
-            jobs.append(Reviewed(entry, made, over=too_dear(made, max_cost)))
-    found = Review(tuple(jobs), tuple(inputs.problems))
+    jobs = tuple(_reviewed(entry, node, limits, rendered, max_cost) for entry in inputs.entries)
+    found = Review(jobs, tuple(inputs.problems))
     if output is not Output.TEXT:
         emit([found.data()], output)
     if summary is not None:
@@ -77,6 +70,27 @@ def review(
         if summary is not None:
             complain(f"something speaks against these jobs: see {summary}.")
         raise typer.Exit(1)
+
+
+def _reviewed(
+    entry: JobEntry, node: HardwareFacts | None, limits: Settings, rendered: Path | None, max_cost: float | None
+) -> Reviewed:
+    """Plan a job, and write its objects to the folder `rendered`."""
+    from finetune_operator.cli.commands.steps import cluster_facts
+    from finetune_operator.cli.job_files import located
+    from finetune_operator.cli.reviewing import Reviewed, too_dear
+    from finetune_operator.cli.yaml_text import documents
+    from finetune_operator.planning.plan import plan
+    from finetune_operator.planning.plan_types import PlanRefused
+
+    try:
+        made = plan(entry.job, cluster_facts(entry, node, None, False), limits)
+        if rendered is not None:
+            text = documents(objects_of(entry, made, limits))
+            _write(rendered / f"{entry.job.name}.yaml", text, "--render")
+    except PlanRefused as refused:
+        return Reviewed(entry, None, tuple(located(entry.document, one) for one in refused.problems))
+    return Reviewed(entry, made, over=too_dear(made, max_cost))
 
 
 def _write(file: Path, text: str, option: str) -> None:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
@@ -25,37 +25,43 @@ from finetune_operator.cli.program_name import program_name
 
 if TYPE_CHECKING:
     from finetune_contract.choices import Stage
+    from finetune_operator.api.settings import Settings
     from finetune_operator.api.types import FailureStatus
     from finetune_operator.cli.job_files import JobEntry
-    from finetune_operator.cli.local_run import RunRequest
+    from finetune_operator.cli.local_run import RunRequest, RunResult
     from finetune_operator.planning.plan_types import JobPlan
+
+Resume: TypeAlias = Annotated[
+    bool, typer.Option("--resume", help="Go on where an earlier run stopped. The default, spelled out.")
+]
+Restart: TypeAlias = Annotated[
+    bool, typer.Option("--restart", help="Begin anew; earlier results are moved to <job>.previous-<n>.")
+]
+Stages: TypeAlias = Annotated[
+    list[RunStage] | None,
+    typer.Option(
+        "--stage",
+        metavar="STAGE",
+        help="Run only prepare, train, evaluate or predict; repeatable. Its inputs must be there.",
+    ),
+]
+OneName: TypeAlias = Annotated[str | None, typer.Option("--name", help="Which job, when the files hold several.")]
+DryRun: TypeAlias = Annotated[bool, typer.Option("--dry-run", help="Show the plan and the stages, and start nothing.")]
+Verbose: TypeAlias = Annotated[bool, typer.Option("--verbose", "-v", help="Show the stages' own log too.")]
 
 
 def run(
     files: Files = None,
     filename: Filenames = None,
     workspace: Workspace = Path("runs"),
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where an earlier run stopped. The default, spelled out.")
-    ] = False,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew; earlier results are moved to <job>.previous-<n>.")
-    ] = False,
-    stage: Annotated[
-        list[RunStage] | None,
-        typer.Option(
-            "--stage",
-            metavar="STAGE",
-            help="Run only prepare, train, evaluate or predict; repeatable. Its inputs must be there.",
-        ),
-    ] = None,
-    name: Annotated[str | None, typer.Option("--name", help="Which job, when the files hold several.")] = None,
+    resume: Resume = False,
+    restart: Restart = False,
+    stage: Stages = None,
+    name: OneName = None,
     settings: LocalSettings = None,
     measure: Measure = True,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the plan and the stages, and start nothing.")
-    ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show the stages' own log too.")] = False,
+    dry_run: DryRun = False,
+    verbose: Verbose = False,
     output: Form = Output.TEXT,
 ) -> None:
     """Run a job on this machine: prepare, train, evaluate, predict.
@@ -75,27 +81,16 @@ def run(
     if resume and restart:
         raise UsageError("--resume and --restart exclude each other")
     from finetune_contract.choices import Stage
-    from finetune_operator.cli.commands.steps import checked_jobs, settings_of
-    from finetune_operator.planning.capacity import NO_SPOT_HERE
-    from finetune_operator.planning.inference import ONE_PROCESS_HERE
+    from finetune_operator.cli.commands.steps import settings_of
 
     names = [*(files or []), *(filename or [])]
     limits = settings_of(settings, cluster=False)
-    entry = _one(checked_jobs(names, limits, output), name)
-    if entry.job.spec.spot.enabled:
-        note(f"{entry.job.name}: {NO_SPOT_HERE}.")
-    if entry.job.spec.predict is not None and entry.job.spec.predict.workers != 1:
-        note(f"{entry.job.name}: {ONE_PROCESS_HERE}.")
+    entry = _entry_to_run(names, name, limits, output)
 
-    from finetune_operator.cli.local_run import RunRequest, planned_run, result_data
+    from finetune_operator.cli.local_run import RunRequest, planned_run
     from finetune_operator.cli.local_run import run as run_locally
 
-    # What runs the job again, by the same limits and with the same facts.
-    options = ["--workspace", str(workspace)]
-    options += ["--name", name] if name is not None else []
-    options += ["--settings", str(settings)] if settings is not None else []
-    options += [] if measure else ["--no-measure"]
-    only = [word for one in stage or () for word in ("--stage", one.value)]
+    options = _options_again(workspace, name, settings, measure)
     request = RunRequest(
         job=entry.job,
         workspace=workspace.resolve(),
@@ -111,6 +106,38 @@ def run(
             _show_dry_run(*planned_run(request), output)
             return
         result = run_locally(request)
+    only = [word for one in stage or () for word in ("--stage", one.value)]
+    _show_result(request, result, output, _command(names, [*options, *only, "--resume"]))
+    raise typer.Exit(result.exit_code)
+
+
+def _entry_to_run(names: Sequence[str], name: str | None, limits: Settings, output: Output) -> JobEntry:
+    """Return the one job to run, checked; note which of its fields have no effect on this machine."""
+    from finetune_operator.cli.commands.steps import checked_jobs
+    from finetune_operator.planning.capacity import NO_SPOT_HERE
+    from finetune_operator.planning.inference import ONE_PROCESS_HERE
+
+    entry = _one(checked_jobs(names, limits, output), name)
+    if entry.job.spec.spot.enabled:
+        note(f"{entry.job.name}: {NO_SPOT_HERE}.")
+    if entry.job.spec.predict is not None and entry.job.spec.predict.workers != 1:
+        note(f"{entry.job.name}: {ONE_PROCESS_HERE}.")
+    return entry
+
+
+def _options_again(workspace: Path, name: str | None, settings: Path | None, measure: bool) -> list[str]:
+    """Return the options that run the job again by the same limits and with the same facts."""
+    options = ["--workspace", str(workspace)]
+    options += ["--name", name] if name is not None else []
+    options += ["--settings", str(settings)] if settings is not None else []
+    options += [] if measure else ["--no-measure"]
+    return options
+
+
+def _show_result(request: RunRequest, result: RunResult, output: Output, resume_command: str) -> None:
+    """Print the results, why a stage failed, or how to go on where the run was stopped."""
+    from finetune_operator.cli.local_run import result_data
+
     data = result_data(request, result)
     if output is not Output.TEXT:
         emit([data], output)
@@ -125,8 +152,7 @@ def run(
         if "report" in data["artifacts"] and result.failure.failure_class == FailureClass.GATE_NOT_MET:
             note(f"what was measured is in {data['artifacts']['report']}")
     elif result.interrupted is not None:
-        note(f"stopped in {result.interrupted}. Go on with: {_command(names, [*options, *only, '--resume'])}")
-    raise typer.Exit(result.exit_code)
+        note(f"stopped in {result.interrupted}. Go on with: {resume_command}")
 
 
 @contextmanager

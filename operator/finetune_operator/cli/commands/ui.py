@@ -6,13 +6,16 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from finetune_contract.layout import JobPaths
 from finetune_operator.cli.commands.options import AllNamespaces, Context, Kubeconfig, Namespace, Workspace
 from finetune_operator.cli.console import UsageError, complain, out
+
+if TYPE_CHECKING:
+    from finetune_operator.cli.ui.pages import Pages
 
 PORT = 8642
 
@@ -66,12 +69,18 @@ def ui(
     from finetune_operator.cli.ui.pages import Pages
     from finetune_operator.cli.ui.ui_jobs import ClusterJobs
     from finetune_operator.cli.ui.ui_runs import Workspace as Runs
-    from finetune_operator.cli.ui.ui_server import ADDRESS, Server
     from finetune_operator.kubernetes_api.configuration import is_configured
 
     shown = cluster and (named or is_configured(kubeconfig))
     jobs = ClusterJobs(Connection(kubeconfig, context, namespace), all_namespaces) if shown else None
     pages = Pages(Runs(workspace.resolve()), jobs)
+    _serve(pages, port, workspace, browser)
+
+
+def _serve(pages: Pages, port: int, workspace: Path, browser: bool) -> None:
+    """Serve the pages until Ctrl-C, and print where they are."""
+    from finetune_operator.cli.ui.ui_server import ADDRESS, Server
+
     try:
         server = Server(pages, port)
     except OSError as error:
