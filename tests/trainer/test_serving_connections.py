@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random
 import socket
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import TrainerJob
@@ -153,3 +157,58 @@ def test_rung_by_name_answers_within_its_tolerance(model: Path, tmp_path: Path, 
     for ours, others in zip(found, plain, strict=True):
         scores = {each["label"]: each["score"] for each in others}
         assert all(abs(each["score"] - scores[each["label"]]) < 0.02 for each in ours)
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """No file can be made in `folder`, as in the workspace of an endpoint's pods."""
+    folder.mkdir()
+    if os.geteuid() != 0:
+        folder.chmod(0o555)
+        yield
+        folder.chmod(0o755)
+        return
+    # Modes do not hold back root.
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(folder)], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"root may not mount here: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def made_or_skipped(job: TrainerJob, root: Path) -> AbstractContextManager[Served]:
+    pytest.importorskip("onnxruntime")
+    return served(job, JobPaths(root))
+
+
+def test_model_is_converted_elsewhere_where_the_workspace_is_read_only(model: Path, tmp_path: Path) -> None:
+    with (
+        read_only(tmp_path / "job"),
+        made_or_skipped(job_of(model, optimization="onnx"), tmp_path / "job") as server,
+    ):
+        assert server.state.engine.answerer.forward is not None
+        assert server.ask("/", {"inputs": "a good film"}).code == 200
+        assert list((tmp_path / "job").iterdir()) == []
+
+
+def test_converted_model_of_older_weights_is_not_served(tiny_bert: Callable[..., Path], tmp_path: Path) -> None:
+    asked = {"inputs": "a good film"}
+    model = tiny_bert(tmp_path / "m", words=WORDS, labels=("bad", "good"))
+    with made_or_skipped(job_of(model, optimization="onnx"), tmp_path / "job") as server:
+        before = server.ask("/", asked).json[0]
+    weights = load_file(model / "model.safetensors")
+    # Both signs would cancel out.
+    changed = {name: -tensor if "classifier" in name else tensor for name, tensor in weights.items()}
+    save_file(changed, model / "model.safetensors", {"format": "pt"})
+    with served(job_of(model), JobPaths(tmp_path / "plain")) as server:
+        plain = server.ask("/", asked).json[0]
+    with made_or_skipped(job_of(model, optimization="onnx"), tmp_path / "job") as server:
+        after = server.ask("/", asked).json[0]
+
+    def scores(answer: list[dict[str, object]]) -> dict[object, object]:
+        return {each["label"]: each["score"] for each in answer}
+
+    assert scores(after) == pytest.approx(scores(plain), abs=1e-4)
+    assert scores(after) != pytest.approx(scores(before), abs=1e-4)

@@ -42,12 +42,11 @@ from finetune_trainer.inference.optimization.rung_in_use import RungInUse
 from finetune_trainer.inference.prediction_output import FolderOutput, Output, output_of, write_lines
 from finetune_trainer.inference.prediction_parts import FILE, POSITION, Joined, PartFacts, Parts, PartsManifest
 from finetune_trainer.inference.prediction_workers import Alone, Crew, Sharing, Worker, result_of
-from finetune_trainer.inference.runner import Means, used_model
+from finetune_trainer.inference.runner import Means, used_model, weights_version
 from finetune_trainer.progress import NoProgress, ProgressSink
 from finetune_trainer.reporting import merge_metrics
 from finetune_trainer.tasks.task_protocol import Coding
 from finetune_trainer.tasks.task_registry import task_of
-from finetune_trainer.uris import Uri, local_path
 
 log = logging.getLogger(__name__)
 
@@ -206,20 +205,10 @@ class _Given:
             "job": job.model_dump(mode="json", include={"task", "model", "generation", "preference", "seed"}),
             "length": [self.coding.max_length, self.coding.stride],
             "means": [self.means.device, self.means.batch_tokens, self.means.precision],
-            "trained": _version_of_model(job, paths),
+            "trained": weights_version(job, paths),
             "optimization": None if job.predict is None else [job.predict.optimization, job.predict.tolerance],
         }
         return hashlib.sha256(json.dumps(basis, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _version_of_model(job: TrainerJob, paths: JobPaths) -> object:
-    """Identify the weights without reading them: files on this machine by their sizes and times."""
-    uri = Uri.parse(job.model.uri, "model.uri")
-    folder = paths.model if job.trains else local_path(uri) if uri.scheme == "file" else None
-    if folder is None:
-        return [job.model.uri, job.model.revision]
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
-    return [[str(path.relative_to(folder)), (at := path.stat()).st_size, at.st_mtime_ns] for path in files]
 
 
 def _refuse_missing_id(job: TrainerJob, split: PreparedSplit) -> None:
@@ -410,7 +399,7 @@ def _answerer(given: _Given, parts: Parts, sharing: Sharing, paths: JobPaths) ->
     answerer = Answerer(job, Encoder(task, given.coding, packing=False), model, labels, given.means, given.asked)
     workers = 1 if job.predict is None else job.predict.workers
     source = given.source
-    rungs = RungInUse(answerer, source.shards, source.weight, paths, _version_of_model(job, paths), workers)
+    rungs = RungInUse(answerer, source.shards, source.weight, paths, weights_version(job, paths), workers)
 
     def choose() -> PartsManifest:
         name, threads = rungs.choose(), torch.get_num_threads()

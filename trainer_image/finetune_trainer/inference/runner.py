@@ -21,6 +21,7 @@ from finetune_trainer.models import load_tokenizer, pinned, resolve_model
 from finetune_trainer.progress import ProgressSink
 from finetune_trainer.tasks.task_protocol import Answer, Feature, TaskModule, labels_of
 from finetune_trainer.tasks.task_registry import task_of
+from finetune_trainer.uris import Uri, local_path
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,6 +90,16 @@ def used_model(job: TrainerJob, paths: JobPaths, precision: InferencePrecision) 
         name = str(paths.model)
         arguments = {"trust_remote_code": job.model.trust_remote_code, "local_files_only": True}
     return _loaded(task, job, name, arguments, precision), name
+
+
+def weights_version(job: TrainerJob, paths: JobPaths) -> object:
+    """Identify the weights without reading them: files on this machine by their sizes and times."""
+    uri = Uri.parse(job.model.uri, "model.uri")
+    folder = paths.model if job.trains else local_path(uri) if uri.scheme == "file" else None
+    if folder is None:
+        return [job.model.uri, job.model.revision]
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "README.md")
+    return [[str(path.relative_to(folder)), (at := path.stat()).st_size, at.st_mtime_ns] for path in files]
 
 
 def reference_model(job: TrainerJob, task: TaskModule, precision: InferencePrecision) -> PreTrainedModel:

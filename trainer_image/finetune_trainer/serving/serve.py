@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import logging
 import os
 import threading
@@ -88,11 +89,9 @@ def _watch(batcher: Any, server: Any) -> None:
 
 
 def revision_of(job: TrainerJob, paths: JobPaths) -> str:
-    """A short digest of the weights' files by sizes and times, or the revision of a model that nothing trained."""
+    """Return a short digest of what identifies the weights of a trained model, else the revision that the job names."""
     if not job.trains:
         return job.model.revision
-    digest = hashlib.sha256()
-    for file in sorted(paths.model.glob("*.safetensors")):
-        status = file.stat()
-        digest.update(f"{file.name} {status.st_size} {status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()[:12]
+    from finetune_trainer.inference.runner import weights_version
+
+    return hashlib.sha256(json.dumps(weights_version(job, paths)).encode()).hexdigest()[:12]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from finetune_trainer.data.shards import Encoder
 from finetune_trainer.data.sources import RawSplit
 from finetune_trainer.inference.answering import Answerer, Asked, coding_of, seed_of
 from finetune_trainer.inference.optimization.rung_in_use import RungInUse
-from finetune_trainer.inference.runner import Means, used_model
+from finetune_trainer.inference.runner import Means, used_model, weights_version
 from finetune_trainer.progress import NoProgress
 from finetune_trainer.scripts.trained import job_of_trained_model
 from finetune_trainer.serving.request_rows import Form, RequestError, Row
@@ -74,6 +76,7 @@ class ServingEngine:
     def load(cls, job: TrainerJob, paths: JobPaths) -> ServingEngine:
         """StageErrors of the model and of the rung."""
         serving = job.serving or Serving(model_name=job.name, device="cpu", max_batch_tokens=8192)
+        version = weights_version(job, paths)
         job = job.model_copy(update={"serving": serving})
         trained = job.trains
         if trained:
@@ -95,17 +98,15 @@ class ServingEngine:
         asked = Asked(Columns(**{role: role for role in _warm_row(job, encoder)}), "inputs", {})
         answerer = Answerer(job, encoder, model, labels, Means.of(predict), asked)
         engine = cls(job, serving, answerer, trained)
-        engine.answerer = replace(answerer, forward=engine._forward(paths))
+        engine.answerer = replace(answerer, forward=engine._forward(paths, version))
         return engine
 
-    def _forward(self, paths: JobPaths) -> Any:
-        """Choose the rung as predict does, measured on rows of several lengths."""
+    def _forward(self, paths: JobPaths, version: object) -> Any:
+        """Choose the rung as predict does, measured on rows of several lengths. `version`: of the weights."""
         if self.serving.optimization == "none":
             return None
         shard = _sample_shard(self.job, _warm_row(self.job, self.answerer.encoder))
-        rungs = RungInUse(
-            self.answerer, lambda: iter([shard]), _ROWS_TO_COME, paths, [self.job.model.uri, self.job.model.revision]
-        )
+        rungs = RungInUse(self.answerer, lambda: iter([shard]), _ROWS_TO_COME, _writable(paths), version)
         return rungs.forward(rungs.choose())
 
     @property
@@ -225,6 +226,20 @@ def refuse_roles(task: str, roles: Sequence[str]) -> None:
         raise RequestError(
             422, f"The model's task, {task}, takes the inputs {wanted}; found {', '.join(roles) or 'none'}."
         )
+
+
+def _writable(paths: JobPaths) -> JobPaths:
+    """Return where converted models go: the job's folder, or one of this process where that is read-only, as in the
+    pods of an endpoint.
+    """
+    try:
+        paths.root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=paths.root):
+            return paths
+    except OSError as error:
+        folder = Path(tempfile.mkdtemp(prefix="finetune-serve-"))
+        log.info("%s cannot be written (%s): converted models go to %s.", paths.root, error.strerror, folder)
+        return JobPaths(folder)
 
 
 def _warm_row(job: TrainerJob, encoder: Encoder) -> dict[str, Any]:
