@@ -408,6 +408,7 @@ def test_kubectl_explains_fields_and_shows_columns(started: Cluster) -> None:
         "STRATEGY",
         "LAUNCHER",
         "COST",
+        "URL",
     ]
 
 

@@ -67,7 +67,7 @@ def templates(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Pod name -> pod template, of whatever makes pods."""
     name, spec = manifest["metadata"]["name"], manifest["spec"]
     match manifest["kind"]:
-        case "Job":
+        case "Job" | "Deployment":
             return {f"{name}-0": spec["template"]}
         case "PyTorchJob":
             replicas = spec["pytorchReplicaSpecs"]
@@ -81,7 +81,7 @@ def templates(manifest: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def pods_of(manifests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    children = [each for each in manifests if "spec" in each and each["kind"] in ("Job", *CUSTOM)]
+    children = [each for each in manifests if "spec" in each and each["kind"] in ("Job", "Deployment", *CUSTOM)]
     return [
         {
             "apiVersion": "v1",
@@ -102,7 +102,8 @@ def needs(cluster: Cluster, manifests: Sequence[dict[str, Any]]) -> None:
 
 def test_there_are_manifests_of_every_kind_of_child():
     kinds = {manifest["kind"] for job, launcher in RENDERED for manifest in golden_manifests(job)[launcher]}
-    assert kinds == {"NetworkPolicy", "PersistentVolumeClaim", "ConfigMap", "Service", "Job", *CUSTOM}
+    endpoint = {"Deployment", "HorizontalPodAutoscaler", "PodDisruptionBudget"}
+    assert kinds == {"NetworkPolicy", "PersistentVolumeClaim", "ConfigMap", "Service", "Job", *endpoint, *CUSTOM}
 
 
 @pytest.mark.parametrize(("job", "launcher"), RENDERED)
