@@ -91,9 +91,9 @@ class Servers(Message):
     most: int = Field(ge=1)
     """Servers under load; as many as `replicas` where nothing scales."""
     requests: dict[str, str]
-    """Of one server, asked of the scheduler without a limit; quantities by Kubernetes' names."""
+    """Requests of one server that have no limit; quantities by Kubernetes' names."""
     limits: dict[str, str] = Field(default_factory=dict)
-    """Of one server, requested as much."""
+    """Limits of one server, and equal requests."""
     threads: int = Field(ge=1)
     cost_per_hour: float | None = None
     """Of all `replicas`; None: there is no price for such nodes."""

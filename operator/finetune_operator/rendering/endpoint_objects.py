@@ -49,7 +49,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class EndpointObjects:
-    """What an endpoint is made of."""
+    """Objects of an endpoint."""
 
     manifests: tuple[Manifest, ...]
     """In the order in which they are applied."""

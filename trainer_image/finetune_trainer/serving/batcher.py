@@ -48,7 +48,7 @@ class Ticket:
     finish_of: dict[int, Finish] = field(default_factory=dict)
     """How the text of a row ended, of models that write."""
     gone: bool = False
-    """Whether nobody waits for the answer any more."""
+    """True once no client waits for the answer."""
     settled: bool = False
 
     @property

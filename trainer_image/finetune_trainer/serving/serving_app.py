@@ -20,11 +20,12 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
 
+from finetune_contract.choices import WRITING_TASKS
 from finetune_trainer.serving import hugging_face_json, open_inference, openai_json
 from finetune_trainer.serving import page as page_of
 from finetune_trainer.serving.batcher import Batcher, Ticket
 from finetune_trainer.serving.request_rows import Form, RequestError, check_rows
-from finetune_trainer.serving.serving_engine import WRITERS, ServingEngine, refuse_roles
+from finetune_trainer.serving.serving_engine import ServingEngine, refuse_roles
 from finetune_trainer.serving.serving_metrics import CONTENT_TYPE, ServingMetrics
 
 MAX_BODY = 4 << 20
@@ -287,7 +288,7 @@ class _Handlers:
         }
 
     def _facts_of_page(self) -> dict[str, Any]:
-        """What the model takes and gives beyond its task, for the page and other clients."""
+        """Inputs and outputs beyond the task, for the page and other clients."""
         job, tokenizer = self._engine.job, self._engine.tokenizer
         facts: dict[str, Any] = {}
         if job.task == "text-classification":
@@ -428,7 +429,7 @@ class _Handlers:
 
     async def _answered(self, request: Request, rows: list[dict[str, Any]], generation: Any) -> list[dict[str, Any]]:
         self._check(rows)
-        if self._engine.job.task not in WRITERS:
+        if self._engine.job.task not in WRITING_TASKS:
             generation = self._engine.generation
         ticket = self._state.batcher.submit(Form(tuple(sorted(rows[0])), generation), rows, self._deadline(request))
         request.state.rows = len(rows)

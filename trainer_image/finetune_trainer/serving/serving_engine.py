@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from finetune_contract.choices import WRITING_TASKS
 from finetune_contract.layout import JobPaths
 from finetune_contract.trainer_job import Columns, Generation, Prediction, Serving, TrainerJob
 from finetune_trainer.data.prepare import labels_of_model
@@ -46,7 +47,6 @@ WARM_ROWS: Mapping[str, dict[str, Any]] = {
 _ROWS_TO_COME = 1_000_000
 """Rows that the time for measuring and converting is set against: a server answers many."""
 _KEY = ShardKey(0, 0)
-WRITERS = ("text-generation", "preference-tuning", "summarization", "translation")
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ServingEngine:
     @property
     def writes(self) -> bool:
         """Whether the model writes texts."""
-        return self.job.task in WRITERS
+        return self.job.task in WRITING_TASKS
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ class Finish:
     tokens: int
     """Tokens written, the one that ends the text among them."""
     ended: bool
-    """Whether the model ended it; else it was as long as it may be."""
+    """True: the model ended it. False: it reached the largest length."""
 
     @property
     def reason(self) -> str:
@@ -38,7 +38,7 @@ class WatchedWriting:
 
     turns: Turns
     stopped: Callable[[], bool]
-    """Whether nobody wants the rest."""
+    """Returns True when no client waits for the rest."""
     put: Callable[[str], None] | None = None
     """Takes pieces of the text of a single row as they are written."""
     ends: frozenset[int] = frozenset()
