@@ -15,17 +15,12 @@ from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.types import EndpointSpec
 from finetune_operator.planning.cost import find_price
 from finetune_operator.planning.draft import Draft, decided
+from finetune_operator.planning.host_memory import GPU, inference_bytes, memory_request
 from finetune_operator.planning.inference import inference_tokens
-from finetune_operator.planning.memory import CPU_PROCESS_BYTES
 from finetune_operator.planning.plan_types import Servers
 
-MIB = 1 << 20
-MEMORY_STEP = 128 * MIB
-BATCH_BYTES = 512 * MIB
-"""Activations of one batch on CPU: 2,048 tokens are 50 to 400 MiB for BERT base to XLM-R large."""
 USUAL_CORES = 2
 """Request of one server on CPU: more of them answer more requests than larger ones do."""
-GPU = "nvidia.com/gpu"
 DRAIN_SECONDS = 30
 """After SIGTERM accepted requests are still answered for so long."""
 
@@ -82,9 +77,7 @@ def _takes(draft: Draft, endpoint: EndpointSpec) -> tuple[dict[str, str], dict[s
     cores = min(USUAL_CORES, draft.hardware.cpu_cores)
     if asked.cpu is not None:
         cores = max(1, math.ceil(parse_quantity(asked.cpu)))
-    # The weights in fp32, of which bf16 takes half, and once more while they are read.
-    expected = CPU_PROCESS_BYTES + 2 * 4 * draft.model.parameters + BATCH_BYTES
-    usual = {"cpu": str(cores), "memory": f"{-(-expected // MEMORY_STEP) * MEMORY_STEP // MIB}Mi"}
+    usual = {"cpu": str(cores), "memory": memory_request(inference_bytes(draft.model.parameters))}
     if draft.inference_device == "cuda":
         limits[GPU] = "1"
     return {name: text for name, text in usual.items() if name not in limits}, limits, cores

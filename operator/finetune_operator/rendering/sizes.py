@@ -10,21 +10,17 @@ from __future__ import annotations
 from finetune_contract.choices import Device, Stage
 from finetune_operator.api.settings import Defaults
 from finetune_operator.api.types import FineTuneJobSpec
+from finetune_operator.planning.host_memory import GPU, inference_bytes, memory_request
 from finetune_operator.planning.memory import CPU_PROCESS_BYTES
 from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.rendering.pod_parts import Resources
 
 MIB = 1 << 20
-MEMORY_STEP = 128 * MIB
-"""Requests are rounded up to whole steps, so that they stay readable and a small change of a plan does not show."""
-INFERENCE_BATCH_BYTES = 512 * MIB
-"""Activations of one inference batch on CPU: 2,048 tokens are 50 to 400 MiB for BERT base to XLM-R large."""
 SHARED_MEMORY_BYTES: dict[Device, int] = {"cuda": 1024 * MIB, "cpu": 256 * MIB}
 """Of one process in /dev/shm. NCCL takes up to some 10 MiB for each channel and peer where GPUs have no direct link,
 DeepSpeed's collectives on CPU two buffers of 32 MiB a process; the rest is for batches that data loaders hand over. It
 is a bound: only what is written takes memory.
 """
-GPU = "nvidia.com/gpu"
 EFA = "vpc.amazonaws.com/efa"
 EFA_HUGE_PAGES = "5120Mi"
 """In 2 MiB pages, for the provider's bounce buffers: what AWS documents for one interface of EKS pods."""
@@ -82,9 +78,9 @@ def stage_resources(
     limits: dict[str, str] = {}
     if gpus == node_gpus(plan, spec):
         limits = {name: text for name, text in (("cpu", asked.cpu), ("memory", asked.memory)) if text is not None}
-    requests = {} if "memory" in limits else {"memory": _rounded(_expected_bytes(plan, stage))}
+    requests = {} if "memory" in limits else {"memory": memory_request(_expected_bytes(plan, stage))}
     if offloads_to_files and plan.memory is not None:
-        requests["ephemeral-storage"] = _rounded(plan.memory.disk_bytes)
+        requests["ephemeral-storage"] = memory_request(plan.memory.disk_bytes)
     if gpus:
         limits[GPU] = str(gpus)
     if stage is Stage.TRAIN:
@@ -103,12 +99,7 @@ def _expected_bytes(plan: JobPlan, stage: Stage) -> int:
     if stage is Stage.PREPARE:
         # One reads. Of what tokenises each pod of an Indexed Job has one process.
         return (1 + plan.trainer.preparation.workers // plan.trainer.preparation.pods) * CPU_PROCESS_BYTES
-    # The weights in fp32, of which bf16 takes half, and once more while they are read.
-    return CPU_PROCESS_BYTES + 2 * 4 * plan.model.parameters + INFERENCE_BATCH_BYTES
-
-
-def _rounded(count: int) -> str:
-    return f"{-(-count // MEMORY_STEP) * MEMORY_STEP // MIB}Mi"
+    return inference_bytes(plan.model.parameters)
 
 
 def shared_memory(plan: JobPlan, spec: FineTuneJobSpec, stage: Stage) -> str:

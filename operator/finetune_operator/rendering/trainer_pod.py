@@ -22,6 +22,7 @@ from finetune_contract.layout import (
     ENV_STACKS_SECONDS,
 )
 from finetune_operator.launchers.launcher_rows import launcher
+from finetune_operator.planning.host_memory import GPU
 from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.rendering.claims import Storage, storage
@@ -60,7 +61,6 @@ from finetune_operator.rendering.render_types import (
     RenderContext,
 )
 from finetune_operator.rendering.sizes import (
-    GPU,
     network_environment,
     shared_memory,
     stage_device,
