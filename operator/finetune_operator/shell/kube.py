@@ -17,6 +17,7 @@ What is used, and so what the Roles in manifests/operator grant:
 | "" | pods | list watch | jobs | reports, causes |
 | "" | pods/log | get | jobs | end of a failed pod's log |
 | "" | events | create | jobs | the story |
+| "" | nodes | list | cluster | GPUs, for plans of jobs with some (nodes.read) |
 | authentication.k8s.io | tokenreviews | create | cluster | tokens of progress posts (progress.tokens: review) |
 | none | /.well-known/openid-configuration /openid/v1/jwks | get | cluster | the same (progress.tokens: keys) |
 | coordination.k8s.io | leases | get create update | own | leadership (leader.py) |
