@@ -237,7 +237,9 @@ def can_run(node: Node, spec: FineTuneJobSpec, settings: Settings) -> bool:
         return False
     if labels and not any(node.labels.get(key) in values for key, values in labels.items()):
         return False
-    borne: list[Mapping[str, JsonValue]] = [{"key": key, "operator": "Exists"} for key in gpu_taints(gpu_resource(spec, settings.defaults))]
+    borne: list[Mapping[str, JsonValue]] = [
+        {"key": key, "operator": "Exists"} for key in gpu_taints(gpu_resource(spec, settings.defaults))
+    ]
     borne += template.tolerations
     if spec.spot.enabled:
         borne += [each.model_dump(mode="json", by_alias=True, exclude_none=True) for each in settings.spot.tolerations]

@@ -270,9 +270,7 @@ class FineTuneJobStatus(StatusModel):
     )
     completion_time: str | None = Field(default=None, description="When the job succeeded or failed, RFC 3339.")
     adaptation: AdaptationStatus | None = Field(default=None, description="How the plan was changed after failures.")
-    measured: MeasuredStatus | None = Field(
-        default=None, description="What prepare measured, and nodes told."
-    )
+    measured: MeasuredStatus | None = Field(default=None, description="What prepare measured, and nodes told.")
     spot: SpotStatus | None = Field(
         default=None, description="How the training on spot nodes goes. Left out: the job does not ask for them."
     )
