@@ -281,4 +281,5 @@ def find_price(settings: Settings, product: str, gpus: int) -> Price | None:
     if known is None or known.gpu_hour is None or not gpus:
         return None
     spot = None if known.spot_gpu_hour is None else gpus * known.spot_gpu_hour
-    return Price(product=product, gpus=gpus, per_hour=gpus * known.gpu_hour, spot_per_hour=spot)
+    given = {"product": product, "gpus": gpus, "perHour": gpus * known.gpu_hour, "spotPerHour": spot}
+    return Price.model_validate(given)

@@ -110,8 +110,9 @@ def mig_memory(resource: str) -> int | None:
 
 def mig_product(product: str | None, resource: str) -> str | None:
     """The product of an instance, where a job names that of the whole GPU."""
-    profile = resource.rpartition("/")[2]
-    return product if product is None or mig_memory(resource) is None else f"{product}-{profile}"
+    if product is None or mig_memory(resource) is None:
+        return product
+    return f"{product}-MIG-{resource.rpartition('/mig-')[2]}"
 
 
 # --------------------------------------------------------------------------------------------------- the settings' rows

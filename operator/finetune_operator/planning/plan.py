@@ -117,13 +117,13 @@ def _walk_training(draft: Draft) -> Draft:
     """The phases of the built-in loop. Where `auto` has taken fp16 and nothing fits that goes together with it, fp32 is
     tried, with which layers can be split.
     """
-    decided_first = _walk(draft, choose_world, choose_precision)
+    begun = _walk(draft, choose_world, choose_precision)
     try:
-        draft = _walk(decided_first, check_rules, choose_adapter, choose_steps)
-        draft = _walk(draft, check_model_parallel, check_sequence, choose_checkpoints, choose_capacity)
-        return _walk(draft, choose_strategy, check_inference)
+        formed = _walk(begun, check_rules, choose_adapter, choose_steps)
+        formed = _walk(formed, check_model_parallel, check_sequence, choose_checkpoints, choose_capacity)
+        return _walk(formed, choose_strategy, check_inference)
     except PlanRefused:
-        if decided_first.precision != "fp16" or not draft.scaled or draft.training.precision != "auto":
+        if begun.precision != "fp16" or draft.training.precision != "auto":
             raise
     return _walk_training(replace(draft, scaled=False))
 
