@@ -1,4 +1,4 @@
-"""What `finetune doctor` concludes from what it could read. tests/cluster/test_operator_nodes.py asks a real cluster."""
+"""What `finetune doctor` concludes from what it read; tests/cluster/test_operator_nodes.py asks a real cluster."""
 
 from __future__ import annotations
 
