@@ -50,7 +50,7 @@ COMMANDS = {
     "cancel": _Listed("steering_commands", "End jobs for good by deleting them."),
     "cost": _Listed("steering_commands", "Show what jobs have used and what that costs."),
     "debug": _Listed("steering_commands", "Collect what a maintainer would ask for into an archive."),
-    "doctor": _Listed("doctor_command", "Tell what a cluster has and lacks for jobs, before the first one."),
+    "doctor": _Listed("doctor_command", "Tell what a cluster has and lacks for jobs."),
     "images": _Listed("installation", "List every image that an installation and its jobs can pull."),
     "explain": _Listed("documents", "Explain a field of FineTuneJob: type, meaning, fields in it."),
     "crd": _Listed("documents", "Write the CustomResourceDefinition of FineTuneJob."),
