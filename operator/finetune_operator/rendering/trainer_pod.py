@@ -117,7 +117,7 @@ class StagePods:
     def name(self) -> str:
         """Of the child, and of its ConfigMap."""
         if self.stage is Stage.SERVE:
-            return self.names.endpoint
+            return self.names.servers(self.attempt.number)
         return self.names.stage(self.attempt.stage, self.attempt.number)
 
     @property
