@@ -137,6 +137,7 @@ def rollout(course: Course, want: Asked, made_of: str) -> Rollout:
             "revision": leads,
             "target": target,
             "rolled_back_from": want.held_back,
+            "observed_rollback": course.job.rollback,
             "rollback": None if want.told is None else want.told[:MOST_TOLD],
             "revisions": _History(course, before, want, made_of).after(target, leads, there),
         }

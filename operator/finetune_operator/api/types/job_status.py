@@ -272,9 +272,10 @@ class EndpointStatus(StatusModel):
     rolled_back_from: int | None = Field(
         default=None, ge=1, description="Revision of spec.endpoint that a rollback holds back. Left out: none."
     )
-    rollback: str | None = Field(
-        default=None, max_length=1024, description="What became of the annotation finetune.dev/rollback."
+    observed_rollback: str | None = Field(
+        default=None, description="Annotation finetune.dev/rollback that this status speaks of."
     )
+    rollback: str | None = Field(default=None, max_length=1024, description="What became of that annotation.")
     revisions: tuple[RevisionStatus, ...] = Field(
         default=(), max_length=8, description="History, the oldest first: the newest five, and those of a rollback."
     )
