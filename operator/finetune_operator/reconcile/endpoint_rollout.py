@@ -148,7 +148,7 @@ def rollout(course: Course, want: Asked, made_of: str) -> Rollout:
 
 def _serving(before: EndpointStatus, live: Mapping[int, EndpointView]) -> EndpointView | None:
     """Return what the URL leads to; where the status does not know, or that is gone, what answers."""
-    if before.revision in live:
+    if before.revision is not None and before.revision in live:
         return live[before.revision]
     return max((one for one in live.values() if one.available), key=lambda one: one.revision, default=None)
 
