@@ -70,7 +70,7 @@ def served(
     """A server of `job` on a free port, warmed up."""
     engine = ServingEngine.load(job, paths)
     metrics = ServingMetrics(engine.name, job.task, "r1")
-    state = ServerState(engine, Batcher(engine, metrics), metrics, token, "r1")
+    state = ServerState(engine, Batcher(engine, metrics), metrics, token, "r1", "3")
     server = http_server(state, "127.0.0.1", 0, idle_seconds=idle_seconds)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
