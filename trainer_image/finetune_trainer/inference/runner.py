@@ -139,6 +139,7 @@ def answers_of(
     tokenizer: PreTrainedTokenizerBase | None = None,
     forward: ForwardPass | None = None,
     seed: int | None = None,
+    settled: bool = False,
 ) -> list[Answer]:
     """One answer for each feature of the split and in its order; what the model writes is in that of each row's last
     feature. StageError STRATEGY_NOT_IN_EFFECT `DeviceMissing` without the GPU that `device` counts on.
@@ -147,17 +148,14 @@ def answers_of(
     does, and StageError OUT_OF_MEMORY tells of a single row that it does not hold. The model keeps its dtype;
     `progress` counts features, twice where they are both judged and written to. Drawing begins with `seed`, the job's
     where it is None. `tokenizer`: the job's, where the caller has loaded it. `forward`: what computes in the model's
-    place, but for what the model writes.
+    place, but for what the model writes. `settled`: the model is on `device` and in evaluation mode; walking through
+    its modules takes longer than a small model takes for a row.
     """
     import torch
-    from torch import nn
 
-    if device == "cuda":
-        refuse_missing_gpu()
     was_training = model.training
-    module = cast(nn.Module, model)  # transformers' own signatures of `to` and `eval` are untyped
-    module.to(device)
-    module.eval()
+    if not settled:
+        settle(model, device)
     result: list[Answer] = [{}] * len(split.position)
     rounds = _rounds(stage, job, model, split, batch_tokens, tokenizer, forward)
     total = sum(len(wanted) for _, batches in rounds for wanted in batches)
@@ -172,8 +170,20 @@ def answers_of(
                     done += len(wanted)
                     progress.update(done, total)
     finally:
-        model.train(was_training)
+        if was_training:
+            model.train()
     return result
+
+
+def settle(model: PreTrainedModel, device: Device) -> None:
+    """Move the model to `device`, in evaluation mode; StageError `DeviceMissing` without the GPU that is asked for."""
+    from torch import nn
+
+    if device == "cuda":
+        refuse_missing_gpu()
+    module = cast(nn.Module, model)  # transformers' own signatures of `to` and `eval` are untyped
+    module.to(device)
+    module.eval()
 
 
 def _rounds(
