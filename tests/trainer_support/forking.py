@@ -32,7 +32,9 @@ def fork_server() -> ForkServer:
 class ForkServer:
     """Runs cases one after the other; started with the first of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: variables of its processes besides those of this one."""
+        self._environment = environment or {}
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (as long as it)
         self._process: subprocess.Popen[str] | None = None
 
@@ -75,6 +77,7 @@ class ForkServer:
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
                 "DS_ACCELERATOR": "cpu",
+                **self._environment,
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
