@@ -3,86 +3,137 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 
 @dataclass(frozen=True)
 class SwitchedOff:
     """A function that has another body in a dry run."""
 
-    target: str
-    """`module:attribute`."""
+    targets: tuple[str, ...]
+    """`module:attribute`, the first of which names it."""
     what: str
     """What it does in a training."""
     instead: str
     """What happens in a dry run."""
     why: str
-    body: Callable[..., Any]
+    body: Any
 
     def apply(self) -> None:
         """Replace the function in this process, for good."""
-        module, _, path = self.target.partition(":")
-        owner: Any = importlib.import_module(module)
-        *parents, name = path.split(".")
-        for parent in parents:
-            owner = getattr(owner, parent)
-        assert hasattr(owner, name), f"{self.target} is no longer there: correct the table"
-        setattr(owner, name, self.body)
+        for target in self.targets:
+            module, _, path = target.partition(":")
+            owner: Any = importlib.import_module(module)
+            *parents, name = path.split(".")
+            for parent in parents:
+                owner = getattr(owner, parent)
+            assert hasattr(owner, name), f"{target} is no longer there: correct the table"
+            setattr(owner, name, self.body)
 
 
 def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
+def _as_if_all_had_the_same(mine: Sequence[float]) -> list[float]:
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return [float(each) * size for each in mine]
+
+
+def _reduced_by_a_hook(model: Any, *arguments: Any, **settings: Any) -> None:
+    _DDP_INIT(model, *arguments, **settings)
+    model.register_comm_hook(None, _average)
+
+
+def _average(_, bucket):  # torch compares annotations, which would be texts here
+    gradients = bucket.buffer().div_(torch.distributed.get_world_size())
+    torch.distributed.all_reduce(gradients)
+    made: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    made.set_result(gradients)
+    return made
+
+
+_DDP_INIT = DistributedDataParallel.__init__
+
 ROWS = (
     SwitchedOff(
-        "finetune_trainer.strategies.model_parallel:ModelParallel._assert_in_stages",
+        ("finetune_trainer.strategies.model_parallel:ModelParallel._assert_in_stages",),
         "compares the parameters of all stages together with those of the model",
         "left off",
         "the sum needs the other processes' numbers",
         _nothing,
     ),
     SwitchedOff(
-        "torch.nn.parallel.distributed:_verify_param_shape_across_processes",
+        ("finetune_trainer.strategies.pipeline:Pipeline.evaluate",),
+        "has the whole model answer through all stages, for probes and validation",
+        "answers a number",
+        "the last stage sends the shapes of its answer as a pickled object",
+        lambda *_, **__: {"logits": torch.zeros(())},
+    ),
+    SwitchedOff(
+        (
+            "finetune_trainer.distributed:summed",
+            "finetune_trainer.training.loop:summed",
+            "finetune_trainer.training.engine:summed",
+        ),
+        "adds up numbers of all processes in host memory",
+        "answers as if all had the same",
+        "it needs the other processes' numbers",
+        _as_if_all_had_the_same,
+    ),
+    SwitchedOff(
+        ("torch.nn.parallel.distributed:_verify_param_shape_across_processes",),
         "compares the shapes of DDP's parameters across processes",
         "left off",
         "it reads the other processes' shapes in C++",
         _nothing,
     ),
     SwitchedOff(
-        "torch.nn.parallel.distributed:_sync_module_states",
+        ("torch.nn.parallel.distributed:_sync_module_states",),
         "sends the weights of rank 0 to all processes before DDP's first step",
         "left off",
         "it sends them in C++ by their addresses, which fake tensors lack",
         _nothing,
     ),
     SwitchedOff(
-        "deepspeed.runtime.zero.utils:assert_ints_same_as_other_ranks",
-        "compares sizes of ZeRO-3's gathers across processes",
+        ("torch.nn.parallel:DistributedDataParallel.__init__",),
+        "has DDP reduce its buckets in C++",
+        "reduces them by a communication hook, with the same all-reduces",
+        "the fake group's futures hold no result",
+        _reduced_by_a_hook,
+    ),
+    SwitchedOff(
+        ("deepspeed.accelerator.cuda_accelerator:CUDA_Accelerator.FloatTensor",),
+        "makes small tensors by `torch.cuda.FloatTensor`",
+        "makes them by `torch.tensor`",
+        "no mode of torch sees those constructors",
+        property(lambda _: partial(torch.tensor, dtype=torch.float32, device="cuda")),
+    ),
+    SwitchedOff(
+        (
+            "deepspeed.runtime.zero.utils:assert_ints_same_as_other_ranks",
+            "deepspeed.runtime.zero.partitioned_param_coordinator:assert_ints_same_as_other_ranks",
+        ),
+        "compares the order and the sizes of ZeRO-3's gathers across processes",
         "left off",
         "it reads the other processes' numbers",
         _nothing,
     ),
     SwitchedOff(
-        "deepspeed.runtime.zero.partitioned_param_coordinator:assert_ints_same_as_other_ranks",
-        "compares the order of ZeRO-3's modules across processes",
-        "left off",
-        "it reads the other processes' numbers",
-        _nothing,
-    ),
-    SwitchedOff(
-        "finetune_trainer.adapters:weights_digest",
+        ("finetune_trainer.adapters:weights_digest",),
         "identifies the frozen weights by their first elements",
         "answers a constant",
         "fake weights have no elements",
         lambda *_, **__: "0" * 64,
     ),
     SwitchedOff(
-        "transformers.utils.import_utils:is_fake_tensor",
+        ("transformers.utils.import_utils:is_fake_tensor",),
         "has transformers make masks as when a graph is traced",
         "answers no",
         "masks are made as on a GPU, which looks whether rows are padded",
@@ -103,7 +154,7 @@ ANSWERED = (
 def table() -> str:
     """Return the rows as Markdown."""
     lines = ["| in a training | in a dry run | because |", "|---|---|---|"]
-    lines += [f"| `{row.target.rpartition(':')[2]}` {row.what} | {row.instead} | {row.why} |" for row in ROWS]
+    lines += [f"| `{row.targets[0].rpartition(':')[2]}` {row.what} | {row.instead} | {row.why} |" for row in ROWS]
     lines += [f"| {what} | {instead} | {why} |" for what, instead, why in ANSWERED]
     return "\n".join(lines) + "\n"
 

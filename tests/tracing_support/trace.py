@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -31,8 +31,9 @@ _BETWEEN = ("/torch/", "/tracing_support/", "<")
 class Trace(TorchDispatchMode):
     """Counts waits and live bytes of all fake tensors that are made within it."""
 
-    def __init__(self) -> None:
+    def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__()
+        self._fakes = fakes
         self.waits: Counter[str] = Counter()
         """Place in the code -> how often the host waits there for the device."""
         self.sent: Counter[str] = Counter()
@@ -84,8 +85,12 @@ class Trace(TorchDispatchMode):
             return self._is_pinned(args[0])
         if func is _aten._pin_memory.default:
             return self._pin(args[0])
+        if func is _aten.record_stream.default:
+            return None  # no fake form, and nothing to reuse early
         self._note_copies(func, args, given)
-        if func.namespace == "c10d":
+        if func is _aten._to_copy.default and not isinstance(args[0], FakeTensor):
+            args = (self._fakes.from_tensor(args[0]), *args[1:])  # or it would be copied for real
+        if func.namespace in ("c10d", "_c10d_functional"):
             self._note_sent(func, args)
         made = func(*args, **given)
         for each in tree_leaves(made):
@@ -117,7 +122,9 @@ class Trace(TorchDispatchMode):
         for each in tree_leaves(given):
             if isinstance(each, torch.Tensor):
                 where = "" if each.device.type == "cuda" else f" on {each.device.type}"
-                self.sent[f"{name} {str(each.dtype).removeprefix('torch.')}{where}"] += each.numel() * each.element_size()
+                self.sent[f"{name} {str(each.dtype).removeprefix('torch.')}{where}"] += (
+                    each.numel() * each.element_size()
+                )
 
     def _note(self, tensor: torch.Tensor | None, kind: str) -> None:
         if tensor is None or tensor.device.type == "cuda":
@@ -175,7 +182,7 @@ def _place() -> str:
     frame = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if not any(part in path for part in _BETWEEN):
+        if not any(part in path for part in _BETWEEN) and frame.f_code.co_name != "__torch_function__":
             short = path.rpartition("/site-packages/")[2].rpartition("/trainer_image/")[2]
             return f"{short} {frame.f_code.co_qualname}"
         frame = frame.f_back  # type: ignore[assignment]

@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import zlib
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -270,14 +270,18 @@ def gathered(mine: T) -> list[T]:
     return everyone
 
 
-def on_any(mine: bool) -> bool:
-    """Whether `mine` holds on any process. Every rank must call it."""
+def summed(mine: Sequence[float]) -> list[float]:
+    """Each of the numbers added up over all processes. Every rank must call it.
+
+    In host memory, also on GPUs: to read them from its device, a process would wait for all that runs there.
+    """
     import torch
 
-    told = torch.tensor([int(mine)])  # in host memory, which every group takes
+    told = torch.tensor(mine, dtype=torch.float64)
     if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(told, op=torch.distributed.ReduceOp.MAX)
-    return bool(told)
+        torch.distributed.all_reduce(told)
+    total: list[float] = told.tolist()
+    return total
 
 
 def disconnect() -> None:

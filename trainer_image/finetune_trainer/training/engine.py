@@ -31,7 +31,7 @@ from transformers.integrations.neftune import activate_neftune
 from transformers.trainer_pt_utils import get_parameter_names
 
 from finetune_contract.choices import OptimizerName
-from finetune_trainer.distributed import on_any
+from finetune_trainer.distributed import summed
 from finetune_trainer.strategies.strategy_protocol import Placed, Strategy, expect
 from finetune_trainer.tasks.task_protocol import REFERENCE
 from finetune_trainer.training.training_arguments import is_optimizer
@@ -119,7 +119,7 @@ class Engine:
             return
         with self.accelerator.autocast():
             mine = may_leave_weights_unused(self.model, first_loss)
-        self.accelerator.ddp_handler.find_unused_parameters = on_any(mine)
+        self.accelerator.ddp_handler.find_unused_parameters = summed([mine])[0] > 0
 
     def _wrap(self, optimizer: torch.optim.Optimizer) -> None:
         if self._strategy.spreads_itself:

@@ -32,6 +32,7 @@ from finetune_contract.report import TimePart
 from finetune_trainer.adapters import Adapted
 from finetune_trainer.allocator import give_back_freed_memory
 from finetune_trainer.data.slices import LABELS
+from finetune_trainer.distributed import summed
 from finetune_trainer.failures import StageError
 from finetune_trainer.float8 import InFloat8
 from finetune_trainer.strategies.strategy_protocol import Placed, Strategy
@@ -266,12 +267,9 @@ class TrainingLoop:
         """Sum `items` over all ranks; on the way these agree on stopping and saving after the step."""
         wanted = self.args.process_index == 0 and self.parts.saver.wants()
         asked = self.parts.interruption.requested
-        # In host memory, also on GPUs: to read it from a device, the host would wait for all of the step before.
-        told = torch.tensor([items, asked, wanted], dtype=torch.float64)
         if torch.distributed.is_initialized():
             self.parts.clock.enter("communication")
-            torch.distributed.all_reduce(told)
-        of_step, asks, wants = told.tolist()
+        of_step, asks, wants = summed([items, asked, wanted])
         return _Agreed(of_step, asks > 0, wants > 0)
 
     def _passed(self, batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
