@@ -49,6 +49,7 @@ def _as_if_all_had_the_same(mine: Sequence[float]) -> list[float]:
 def _reduced_by_a_hook(model: Any, *arguments: Any, **settings: Any) -> None:
     _DDP_INIT(model, *arguments, **settings)
     model.register_comm_hook(None, _average)
+    model.reducer = _FirstBuckets(model.reducer)
 
 
 def _average(_, bucket):  # torch compares annotations, which would be texts here
@@ -57,6 +58,19 @@ def _average(_, bucket):  # torch compares annotations, which would be texts her
     made: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     made.set_result(gradients)
     return made
+
+
+class _FirstBuckets:
+    """A reducer that keeps the buckets that it begins with."""
+
+    def __init__(self, reducer: Any) -> None:
+        self._reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._reducer, name)
+
+    def _rebuild_buckets(self) -> bool:
+        return False
 
 
 _DDP_INIT = DistributedDataParallel.__init__
@@ -102,10 +116,17 @@ ROWS = (
         _nothing,
     ),
     SwitchedOff(
+        ("torch.nn.parallel:DistributedDataParallel._distributed_broadcast_coalesced",),
+        "sends the buffers of rank 0 before each forward pass of DDP",
+        "left off",
+        "it sends them in C++ by their addresses, which fake tensors lack",
+        _nothing,
+    ),
+    SwitchedOff(
         ("torch.nn.parallel:DistributedDataParallel.__init__",),
-        "has DDP reduce its buckets in C++",
-        "reduces them by a communication hook, with the same all-reduces",
-        "the fake group's futures hold no result",
+        "has DDP reduce its buckets in C++, and order them anew after the first step",
+        "reduces them by a communication hook, with the same all-reduces, in the first order",
+        "the fake group's futures hold no result, and the new order is sent in C++ by its address",
         _reduced_by_a_hook,
     ),
     SwitchedOff(

@@ -77,6 +77,8 @@ class Trace(TorchDispatchMode):
         given = dict(kwargs or {})
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             self._note(args[0], "item")
+            if args[0].constant is not None:
+                return args[0].constant.item()
             return _VALUES.get(args[0].dtype, 1)
         if func in _YES and isinstance(args[0], FakeTensor):
             self._note(args[0], "comparison")
@@ -88,8 +90,8 @@ class Trace(TorchDispatchMode):
         if func is _aten.record_stream.default:
             return None  # no fake form, and nothing to reuse early
         self._note_copies(func, args, given)
-        if func is _aten._to_copy.default and not isinstance(args[0], FakeTensor):
-            args = (self._fakes.from_tensor(args[0]), *args[1:])  # or it would be copied for real
+        if func is _aten._to_copy.default:
+            args = (self._without_value(args[0]), *args[1:])
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note_sent(func, args)
         made = func(*args, **given)
@@ -99,6 +101,13 @@ class Trace(TorchDispatchMode):
                 if given.get("pin_memory"):
                     self._pinned.add(_storage(each)._cdata)
         return made
+
+    def _without_value(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return it as a fake tensor that knows no value: of the others torch makes a real copy."""
+        if not isinstance(tensor, FakeTensor):
+            return self._fakes.from_tensor(tensor)
+        tensor.constant = None
+        return tensor
 
     def _note_copies(self, func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
         if func is _aten._to_copy.default and given.get("device") is not None:
