@@ -25,6 +25,9 @@ WIDTH = {
     "rope_theta": 500000.0,
 }
 """Fields of the config of Llama 3.1 8B, without its number of layers."""
+BLOCK_WEIGHTS = (2 * 4096 + 2 * 1024 + 3 * 14336) * 4096
+"""Of the linear layers of a block: queries and output, keys and values, and the three of the feed-forward part."""
+HEAD_WEIGHTS = 128256 * 4096
 TOKENS = 8192
 """Of each row; a micro-batch has one row."""
 STEPS = 2
@@ -103,7 +106,6 @@ CASES = (
     ),
     Case("sequence", Strategy(name="fsdp", sequence=4)),
     Case("LoRA", Strategy(name="ddp"), adapter=_adapter("lora")),
-    Case("QLoRA", Strategy(name="ddp"), adapter=_adapter("qlora")),
     Case("fp8", Strategy(name="fsdp"), precision="fp8"),
     Case("activations in host memory", Strategy(name="single", offload_activations="cpu"), size=1, rank=0),
 )

@@ -19,8 +19,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
-from tracing_support import cases, stub_cuda, switched_off
-from tracing_support.trace import Trace
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from finetune_contract.trainer_job import Training
@@ -37,6 +35,8 @@ from finetune_trainer.training.order import Collate, EpochOrder, Pick
 from finetune_trainer.training.stopping import NeverStop
 from finetune_trainer.training.timing import CudaMoments, PartClock
 from finetune_trainer.training.training_arguments import training_arguments
+from tracing_support import cases, stub_cuda, switched_off
+from tracing_support.trace import Trace
 
 NO_GROUPS = distributed.Backends("fake", "fake", FakeStore())  # type: ignore[no-untyped-call]
 
@@ -135,6 +135,7 @@ def run(name: str, result: str) -> None:
     _meshes_of_real_numbers()
     fakes = FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
     trace = Trace(fakes)
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(number, device="cuda")` begins in host memory
     with tempfile.TemporaryDirectory() as folder, fakes, trace:
         loop, observer, clock = _loop(case, training, trace, Path(folder))
         loop.train()
