@@ -155,10 +155,13 @@ class AdaptationStatus(StatusModel):
 
 
 class MeasuredStatus(StatusModel):
-    """What the prepare stage measured. The plan of the later stages rests on it."""
+    """What was measured or read. The plan rests on it."""
 
     model: dict[str, JsonValue] | None = Field(default=None, description="Shape of the model.")
     data: dict[str, JsonValue] | None = Field(default=None, description="Rows and lengths of the prepared data.")
+    nodes: dict[str, JsonValue] | None = Field(
+        default=None, description="What the cluster's nodes told of their GPUs before the first stage began."
+    )
 
 
 class ProgressStatus(StatusModel):
@@ -303,7 +306,7 @@ class FineTuneJobStatus(StatusModel):
     )
     completion_time: str | None = Field(default=None, description="When the job succeeded or failed, RFC 3339.")
     adaptation: AdaptationStatus | None = Field(default=None, description="How the plan was changed after failures.")
-    measured: MeasuredStatus | None = Field(default=None, description="What the prepare stage measured.")
+    measured: MeasuredStatus | None = Field(default=None, description="What prepare measured, and nodes told.")
     spot: SpotStatus | None = Field(
         default=None, description="How the training on spot nodes goes. Left out: the job does not ask for them."
     )
