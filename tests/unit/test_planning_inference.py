@@ -300,12 +300,17 @@ def test_sparks_driver_is_one_of_the_workers_that_predict() -> None:
 def test_spark_predicts_where_it_is_served_and_granted_and_nobody_asks_once_it_has() -> None:
     with pytest.raises(PlanRefused) as refused:
         by_spark(4, granted=False)
-    assert [str(problem) for problem in refused.value.problems] == [
-        'spec.predict.engine (value "spark"): the cluster has to serve SparkApplication '
-        "(sparkoperator.k8s.io/v1beta2); install the Kubeflow Spark Operator, or leave it out",
-        'spec.predict.engine (value "spark"): the operator\'s settings have to name an image with Spark, and an '
-        "account for its driver; have an administrator set spark.image and spark.serviceAccountName (docs/data.md), or "
-        "leave it out",
+    assert [(each.path, each.rule, each.way_out) for each in refused.value.problems] == [
+        (
+            "spec.predict.engine",
+            "the cluster has to serve SparkApplication (sparkoperator.k8s.io/v1beta2)",
+            "install the Kubeflow Spark Operator, or leave it out",
+        ),
+        (
+            "spec.predict.engine",
+            "the operator's settings have to name an image with Spark, and an account for its driver",
+            "have an administrator set spark.image and spark.serviceAccountName (docs/data.md), or leave it out",
+        ),
     ]
     assert by_spark(4, granted=False, predicted=True).predict_workers == 4
 
