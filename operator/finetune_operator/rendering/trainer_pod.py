@@ -179,9 +179,8 @@ class StagePods:
         """Whether the pods of an Indexed Job share the rows. The first one ends well once all rows are done, whoever
         did them.
         """
-        if self.stage is Stage.PREPARE:
-            return self.plan.trainer.preparation.engine == "job"
-        return self.stage is Stage.PREDICT and self.nodes > 1
+        by_job = self.plan.engine_of(self.stage) == "job"
+        return by_job and (self.stage is Stage.PREPARE or self.nodes > 1)
 
     @property
     def starter(self) -> Starter:

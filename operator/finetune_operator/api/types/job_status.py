@@ -175,6 +175,9 @@ class ProgressStatus(StatusModel):
     samples_per_second: float | None = Field(default=None, ge=0, description="Rows a second over all processes.")
     tokens_per_second: float | None = Field(default=None, ge=0, description="Tokens a second over all processes.")
     remaining_seconds: float | None = Field(default=None, ge=0, description="Expected time left in seconds.")
+    replaced_pods: int | None = Field(
+        default=None, ge=0, description="Executors that Spark has lost and replaced, a count. Left out: none is known."
+    )
     last_update_time: str | None = Field(default=None, description="When this was reported, RFC 3339.")
 
 
