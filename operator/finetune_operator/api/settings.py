@@ -307,10 +307,10 @@ class Spot(SpecModel):
 
 
 class Spark(SpecModel):
-    """What preparation.engine spark runs with. It is refused until both are set."""
+    """What engine spark of preparation and predict runs with. It is refused until both are set."""
 
     image: Image | None = Field(
-        default=None, description="Image with Java, Spark and the trainer, for this stage alone. Left out: none."
+        default=None, description="Image with Java, Spark and the trainer, for these stages alone. Left out: none."
     )
     service_account_name: ObjectName | None = Field(
         default=None,
@@ -443,7 +443,7 @@ class Settings(SpecModel):
     limits: Limits = Field(default=Limits(), description="How long the operator waits.")
     progress: Progress = Field(default=Progress(), description="How pods report progress.")
     spot: Spot = Field(default=Spot(), description="Spot nodes.")
-    spark: Spark = Field(default=Spark(), description="What preparation.engine spark runs with.")
+    spark: Spark = Field(default=Spark(), description="What engine spark of preparation and predict runs with.")
     network_policy: Network = Field(default=Network(), description="What the pods of jobs may reach.")
 
     allow: Allow = Field(default=Allow(), description="What jobs may use of their namespace, and their largest size.")

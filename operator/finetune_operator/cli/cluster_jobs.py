@@ -190,6 +190,14 @@ class Cluster:
                 await self._client.merge(FINETUNE_JOB, job.metadata.namespace, job.name, body, dry_run=dry_run)
             )
 
+    async def annotate(self, job: ClusterJob, key: str, value: str | None, dry_run: bool = False) -> ClusterJob:
+        """Write an annotation of this very job; None takes it away."""
+        body: Manifest = {"metadata": {"uid": job.metadata.uid, "annotations": {key: value}}}
+        with self._in_words():
+            return parse_job(
+                await self._client.merge(FINETUNE_JOB, job.metadata.namespace, job.name, body, dry_run=dry_run)
+            )
+
     async def delete(self, job: ClusterJob, dry_run: bool = False) -> None:
         """Delete this very job; what it has made goes in the background."""
         meta = job.metadata

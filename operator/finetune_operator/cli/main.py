@@ -48,6 +48,7 @@ COMMANDS = {
     "resume": _Listed("steering_commands", "Let suspended jobs go on from their last checkpoint."),
     "restart": _Listed("steering_commands", "Begin another attempt of jobs, or run ended ones again."),
     "cancel": _Listed("steering_commands", "End jobs for good by deleting them."),
+    "rollback": _Listed("rollback_command", "Serve an earlier revision of a job's endpoint again."),
     "cost": _Listed("steering_commands", "Show what jobs have used and what that costs."),
     "debug": _Listed("steering_commands", "Collect what a maintainer would ask for into an archive."),
     "doctor": _Listed("doctor_command", "Tell what a cluster has and lacks for jobs."),

@@ -27,7 +27,8 @@ UNREAD_SLACK = 1.25
 batch that does not fit after all is halved.
 """
 ONE_PROCESS_HERE = (
-    "one process of this machine predicts, as there are no pods without a cluster; spec.predict.workers holds in one"
+    "one process of this machine predicts, as there are no pods without a cluster; spec.predict.workers and "
+    "spec.predict.engine hold in one"
 )
 WORKER_SECONDS = 300
 """Least work of a worker with `predict.workers: auto`: a pod starts, imports and loads a model in 20 to 60 s."""

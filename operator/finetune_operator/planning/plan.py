@@ -34,7 +34,6 @@ from finetune_operator.api.problems import Problem
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.api.settings import Settings
 from finetune_operator.api.types import DatasetSpec, FineTuneJob, FineTuneJobSpec
-from finetune_operator.launchers.launcher_rows import launcher_of
 from finetune_operator.planning.adapter_sizes import choose_adapter
 from finetune_operator.planning.assumed_facts import (
     assumed_device,
@@ -49,6 +48,7 @@ from finetune_operator.planning.cost import cost_problems, estimate_training
 from finetune_operator.planning.devices import has_fp8, mig_memory, mig_product, scales_fp16
 from finetune_operator.planning.draft import Draft, Lengths, decided
 from finetune_operator.planning.endpoint_plan import choose_servers, serving_order
+from finetune_operator.planning.engines import choose_engine, choose_predict_engine
 from finetune_operator.planning.inference import (
     check_inference,
     choose_inference,
@@ -89,6 +89,7 @@ def plan(
         choose_engine,
         choose_inference,
         choose_workers,
+        choose_predict_engine,
         choose_optimization,
         choose_servers,
         check_place,
@@ -179,6 +180,7 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         local=facts.local,
         served=facts.served,
         prepared=facts.prepared,
+        predicted=facts.predicted,
         settings=settings,
         adaptation=adaptation,
         hardware=hardware,
@@ -255,67 +257,6 @@ def choose_stages(draft: Draft) -> Draft:
         draft = draft.because("spec.endpoint: without a cluster nothing is served")
     return replace(draft, stages=tuple(stages)).because(
         f"stages {' -> '.join(stage.value for stage in stages)}: what the job asks for and what that needs"
-    )
-
-
-def choose_engine(draft: Draft) -> Draft:
-    """What tokenises. The choice makes no difference to the result."""
-    asked, workers = draft.spec.preparation.engine, draft.spec.preparation.workers
-    path = ("preparation", "engine")
-    match asked:
-        case "auto":
-            return draft
-        case "spark" if draft.local:
-            return replace(draft, engine="spark")
-        case "job" | "spark" if draft.script is not None:
-            return draft.refusing(
-                path,
-                asked,
-                "the rows on which a program's model is evaluated are prepared by the stage that evaluates, in one pod",
-                "set it to auto",
-                "NotSupported",
-            )
-        case "job" if draft.local:
-            return draft.because(
-                f"preparation by {workers} process{'es' if workers > 1 else ''} of this machine: there is no cluster "
-                "here; in one, pods would do it"
-            )
-        case "job":
-            return replace(draft, engine="job").because(
-                "preparation by 1 pod, as asked"
-                if workers == 1
-                else f"preparation by {workers} pods, as asked: one reads and checks the rows, all tokenise shards of "
-                "them; they write to one claim, which the nodes have to share"
-            )
-        case "spark":
-            return _by_spark(draft)
-
-
-def _by_spark(draft: Draft) -> Draft:
-    """A SparkApplication, and what it needs of the cluster and of the settings until it has succeeded."""
-    path, instead = ("preparation", "engine"), "set it to job or auto"
-    row = launcher_of(Stage.PREPARE, engine="spark")
-    if not (row.name in draft.served or draft.prepared):
-        draft = draft.refusing(
-            path,
-            "spark",
-            f"the cluster has to serve {row.served_as}",
-            f"install {row.installed_by}, or {instead}",
-            "NotSupported",
-        )
-    granted = draft.settings.spark.image is not None and draft.settings.spark.service_account_name is not None
-    if not (granted or draft.prepared):
-        draft = draft.refusing(
-            path,
-            "spark",
-            "the operator's settings have to name an image with Spark, and an account for its driver",
-            f"have an administrator set spark.image and spark.serviceAccountName (docs/data.md), or {instead}",
-            "Forbidden",
-        )
-    workers = draft.spec.preparation.workers
-    return replace(draft, engine="spark").because(
-        f"preparation by Spark's driver and {workers} executor{'s' if workers > 1 else ''}, as asked; they write to "
-        "one claim, which the nodes have to share"
     )
 
 
@@ -544,6 +485,7 @@ def _prediction(draft: Draft) -> Prediction | None:
         batch_tokens=inference_tokens(draft),
         precision=draft.inference_precision,
         workers=draft.predict_workers,
+        engine=draft.predict_engine,
         format=asked.format,
         id_column=asked.id_column,
         optimization=draft.predict_optimization,

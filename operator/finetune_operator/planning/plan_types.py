@@ -48,6 +48,8 @@ class Facts:
     """Launchers whose kinds the cluster serves."""
     prepared: bool = False
     """Whether prepare has succeeded, so that nothing is asked any more of what only it runs with."""
+    predicted: bool = False
+    """The same of predict."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,12 @@ class JobPlan(Message):
     def predict_workers(self) -> int:
         """Processes that share the rows to predict; 1 where nothing is predicted."""
         return 1 if self.trainer.predict is None else self.trainer.predict.workers
+
+    def engine_of(self, stage: Stage) -> Literal["local", "job", "spark"]:
+        """What runs the processes of a stage that shares its rows out; `local` for any other stage."""
+        if stage is Stage.PREPARE:
+            return self.trainer.preparation.engine
+        return "local" if stage is not Stage.PREDICT or self.trainer.predict is None else self.trainer.predict.engine
 
 
 class PlanRefused(Exception):  # noqa: N818 - it names an answer, as a plan does, not a defect

@@ -71,8 +71,13 @@ def _facts(course: Course) -> Facts:
         nodes=_read(NodesTold, measured.nodes),
         model_revision=None if course.status.artifacts is None else course.status.artifacts.model_revision,
         served=_launchers(course),
-        prepared=any((one.name, one.state) == (Stage.PREPARE.value, "Succeeded") for one in course.status.stages),
+        prepared=_succeeded(course, Stage.PREPARE),
+        predicted=_succeeded(course, Stage.PREDICT),
     )
+
+
+def _succeeded(course: Course, stage: Stage) -> bool:
+    return any((one.name, one.state) == (stage.value, "Succeeded") for one in course.status.stages)
 
 
 def _launchers(course: Course) -> tuple[LauncherName, ...]:

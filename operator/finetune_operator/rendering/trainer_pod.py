@@ -14,6 +14,7 @@ from finetune_contract.layout import (
     ENV_ATTEMPT,
     ENV_CACHE,
     ENV_CHECKPOINT_SECRET,
+    ENV_ENDPOINT_REVISION,
     ENV_GRACE_SECONDS,
     ENV_KUBEFLOW_CA,
     ENV_KUBEFLOW_TOKEN,
@@ -116,7 +117,7 @@ class StagePods:
     def name(self) -> str:
         """Of the child, and of its ConfigMap."""
         if self.stage is Stage.SERVE:
-            return self.names.endpoint
+            return self.names.servers(self.attempt.number)
         return self.names.stage(self.attempt.stage, self.attempt.number)
 
     @property
@@ -178,9 +179,8 @@ class StagePods:
         """Whether the pods of an Indexed Job share the rows. The first one ends well once all rows are done, whoever
         did them.
         """
-        if self.stage is Stage.PREPARE:
-            return self.plan.trainer.preparation.engine == "job"
-        return self.stage is Stage.PREDICT and self.nodes > 1
+        by_job = self.plan.engine_of(self.stage) == "job"
+        return by_job and (self.stage is Stage.PREPARE or self.nodes > 1)
 
     @property
     def starter(self) -> Starter:
@@ -287,6 +287,8 @@ def _environment(pods: StagePods, role: Role, folders: Storage) -> tuple[EnvVar,
     variables |= {**_rendezvous(pods), **_progress(pods), **role.env}
     # Of the Job itself: another one has another uid, also when its name comes again.
     attempt = (EnvVar(ENV_ATTEMPT, PodLabel(JOB_UID_LABEL)),) if pods.starter == "index" else ()
+    if pods.stage is Stage.SERVE:
+        attempt = (EnvVar(ENV_ENDPOINT_REVISION, PodLabel(ATTEMPT_LABEL)),)
     return (*(EnvVar(name, value) for name, value in variables.items()), *attempt)
 
 

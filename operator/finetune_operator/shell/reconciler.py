@@ -280,7 +280,7 @@ class Reconciler:
         return Observed(
             children=self._state.store.children(job.id),
             pods=self._state.store.pods(job.id),
-            endpoint=self._state.store.endpoint(job.id),
+            endpoints=self._state.store.endpoints(job.id),
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
             progress=None if attempt is None else book.of(*attempt),
             logs=tuple(sorted(memory.logs.items())),
