@@ -58,7 +58,8 @@ annotations:
 {{- $_ := set $settings "progress" (merge (dict) ($settings.progress | default dict) (dict "tokens" "keys")) -}}
 {{- end -}}
 {{- if not .Values.rbac.nodes -}}
-{{- $_ := set $settings "nodes" (merge (dict "read" false) ($settings.nodes | default dict)) -}}
+{{- /* Not by merge, for which false is no value. */ -}}
+{{- $_ := set $settings "nodes" (set ($settings.nodes | default dict) "read" false) -}}
 {{- end -}}
 {{- end -}}
 {{- toYaml $settings -}}
