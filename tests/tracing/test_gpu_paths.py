@@ -27,7 +27,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str],
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp("stub-cuda")
     stub_cuda.build(folder)
-    server = ForkServer({**stub_cuda.environment(folder), "DS_ACCELERATOR": "cuda"})
+    server = ForkServer(environment={**stub_cuda.environment(folder), "DS_ACCELERATOR": "cuda"})
 
     @cache
     def figures(name: str) -> Figures:
