@@ -278,6 +278,16 @@ class PreparedSplit:
         """The rows themselves, see `PreparedData.raw`."""
         return self.data.raw(self.role)
 
+    def head(self, rows: int) -> PreparedSplit:
+        """Return the first rows, in memory."""
+        count = int(np.searchsorted(self.position, rows))
+        features = arrow_table(self.data.split(self.role).select(range(count)))
+        raw = self.raw().select(range(min(rows, self.rows)))
+        data = self.data
+        return PreparedData.in_memory(
+            self.role, features, raw, data.facts, data.pad_token_id, data.task, self.inputs
+        ).of(self.role)
+
 
 def arrow_table(rows: datasets.Dataset) -> pa.Table:
     """The rows as an Arrow table, whatever selection of its own table the Dataset is."""
