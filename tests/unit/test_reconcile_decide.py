@@ -413,6 +413,23 @@ def test_lost_pod_is_replaced_and_costs_no_attempt(code: int, reason: str, told:
     assert (world.phase, world.job().status.restarts) == ("Succeeded", 0)
 
 
+def test_pod_that_was_gone_before_anybody_looked_is_told_of_by_its_index() -> None:
+    world, child, (_, seen, unseen) = predicting_by_three()
+    world.end_pod(seen, 137, reason="OOMKilled")
+    world.now += timedelta(seconds=11)
+    first = replaced(world, seen)
+    world.settle()
+    world.now += timedelta(seconds=1)
+    second = replaced(world, unseen)
+    del world.pods[unseen]
+    world.settle()
+    about_seen, about_unseen = (note.message for note in world.events if note.reason == "PodReplaced")
+    assert f"pod {seen}: " in about_seen
+    assert f"{child} has created pod {first} in its place" in about_seen
+    assert "The pod of index 2 is gone." in about_unseen
+    assert f"{child} has created pod {second} in its place" in about_unseen
+
+
 def predicting_by_spark() -> World:
     """Spark's driver predicts with two executors."""
     world = World(settings=GRANTED, served=("job", "sparkapplication"))

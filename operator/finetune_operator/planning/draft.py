@@ -99,6 +99,8 @@ class Draft:
     adapter: Adapter | None = None
     """None: all weights are trained."""
     precision: Precision | None = None
+    scaled: bool = True
+    """Whether `auto` may take fp16, which wants its loss scaled."""
     packing: bool = False
     strategy: Strategy | None = None
     batch: Batch | None = None

@@ -170,8 +170,9 @@ def _seconds_to_predict(draft: Draft) -> float | None:
     operations = forward_flops(draft.model, split.tokens, split.tokens / split.rows)
     if draft.hardware.gpu is None or draft.inference_device == "cpu":
         return operations / (draft.hardware.cpu_cores * CPU_FLOPS_PER_CORE * CPU_UTILISATION)
-    gpu = find_gpu(draft.hardware.gpu.product)
-    return None if gpu is None else operations / (gpu.peak_flops(draft.inference_precision) * GPU_UTILISATION)
+    gpu = find_gpu(draft.hardware.gpu.product, draft.settings.hardware)
+    peak = 0.0 if gpu is None else gpu.peak_flops(draft.inference_precision)
+    return operations / (peak * GPU_UTILISATION) if peak else None
 
 
 def check_inference(draft: Draft) -> Draft:

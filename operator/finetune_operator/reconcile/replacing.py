@@ -46,17 +46,23 @@ def tell_replaced(
     count = sum(pod.lost_before for pod in newest.values())
     if not child.replaces_pods or count <= stage.replaced_pods:
         return course, stage
-    lost = [pod for pod in pods if pod.index is not None and newest[pod.index] is not pod]
-    latest = sorted(lost, key=lambda pod: pod.created)[stage.replaced_pods - count :]
-    for pod in latest:
-        cause = first_cause(child.stage, child, [pod])
+    later = sorted((pod for pod in pods if pod.index is not None and pod.lost_before), key=lambda pod: pod.created)
+    for pod in later[stage.replaced_pods - count :]:
+        lost = _before(pod, pods)
+        cause = first_cause(child.stage, child, [lost]).message if lost else f"The pod of index {pod.index} is gone."
         message = (
-            f"Stage {stage.name}, attempt {stage.attempt}: {cause.message} {child.ref.kind} {child.ref.name} has "
-            f"created pod {newest[pod.index or 0].name} in its place; what is finished is kept."
+            f"Stage {stage.name}, attempt {stage.attempt}: {cause} {child.ref.kind} {child.ref.name} has "
+            f"created pod {pod.name} in its place; what is finished is kept."
         )
         course = course.tell("PodReplaced", message, warning=True)
     stage = stage.model_copy(update={"replaced_pods": count})
     return course.with_stage(stage), stage
+
+
+def _before(pod: PodView, pods: Sequence[PodView]) -> PodView | None:
+    """The pod in whose place `pod` was created; None if it was gone before anybody looked."""
+    same = (other for other in pods if other.index == pod.index and other.lost_before < pod.lost_before)
+    return max(same, key=lambda other: other.created, default=None)
 
 
 def _tell_executors(course: Course, stage: StageStatus, child: ChildView) -> tuple[Course, StageStatus]:
