@@ -229,9 +229,9 @@ def killed(served: Served, changed: Changed) -> Answers:
 
 
 def asked(answers: Answers, more: int) -> None:
-    """Wait until that many more requests were sent."""
-    until = answers.sent + more
-    wait_until(lambda: answers.sent >= until, f"{more} more requests are sent")
+    """Wait until that many more requests have come to their end."""
+    until = answers.over + more
+    wait_until(lambda: answers.over >= until, f"{more} more requests are answered or given up")
 
 
 @pytest.fixture(scope="module")
