@@ -29,7 +29,14 @@ from finetune_operator.reconcile.endpoint_phase import (
     withdraw,
     without_servers,
 )
-from finetune_operator.reconcile.planned import context, plan_now, plan_sentence, plan_status, problems_text
+from finetune_operator.reconcile.planned import (
+    context,
+    plan_now,
+    plan_sentence,
+    plan_status,
+    problems_text,
+    with_nodes,
+)
 from finetune_operator.reconcile.reconcile_types import (
     ChildView,
     Decision,
@@ -153,6 +160,8 @@ def plan_ahead(course: Course) -> Course:
         order = [stage.value for stage in Stage]
         stages = tuple(sorted(course.status.stages, key=lambda one: order.index(one.name)))
         return without_servers(course.with_status(stages=with_serve_stage(course, stages)))
+    if not course.started:
+        course = with_nodes(course)
     try:
         made = plan_now(course)
     except PlanRefused as problems:

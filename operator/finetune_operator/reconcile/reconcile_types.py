@@ -15,6 +15,7 @@ from finetune_operator.api.problems import Problem
 from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobStatus, ProgressStatus
 from finetune_operator.launchers.kinds.launcher_status import ChildState
 from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
+from finetune_operator.planning.gpu_nodes import Node
 from finetune_operator.rendering.render_types import Manifest
 
 
@@ -192,6 +193,15 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class NodesRead:
+    """The cluster's nodes, as far as they could be read."""
+
+    nodes: tuple[Node, ...] = ()
+    failure: str | None = None
+    """Why they could not; None: they could."""
+
+
+@dataclass(frozen=True)
 class Observed:
     """Everything that is known about one job besides the job itself."""
 
@@ -207,6 +217,8 @@ class Observed:
     """The same for pods that `leaving` named, read when their deletion began: with a pod its log goes."""
     served: tuple[LauncherName, ...] = BUILT_IN
     """Launchers whose kinds the API server serves, as `planning.types.Facts.served` takes them."""
+    nodes: NodesRead | None = None
+    """The cluster's nodes; None: nobody has asked for them."""
     refusals: tuple[Refusal, ...] = ()
     """What went wrong when the decision before this one was carried out."""
     pods_before: tuple[PodView, ...] = ()

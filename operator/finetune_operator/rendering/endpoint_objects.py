@@ -40,8 +40,10 @@ it requests.
 MARGIN_SECONDS = 10
 GRACE_SECONDS = LEAVING_SECONDS + DRAIN_SECONDS + MARGIN_SECONDS
 START_SECONDS = 900
-"""For a server to load its model and to warm up, and for a new revision to become available."""
-STARTUP_PERIOD_SECONDS = 2
+"""For a new revision to become available; then the job says so, and the servers go on loading."""
+IMPORT_SECONDS = 300
+"""For a server to listen, which it does before it loads its model: most of it goes into imports from a cold disk."""
+PROBE_PERIOD_SECONDS = 2
 BUSY_PERCENT = 70
 """Of the CPU request, on average: above, servers are added."""
 OPTIONAL_KINDS = (("autoscaling/v2", "HorizontalPodAutoscaler"), ("policy/v1", "PodDisruptionBudget"))
@@ -156,17 +158,24 @@ def _server_pod(pods: StagePods) -> Pod:
 
 
 def _health() -> Manifest:
-    """Ready only after its warm-up, started over when it hangs, and left alone while it loads the model."""
+    """Ready only after its warm-up, started over when it hangs, and left alone while it loads the model, which may take
+    any time: a large one comes from a bucket.
+    """
     ready: JsonValue = {"path": "/v2/health/ready", "port": SERVE_PORT}
     live: JsonValue = {"path": "/v2/health/live", "port": SERVE_PORT}
     return {
         "startupProbe": {
-            "httpGet": ready,
-            "periodSeconds": STARTUP_PERIOD_SECONDS,
+            "httpGet": live,
+            "periodSeconds": PROBE_PERIOD_SECONDS,
             "timeoutSeconds": 2,
-            "failureThreshold": START_SECONDS // STARTUP_PERIOD_SECONDS,
+            "failureThreshold": IMPORT_SECONDS // PROBE_PERIOD_SECONDS,
         },
-        "readinessProbe": {"httpGet": ready, "periodSeconds": 5, "timeoutSeconds": 2, "failureThreshold": 2},
+        "readinessProbe": {
+            "httpGet": ready,
+            "periodSeconds": PROBE_PERIOD_SECONDS,
+            "timeoutSeconds": 2,
+            "failureThreshold": 5,
+        },
         "livenessProbe": {"httpGet": live, "periodSeconds": 10, "timeoutSeconds": 5, "failureThreshold": 6},
         "lifecycle": {"preStop": {"sleep": {"seconds": LEAVING_SECONDS}}},
     }

@@ -61,11 +61,12 @@ def _serve(job: TrainerJob, paths: JobPaths, host: str, port: int) -> int:
         import fastapi  # noqa: F401
     from finetune_trainer.serving.batcher import Batcher
     from finetune_trainer.serving.http_server import http_server
-    from finetune_trainer.serving.serving_app import ServerState, settle_access_log
+    from finetune_trainer.serving.server_state import ServerState
+    from finetune_trainer.serving.serving_app import settle_access_log
     from finetune_trainer.serving.serving_engine import ServingEngine
     from finetune_trainer.serving.serving_metrics import ServingMetrics
 
-    engine = ServingEngine.load(job, paths)
+    engine = ServingEngine.of(job, paths)
     revision = revision_of(job, paths)
     metrics = ServingMetrics(engine.name, job.task, revision)
     batcher = Batcher(engine, metrics)
@@ -87,7 +88,7 @@ def _serve(job: TrainerJob, paths: JobPaths, host: str, port: int) -> int:
 
 
 def _watch(batcher: Any, server: Any) -> None:
-    """End the server when its warm-up fails."""
+    """End the server when it cannot load the model or warm up."""
     while not batcher.ready and batcher.failed is None:
         time.sleep(0.05)
     if batcher.failed is not None:

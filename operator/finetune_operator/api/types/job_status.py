@@ -155,10 +155,13 @@ class AdaptationStatus(StatusModel):
 
 
 class MeasuredStatus(StatusModel):
-    """What the prepare stage measured. The plan of the later stages rests on it."""
+    """What was measured or read. The plan rests on it."""
 
     model: dict[str, JsonValue] | None = Field(default=None, description="Shape of the model.")
     data: dict[str, JsonValue] | None = Field(default=None, description="Rows and lengths of the prepared data.")
+    nodes: dict[str, JsonValue] | None = Field(
+        default=None, description="What the cluster's nodes told of their GPUs before the first stage began."
+    )
 
 
 class ProgressStatus(StatusModel):
@@ -172,6 +175,9 @@ class ProgressStatus(StatusModel):
     samples_per_second: float | None = Field(default=None, ge=0, description="Rows a second over all processes.")
     tokens_per_second: float | None = Field(default=None, ge=0, description="Tokens a second over all processes.")
     remaining_seconds: float | None = Field(default=None, ge=0, description="Expected time left in seconds.")
+    replaced_pods: int | None = Field(
+        default=None, ge=0, description="Executors that Spark has lost and replaced, a count. Left out: none is known."
+    )
     last_update_time: str | None = Field(default=None, description="When this was reported, RFC 3339.")
 
 
@@ -303,7 +309,7 @@ class FineTuneJobStatus(StatusModel):
     )
     completion_time: str | None = Field(default=None, description="When the job succeeded or failed, RFC 3339.")
     adaptation: AdaptationStatus | None = Field(default=None, description="How the plan was changed after failures.")
-    measured: MeasuredStatus | None = Field(default=None, description="What the prepare stage measured.")
+    measured: MeasuredStatus | None = Field(default=None, description="What prepare measured, and nodes told.")
     spot: SpotStatus | None = Field(
         default=None, description="How the training on spot nodes goes. Left out: the job does not ask for them."
     )
