@@ -154,7 +154,7 @@ def _refused(course: Course, current: StageStatus) -> Course:
 def _applied(course: Course, current: StageStatus, rolled: Rollout, wanted: EndpointObjects) -> Course:
     """Create or change what the wanted revision needs; all of the endpoint once the URL leads to it."""
     there = rolled.there
-    scaled = there is not None and not wanted.scales and there.replicas != wanted.replicas
+    scaled = there is not None and there.replicas != wanted.replicas
     if rolled.leads != rolled.target:
         # Until it takes over, what all revisions share is that of the one that serves.
         course = replace(course, apply=wanted.servers if there is None or scaled else ())
