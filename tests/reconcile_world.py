@@ -99,8 +99,9 @@ class World:
     children: dict[str, Any] = field(default_factory=dict)
     pods: dict[str, Any] = field(default_factory=dict)
     others: dict[tuple[str, str], Any] = field(default_factory=dict)
-    server: Any = None
-    """The Deployment of the endpoint."""
+    servers: dict[str, Any] = field(default_factory=dict)
+    """Deployments of the endpoint's revisions."""
+    annotations: dict[str, str] = field(default_factory=dict)
     refuse: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Kind -> code and message with which its creation is refused."""
     refusals: tuple[Refusal, ...] = ()
@@ -132,6 +133,7 @@ class World:
         }
         if self.deleting:
             metadata["deletionTimestamp"] = stamp(self.now)
+        metadata |= {"annotations": self.annotations} if self.annotations else {}
         document = {"apiVersion": "finetune.dev/v1alpha1", "kind": "FineTuneJob", "metadata": metadata}
         document |= {"spec": self.spec, "status": self.status}
         # Most of the time of a walk is validation, and most calls see the same job again.
@@ -149,8 +151,8 @@ class World:
             moved=self.moved, heard_since=self.heard_since,
         )  # fmt: skip
         self.last_logs = {name: text for name, text in self.last_logs.items() if name in {one.name for one in pods}}
-        endpoint = None if self.server is None else endpoint_view(self.server)
-        seen = replace(seen, last_logs=tuple(self.last_logs.items()), endpoint=endpoint)
+        endpoints = tuple(view for raw in self.servers.values() if (view := endpoint_view(raw)) is not None)
+        seen = replace(seen, last_logs=tuple(self.last_logs.items()), endpoints=endpoints)
         for name in leaving(self.job(), seen):
             self.last_logs[name] = self.logs.get(name, "")
         wanted = wanted_logs(self.job(), seen, self.now, self.settings)
@@ -261,23 +263,29 @@ class World:
         if kind != "Deployment":
             self.others[kind, name] = raw
             return None
-        before = self.server or {"metadata": {"creationTimestamp": stamp(self.now), "generation": 0}, "status": {}}
-        generation = before["metadata"]["generation"] + 1
-        made = {"uid": "uid-server", "creationTimestamp": before["metadata"]["creationTimestamp"]}
+        new = {"metadata": {"creationTimestamp": stamp(self.now), "generation": 0}, "status": {}, "spec": None}
+        before = self.servers.get(name, new)
+        generation = before["metadata"]["generation"] + (before["spec"] != raw["spec"])
+        made = {"uid": f"uid-{name}", "creationTimestamp": before["metadata"]["creationTimestamp"]}
         raw["metadata"] |= {**made, "generation": generation}
-        self.server = {**raw, "status": before["status"]}
+        self.servers[name] = {**raw, "status": before["status"]}
         return None
 
     def _remove(self, ref: ObjectRef) -> None:
         self.others.pop((ref.kind, ref.name), None)
         if ref.kind == "Deployment":
-            self.server = None
+            self.servers.pop(ref.name, None)
 
     def _delete(self, ref: ObjectRef) -> None:
         if ref.kind not in CHILD_KINDS:
             self.others.pop((ref.kind, ref.name), None)
             return
         self.delete_child(ref.name)
+
+    @property
+    def server(self) -> Any:
+        """The Deployment of the newest revision; None: there is none."""
+        return next(reversed(self.servers.values()), None)
 
     # -------------------------------------------------------------------------------------------------------- cluster
 

@@ -194,7 +194,7 @@ def serve_a_model(world: World) -> None:
     world.wait("serving", "it answers", lambda status: conditions(status).get("Ready") == "True")
     world.change("serving", {"runPolicy": {"suspend": True}})
     world.wait_phase("serving", "Suspended")
-    path = world.path("apps/v1", "deployments", "serving-endpoint")
+    path = world.path("apps/v1", "deployments", "serving-endpoint-1")
     wait_until(lambda: world.api.get(path) is None, "the servers are gone")
 
 

@@ -143,6 +143,7 @@ def test_full_queue_answers_429_and_keeps_what_it_accepted(server: Served) -> No
         late = "X-Request-Timeout-Ms"
         assert refused.code == 429
         assert int(refused.headers["retry-after"]) >= 1
+        assert refused.headers["x-endpoint-revision"] == "3"
     finally:
         hold.set()
         for each in askers:

@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from process_support.shared_start import StartServer
 from suite_plugins.patience import patient
 from suite_plugins.times import spent
 
@@ -29,10 +31,24 @@ def fork_server() -> ForkServer:
     return server
 
 
-class ForkServer:
-    """Runs cases one after the other; started with the first of them."""
+@cache
+def start_server() -> StartServer:
+    """The one of this process, which ends with it."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    # Not pytest's folder: a socket's path is short.
+    return stack.enter_context(StartServer(Path(stack.enter_context(tempfile.TemporaryDirectory()))))
 
-    def __init__(self) -> None:
+
+class ForkServer:
+    """Runs cases one after the other; started with the first of them. `sources`: folders that packages come from, in
+    place of the installed ones.
+    """
+
+    def __init__(self, *sources: Path, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: variables of its processes besides those of this one."""
+        self._sources = sources
+        self._environment = environment or {}
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (as long as it)
         self._process: subprocess.Popen[str] | None = None
 
@@ -65,7 +81,7 @@ class ForkServer:
 
     @spent("starting processes")
     def _start(self) -> subprocess.Popen[str]:
-        paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        paths = os.pathsep.join([*map(str, self._sources), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
         free = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "process_support.forked"],
@@ -75,6 +91,7 @@ class ForkServer:
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
                 "DS_ACCELERATOR": "cpu",
+                **self._environment,
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

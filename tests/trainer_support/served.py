@@ -76,7 +76,7 @@ def loading(
     """A server of `job` on a free port, which may not have its model yet."""
     engine = ServingEngine.of(job, paths)
     metrics = ServingMetrics(engine.name, job.task, "r1")
-    state = ServerState(engine, Batcher(engine, metrics), metrics, token, "r1")
+    state = ServerState(engine, Batcher(engine, metrics), metrics, token, "r1", "3")
     server = http_server(state, "127.0.0.1", 0, idle_seconds=idle_seconds, unread_seconds=unread_seconds)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -170,8 +170,8 @@ def test_references_that_cannot_be_read_are_none(references: Any):
     assert controller_of({"ownerReferences": references}) is None
 
 
-DEPLOYMENT = Owner("Deployment", "demo-endpoint", "servers-1")
-REPLICA_SET = Owner("ReplicaSet", "demo-endpoint-5f7c", "revision-1")
+DEPLOYMENT = Owner("Deployment", "demo-endpoint-1", "servers-1")
+REPLICA_SET = Owner("ReplicaSet", "demo-endpoint-1-5f7c", "revision-1")
 
 
 def servers(owner: Owner | None = OF_THE_JOB) -> dict[str, Any]:

@@ -68,6 +68,8 @@ class Draft:
     """Launchers whose kinds the cluster serves."""
     prepared: bool
     """Whether prepare has succeeded."""
+    predicted: bool
+    """Whether predict has succeeded."""
     settings: Settings
     adaptation: Adaptation
     hardware: HardwareFacts
@@ -84,10 +86,12 @@ class Draft:
     stages: tuple[Stage, ...] = ()
     engine: Literal["local", "job", "spark"] = "local"
     """What prepares."""
+    predict_engine: Literal["job", "spark"] = "job"
+    """What runs the workers that predict."""
     inference_precision: InferencePrecision = "fp32"
     predict_workers: int = 1
-    predict_optimization: Optimization = "none"
     """Processes that share the rows to predict."""
+    predict_optimization: Optimization = "none"
     serve_optimization: Optimization = "none"
     servers: Servers | None = None
     launcher: PlanLauncher | None = None
@@ -95,6 +99,8 @@ class Draft:
     adapter: Adapter | None = None
     """None: all weights are trained."""
     precision: Precision | None = None
+    scaled: bool = True
+    """Whether `auto` may take fp16, which wants its loss scaled."""
     packing: bool = False
     strategy: Strategy | None = None
     batch: Batch | None = None

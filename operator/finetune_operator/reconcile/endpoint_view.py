@@ -1,4 +1,4 @@
-"""The Deployment of an endpoint's servers, read once at the door."""
+"""The Deployment of the servers of a revision, read once at the door."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from finetune_contract.choices import Stage
 from finetune_operator.api.objects import Conditions, Meta, Raw
 from finetune_operator.reconcile.children import attempt_of
 from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
-from finetune_operator.rendering.render_types import ENDPOINT_ANNOTATION
+from finetune_operator.rendering.render_types import ENDPOINT_ANNOTATION, REVISION_ANNOTATION
 
 
 class _Spec(Raw):
@@ -48,12 +48,14 @@ def endpoint_view(value: Mapping[str, JsonValue]) -> EndpointView | None:
     stuck = next((one for one in status.conditions if one.type == "Progressing" and one.status == "False"), None)
     return EndpointView(
         ref=ObjectRef(raw.api_version, raw.kind, raw.metadata.name, raw.metadata.uid or None),
+        revision=attempt[1],
         created=raw.metadata.creation_timestamp,
         # Kubernetes' own default.
         replicas=1 if raw.spec.replicas is None else raw.spec.replicas,
         available=status.available_replicas or 0,
         updated=(status.updated_replicas or 0) if current else 0,
         digest=raw.metadata.annotations.get(ENDPOINT_ANNOTATION),
+        made_of=raw.metadata.annotations.get(REVISION_ANNOTATION),
         stuck=stuck.message or stuck.reason if stuck is not None and current else None,
         deleting=raw.metadata.deletion_timestamp is not None,
     )

@@ -1,8 +1,9 @@
-"""The objects of an endpoint: servers in a Deployment, and beside it a Service, rules for the network and, where there
-are several servers, what scales them and keeps them from being evicted together.
+"""The objects of an endpoint: servers in a Deployment for each revision, and beside them a Service, rules for the
+network and, where there are several servers, what scales them and keeps them from being evicted together.
 
-All have one name and belong to the job. The Deployment comes last and has the digest of all of them, so that one look
-at it tells whether the endpoint is as it should be.
+A revision is what servers are told and made of; their attempt label has its number. The Service leads to one revision,
+and what scales them belongs to that one. The rest is for servers of all revisions. The Deployment comes last and has
+the digest of all objects, so that one look at it tells whether the endpoint is as it should be.
 """
 
 from __future__ import annotations
@@ -20,7 +21,14 @@ from finetune_operator.planning.names import JobNames
 from finetune_operator.planning.plan_types import JobPlan, Servers
 from finetune_operator.rendering.manifests import config_map, metadata
 from finetune_operator.rendering.pod_parts import Pod
-from finetune_operator.rendering.render_types import ENDPOINT_ANNOTATION, Attempt, Manifest, RenderContext
+from finetune_operator.rendering.render_types import (
+    ATTEMPT_LABEL,
+    ENDPOINT_ANNOTATION,
+    REVISION_ANNOTATION,
+    Attempt,
+    Manifest,
+    RenderContext,
+)
 from finetune_operator.rendering.templates import document
 from finetune_operator.rendering.trainer_pod import Role, StagePods, stage_pod
 
@@ -39,13 +47,11 @@ PROBE_PERIOD_SECONDS = 2
 BUSY_PERCENT = 70
 """Of the CPU request, on average: above, servers are added."""
 OPTIONAL_KINDS = (("autoscaling/v2", "HorizontalPodAutoscaler"), ("policy/v1", "PodDisruptionBudget"))
-KINDS = (
-    *OPTIONAL_KINDS,
-    ("networking.k8s.io/v1", "NetworkPolicy"),
-    ("v1", "Service"),
-    ("v1", "ConfigMap"),
-    ("apps/v1", "Deployment"),
-)
+SHARED_KINDS = (*OPTIONAL_KINDS, ("networking.k8s.io/v1", "NetworkPolicy"), ("v1", "Service"))
+"""What all revisions share."""
+REVISION_KINDS = (("v1", "ConfigMap"), ("apps/v1", "Deployment"))
+"""What each revision has of its own."""
+KINDS = (*SHARED_KINDS, *REVISION_KINDS)
 """All that an endpoint can have, in the order in which it is taken away."""
 
 
@@ -53,18 +59,21 @@ KINDS = (
 class EndpointObjects:
     """Objects of an endpoint."""
 
-    manifests: tuple[Manifest, ...]
-    """In the order in which they are applied."""
+    beside: tuple[Manifest, ...]
+    """What all revisions share; the Service leads to this one."""
+    servers: tuple[Manifest, ...]
+    """What the revision has of its own, in the order in which it is applied."""
     digest: str
+    """Of all objects, but for a number of servers that an autoscaler may change."""
     replicas: int
     """Servers that the Deployment asks for."""
     scales: bool
     """Whether an autoscaler may change that number."""
 
     @property
-    def deployment(self) -> Manifest:
-        """What runs the servers."""
-        return self.manifests[-1]
+    def manifests(self) -> tuple[Manifest, ...]:
+        """All, in the order in which they are applied."""
+        return (*self.beside, *self.servers)
 
 
 def endpoint_url(job: str, namespace: str) -> str:
@@ -72,35 +81,57 @@ def endpoint_url(job: str, namespace: str) -> str:
     return f"http://{JobNames.of(job).endpoint}.{namespace}.svc"
 
 
-def endpoint_objects(plan: JobPlan, context: RenderContext, running: int | None = None) -> EndpointObjects:
-    """Return the objects of the endpoint of `plan`. `running`: servers that an autoscaler has asked for last."""
+def revision_digest(plan: JobPlan, context: RenderContext) -> str:
+    """Return the digest of what servers are told and made of, whatever the number of their revision is."""
+    return _sha256(_server_pod(StagePods(plan, context, Attempt(Stage.SERVE))).manifest())
+
+
+def endpoint_objects(
+    plan: JobPlan, context: RenderContext, running: int | None = None, revision: int = 1
+) -> EndpointObjects:
+    """Return the objects of the endpoint of `plan`, whose Service leads to `revision`. `running`: servers that an
+    autoscaler has asked for last.
+    """
     servers = plan.servers
     assert servers is not None, "a plan with the stage serve has servers"
-    pods = StagePods(plan, context, Attempt(Stage.SERVE))
-    selector: JsonValue = dict(pods.identity)
+    pods = StagePods(plan, context, Attempt(Stage.SERVE, revision))
     scales = servers.most > servers.replicas
-    beside = [config_map(pods), _service(pods, selector)]
-    if context.settings.network_policy.enabled:
-        beside.insert(0, document("server_network", metadata=metadata(pods), pods=selector, port=SERVE_PORT))
-    if servers.most > 1:
-        beside.append(document("server_disruption", metadata=metadata(pods), selector=selector))
-    if scales:
-        beside.append(_scaling(pods, servers))
+    told, beside = config_map(pods), _beside(pods, servers)
     # A number that an autoscaler changes is no part of the digest.
     replicas = servers.replicas if running is None or not scales else min(max(running, servers.replicas), servers.most)
-    plain = _deployment(pods, selector, servers.replicas, None)
-    digest = hashlib.sha256(json.dumps([*beside, plain], sort_keys=True).encode()).hexdigest()
-    return EndpointObjects((*beside, _deployment(pods, selector, replicas, digest)), digest, replicas, scales)
+    made = revision_digest(plan, context)
+    digest = _sha256([*beside, told, _deployment(pods, servers.replicas, {})])
+    annotations: Manifest = {ENDPOINT_ANNOTATION: digest, REVISION_ANNOTATION: made}
+    return EndpointObjects(beside, (told, _deployment(pods, replicas, annotations)), digest, replicas, scales)
 
 
-def _service(pods: StagePods, selector: JsonValue) -> Manifest:
-    return document("server_service", metadata=metadata(pods), selector=selector, port=SERVICE_PORT, target=SERVE_PORT)
+def _sha256(value: JsonValue | list[Manifest]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _scaling(pods: StagePods, servers: Servers) -> Manifest:
+def _beside(pods: StagePods, servers: Servers) -> tuple[Manifest, ...]:
+    """Return what all revisions share, the Service with the labels of this one's pods."""
+    context, everyone = pods.context, {**pods.identity}
+    del everyone[ATTEMPT_LABEL]
+    labels: JsonValue = {name: text for name, text in pods.labels.items() if name != ATTEMPT_LABEL}
+    own: Manifest = {**metadata(pods, pods.names.endpoint), "labels": labels}
+    selector: JsonValue = dict(everyone)
+    made = []
+    if context.settings.network_policy.enabled:
+        made.append(document("server_network", metadata=own, pods=selector, port=SERVE_PORT))
+    one: JsonValue = dict(pods.identity)
+    made.append(document("server_service", metadata=own, selector=one, port=SERVICE_PORT, target=SERVE_PORT))
+    if servers.most > 1:
+        made.append(document("server_disruption", metadata=own, selector=selector))
+    if servers.most > servers.replicas:
+        made.append(_scaling(pods, servers, own))
+    return tuple(made)
+
+
+def _scaling(pods: StagePods, servers: Servers, own: Manifest) -> Manifest:
     return document(
         "server_scaling",
-        metadata=metadata(pods),
+        metadata=own,
         target=pods.name,
         least=servers.replicas,
         most=servers.most,
@@ -108,11 +139,11 @@ def _scaling(pods: StagePods, servers: Servers) -> Manifest:
     )
 
 
-def _deployment(pods: StagePods, selector: JsonValue, replicas: int, digest: str | None) -> Manifest:
-    annotations: Manifest = {} if digest is None else {"annotations": {ENDPOINT_ANNOTATION: digest}}
+def _deployment(pods: StagePods, replicas: int, annotations: Manifest) -> Manifest:
+    selector: JsonValue = dict(pods.identity)
     return document(
         "server_deployment",
-        metadata={**metadata(pods), **annotations},
+        metadata={**metadata(pods), **({"annotations": annotations} if annotations else {})},
         replicas=replicas,
         selector=selector,
         start_seconds=START_SECONDS,

@@ -119,9 +119,10 @@ class Store:
         views = [entry.view for entry in self._own(job) if isinstance(entry.view, ChildView)]
         return tuple(sorted(views, key=lambda view: (view.stage.value, view.attempt, view.ref.name)))
 
-    def endpoint(self, job: JobId) -> EndpointView | None:
-        """What serves the job's model."""
-        return next((entry.view for entry in self._own(job) if isinstance(entry.view, EndpointView)), None)
+    def endpoints(self, job: JobId) -> tuple[EndpointView, ...]:
+        """What serves the job's model, by revision."""
+        views = [entry.view for entry in self._own(job) if isinstance(entry.view, EndpointView)]
+        return tuple(sorted(views, key=lambda view: (view.revision, view.ref.name)))
 
     def pods(self, job: JobId) -> tuple[PodView, ...]:
         """The job's pods, the oldest first; those that are gone as long as their attempt is judged by them."""

@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
@@ -16,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from process_support.shared_start import StartServer
 from suite_plugins.patience import patient
 from suite_plugins.waiting import wait_until
+from trainer_support.forking import start_server
 
 
 @dataclass(frozen=True)
@@ -47,13 +46,12 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop(finetune: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+def shop(finetune: Any) -> Shop:
     finetune.write("job.yaml", finetune.job("small"))
-    with StartServer(tmp_path_factory.mktemp("s")) as server:
-        shop = Shop(finetune.folder, server.finetune)
-        code, _, err = shop.run("run", "job.yaml", "--no-measure")
-        assert code == 0, err
-        yield shop
+    shop = Shop(finetune.folder, start_server().finetune)
+    code, _, err = shop.run("run", "job.yaml", "--no-measure")
+    assert code == 0, err
+    return shop
 
 
 def free_port() -> int:

@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune_contract.layout import ENV_SERVE_TOKEN, EXIT_OK, SERVE_PORT, FailureClass, JobPaths
+from finetune_contract.layout import (
+    ENV_ENDPOINT_REVISION,
+    ENV_SERVE_TOKEN,
+    EXIT_OK,
+    SERVE_PORT,
+    FailureClass,
+    JobPaths,
+)
 from finetune_contract.trainer_job import TrainerJob
 from finetune_trainer.failures import StageError, classify, needed_library
 from finetune_trainer.jobs import read_job
@@ -65,7 +72,8 @@ def _serve(job: TrainerJob, paths: JobPaths, host: str, port: int) -> int:
     revision = revision_of(job, paths)
     metrics = ServingMetrics(engine.name, job.task, revision)
     batcher = Batcher(engine, metrics)
-    state = ServerState(engine, batcher, metrics, os.environ.get(ENV_SERVE_TOKEN) or None, revision)
+    token, number = os.environ.get(ENV_SERVE_TOKEN) or None, os.environ.get(ENV_ENDPOINT_REVISION) or None
+    state = ServerState(engine, batcher, metrics, token, revision, number)
     settle_access_log()
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     server = http_server(state, host, port)

@@ -19,6 +19,8 @@ class ServerState:
     metrics: ServingMetrics
     token: str | None
     revision: str
+    endpoint_revision: str | None = None
+    """Number of the endpoint's revision that the server belongs to."""
     draining: bool = False
     in_flight: int = 0
     started: float = field(default_factory=time.time)

@@ -102,6 +102,8 @@ def _guarded(state: ServerState, path: str, handler: Handler, method: str = "GET
             state.metrics.in_flight.set(state.in_flight)
         seconds = time.perf_counter() - began
         response.headers["X-Request-Id"] = identity if identity.isascii() and identity.isprintable() else "-"
+        if state.endpoint_revision is not None:
+            response.headers["X-Endpoint-Revision"] = state.endpoint_revision
         if state.draining:
             response.headers["Connection"] = "close"
         state.metrics.requests.labels(path, str(response.status_code)).inc()
