@@ -24,7 +24,7 @@ from finetune_operator.launchers.launcher_rows import SUPPORTED, LauncherName
 from finetune_operator.planning.architectures import model_facts
 from finetune_operator.reconcile.children import child_view
 from finetune_operator.reconcile.decide import decide
-from finetune_operator.reconcile.endpoint_view import endpoint_view
+from finetune_operator.reconcile.endpoint_view import endpoint_view, inference_service_view, with_deployment
 from finetune_operator.reconcile.observed import job_view, leaving, pod_view, wanted_logs
 from finetune_operator.reconcile.reconcile_types import Decision, EventNote, JobView, ObjectRef, Observed, Refusal
 from finetune_operator.reconcile.status_times import stamp
@@ -101,6 +101,12 @@ class World:
     others: dict[tuple[str, str], Any] = field(default_factory=dict)
     server: Any = None
     """The Deployment of the endpoint."""
+    kserve: bool = False
+    """Whether InferenceServices are served."""
+    inference_service: Any = None
+    """The InferenceService of the endpoint."""
+    predictor: Any = None
+    """The Deployment that KServe has made of it."""
     refuse: dict[str, tuple[int, str]] = field(default_factory=dict)
     """Kind -> code and message with which its creation is refused."""
     refusals: tuple[Refusal, ...] = ()
@@ -150,7 +156,11 @@ class World:
         )  # fmt: skip
         self.last_logs = {name: text for name, text in self.last_logs.items() if name in {one.name for one in pods}}
         endpoint = None if self.server is None else endpoint_view(self.server)
-        seen = replace(seen, last_logs=tuple(self.last_logs.items()), endpoint=endpoint)
+        service = None if self.inference_service is None else inference_service_view(self.inference_service)
+        if service is not None:
+            service = with_deployment(service, self.predictor and endpoint_view(self.predictor))
+        seen = replace(seen, endpoint=endpoint, inference_service=service, kserve=self.kserve)
+        seen = replace(seen, last_logs=tuple(self.last_logs.items()))
         for name in leaving(self.job(), seen):
             self.last_logs[name] = self.logs.get(name, "")
         wanted = wanted_logs(self.job(), seen, self.now, self.settings)
@@ -258,8 +268,13 @@ class World:
         if kind in self.refuse:
             return Refusal(ObjectRef(manifest["apiVersion"], kind, name), *self.refuse[kind])
         raw = json.loads(json.dumps(manifest))
-        if kind != "Deployment":
+        if kind not in ("Deployment", "InferenceService"):
             self.others[kind, name] = raw
+            return None
+        if kind == "InferenceService":
+            made = {"uid": "uid-service", "creationTimestamp": stamp(self.now)}
+            status = (self.inference_service or {}).get("status", {})
+            self.inference_service = {**raw, "metadata": {**raw["metadata"], **made}, "status": status}
             return None
         before = self.server or {"metadata": {"creationTimestamp": stamp(self.now), "generation": 0}, "status": {}}
         generation = before["metadata"]["generation"] + 1
@@ -272,6 +287,8 @@ class World:
         self.others.pop((ref.kind, ref.name), None)
         if ref.kind == "Deployment":
             self.server = None
+        if ref.kind == "InferenceService":
+            self.inference_service = self.predictor = None
 
     def _delete(self, ref: ObjectRef) -> None:
         if ref.kind not in CHILD_KINDS:

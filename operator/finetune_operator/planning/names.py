@@ -63,6 +63,11 @@ class JobNames:
         """The servers, their Service, and what belongs to them."""
         return f"{self.base}-endpoint"
 
+    @property
+    def predictor(self) -> str:
+        """The Deployment and the Service that KServe makes of the endpoint's InferenceService."""
+        return f"{self.endpoint}-predictor"
+
     def service(self, attempt: int) -> str:
         """The headless Service through which the processes of a training attempt find each other."""
         return f"{self.stage(Stage.TRAIN, attempt)}-ranks"

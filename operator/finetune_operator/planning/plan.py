@@ -169,6 +169,8 @@ def _begin(job: FineTuneJob, facts: Facts, settings: Settings, adaptation: Adapt
         job=job,
         local=facts.local,
         served=facts.served,
+        kserve=facts.kserve,
+        runtime_there=facts.runtime_there,
         prepared=facts.prepared,
         settings=settings,
         adaptation=adaptation,

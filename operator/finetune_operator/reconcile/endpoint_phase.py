@@ -13,17 +13,19 @@ from datetime import timedelta
 from finetune_contract.choices import Stage
 from finetune_operator.api.types import ArtifactsStatus, StageStatus
 from finetune_operator.planning.names import JobNames
-from finetune_operator.planning.plan_types import PlanRefused
+from finetune_operator.planning.plan_types import EndpointRuntime, PlanRefused
 from finetune_operator.reconcile.course import Course, Serves, Stalled, reference
 from finetune_operator.reconcile.endings import delay_seconds
+from finetune_operator.reconcile.endpoint_trouble import start_trouble, unschedulable, volume_deadline, why_not_ready
 from finetune_operator.reconcile.planned import context, plan_now, plan_status, problems_text
-from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef, PodView
+from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
 from finetune_operator.reconcile.results import with_report
 from finetune_operator.reconcile.status import condition
 from finetune_operator.reconcile.status_times import moment, stamp
 from finetune_operator.rendering.endpoint_objects import (
-    KINDS,
+    BESIDE_KINDS,
     OPTIONAL_KINDS,
+    RUNTIMES,
     EndpointObjects,
     endpoint_objects,
     endpoint_url,
@@ -33,8 +35,6 @@ from finetune_operator.rendering.manifests import shared
 SERVE = Stage.SERVE.value
 LEAST_DELAY_SECONDS = 1.0
 """Before something that was refused is applied again, also where restarts have no delay."""
-MOST_TOLD = 1024
-"""Characters of a server's own word on its end."""
 
 
 def reopened(course: Course) -> Course:
@@ -63,16 +63,15 @@ def withdraw(course: Course) -> Course:
         course = course.with_status(artifacts=artifacts.model_copy(update={"endpoint_url": None}))
         why = "runPolicy.suspend is true" if course.suspended else "spec.endpoint is not there any more"
         course = course.tell("EndpointRemoved", f"The endpoint is removed: {why}.")
-    there = course.observed.endpoint
-    if there is None or there.deleting:
+    there = [one.ref for one in course.observed.endpoints if not one.deleting]
+    if not there:
         return course
-    # The Deployment last: as long as it is there, what was before it is looked for again.
-    return replace(course, remove=tuple(_ref(course, one, there) for one in KINDS))
+    # What runs the servers goes last: as long as it is there, what was before it is looked for again.
+    return replace(course, remove=(*(_ref(course, one) for one in BESIDE_KINDS), *there))
 
 
-def _ref(course: Course, kind: tuple[str, str], there: EndpointView | None = None) -> ObjectRef:
-    uid = there.ref.uid if there is not None and there.ref.kind == kind[1] else None
-    return ObjectRef(*kind, JobNames.of(course.job.name).endpoint, uid)
+def _ref(course: Course, kind: tuple[str, str]) -> ObjectRef:
+    return ObjectRef(*kind, JobNames.of(course.job.name).endpoint)
 
 
 def suspended(course: Course, current: StageStatus) -> Course:
@@ -82,31 +81,66 @@ def suspended(course: Course, current: StageStatus) -> Course:
 
 def serve(course: Course) -> Course:
     """Keep the endpoint as the spec asks for it, and say how it is."""
-    current, there = course.current, course.observed.endpoint
+    current = course.current
     assert current is not None, "finish comes first"
     if course.suspended:
         return course
     try:
         made = plan_now(course)
-        wanted = endpoint_objects(made, context(course), None if there is None else there.replicas)
+        autoscaled = course.observed.endpoint
+        wanted = endpoint_objects(made, context(course), None if autoscaled is None else autoscaled.replicas)
     except PlanRefused as refused:
-        return _said(_held_back(course, "PlanRefused", problems_text(refused.problems)))
+        held = _held_back(course, "PlanRefused", problems_text(refused.problems))
+        return _said(held, next(iter(course.observed.endpoints), None))
+    there = _of(course, wanted.runtime)
     if (after := plan_status(made)) != course.status.plan:
         course = course.with_status(plan=after)
     if course.observed.refusals:
-        return _said(_refused(course, current))
+        return _said(_refused(course, current), there)
     at = moment(current.next_attempt_time)
     if at is not None and course.now < at:
         before = condition(course.job.status, "Stalled")
         stalled = None if before is None or before.status != "True" else Stalled(before.reason, before.message)
-        return _said(replace(course.wake(at), stalled=stalled))
+        return _said(replace(course.wake(at), stalled=stalled), there)
     if there is not None and there.deleting:
-        return _said(course)
-    if there is None or there.digest != wanted.digest or (not wanted.scales and there.replicas != wanted.replicas):
+        return _said(course, there)
+    if there is None or _outdated(there, wanted):
         if not course.started:
             course = replace(course, create=shared(made, context(course)))
-        course = _applied(course, current, wanted)
-    return _said(course)
+        course = _applied(course, current, there, wanted)
+    else:
+        course = _moved(course, there)
+    return _said(course, there)
+
+
+def _of(course: Course, runtime: EndpointRuntime) -> EndpointView | None:
+    return next((one for one in course.observed.endpoints if one.runtime == runtime), None)
+
+
+def _outdated(there: EndpointView, wanted: EndpointObjects) -> bool:
+    """Return whether what runs the servers is not as the spec asks for it."""
+    if there.digest != wanted.digest:
+        return True
+    if wanted.runtime == "kserve":
+        return (there.replicas, there.most) != (wanted.replicas, wanted.most)
+    return not wanted.scales and there.replicas != wanted.replicas
+
+
+def _moved(course: Course, there: EndpointView) -> Course:
+    """Delete what ran the servers before, once servers of the other runtime answer in its place: all of them, or one
+    where the old ones take the nodes of the others.
+    """
+    other = next((one for one in course.observed.endpoints if one is not there), None)
+    if other is None or other.deleting:
+        return course
+    enough = there.available >= there.replicas or (there.available > 0 and unschedulable(course))
+    if not enough:
+        return course
+    course = course.tell(
+        "EndpointMoved",
+        f"Servers of {there.ref.kind} {there.ref.name} answer: {other.ref.kind} {other.ref.name} is deleted.",
+    )
+    return replace(course, remove=(*course.remove, other.ref))
 
 
 def _held_back(course: Course, reason: str, message: str) -> Course:
@@ -130,12 +164,12 @@ def _refused(course: Course, current: StageStatus) -> Course:
     return _held_back(course.with_stage(held).wake(at), reason, message)
 
 
-def _applied(course: Course, current: StageStatus, wanted: EndpointObjects) -> Course:
+def _applied(course: Course, current: StageStatus, there: EndpointView | None, wanted: EndpointObjects) -> Course:
     """Create the endpoint, or change it."""
     kinds = {(one["apiVersion"], one["kind"]) for one in wanted.manifests}
     unwanted = tuple(_ref(course, kind) for kind in OPTIONAL_KINDS if kind not in kinds)
-    name = JobNames.of(course.job.name).endpoint
-    new = course.observed.endpoint is None
+    runner = _ref(course, RUNTIMES[wanted.runtime])
+    new = not course.observed.endpoints
     running = current.model_copy(
         update={
             "state": "Running",
@@ -144,35 +178,40 @@ def _applied(course: Course, current: StageStatus, wanted: EndpointObjects) -> C
             "completion_time": None,
             "next_attempt_time": None,
             "failures_in_row": 0,
-            "child": reference(ObjectRef("apps/v1", "Deployment", name)),
+            "child": reference(runner),
         }
     )
     course = course.with_stage(running).with_status(start_time=course.status.start_time or stamp(course.now))
     if len(course.status.stages) > 1:
         course = course.with_status(artifacts=with_report(course.status.artifacts, course.spec, course.job.name))
+    what = f"{runner.kind} {runner.name}"
     if new:
-        course = course.tell("StageStarted", f"Stage serve runs as Deployment {name}.")
-    elif course.observed.endpoint is not None and course.observed.endpoint.digest == wanted.digest:
-        course = course.tell("EndpointUpdated", f"Deployment {name} is scaled back to {wanted.replicas} as spec asks.")
+        course = course.tell("StageStarted", f"Stage serve runs as {what}.")
+    elif there is None:
+        course = course.tell("EndpointUpdated", f"{what} takes the place of what serves now, once its servers answer.")
+    elif there.digest == wanted.digest:
+        course = course.tell("EndpointUpdated", f"{what} is scaled to {wanted.replicas} as spec asks.")
     else:
-        course = course.tell("EndpointUpdated", f"Deployment {name} follows the changed spec or settings.")
+        course = course.tell("EndpointUpdated", f"{what} follows the changed spec or settings.")
     return replace(course, remove=unwanted if not new else (), apply=wanted.manifests)
 
 
 # ------------------------------------------------------------------------------------------------------ how it is
 
 
-def _said(course: Course) -> Course:
+def _said(course: Course, there: EndpointView | None) -> Course:
     """The course with what is to be said of the endpoint, and events when it became ready or stopped being so."""
-    there, url = course.observed.endpoint, endpoint_url(course.job.name, course.job.namespace)
+    url = endpoint_url(course.job.name, course.job.namespace)
     serves = _serves(course, there, url)
-    course = replace(course, serves=serves)
+    course = replace(course.wake(volume_deadline(course)), serves=serves)
+    stuck = None if there is None else there.stuck
     if not serves.ready:
         course = replace(course, waiting=serves.message, waiting_reason=serves.reason)
-    elif course.stalled is None and there is not None and there.stuck is not None:
-        message = f"The newest revision does not become available, and the one before answers: {_trouble(course)}"
+    elif course.stalled is None and stuck is not None:
+        why = why_not_ready(course, there)[1]
+        message = f"The newest revision does not become available, and the one before answers: {why}"
         course = _held_back(course, "RolloutStuck", message)
-    if not serves.ready and course.stalled is None and there is not None and there.stuck is not None:
+    if not serves.ready and course.stalled is None and stuck is not None:
         course = replace(course, stalled=Stalled(serves.reason, serves.message))
     before = condition(course.job.status, "Ready")
     was = before is not None and before.status == "True" and before.reason == "EndpointReady"
@@ -183,47 +222,23 @@ def _said(course: Course) -> Course:
     if was:
         return course.tell("EndpointNotReady", serves.message, warning=True)
     told = (None, "") if before is None else (before.reason, before.message)
-    if serves.reason not in ("WaitingForPods", told[0]) and course.stalled is None:
+    if serves.reason not in ("WaitingForPods", "WaitingForKServe", told[0]) and course.stalled is None:
         course = course.tell("EndpointNotReady", serves.message, warning=True)
     return course
 
 
 def _serves(course: Course, there: EndpointView | None, url: str) -> Serves:
-    if there is not None and not there.deleting and there.available > 0:
-        some = f"{there.available} of {there.replicas} server{'s' * (there.replicas > 1)}"
-        return Serves(True, "EndpointReady", f"The endpoint answers at {url}: {some} available.")
+    answering = [one for one in course.observed.endpoints if one.available > 0 and not one.deleting]
+    if answering:
+        one = there if there in answering and there is not None else answering[0]
+        some = f"{one.available} of {one.replicas} server{'s' * (one.replicas > 1)}"
+        told = [f"The endpoint answers at {url}: {some} available."]
+        if one.url is not None:
+            told.append(f"KServe gives it the address {one.url}.")
+        if (trouble := start_trouble(course)) is not None:
+            told.append(trouble)
+        return Serves(True, "EndpointReady", " ".join(told))
     if course.stalled is not None:
         return Serves(False, course.stalled.reason, course.stalled.message)
-    reason, message = _why(course)
+    reason, message = why_not_ready(course, there)
     return Serves(False, reason, message)
-
-
-def _trouble(course: Course) -> str:
-    return _why(course)[1]
-
-
-def _why(course: Course) -> tuple[str, str]:
-    """Why no server answers: by the pods, the newest first, else by the Deployment."""
-    pods = sorted(course.pods(SERVE, 1), key=lambda pod: (pod.created, pod.name), reverse=True)
-    for pod in pods:
-        if not pod.gone and pod.deleting_until is None and (found := _pod_trouble(pod)) is not None:
-            return found
-    there = course.observed.endpoint
-    if there is not None and there.stuck is not None:
-        return "ProgressDeadlineExceeded", there.stuck
-    name = JobNames.of(course.job.name).endpoint
-    return "WaitingForPods", f"Waiting for a server of Deployment {name} to be ready."
-
-
-def _pod_trouble(pod: PodView) -> tuple[str, str] | None:
-    if pod.unschedulable is not None:
-        return "Unschedulable", f"Pod {pod.name} gets no node: {pod.unschedulable}"
-    ended = pod.ended
-    if ended is not None:
-        own = ended.report.failure.message if ended.report and ended.report.failure else ended.message.strip()
-        last = own[-MOST_TOLD:] or ended.reason
-        reason = pod.waiting.reason if pod.waiting is not None else "ServerEnded"
-        return reason, f"The server in pod {pod.name} ended with exit code {ended.exit_code}: {last}"
-    if pod.waiting is not None:
-        return pod.waiting.reason, f"Pod {pod.name} cannot start: {pod.waiting.reason}: {pod.waiting.message}"
-    return None

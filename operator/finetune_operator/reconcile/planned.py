@@ -69,6 +69,8 @@ def _facts(course: Course) -> Facts:
         data=_read(DataFacts, measured.data),
         model_revision=None if course.status.artifacts is None else course.status.artifacts.model_revision,
         served=_launchers(course),
+        kserve=course.observed.kserve,
+        runtime_there=next((one.runtime for one in course.observed.endpoints if not one.deleting), None),
         prepared=any((one.name, one.state) == (Stage.PREPARE.value, "Succeeded") for one in course.status.stages),
     )
 

@@ -15,6 +15,8 @@ from finetune_operator.api.problems import Problem
 from finetune_operator.api.types import Capacity, FineTuneJob, FineTuneJobStatus, ProgressStatus
 from finetune_operator.launchers.kinds.launcher_status import ChildState
 from finetune_operator.launchers.launcher_rows import BUILT_IN, LauncherName
+from finetune_operator.planning.plan_types import EndpointRuntime
+from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 from finetune_operator.rendering.render_types import Manifest
 
 
@@ -136,6 +138,8 @@ class PodView:
     """When its grace period is over; None: it is not being deleted."""
     deleting_since: datetime | None = None
     """When somebody asked for its deletion, in whole seconds."""
+    container: str = CONTAINER_NAME
+    """Name of the trainer's container."""
     gone: bool = False
     """It is not there any more: this is the last that was seen of it."""
 
@@ -154,12 +158,17 @@ class PodView:
 
 @dataclass(frozen=True)
 class EndpointView:
-    """The Deployment of the endpoint's servers."""
+    """What runs the endpoint's servers: a Deployment of ours, or an InferenceService with the Deployment that KServe
+    makes of it.
+    """
 
     ref: ObjectRef
     created: datetime
     replicas: int
     """Servers that it asks for."""
+    runtime: EndpointRuntime = "deployment"
+    most: int | None = None
+    """Servers that it may come to, of an InferenceService."""
     available: int = 0
     """Servers that answer, of any revision."""
     updated: int = 0
@@ -169,6 +178,12 @@ class EndpointView:
     stuck: str | None = None
     """Its controller's word when the newest revision has not become available in time."""
     deleting: bool = False
+    made: bool = True
+    """Whether there is a Deployment; False: KServe has not made it yet, or its controller does not run."""
+    trouble: tuple[str, str] | None = None
+    """Reason and message of KServe where something cannot be done."""
+    url: str | None = None
+    """Where KServe says that clients from outside of the cluster reach it."""
 
 
 @dataclass(frozen=True)
@@ -202,9 +217,18 @@ class Observed:
     pods_before: tuple[PodView, ...] = ()
     """Of an earlier job of the same name, whose results lie in the same place."""
     endpoint: EndpointView | None = None
-    """What serves the model."""
+    """The Deployment that serves the model."""
+    inference_service: EndpointView | None = None
+    """The InferenceService that serves the model."""
+    kserve: bool = False
+    """Whether the API server serves InferenceServices."""
     moved: datetime | None = None
     """When a report of the running attempt told something new last; None: this operator has heard none."""
+
+    @property
+    def endpoints(self) -> tuple[EndpointView, ...]:
+        """Return what runs servers: two while one takes the place of the other."""
+        return tuple(one for one in (self.inference_service, self.endpoint) if one is not None)
 
     @property
     def ends(self) -> tuple[tuple[str, str], ...]:

@@ -105,6 +105,7 @@ def cluster_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path |
         data=None if workspace is None else _earlier_data(entry, workspace),
         hardware=node,
         served=tuple(dict.fromkeys([*Facts().served, *asked])),
+        kserve=spec.endpoint is not None and spec.endpoint.runtime == "kserve",
     )
     given = [name for name in ("model", "data", "hardware") if getattr(facts, name) is not None]
     if given:
