@@ -131,12 +131,15 @@ class Store:
         return None if service is None else with_deployment(service, deployment)
 
     def lacks_servers(self, key: JobKey) -> bool:
-        """Whether it is the turn of the job's endpoint, and nothing runs its servers."""
+        """Whether it is the turn of the job's endpoint, and nothing runs its servers, or not what was asked for."""
         job = self.job(key)
         if job is None or job.job is None or job.job.spec.endpoint is None:
             return False
         before = (one for one in job.status.stages if one.name != Stage.SERVE.value)
-        return all(one.state == "Succeeded" for one in before) and not self._servers(job.id)
+        if not all(one.state == "Succeeded" for one in before):
+            return False
+        there = {view.runtime for view in self._servers(job.id)}
+        return not there or (job.job.spec.endpoint.runtime == "kserve" and "kserve" not in there)
 
     def _servers(self, job: JobId) -> list[EndpointView]:
         return [entry.view for entry in self._own(job) if isinstance(entry.view, EndpointView)]
