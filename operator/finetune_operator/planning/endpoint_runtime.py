@@ -31,7 +31,7 @@ def choose_runtime(draft: Draft, endpoint: EndpointSpec) -> tuple[Draft, Endpoin
                 rule, way_out = f"the cluster has to serve {KSERVE_KIND} ({KSERVE_API})", "install KServe, or set it to"
                 draft = draft.refusing(path, asked, rule, f"{way_out} auto or deployment", "NotSupported")
             elif obstacle is not None:
-                draft = draft.refusing(path, asked, obstacle, "change that, or set it to deployment", "NotSupported")
+                draft = draft.refusing(path, asked, obstacle, "set it to deployment", "NotSupported")
             return draft, "kserve", "as asked"
         case "auto":
             automatic = "(spec.endpoint.runtime is auto)"

@@ -142,7 +142,7 @@ class Resources:
     """Limits of what is among `requests`."""
 
     def manifest(self) -> Manifest:
-        limited = {**self.ceilings, **self.limits}
+        limited: JsonValue = {**self.ceilings, **self.limits}
         limits: Manifest = {"limits": limited} if limited else {}
         return {"requests": {**self.requests, **self.limits}, **limits}
 
