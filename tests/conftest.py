@@ -10,7 +10,13 @@ from collections.abc import Callable
 
 import pytest
 
-pytest_plugins = ["suite_plugins.fuzz", "suite_plugins.patience", "suite_plugins.selection", "suite_plugins.times"]
+pytest_plugins = [
+    "suite_plugins.fuzz",
+    "suite_plugins.garbage",
+    "suite_plugins.patience",
+    "suite_plugins.selection",
+    "suite_plugins.times",
+]
 
 # Before anything imports torch, and for the programs that tests start. Threads that have nothing to do wait by spinning
 # otherwise; with models as tiny as those of tests that was two thirds of all the time that they took.

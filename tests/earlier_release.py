@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import subprocess
 import sys
 import tarfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -38,3 +40,9 @@ def python_path(*sources: Path) -> dict[str, str]:
     assert packages
     assert all(any(Path(path).is_relative_to(source) for source in sources) for path in found), found
     return environment
+
+
+def assert_imported(packages: Sequence[str], folder: str) -> None:
+    """Fail in a process that imports one of the packages from another place than below `folder`."""
+    files = {name: importlib.import_module(name).__file__ for name in packages}
+    assert all(file is not None and Path(file).is_relative_to(folder) for file in files.values()), files

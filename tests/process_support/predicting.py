@@ -7,24 +7,15 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
+from process_support.stage_forks import fork
+
 Trouble = Literal["hangs in a shard", "hangs before the facts", "hangs while joining", "refuses a shard"]
 SHARD_BYTES = 1500
 """Some 12 short rows."""
-_PRELOADED = (
-    "finetune_trainer.inference.predict",
-    "finetune_trainer.rank",
-    "scipy.stats",
-    "sklearn.metrics",
-    "transformers.models.auto.modeling_auto",
-    "transformers.models.auto.tokenization_auto",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.bert.tokenization_bert",
-)
 
 
 @dataclass(frozen=True)
@@ -70,11 +61,7 @@ class Predictor:
 
     def start(self) -> BaseProcess:
         """Forked from a server that has imported what takes seconds."""
-        context = get_context("forkserver")
-        context.set_forkserver_preload([*_PRELOADED, __name__])
-        process = context.Process(target=_run, args=(self,))
-        process.start()
-        return process
+        return fork(_run, self)
 
     def other(self, **changes: Any) -> Predictor:
         return replace(self, **changes)

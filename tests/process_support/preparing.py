@@ -8,23 +8,16 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
+
+from process_support.stage_forks import fork
 
 Trouble = Literal["hangs before it orders", "hangs in a shard", "refuses a shard"]
 SHARD_ROWS = 60
 CHUNK_ROWS = 25
 """Several chunks in each of several files."""
-_PRELOADED = (
-    "finetune_trainer.data.prepare_pods",
-    "finetune_trainer.data.prepare",
-    "finetune_trainer.measured_facts",
-    "transformers.models.bert.modeling_bert",
-    "transformers.models.bert.tokenization_bert",
-)
-"""What the stage imports, with the tiny model's own modules."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +55,7 @@ class Pod:
 
     def start(self) -> BaseProcess:
         """Forked from a server that has imported what takes seconds."""
-        context = get_context("forkserver")
-        context.set_forkserver_preload([*_PRELOADED, __name__])
-        process = context.Process(target=_run, args=(self,))
-        process.start()
-        return process
+        return fork(_run, self)
 
     def other(self, **changes: Any) -> Pod:
         return replace(self, **changes)

@@ -8,11 +8,16 @@ CI runs a choice that has every value and every pair of values on neighbouring a
 it is made and what it guarantees. The other cases get the marker `everything` and are deselected, unless pytest is
 called with --everything, or with the node id of a test. `pytest tests/trainer --grids` runs nothing and prints which
 cases are left, and in which of the chosen cases all that they have is tested.
+
+`pytest -m slow` imports the files that have the marker and no others, as does -m with the other markers of MARKERS:
+importing all test files takes each worker longer than most tests.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -20,6 +25,8 @@ import pytest
 from suite_plugins.covering import Axes, Case, Choice, choose
 
 T = TypeVar("T")
+MARKERS = frozenset({"slow", "bare", "alone", "last"})
+"""Markers that tests write as `pytest.mark.NAME`, in the file with the test."""
 GRIDS: dict[str, Choice] = {}
 """By name, those of the modules that were imported."""
 
@@ -55,6 +62,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "everything: case of a grid that CI leaves out; runs with --everything")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files without a test that -m asks for."""
+    asked = re.split(r"\s+or\s+", config.option.markexpr.strip())
+    if not MARKERS.issuperset(asked) or not re.fullmatch(r"test_.*\.py", collection_path.name):
+        return None
+    text = collection_path.read_text(encoding="utf-8")
+    return None if any(f"mark.{marker}" in text for marker in asked) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

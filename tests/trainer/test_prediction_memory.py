@@ -16,6 +16,7 @@ from finetune_trainer.data import row_shards
 from finetune_trainer.inference import predict as stage
 from finetune_trainer.inference.prediction_parts import PartFacts, Parts
 from finetune_trainer.progress import NoProgress
+from trainer_support.tasks import freeze_heap
 
 ROWS = 3200
 SHARDS = 32
@@ -53,6 +54,7 @@ def test_rows_that_are_answered_leave_nothing_in_memory_and_freed_memory_goes_ba
         blocks.append(sys.getallocatedblocks())
         return facts
 
+    freeze_heap()
     monkeypatch.setattr(Parts, "write", counted)
     monkeypatch.setattr(stage, "give_back_freed_memory", lambda: given_back.append(len(blocks)))
     assert stage.predict(job, paths, NoProgress())["rows"] == ROWS

@@ -30,9 +30,14 @@ def fork_server() -> ForkServer:
 
 
 class ForkServer:
-    """Runs cases one after the other; started with the first of them."""
+    """Runs cases one after the other; started with the first of them. `sources`: folders that packages come from, in
+    place of the installed ones.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *sources: Path, environment: Mapping[str, str] | None = None) -> None:
+        """`environment`: variables of its processes besides those of this one."""
+        self._sources = sources
+        self._environment = environment or {}
         self._log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115 (as long as it)
         self._process: subprocess.Popen[str] | None = None
 
@@ -65,7 +70,7 @@ class ForkServer:
 
     @spent("starting processes")
     def _start(self) -> subprocess.Popen[str]:
-        paths = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+        paths = os.pathsep.join([*map(str, self._sources), str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
         free = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "process_support.forked"],
@@ -75,6 +80,7 @@ class ForkServer:
                 "HF_HUB_OFFLINE": "1",
                 "OMP_NUM_THREADS": "1",
                 "DS_ACCELERATOR": "cpu",
+                **self._environment,
             },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

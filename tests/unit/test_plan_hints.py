@@ -52,6 +52,14 @@ CASES: dict[str, Case] = {
         },
         {},
     ),
+    "Spark predicts for a program": (
+        {
+            "training": {"script": {"git": {"url": "https://github.com/a/b", "ref": "main"}, "entryPoint": "a.py"}},
+            "predict": {"workers": "auto", "engine": "spark"},
+        },
+        {},
+    ),
+    "Spark predicts, and is not served and not granted": ({"predict": {"workers": 3, "engine": "spark"}}, {}),
     "a way to compute predictions that is for CPUs": (
         {"predict": {"optimization": "onnx"}, "resources": {"gpusPerNode": "auto"}},
         {"hardware": GPUS},

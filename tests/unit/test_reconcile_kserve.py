@@ -10,7 +10,7 @@ import pytest
 from reconcile_world import SPEC, World
 
 ALONE: dict[str, Any] = {"task": SPEC["task"], "model": SPEC["model"], "endpoint": {}}
-NAME = "reviews-endpoint"
+NAME = "reviews-endpoint-1"
 URL = "http://reviews-endpoint.team.svc"
 
 
@@ -23,20 +23,34 @@ def serving(available: int | None = 0, kserve: bool = True, **endpoint: Any) -> 
     return world
 
 
-def follows(world: World, available: int, **status: Any) -> None:
+def follows(world: World, available: int, name: str = NAME, **status: Any) -> None:
     """KServe's Deployment is as the InferenceService asks for, with so many servers."""
-    service = world.inference_service
-    assert service is not None, "KServe runs the endpoint"
-    predictor, name = service["spec"]["predictor"], f"{NAME}-predictor"
-    labels = {**service["metadata"]["labels"], "serving.kserve.io/inferenceservice": NAME}
-    world.predictor = {
+    service = world.servers[name]
+    assert service["kind"] == "InferenceService"
+    predictor, made = service["spec"]["predictor"], f"{name}-predictor"
+    labels = {**service["metadata"]["labels"], "serving.kserve.io/inferenceservice": name}
+    told = {"availableReplicas": available, "updatedReplicas": available, "observedGeneration": 1, **status}
+    world.predictors[name] = {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": {"name": name, "uid": "uid-predictor", "labels": labels, **annotations(service)},
+        "metadata": {"name": made, "uid": f"uid-{made}", "labels": labels, **annotations(service)},
         "spec": {"replicas": predictor["minReplicas"]},
-        "status": {"availableReplicas": available, "observedGeneration": 1, **status},
+        "status": told,
     }
     world.settle()
+
+
+def stands(world: World, available: int, name: str = NAME) -> None:
+    """A Deployment of ours has so many servers of its newest state."""
+    found = world.servers[name]
+    assert found["kind"] == "Deployment"
+    generation = found["metadata"]["generation"]
+    found["status"] = {"availableReplicas": available, "updatedReplicas": available, "observedGeneration": generation}
+    world.settle()
+
+
+def kinds(world: World) -> dict[str, str]:
+    return {name: raw["kind"] for name, raw in world.servers.items()}
 
 
 def annotations(service: Any) -> Any:
@@ -62,7 +76,7 @@ def url(world: World) -> str | None:
 
 def test_auto_takes_kserve_where_it_is_served_and_says_so() -> None:
     world = serving()
-    assert world.server is None
+    assert kinds(world) == {NAME: "InferenceService"}
     assert "1 server by KServe in an InferenceService: the cluster serves InferenceService" in reasons(world)
     child = world.job().status.stages[-1].child
     assert child is not None
@@ -73,8 +87,7 @@ def test_auto_takes_kserve_where_it_is_served_and_says_so() -> None:
 
 def test_auto_takes_a_deployment_where_kserve_is_not_served() -> None:
     world = serving(None, kserve=False)
-    assert world.inference_service is None
-    assert world.server is not None
+    assert kinds(world) == {NAME: "Deployment"}
     assert "in a Deployment: the cluster is not known to serve KServe's InferenceService" in reasons(world)
 
 
@@ -88,8 +101,7 @@ def test_auto_takes_a_deployment_where_kserve_is_not_served() -> None:
 def test_what_kserve_cannot_do_is_served_by_a_deployment_or_refused(template: Any, why: str) -> None:
     world = World(spec={**ALONE, "template": template}, kserve=True)
     world.settle()
-    assert world.inference_service is None
-    assert world.server is not None
+    assert kinds(world) == {NAME: "Deployment"}
     assert f"not by KServe, as {why}" in reasons(world)
     world = World(spec={**ALONE, "template": template, "endpoint": {"runtime": "kserve"}}, kserve=True)
     world.settle()
@@ -117,7 +129,7 @@ def test_kserve_without_a_controller_is_told() -> None:
 def test_what_kserve_says_of_its_failure_is_told() -> None:
     world = serving(None)
     said = {"type": "PredictorReady", "status": "False", "reason": "ReconcileFailed", "message": "exceeded quota"}
-    world.inference_service["status"] = {"conditions": [said]}
+    world.servers[NAME]["status"] = {"conditions": [said]}
     world.settle()
     assert world.said("Ready") == (
         "False",
@@ -129,7 +141,7 @@ def test_what_kserve_says_of_its_failure_is_told() -> None:
 
 def test_address_that_kserve_gives_is_told() -> None:
     world = serving(1)
-    world.inference_service["status"] = {"url": "http://reviews-endpoint-team.example.com"}
+    world.servers[NAME]["status"] = {"url": "http://reviews-endpoint-team.example.com"}
     world.settle()
     assert "http://reviews-endpoint-team.example.com" in world.said("Ready")[2]
     assert url(world) == URL
@@ -137,52 +149,53 @@ def test_address_that_kserve_gives_is_told() -> None:
 
 def test_more_servers_do_not_replace_those_that_run() -> None:
     world = serving(1)
-    before = json.loads(json.dumps(world.inference_service))
+    before = json.loads(json.dumps(world.servers[NAME]))
     assert before["metadata"]["annotations"]["serving.kserve.io/autoscalerClass"] == "none"
     edit(world, replicas=2)
-    after = world.inference_service
+    assert list(world.servers) == [NAME]
+    after = world.servers[NAME]
     assert (after["spec"]["predictor"]["minReplicas"], after["spec"]["predictor"]["maxReplicas"]) == (2, 2)
     assert after["metadata"]["annotations"] == before["metadata"]["annotations"]
     assert "PodDisruptionBudget" in {kind for kind, _ in world.others}
     edit(world, replicas=2, maxReplicas=4)
-    assert world.inference_service["metadata"]["annotations"]["serving.kserve.io/autoscalerClass"] == "external"
-    scaler = world.others["HorizontalPodAutoscaler", NAME]
+    assert world.servers[NAME]["metadata"]["annotations"]["serving.kserve.io/autoscalerClass"] == "external"
+    scaler = world.others["HorizontalPodAutoscaler", "reviews-endpoint"]
     assert scaler["spec"]["scaleTargetRef"]["name"] == f"{NAME}-predictor"
     edit(world)
     assert not {"HorizontalPodAutoscaler", "PodDisruptionBudget"} & {kind for kind, _ in world.others}
 
 
-def test_verdict_on_a_revision_before_is_none_on_the_new_one() -> None:
-    world = serving(1)
+def test_verdict_on_servers_before_a_change_is_none_on_those_after_it() -> None:
+    world = serving(1, replicas=1, maxReplicas=2)
     stuck = [{"type": "Progressing", "status": "False", "message": "has timed out progressing"}]
     follows(world, 0, conditions=stuck)
     assert world.said("Stalled")[:2] == ("True", "ProgressDeadlineExceeded")
-    edit(world, maxQueue=7)
+    world.settings = world.settings.model_copy(
+        update={"network_policy": world.settings.network_policy.model_copy(update={"enabled": False})}
+    )
+    world.settle()
     assert world.said("Stalled")[0] == "False", "KServe has not followed the change yet"
 
 
 def test_servers_of_one_runtime_go_once_those_of_the_other_answer() -> None:
     world = serving(None, kserve=False)
-    world.server["status"] = {"availableReplicas": 1, "observedGeneration": 1}
-    world.settle()
+    stands(world, 1)
     world.kserve = True
-    edit(world, maxQueue=7)
-    assert world.inference_service is None, "auto leaves an endpoint that runs where it is"
-    edit(world, maxQueue=7, runtime="kserve")
-    assert world.inference_service is not None
-    follows(world, 0)
-    assert world.server is not None
-    assert world.said("Ready")[:2] == ("True", "EndpointReady"), "the old servers answer meanwhile"
-    follows(world, 1)
-    assert (world.server, world.said("Ready")[0]) == (None, "True")
-    assert world.told().count("EndpointMoved") == 1
-    edit(world, runtime="deployment")
-    assert world.inference_service is not None
-    assert world.said("Ready")[0] == "True"
-    world.server["status"] = {"availableReplicas": 1, "observedGeneration": 9}
     world.settle()
-    assert world.inference_service is None
-    assert world.said("Ready")[0] == "True"
+    assert kinds(world) == {NAME: "Deployment"}, "auto leaves an endpoint that runs where it is"
+    edit(world, runtime="kserve")
+    second, third = "reviews-endpoint-2", "reviews-endpoint-3"
+    assert kinds(world) == {NAME: "Deployment", second: "InferenceService"}
+    follows(world, 0, second)
+    assert world.said("Ready")[:2] == ("True", "EndpointReady"), "the old servers answer meanwhile"
+    follows(world, 1, second)
+    assert (kinds(world), world.said("Ready")[0]) == ({second: "InferenceService"}, "True")
+    service = world.others["Service", "reviews-endpoint"]
+    assert service["spec"]["selector"]["finetune.dev/attempt"] == "2"
+    edit(world, runtime="deployment")
+    assert kinds(world) == {second: "InferenceService", third: "Deployment"}
+    stands(world, 1, third)
+    assert (kinds(world), world.said("Ready")[0]) == ({third: "Deployment"}, "True")
     assert "EndpointNotReady" not in world.told()
 
 
@@ -190,12 +203,13 @@ def test_endpoint_by_kserve_goes_with_its_spec_and_while_the_job_is_suspended() 
     world = serving(1)
     world.edit(suspend=True)
     world.settle()
-    assert (world.inference_service, world.phase, url(world)) == (None, "Suspended", None)
-    assert {kind for kind, name in world.others if name == NAME} == set()
+    assert (world.servers, world.phase, url(world)) == ({}, "Suspended", None)
+    assert {kind for kind, name in world.others if "endpoint" in name} == set()
     world.edit(suspend=False)
     world.settle()
-    follows(world, 1)
+    follows(world, 1, next(iter(world.servers)))
     assert world.phase == "Serving"
+    assert world.said("Ready")[0] == "True"
 
 
 def test_server_that_waits_for_a_volume_of_another_node_is_told() -> None:
@@ -213,8 +227,7 @@ def test_server_that_waits_for_a_volume_of_another_node_is_told() -> None:
         }
         spec = {"nodeName": f"node-{number}"}
         world.pods[name] = {"child": NAME, "metadata": metadata, "spec": spec, "status": status}
-    world.server["status"] = {"availableReplicas": 1, "observedGeneration": 1}
-    world.settle()
+    stands(world, 1)
     assert "ReadWriteOnce" not in world.said("Ready")[2]
     assert world.decide().wake_at is not None
     world.wait(61)
@@ -223,8 +236,7 @@ def test_server_that_waits_for_a_volume_of_another_node_is_told() -> None:
     assert f"Pod {NAME}-1 has waited on node node-1" in message
     assert f"while pod {NAME}-0 runs on node node-0" in message
     assert "kubectl get pvc reviews)" in message
-    world.server["status"] = {"availableReplicas": 0, "observedGeneration": 1}
-    world.settle()
+    stands(world, 0)
     assert world.said("Ready")[:2] == ("False", "VolumeInUse")
 
 

@@ -170,8 +170,8 @@ def test_references_that_cannot_be_read_are_none(references: Any):
     assert controller_of({"ownerReferences": references}) is None
 
 
-DEPLOYMENT = Owner("Deployment", "demo-endpoint", "servers-1")
-REPLICA_SET = Owner("ReplicaSet", "demo-endpoint-5f7c", "revision-1")
+DEPLOYMENT = Owner("Deployment", "demo-endpoint-1", "servers-1")
+REPLICA_SET = Owner("ReplicaSet", "demo-endpoint-1-5f7c", "revision-1")
 
 
 def servers(owner: Owner | None = OF_THE_JOB) -> dict[str, Any]:
@@ -231,16 +231,14 @@ def test_servers_of_kserve_are_the_jobs_own_in_whatever_order_they_are_told(stor
     store.put(made[1])
     store.resolve(ID, REPLICA_SET, {"metadata": metadata(REPLICA_SET.name, REPLICA_SET.uid, PREDICTOR, "serve")})
     assert (pods(store), foreign(store)) == (["server"], [])
-    found = store.inference_service(ID)
-    assert found is not None
+    (found,) = store.endpoints(ID)
     assert (found.ref.name, found.replicas, found.available, found.made) == (SERVICE.name, 2, 2, True)
-    assert store.endpoint(ID) is None, "KServe's Deployment is not one of ours"
 
 
 def test_inference_service_that_the_job_does_not_control_serves_nothing_of_it(store: Store):
     store.put(service(owner=None))
     store.put(predictor())
-    assert store.inference_service(ID) is None
+    assert store.endpoints(ID) == ()
     assert foreign(store) == [SERVICE.name, PREDICTOR.name]
 
 

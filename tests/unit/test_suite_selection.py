@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from itertools import pairwise, product
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from suite_plugins.covering import Case, choose
-from suite_plugins.selection import covering, explained
+from suite_plugins.selection import MARKERS, covering, explained
 
 TESTS = Path(__file__).parents[1]
 AXES = ("family", "engine", "checkpointing", "processes")
@@ -128,10 +129,42 @@ def test_case(name):
     ids=["by default", "on request", "by its node id", "none are run to print the choice"],
 )
 def test_left_cases_run(arguments: list[str], end: str, tmp_path: Path) -> None:
-    (tmp_path / "test_program.py").write_text(PROGRAM, encoding="utf-8")
-    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n", encoding="utf-8")
+    said = run_pytest(tmp_path, {"test_program.py": PROGRAM}, arguments, end)
+    assert ("sample: 2 of 3 cases run, 1 are left" in said) == (arguments == ["--grids"])
+
+
+def run_pytest(folder: Path, files: dict[str, str], arguments: list[str], end: str) -> str:
+    """What it printed about the tests in these files; its last line has to be `end`."""
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    settings = "[pytest]\naddopts = --strict-markers\nmarkers =\n    slow\n    bare\n"
+    (folder / "pytest.ini").write_text(settings, encoding="utf-8")
     command = [sys.executable, "-m", "pytest", "-p", "suite_plugins.selection", "-p", "no:cacheprovider", *arguments]
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert f" {end} in " in f" {done.stdout.strip().splitlines()[-1].strip('= ')}", done.stdout + done.stderr
-    assert ("sample: 2 of 3 cases run, 1 are left" in done.stdout) == (arguments == ["--grids"])
+    return done.stdout
+
+
+MARKED = "import pytest\n\n\n@pytest.mark.slow\ndef test_slow():\n    pass\n\n\ndef test_quick():\n    pass\n"
+
+
+@pytest.mark.parametrize(
+    ("marks", "end"),
+    [
+        ("slow", "1 passed, 1 deselected"),
+        ("bare or slow", "1 passed, 1 deselected"),
+        ("not slow", "1 deselected, 1 error"),
+        ("slow and not bare", "1 deselected, 1 error"),
+    ],
+)
+def test_files_without_a_test_that_is_asked_for_are_not_imported(marks: str, end: str, tmp_path: Path) -> None:
+    files = {"test_marked.py": MARKED, "test_other.py": "raise AssertionError('imported')\n"}
+    run_pytest(tmp_path, files, ["-m", marks], end)
+
+
+def test_markers_that_files_are_chosen_by_stand_in_the_files_of_their_tests() -> None:
+    written = re.compile(rf"mark\.({'|'.join(MARKERS)})\b")
+    support = [file for file in TESTS.rglob("*.py") if not file.name.startswith("test_")]
+    assert len(support) > 20
+    assert [file.name for file in support if written.search(file.read_text(encoding="utf-8"))] == []

@@ -74,6 +74,7 @@ SUPPORTED: tuple[str, ...] = (
     "evaluation",
     "predict.dataset",
     "predict.columns",
+    "predict.engine",
     "predict.format",
     "predict.idColumn",
     "predict.maxBadRows",

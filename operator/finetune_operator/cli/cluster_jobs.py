@@ -189,6 +189,14 @@ class Cluster:
                 await self._client.merge(FINETUNE_JOB, job.metadata.namespace, job.name, body, dry_run=dry_run)
             )
 
+    async def annotate(self, job: ClusterJob, key: str, value: str | None, dry_run: bool = False) -> ClusterJob:
+        """Write an annotation of this very job; None takes it away."""
+        body: Manifest = {"metadata": {"uid": job.metadata.uid, "annotations": {key: value}}}
+        with self._in_words():
+            return parse_job(
+                await self._client.merge(FINETUNE_JOB, job.metadata.namespace, job.name, body, dry_run=dry_run)
+            )
+
     async def delete(self, job: ClusterJob, dry_run: bool = False) -> None:
         """Delete this very job; what it has made goes in the background."""
         meta = job.metadata
@@ -219,6 +227,33 @@ class Cluster:
         """What the API server says of itself."""
         with self._in_words():
             return await self._client.document("/version", "version")
+
+    @property
+    def server(self) -> str:
+        """URL of the API server."""
+        return self._client.server
+
+    async def document(self, path: str) -> Manifest:
+        """What the API server has at a path that is no resource's."""
+        with self._in_words():
+            return await self._client.document(path, "discovery")
+
+    async def serves(self, resource: Resource) -> bool:
+        """Whether the API server has this kind."""
+        with self._in_words():
+            return await self._client.serves(resource)
+
+    async def object(self, resource: Resource, name: str) -> dict[str, Any]:
+        """One object that is in no namespace."""
+        with self._in_words():
+            return await self._client.get(resource, None, name)
+
+    async def listed(
+        self, resource: Resource, namespace: str | None = None, labels: str | None = None
+    ) -> tuple[dict[str, Any], ...]:
+        """Objects of any kind, of one namespace or of all."""
+        with self._in_words():
+            return tuple((await self._client.list_objects(resource, namespace, labels))[0])
 
     async def job_changes(self, job: ClusterJob) -> AsyncGenerator[Change, None]:
         """What becomes of the job after this version; ends when the server ends the watch, and is then begun anew

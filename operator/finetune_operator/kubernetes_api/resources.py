@@ -40,6 +40,7 @@ CONFIG_MAP = Resource("v1", "ConfigMap", "configmaps")
 SERVICE = Resource("v1", "Service", "services")
 CLAIM = Resource("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 EVENT = Resource("v1", "Event", "events")
+NODE = Resource("v1", "Node", "nodes", namespaced=False)
 NETWORK_POLICY = Resource("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
 DEPLOYMENT = Resource("apps/v1", "Deployment", "deployments")
 INFERENCE_SERVICE = Resource(KSERVE_API, KSERVE_KIND, KSERVE_PLURAL)
@@ -55,7 +56,7 @@ TOKEN_REVIEW = Resource("authentication.k8s.io/v1", "TokenReview", "tokenreviews
 RESOURCES = (
     FINETUNE_JOB, *LAUNCHER_RESOURCES.values(), POD, CONFIG_MAP, SERVICE, CLAIM, NETWORK_POLICY, EVENT,
     DEPLOYMENT, INFERENCE_SERVICE, REPLICA_SET, AUTOSCALER, DISRUPTION_BUDGET,
-    SECRET, LEASE, TOKEN_REVIEW, WEBHOOK,
+    SECRET, LEASE, TOKEN_REVIEW, WEBHOOK, NODE,
 )  # fmt: skip
 _BY_KIND = {(each.api_version, each.kind): each for each in RESOURCES}
 OPENID = "openid"

@@ -72,6 +72,8 @@ class Draft:
     """What runs the job's endpoint already."""
     prepared: bool
     """Whether prepare has succeeded."""
+    predicted: bool
+    """Whether predict has succeeded."""
     settings: Settings
     adaptation: Adaptation
     hardware: HardwareFacts
@@ -88,10 +90,12 @@ class Draft:
     stages: tuple[Stage, ...] = ()
     engine: Literal["local", "job", "spark"] = "local"
     """What prepares."""
+    predict_engine: Literal["job", "spark"] = "job"
+    """What runs the workers that predict."""
     inference_precision: InferencePrecision = "fp32"
     predict_workers: int = 1
-    predict_optimization: Optimization = "none"
     """Processes that share the rows to predict."""
+    predict_optimization: Optimization = "none"
     serve_optimization: Optimization = "none"
     servers: Servers | None = None
     launcher: PlanLauncher | None = None
@@ -99,6 +103,8 @@ class Draft:
     adapter: Adapter | None = None
     """None: all weights are trained."""
     precision: Precision | None = None
+    scaled: bool = True
+    """Whether `auto` may take fp16, which wants its loss scaled."""
     packing: bool = False
     strategy: Strategy | None = None
     batch: Batch | None = None

@@ -17,7 +17,8 @@ from finetune_operator.launchers.kserve_kind import KSERVE_KIND
 from finetune_operator.planning.cost import find_price
 from finetune_operator.planning.draft import Draft, decided
 from finetune_operator.planning.endpoint_runtime import choose_runtime
-from finetune_operator.planning.host_memory import GPU, inference_bytes, memory_request
+from finetune_operator.planning.gpu_nodes import gpu_resource
+from finetune_operator.planning.host_memory import inference_bytes, memory_request
 from finetune_operator.planning.inference import inference_tokens
 from finetune_operator.planning.plan_types import Servers
 
@@ -86,7 +87,7 @@ def _takes(draft: Draft, endpoint: EndpointSpec) -> tuple[dict[str, str], dict[s
         cores = max(1, math.ceil(parse_quantity(asked.cpu)))
     usual = {"cpu": str(cores), "memory": memory_request(inference_bytes(draft.model.parameters))}
     if draft.inference_device == "cuda":
-        limits[GPU] = "1"
+        limits[gpu_resource(draft.spec, draft.settings.defaults)] = "1"
     return {name: text for name, text in usual.items() if name not in limits}, limits, cores
 
 

@@ -54,7 +54,8 @@ def _obstacle(draft: Draft) -> str | None:
     labels = [name for name in named if name.startswith(f"{KSERVE_GROUP}/") or name in TAKEN_LABELS]
     if labels:
         return f"KServe sets {labels[0]} of spec.template on pods itself"
-    namespace, name = draft.job.metadata.namespace or "", JobNames.of(draft.job.name).predictor
+    # With two digits for the revision.
+    namespace, name = draft.job.metadata.namespace or "", JobNames.of(draft.job.name).predictor(99)
     if len(name) + 1 + len(namespace) > LABEL_LIMIT:
         return f"the host {name}-{namespace} that KServe names is longer than {LABEL_LIMIT} characters"
     return None

@@ -13,7 +13,7 @@ from pydantic import Field, JsonValue
 
 from finetune_contract.choices import Stage
 from finetune_contract.contract_models import Message
-from finetune_contract.facts import DataFacts, HardwareFacts, ModelFacts
+from finetune_contract.facts import DataFacts, DeviceFacts, HardwareFacts, ModelFacts
 from finetune_contract.trainer_job import TrainerJob
 from finetune_operator.api.problems import Problem
 from finetune_operator.api.types import Capacity
@@ -24,6 +24,15 @@ EndpointRuntime: TypeAlias = Literal["deployment", "kserve"]
 """What runs an endpoint's servers."""
 
 
+class NodesTold(Message):
+    """What the nodes that a job's pods can go to tell of their GPUs."""
+
+    gpu: DeviceFacts | None = None
+    """Of the weakest of them; None: they tell nothing, or there are none."""
+    words: str
+    """How that is known, or why it is not."""
+
+
 @dataclass(frozen=True)
 class Facts:
     """What is known; None is replaced by an assumption that the plan names."""
@@ -31,6 +40,8 @@ class Facts:
     model: ModelFacts | None = None
     data: DataFacts | None = None
     hardware: HardwareFacts | None = None
+    nodes: NodesTold | None = None
+    """What the cluster's nodes tell of their GPUs; None: nobody has asked them."""
     model_revision: str | None = None
     """Commit of the Hub that the model was at when prepare took it; the later stages take that one, too."""
     local: bool = False
@@ -43,6 +54,8 @@ class Facts:
     """What runs the job's endpoint already; None: nothing does."""
     prepared: bool = False
     """Whether prepare has succeeded, so that nothing is asked any more of what only it runs with."""
+    predicted: bool = False
+    """The same of predict."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +151,12 @@ class JobPlan(Message):
     def predict_workers(self) -> int:
         """Processes that share the rows to predict; 1 where nothing is predicted."""
         return 1 if self.trainer.predict is None else self.trainer.predict.workers
+
+    def engine_of(self, stage: Stage) -> Literal["local", "job", "spark"]:
+        """What runs the processes of a stage that shares its rows out; `local` for any other stage."""
+        if stage is Stage.PREPARE:
+            return self.trainer.preparation.engine
+        return "local" if stage is not Stage.PREDICT or self.trainer.predict is None else self.trainer.predict.engine
 
 
 class PlanRefused(Exception):  # noqa: N818 - it names an answer, as a plan does, not a defect

@@ -11,20 +11,29 @@ from finetune_operator.reconcile.reconcile_types import EndpointView, PodView
 from finetune_operator.rendering.claims import storage
 
 SERVE = Stage.SERVE.value
+WAITING = "WaitingForPods"
+"""Reason while nothing is wrong, and a server is not ready yet."""
 MOST_TOLD = 1024
 """Characters of a server's own word on its end."""
 ATTACH = timedelta(seconds=60)
 """Most that a pod waits on its node for volumes before that is told: attaching a disk takes some 10 to 40 s."""
 
 
-def why_not_ready(course: Course, there: EndpointView | None) -> tuple[str, str]:
-    """Return reason and message: of the newest pod with a trouble, else of what runs the servers."""
-    for pod in _pods(course):
+def view_of(course: Course, revision: int | None) -> EndpointView | None:
+    """Return what runs the servers of a revision, unless it is being deleted."""
+    return next((one for one in course.observed.endpoints if one.revision == revision and not one.deleting), None)
+
+
+def why_not_ready(course: Course) -> tuple[str, str]:
+    """Return why no server of the wanted revision answers: by the pods, the newest first, else by what runs them."""
+    status = course.status.endpoint
+    revision = 1 if status is None or status.target is None else status.target
+    for pod in _pods(course, revision):
         if (found := _pod_trouble(course, pod)) is not None:
             return found
-    name = JobNames.of(course.job.name).endpoint
+    there, name = view_of(course, revision), JobNames.of(course.job.name).servers(revision)
     if there is None:
-        return "WaitingForPods", f"Waiting for the servers of {name} to be created."
+        return WAITING, f"Waiting for the servers of {name} to be created."
     kind = there.ref.kind
     if there.stuck is not None:
         return "ProgressDeadlineExceeded", there.stuck
@@ -36,12 +45,12 @@ def why_not_ready(course: Course, there: EndpointView | None) -> tuple[str, str]
             f"KServe has not made the servers of {kind} {name} yet. If this stays, see whether its controller runs "
             "(kubectl get pods -A -l control-plane=kserve-controller-manager)."
         )
-    return "WaitingForPods", f"Waiting for a server of {kind} {name} to be ready."
+    return WAITING, f"Waiting for a server of {kind} {name} to be ready."
 
 
-def start_trouble(course: Course) -> str | None:
-    """Return why the newest pod that cannot start cannot, while others may answer."""
-    for pod in _pods(course):
+def start_trouble(course: Course, revision: int) -> str | None:
+    """Return why the newest pod of a revision that cannot start cannot, while others may answer."""
+    for pod in _pods(course, revision):
         if pod.unschedulable is not None or pod.waiting is not None or _waits_for_volume(course, pod):
             found = _pod_trouble(course, pod)
             return None if found is None else found[1]
@@ -50,18 +59,13 @@ def start_trouble(course: Course) -> str | None:
 
 def volume_deadline(course: Course) -> datetime | None:
     """Return when the first pod that waits on its node for volumes has waited for too long."""
-    waiting = [pod for pod in _pods(course) if _mounts(pod)]
+    waiting = [pod for pod in course.observed.pods if pod.stage is Stage.SERVE and _mounts(pod)]
     return min((at for pod in waiting if (at := _deadline(pod)) is not None and at > course.now), default=None)
 
 
-def unschedulable(course: Course) -> bool:
-    """Return whether a server gets no node."""
-    return any(pod.unschedulable is not None for pod in _pods(course))
-
-
-def _pods(course: Course) -> list[PodView]:
-    """Return the pods that are to stay, the newest first."""
-    pods = sorted(course.pods(SERVE, 1), key=lambda pod: (pod.created, pod.name), reverse=True)
+def _pods(course: Course, revision: int) -> list[PodView]:
+    """Return the pods of a revision that are to stay, the newest first."""
+    pods = sorted(course.pods(SERVE, revision), key=lambda pod: (pod.created, pod.name), reverse=True)
     return [pod for pod in pods if not pod.gone and pod.deleting_until is None]
 
 
@@ -91,8 +95,8 @@ def _deadline(pod: PodView) -> datetime | None:
 
 
 def _elsewhere(course: Course, pod: PodView) -> PodView | None:
-    """Return a server that runs on another node than `pod`."""
-    others = (one for one in course.pods(SERVE, 1) if not one.over and one.began is not None)
+    """Return a server, of any revision, that runs on another node than `pod`."""
+    others = (one for one in course.observed.pods if one.stage is Stage.SERVE and not one.over and one.began)
     return next((one for one in others if one.node is not None and one.node != pod.node), None)
 
 

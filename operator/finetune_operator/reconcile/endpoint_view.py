@@ -1,4 +1,4 @@
-"""What runs an endpoint's servers, read once at the door: a Deployment, or an InferenceService with that of KServe.
+"""What runs the servers of a revision, read once at the door: a Deployment, or an InferenceService with that of KServe.
 
 How many servers answer is read of the Deployment in both cases: conditions of an InferenceService lag behind it, and
 `Ready` there also waits for an ingress, which our Service does not need.
@@ -6,7 +6,7 @@ How many servers answer is read of the Deployment in both cases: conditions of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Literal
 
@@ -14,10 +14,10 @@ from pydantic import JsonValue, ValidationError
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.objects import Conditions, Meta, Raw
-from finetune_operator.launchers.kserve_kind import KSERVE_LABEL
+from finetune_operator.launchers.kserve_kind import KSERVE_KIND, KSERVE_LABEL
 from finetune_operator.reconcile.children import attempt_of
 from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
-from finetune_operator.rendering.render_types import ENDPOINT_ANNOTATION
+from finetune_operator.rendering.render_types import ENDPOINT_ANNOTATION, REVISION_ANNOTATION
 
 _TOLD_CONDITIONS = ("PredictorReady", "IngressReady", "Ready")
 """In the order in which KServe comes to them (pkg/apis/serving/v1beta1/inference_service_status.go)."""
@@ -72,14 +72,16 @@ def endpoint_view(value: Mapping[str, JsonValue]) -> EndpointView | None:
         raw = _Deployment.model_validate(value)
     except ValidationError:
         return None
-    if not _serves(raw.metadata):
+    attempt = attempt_of(raw.metadata)
+    if attempt is None or attempt[0] is not Stage.SERVE:
         return None
     status = raw.status
     # What the controller said of an earlier generation is no word on this one.
     current = (status.observed_generation or 0) >= raw.metadata.generation
     stuck = next((one for one in status.conditions if one.type == "Progressing" and one.status == "False"), None)
     return EndpointView(
-        ref=_ref(raw.api_version, raw.kind, raw.metadata),
+        ref=ObjectRef(raw.api_version, raw.kind, raw.metadata.name, raw.metadata.uid or None),
+        revision=attempt[1],
         created=raw.metadata.creation_timestamp,
         # Kubernetes' own default.
         replicas=1 if raw.spec.replicas is None else raw.spec.replicas,
@@ -87,6 +89,7 @@ def endpoint_view(value: Mapping[str, JsonValue]) -> EndpointView | None:
         available=status.available_replicas or 0,
         updated=(status.updated_replicas or 0) if current else 0,
         digest=raw.metadata.annotations.get(ENDPOINT_ANNOTATION),
+        made_of=raw.metadata.annotations.get(REVISION_ANNOTATION),
         stuck=stuck.message or stuck.reason if stuck is not None and current else None,
         deleting=raw.metadata.deletion_timestamp is not None,
     )
@@ -98,18 +101,21 @@ def inference_service_view(value: Mapping[str, JsonValue]) -> EndpointView | Non
         raw = _InferenceService.model_validate(value)
     except ValidationError:
         return None
-    if not _serves(raw.metadata):
+    attempt = attempt_of(raw.metadata)
+    if attempt is None or attempt[0] is not Stage.SERVE:
         return None
-    asked = raw.spec.predictor
+    asked, annotations = raw.spec.predictor, raw.metadata.annotations
     bad = {one.type: one for one in raw.status.conditions if one.status == "False" and one.message}
     told = next((bad[name] for name in _TOLD_CONDITIONS if name in bad), None)
     return EndpointView(
-        ref=_ref(raw.api_version, raw.kind, raw.metadata),
+        ref=ObjectRef(raw.api_version, raw.kind, raw.metadata.name, raw.metadata.uid or None),
+        revision=attempt[1],
         created=raw.metadata.creation_timestamp,
         replicas=1 if asked.min_replicas is None else asked.min_replicas,
         runtime="kserve",
         most=asked.max_replicas,
-        digest=raw.metadata.annotations.get(ENDPOINT_ANNOTATION),
+        digest=annotations.get(ENDPOINT_ANNOTATION),
+        made_of=annotations.get(REVISION_ANNOTATION),
         deleting=raw.metadata.deletion_timestamp is not None,
         made=False,
         trouble=None if told is None else (told.reason or told.type, told.message),
@@ -117,9 +123,21 @@ def inference_service_view(value: Mapping[str, JsonValue]) -> EndpointView | Non
     )
 
 
-def with_deployment(service: EndpointView, deployment: EndpointView | None) -> EndpointView:
-    """Return the InferenceService with the servers of its Deployment. Before KServe has followed a change, the counts
-    of new servers and a verdict on them are of the revision before.
+def joined(views: Iterable[EndpointView]) -> tuple[EndpointView, ...]:
+    """Return what the operator applies, by revision: each InferenceService with the servers of its Deployment."""
+    ours, made = [], {}
+    for view in views:
+        if view.runtime == "kserve" and view.ref.kind != KSERVE_KIND:
+            made[view.revision] = view
+        else:
+            ours.append(view)
+    found = (_with_servers(one, made.get(one.revision)) if one.runtime == "kserve" else one for one in ours)
+    return tuple(sorted(found, key=lambda view: (view.revision, view.ref.name)))
+
+
+def _with_servers(service: EndpointView, deployment: EndpointView | None) -> EndpointView:
+    """Return the InferenceService with the servers of its Deployment. Before KServe has followed a change, the count of
+    new servers and a verdict on them are of the state before.
     """
     if deployment is None or deployment.deleting:
         return service
@@ -131,12 +149,3 @@ def with_deployment(service: EndpointView, deployment: EndpointView | None) -> E
         updated=deployment.updated if followed else 0,
         stuck=deployment.stuck if followed else None,
     )
-
-
-def _serves(metadata: Meta) -> bool:
-    attempt = attempt_of(metadata)
-    return attempt is not None and attempt[0] is Stage.SERVE
-
-
-def _ref(api_version: str, kind: str, metadata: Meta) -> ObjectRef:
-    return ObjectRef(api_version, kind, metadata.name, metadata.uid or None)

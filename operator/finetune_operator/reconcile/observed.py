@@ -34,11 +34,13 @@ from finetune_operator.reconcile.remedies import LOG_LIMIT, MOST_LOGS
 from finetune_operator.reconcile.replacing import standing, telling
 from finetune_operator.reconcile.silence import silence, witnesses
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME, SERVED_CONTAINER_NAME
+from finetune_operator.rendering.render_types import ROLLBACK_ANNOTATION
 
 LAST_APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 """kubectl's copy of the whole object: what is wrong in it is told once, for the object itself."""
 TOLD_PROBLEMS = 20
 LONGEST_PATH = 300
+LONGEST_ROLLBACK = 64
 _INDEX_LABELS = tuple(dict.fromkeys(each.index_label for each in SUPPORTED if each.index_label is not None))
 _STARTERS = tuple(each.starter_pod for each in SUPPORTED if each.starter_pod is not None)
 FAILURES_ANNOTATION = "batch.kubernetes.io/job-index-failure-count"
@@ -103,7 +105,13 @@ def job_view(
         problems=problems,
         status=_status(value.get("status")),
         marks=marks,
+        rollback=_rollback(meta),
     )
+
+
+def _rollback(meta: Meta) -> str | None:
+    text = meta.annotations.get(ROLLBACK_ANNOTATION)
+    return None if text is None else shortened(text, LONGEST_ROLLBACK)
 
 
 def asks_the_same(value: Mapping[str, JsonValue], before: JobView) -> bool:

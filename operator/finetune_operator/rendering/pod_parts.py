@@ -18,7 +18,7 @@ from finetune_contract.layout import DEFAULT_REPORT_PATH
 from finetune_operator.api.types import SecretKeySpec, SecretSpec
 from finetune_operator.rendering.merging import join, merge
 from finetune_operator.rendering.render_types import Manifest
-from finetune_operator.rendering.spot_affinity import only_on
+from finetune_operator.rendering.spot_affinity import only_on, only_with
 
 CONTAINER_NAME = "pytorch"
 """In every kind but one, as PyTorchJob takes no other."""
@@ -233,6 +233,8 @@ class Pod:
     affinity: Mapping[str, JsonValue] = field(default_factory=dict)
     only_nodes: tuple[Mapping[str, str], ...] = ()
     """Labels of the nodes that it may run on: all of one of these, whatever the user asks for beside it; (): any."""
+    one_label: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Labels of which the nodes that it may run on have one, with one of its values; {}: any."""
     image_pull_secrets: tuple[SecretSpec, ...] = ()
     service_account: str | None = None
     priority_class: str | None = None
@@ -273,7 +275,10 @@ class Pod:
         fields: Manifest = {
             "nodeSelector": {**self.node_selector, **self.user_node_selector},
             "tolerations": [dict(toleration) for toleration in self.tolerations],
-            "affinity": only_on(join(self.affinity, self.user_affinity), self.only_nodes),
+            "affinity": only_with(
+                only_on(join(self.affinity, self.user_affinity), self.only_nodes),
+                [{key: values} for key, values in self.one_label.items()],
+            ),
             "imagePullSecrets": [{"name": secret.name} for secret in self.image_pull_secrets],
             "serviceAccountName": self.service_account,
             "priorityClassName": self.priority_class,

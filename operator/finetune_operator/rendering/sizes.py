@@ -10,7 +10,8 @@ from __future__ import annotations
 from finetune_contract.choices import Device, Stage
 from finetune_operator.api.settings import Defaults
 from finetune_operator.api.types import FineTuneJobSpec
-from finetune_operator.planning.host_memory import GPU, inference_bytes, memory_request
+from finetune_operator.planning.gpu_nodes import gpu_resource
+from finetune_operator.planning.host_memory import inference_bytes, memory_request
 from finetune_operator.planning.memory import CPU_PROCESS_BYTES
 from finetune_operator.planning.plan_types import JobPlan
 from finetune_operator.rendering.pod_parts import Resources
@@ -82,7 +83,7 @@ def stage_resources(
     if offloads_to_files and plan.memory is not None:
         requests["ephemeral-storage"] = memory_request(plan.memory.disk_bytes)
     if gpus:
-        limits[GPU] = str(gpus)
+        limits[gpu_resource(spec, defaults)] = str(gpus)
     if stage is Stage.TRAIN:
         limits |= network_devices(spec, defaults)
     return Resources(requests, limits)

@@ -47,6 +47,7 @@ from finetune_operator.kubernetes_api.resources import (
     REPLICA_SET,
     resource_of,
 )
+from finetune_operator.reconcile.course import has_started
 from finetune_operator.reconcile.observed import kept_log, leaving, wanted_logs
 from finetune_operator.reconcile.reconcile_types import (
     ChildView,
@@ -61,6 +62,7 @@ from finetune_operator.reconcile.reconcile_types import (
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME
 from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL, Manifest, ProgressEndpoint
 from finetune_operator.shell.discovery import Discovery
+from finetune_operator.shell.node_reading import NodeReading
 from finetune_operator.shell.owners import controller_of
 from finetune_operator.shell.queue import JobKey
 from finetune_operator.shell.rates import Rate
@@ -121,9 +123,10 @@ class JobMemory:
 class Reconciler:
     """Looks at jobs, one pass at a time each."""
 
-    def __init__(self, state: OperatorState, discovery: Discovery, decide: Decide) -> None:
+    def __init__(self, state: OperatorState, discovery: Discovery, nodes: NodeReading, decide: Decide) -> None:
         self._state = state
         self._discovery = discovery
+        self._nodes = nodes
         self._decide = decide
         self._memories: dict[JobKey, JobMemory] = {}
         self._rests: asyncio.Queue[tuple[JobKey, Rest]] = asyncio.Queue()
@@ -210,6 +213,8 @@ class Reconciler:
         self._tell_claims(key)
         if job.job is not None and (job.status.plan is None or self._state.store.lacks_servers(key)):
             await self._discovery.refresh()
+        if job.job is not None and job.job.spec.resources.gpus_per_node != 0 and not has_started(job.status):
+            await self._nodes.refresh()
         await self._read_logs(key, memory)
         await self._break_silence(key, memory)
         # Read without awaiting in between: a view and the version that belongs to it.
@@ -289,14 +294,14 @@ class Reconciler:
         return Observed(
             children=self._state.store.children(job.id),
             pods=self._state.store.pods(job.id),
-            endpoint=self._state.store.endpoint(job.id),
-            inference_service=self._state.store.inference_service(job.id),
+            endpoints=self._state.store.endpoints(job.id),
             kserve=self._discovery.kserve,
             pods_before=self._state.store.pods_before(JobKey(job.namespace, job.name), job.uid),
             progress=None if attempt is None else book.of(*attempt),
             logs=tuple(sorted(memory.logs.items())),
             last_logs=tuple(sorted(memory.last_logs.items())),
             served=self._discovery.served,
+            nodes=self._nodes.answer,
             refusals=memory.refusals,
             moved=None if attempt is None else book.moved(*attempt),
             heard_since=self._state.heard_since(),

@@ -23,9 +23,9 @@ from pydantic import JsonValue
 
 from finetune_contract.choices import Stage
 from finetune_operator.api.settings import Settings
-from finetune_operator.kubernetes_api.resources import DEPLOYMENT, INFERENCE_SERVICE, REPLICA_SET
+from finetune_operator.kubernetes_api.resources import INFERENCE_SERVICE, REPLICA_SET
 from finetune_operator.reconcile.children import child_view
-from finetune_operator.reconcile.endpoint_view import endpoint_view, inference_service_view, with_deployment
+from finetune_operator.reconcile.endpoint_view import endpoint_view, inference_service_view, joined
 from finetune_operator.reconcile.observed import job_view, pod_view
 from finetune_operator.reconcile.reconcile_types import ChildView, EndpointView, JobView, PodView
 from finetune_operator.rendering.render_types import JOB_LABEL, UID_LABEL
@@ -119,16 +119,9 @@ class Store:
         views = [entry.view for entry in self._own(job) if isinstance(entry.view, ChildView)]
         return tuple(sorted(views, key=lambda view: (view.stage.value, view.attempt, view.ref.name)))
 
-    def endpoint(self, job: JobId) -> EndpointView | None:
-        """The Deployment that serves the job's model."""
-        return next((view for view in self._servers(job) if view.runtime == "deployment"), None)
-
-    def inference_service(self, job: JobId) -> EndpointView | None:
-        """The InferenceService that serves the job's model, with the servers that KServe has made of it."""
-        by_kserve = [view for view in self._servers(job) if view.runtime == "kserve"]
-        service = next((view for view in by_kserve if view.ref.kind == INFERENCE_SERVICE.kind), None)
-        deployment = next((view for view in by_kserve if view.ref.kind == DEPLOYMENT.kind), None)
-        return None if service is None else with_deployment(service, deployment)
+    def endpoints(self, job: JobId) -> tuple[EndpointView, ...]:
+        """What serves the job's model, by revision; InferenceServices with the servers that KServe has made of them."""
+        return joined(entry.view for entry in self._own(job) if isinstance(entry.view, EndpointView))
 
     def lacks_servers(self, key: JobKey) -> bool:
         """Whether it is the turn of the job's endpoint, and nothing runs its servers, or not what was asked for."""
@@ -138,11 +131,8 @@ class Store:
         before = (one for one in job.status.stages if one.name != Stage.SERVE.value)
         if not all(one.state == "Succeeded" for one in before):
             return False
-        there = {view.runtime for view in self._servers(job.id)}
+        there = {view.runtime for view in self.endpoints(job.id)}
         return not there or (job.job.spec.endpoint.runtime == "kserve" and "kserve" not in there)
-
-    def _servers(self, job: JobId) -> list[EndpointView]:
-        return [entry.view for entry in self._own(job) if isinstance(entry.view, EndpointView)]
 
     def pods(self, job: JobId) -> tuple[PodView, ...]:
         """The job's pods, the oldest first; those that are gone as long as their attempt is judged by them."""

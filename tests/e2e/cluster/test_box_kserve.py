@@ -60,7 +60,7 @@ def served(box: Box, team: Team, kserve: None) -> Iterator[Served]:
     team.apply(name, {key: value for key, value in spec.items() if value is not None})
     status = team.wait(name, lambda one: one if _ready(one) else None, "Ready")
     ready = wait_until(lambda: _service_ready(team, name), f"KServe says that {name} is ready", 120)
-    urls = [_address(team, f"{name}-endpoint"), _address(team, f"{name}-endpoint-predictor")]
+    urls = [_address(team, f"{name}-endpoint"), _address(team, f"{name}-endpoint-1-predictor")]
     answers = [Client(url).post("/", {"inputs": [TEXT]}).json() for url in urls]
     yield Served(team, name, status, *answers, ready)
     team.delete(name)
@@ -71,7 +71,7 @@ def _ready(status: Object) -> bool:
 
 
 def _service_ready(team: Team, job: str) -> Object | None:
-    found = team.box.api.get(path_of(*SERVICES, team.namespace, f"{job}-endpoint"))
+    found = team.box.api.get(path_of(*SERVICES, team.namespace, f"{job}-endpoint-1"))
     conditions = (found or {}).get("status", {}).get("conditions", [])
     return found if ("Ready", "True") in {(one["type"], one["status"]) for one in conditions} else None
 
@@ -98,7 +98,7 @@ def test_our_service_and_that_of_kserve_lead_to_the_same_answer(served: Served) 
 
 
 def test_kserve_makes_no_autoscaler_and_keeps_the_pod_as_it_was_asked_for(served: Served) -> None:
-    predictor = f"{served.name}-endpoint-predictor"
+    predictor = f"{served.name}-endpoint-1-predictor"
     assert served.get("autoscaling/v2", "horizontalpodautoscalers", predictor) is None
     deployment = served.get("apps/v1", "deployments", predictor)
     assert deployment is not None
@@ -121,5 +121,5 @@ def test_more_servers_start_without_replacing_the_first_and_go_with_a_suspended_
     assert first in pods
     team.patch(name, {"runPolicy": {"suspend": True}})
     team.wait_phase(name, "Suspended")
-    wait_until(lambda: served.get(*SERVICES, f"{name}-endpoint") is None, "the InferenceService is gone", 120)
+    wait_until(lambda: served.get(*SERVICES, f"{name}-endpoint-1") is None, "the InferenceService is gone", 120)
     wait_until(lambda: team.pods(name, "serve") == [], "the servers are gone", 300)

@@ -361,6 +361,15 @@ RULES: tuple[Rule, ...] = (
         advice=_format_advice,
     ),
     Rule(
+        "spark-has-executors",
+        "predict.workers",
+        "!has(self.predict) || self.predict.engine != 'spark' || type(self.predict.workers) != int"
+        " || int(self.predict.workers) > 1",
+        lambda spec: spec.predict is None or spec.predict.engine != "spark" or spec.predict.workers != 1,
+        "leaves no executor, as spec.predict.engine is spark and Spark's driver is one of the workers",
+        "set it to auto or 2 at least, or leave spec.predict.engine out",
+    ),
+    Rule(
         "no-rungs-for-texts",
         "predict.optimization",
         f"!has(self.predict) || self.predict.optimization in ['auto', 'none'] || {is_one_of(RUNG_TASKS)}",

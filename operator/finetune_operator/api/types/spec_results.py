@@ -87,6 +87,11 @@ class PredictSpec(SpecModel):
         "count. Default 1; auto: at most the GPUs (without GPUs, the nodes) of resources, and no more than each has "
         "some minutes of work for. They share the workspace.",
     )
+    engine: Literal["job", "spark"] = Field(
+        default="job",
+        description="What runs the workers, with the same result. Default job: a Kubernetes Job; spark: Spark, whose "
+        "driver is one of the workers and whose executors are the others.",
+    )
     optimization: Auto | RungName = Field(
         default="auto",
         description="How the model computes. Default auto: what is fastest on a sample of the rows, and none for small "

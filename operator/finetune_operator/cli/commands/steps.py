@@ -99,7 +99,8 @@ def cluster_facts(entry: JobEntry, node: HardwareFacts | None, workspace: Path |
     from finetune_operator.planning.plan_types import Facts
 
     spec = entry.job.spec
-    asked = [each.name for each in SUPPORTED if each.name == spec.launcher or each.engine == spec.preparation.engine]
+    engines = {spec.preparation.engine, *([] if spec.predict is None else [spec.predict.engine])}
+    asked = [each.name for each in SUPPORTED if each.name == spec.launcher or each.engine in engines]
     facts = Facts(
         model=measure(entry.job, "Connect, or leave --measure out").model if ask_trainer else None,
         data=None if workspace is None else _earlier_data(entry, workspace),

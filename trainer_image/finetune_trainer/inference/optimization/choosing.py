@@ -43,7 +43,8 @@ MEASURING_SHARE = 0.15
 """Of the plain model's time for all rows, measuring takes about this much at most."""
 ROUNDS = 2
 """Further rounds over all rungs, each in the opposite order; the best time of a rung counts. Other load on the machine
-would decide otherwise.
+would decide otherwise. In the first round the plain model is timed last: before all others it answers only to say what
+may be measured, on a machine that is still cold.
 """
 CLOSE = 1e-3
 """Difference, relative or absolute, up to which two answers that are numbers count as equal: between rounding in fp32
@@ -239,17 +240,26 @@ class _Ledger:
         self.order.append(rung)
 
     def repeat(self, seconds: float) -> None:
-        """Time all rungs again, by whole rounds that fit into these seconds."""
-        trials = [self.plain, *self.trials]
-        for _ in range(ROUNDS if self.trials else 0):
+        """End the first round with the plain model, and time all rungs again, by whole rounds that fit into these
+        seconds.
+        """
+        if not self.trials or seconds < self.plain.seconds:
+            return
+        seconds -= self.plain.seconds
+        self.plain.seconds = self._timed(self.plain)
+        trials = [*self.trials, self.plain]
+        for _ in range(ROUNDS):
             seconds -= sum(trial.seconds for trial in trials)
             if seconds < 0:
                 return
             trials.reverse()
             for trial in trials:
-                began = time.perf_counter()
-                self.sample.answers(trial.forward)
-                trial.seconds = min(trial.seconds, time.perf_counter() - began)
+                trial.seconds = min(trial.seconds, self._timed(trial))
+
+    def _timed(self, trial: _Trial) -> float:
+        began = time.perf_counter()
+        self.sample.answers(trial.forward)
+        return time.perf_counter() - began
 
     def chosen(self, wish: Wish) -> Chosen:
         """Take the one that ends first among those that are right enough."""

@@ -1,0 +1,40 @@
+"""Stages as processes of multiprocessing's fork server, which has imported what stages import.
+
+A process has one such server, and whoever uses it first settles what it imports: so all use this module. Another list
+would leave the import of torch to each process of those that come later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from typing import TypeVar
+
+T = TypeVar("T")
+IMPORTED = (
+    "finetune_trainer.data.prepare",
+    "finetune_trainer.data.prepare_pods",
+    "finetune_trainer.inference.predict",
+    "finetune_trainer.measured_facts",
+    "finetune_trainer.rank",
+    "scipy.stats",
+    "sklearn.metrics",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.bert.tokenization_bert",
+    "process_support.predicting",
+    "process_support.preparing",
+    "process_support.settled_heap",
+)
+"""What both stages import, with the tiny model's own modules; the last one exempts it all from garbage collection."""
+
+
+def fork(run: Callable[[T], None], one: T) -> BaseProcess:
+    """Start a process that calls `run` with `one`."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(list(IMPORTED))
+    process = context.Process(target=run, args=(one,))
+    process.start()
+    return process
