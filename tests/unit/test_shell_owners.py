@@ -201,7 +201,7 @@ def test_a_deployment_that_the_job_does_not_control_serves_nothing_of_it(store: 
     store.put(pod("server", REPLICA_SET, stage="serve"))
     there = metadata(REPLICA_SET.name, REPLICA_SET.uid, DEPLOYMENT, "serve")
     store.resolve(ID, REPLICA_SET, {"metadata": there})
-    assert store.endpoint(ID) is None
+    assert store.endpoints(ID) == ()
     assert pods(store) == []
     assert DEPLOYMENT.name in foreign(store)
 
