@@ -9,15 +9,17 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
 import pytest
 import yaml
 
+from process_support.shared_start import StartServer
 from suite_plugins.patience import patient
 from suite_plugins.times import spent
 from suite_plugins.waiting import wait_until
@@ -135,10 +137,11 @@ class Started:
 
 
 class Command:
-    """The installed command, run in a folder of its own."""
+    """The installed command, run in a folder of its own; `program`: what it is started with."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, program: Sequence[str] = (FINETUNE,)) -> None:
         self.folder = folder
+        self._program = program
 
     def write(self, name: str, *objects: dict[str, Any]) -> Path:
         """A job file in that folder."""
@@ -156,7 +159,7 @@ class Command:
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         return Started(
             subprocess.Popen(
-                [FINETUNE, *arguments],
+                [*self._program, *arguments],
                 cwd=self.folder,
                 env=environment,
                 stdout=subprocess.PIPE,
@@ -177,3 +180,16 @@ def finetune(tiny_inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Com
     folder = tmp_path_factory.mktemp("local")
     shutil.copytree(tiny_inputs, folder, dirs_exist_ok=True)
     return Command(folder)
+
+
+@pytest.fixture(scope="session")
+def start_server() -> Iterator[StartServer]:
+    """What stages of a command are forked from: starting each afresh takes most of the time of a tiny run."""
+    with TemporaryDirectory() as folder, StartServer(Path(folder)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def quick(finetune: Command, start_server: StartServer) -> Command:
+    """The same command in the same folder, whose stages are forked; for runs that are not interrupted."""
+    return Command(finetune.folder, start_server.finetune)

@@ -23,8 +23,12 @@ from finetune_contract.report import Progress, TrainerReport
 from finetune_contract.trainer_job import Strategy, TrainerJob
 from suite_plugins.patience import patient
 from suite_plugins.times import spent
+from trainer_support import compiled
 from trainer_support.forking import fork_server
 from trainer_support.tasks import largest_difference, losses, task_job, train_here, training_of
+
+# Before anything compiles, and for the programs that tests start.
+compiled.settle(os.environ)
 
 WORDS = {
     "good": ["lovely", "bright", "solid", "sweet", "quick", "warm", "kind", "fresh"],
@@ -49,7 +53,7 @@ WORDS = {
     ],
 }
 TIMEOUT_SECONDS = 540
-"""Offload's optimizer is compiled by the first stage that uses it."""
+"""DeepSpeed's optimizer in host memory is compiled by the first stage that uses it; see `trainer_support.compiled`."""
 
 
 def write_rows(path: Path, count: int, seed: int) -> None:

@@ -43,14 +43,14 @@ LONG = {"epochs": 20, "learningRate": 0.0005}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(finetune: Any) -> tuple[Path, dict[str, Any], str]:
+def undisturbed(quick: Any) -> tuple[Path, dict[str, Any], str]:
     """The job's folder after a run from start to end, its result as data, and what was said."""
-    job = finetune.job("whole", **LONG)
+    job = quick.job("whole", **LONG)
     job["spec"]["checkpoints"] = {"every": {"steps": 80}, "keep": 2}
-    finetune.write("whole.yaml", job)
-    code, out, err = finetune("run", "whole.yaml", "--no-measure", "-o", "json")
+    quick.write("whole.yaml", job)
+    code, out, err = quick("run", "whole.yaml", "--no-measure", "-o", "json")
     assert code == 0, err
-    return finetune.folder / "runs/whole", json.loads(out), err
+    return quick.folder / "runs/whole", json.loads(out), err
 
 
 def test_a_run_writes_everything_that_it_promises(undisturbed: tuple[Path, dict[str, Any], str]) -> None:
@@ -96,17 +96,17 @@ def test_a_run_writes_everything_that_it_promises(undisturbed: tuple[Path, dict[
     assert "\x1b" not in err
 
 
-def test_predict_writes_predictions_of_a_run_without_a_job_file(undisturbed: Any, finetune: Any) -> None:
+def test_predict_writes_predictions_of_a_run_without_a_job_file(undisturbed: Any, quick: Any) -> None:
     whole, _, _ = undisturbed
-    rows = (finetune.folder / "data/test.jsonl").read_bytes()
-    (finetune.folder / "new.jsonl").write_bytes(b'{"text": "cut\n' + rows)
+    rows = (quick.folder / "data/test.jsonl").read_bytes()
+    (quick.folder / "new.jsonl").write_bytes(b'{"text": "cut\n' + rows)
     call = ("predict", str(whole), "new.jsonl", "-o", "new/out.jsonl", "--copy", "label")
-    code, out, err = finetune(*call, "--max-bad-rows", "0")
+    code, out, err = quick(*call, "--max-bad-rows", "0")
     assert (code, out) == (1, "")
     assert "1 of 33 rows cannot be answered, and predict.maxBadRows allows 0" in " ".join(err.split())
-    code, out, err = finetune(*call, "--max-bad-rows", "1")
+    code, out, err = quick(*call, "--max-bad-rows", "1")
     assert code == 0, err
-    place = finetune.folder / "new/out.jsonl"
+    place = quick.folder / "new/out.jsonl"
     assert out.split() == ["33", "rows", "->", str(place)]
     assert "1 of them have no prediction" in " ".join(err.split())
     found, earlier = (
@@ -122,18 +122,18 @@ def test_predict_writes_predictions_of_a_run_without_a_job_file(undisturbed: Any
         (("predict", str(whole), "new.jsonl", "-o", "x.txt"), "x.txt must end in .jsonl or .parquet"),
         ((*call, "--column", "text"), "'text' must be ROLE=NAME"),
     ):
-        code, out, err = finetune(*wrong)
+        code, out, err = quick(*wrong)
         assert (code, out) == (2, "")
         assert told in " ".join(err.split())
-    assert not list(finetune.folder.glob("*x.*"))
+    assert not list(quick.folder.glob("*x.*"))
 
 
 def test_the_same_job_again_keeps_every_stage_and_shows_the_result(
-    finetune: Any, undisturbed: tuple[Path, dict[str, Any], str]
+    quick: Any, undisturbed: tuple[Path, dict[str, Any], str]
 ) -> None:
     folder, result, _ = undisturbed
     before = weights(folder)
-    code, out, err = finetune("run", "whole.yaml", "--no-measure")
+    code, out, err = quick("run", "whole.yaml", "--no-measure")
     assert code == 0, err
     assert err.count("done in an earlier run, kept") == 4
     assert f"{result['metrics']['evaluate']['accuracy']:.4f}" in out
@@ -155,12 +155,12 @@ def test_a_different_job_under_the_same_name_is_refused_with_what_differs(
 
 
 def test_restart_of_one_stage_keeps_the_others_and_moves_its_earlier_result_aside(
-    finetune: Any, undisturbed: tuple[Path, dict[str, Any], str]
+    quick: Any, undisturbed: tuple[Path, dict[str, Any], str]
 ) -> None:
     folder, _, _ = undisturbed
     predicted = (folder / "predictions.jsonl").read_bytes()
     before = weights(folder)
-    code, _, err = finetune("run", "whole.yaml", "--no-measure", "--restart", "--stage", "predict")
+    code, _, err = quick("run", "whole.yaml", "--no-measure", "--restart", "--stage", "predict")
     assert code == 0, err
     aside = folder.with_name("whole.previous-1")
     assert str(aside) in err
@@ -170,14 +170,14 @@ def test_restart_of_one_stage_keeps_the_others_and_moves_its_earlier_result_asid
 
 
 def test_a_gate_and_metrics_may_change_after_training_and_are_judged_again(
-    finetune: Any, undisturbed: tuple[Path, dict[str, Any], str]
+    quick: Any, undisturbed: tuple[Path, dict[str, Any], str]
 ) -> None:
     folder, result, _ = undisturbed
     before = weights(folder)
-    job = finetune.job("whole", **LONG)
+    job = quick.job("whole", **LONG)
     job["spec"]["evaluation"] = {"gate": {"metric": "loss", "maximum": 1e-9}}
-    finetune.write("gated.yaml", job)
-    code, _, err = finetune("run", "gated.yaml", "--no-measure")
+    quick.write("gated.yaml", job)
+    code, _, err = quick("run", "gated.yaml", "--no-measure")
     assert code != 0
     assert 'spec.evaluation.gate.metric was not set and is "loss"' in err
     assert "evaluation.gate.maximum is 1e-09" in err
@@ -186,8 +186,8 @@ def test_a_gate_and_metrics_may_change_after_training_and_are_judged_again(
     assert err.count("done in an earlier run, kept") == 2
 
     job["spec"]["evaluation"] = {"gate": {"metric": "accuracy", "minimum": 0.01}}
-    finetune.write("gated.yaml", job)
-    code, out, err = finetune("run", "gated.yaml", "--no-measure")
+    quick.write("gated.yaml", job)
+    code, out, err = quick("run", "gated.yaml", "--no-measure")
     assert code == 0, err
     assert "It runs again; what was prepared and trained is kept." in err
     assert err.count("done in an earlier run, kept") == 3
@@ -246,12 +246,12 @@ def test_a_stage_whose_inputs_are_missing_names_the_stage_to_run_first(finetune:
     assert not (finetune.folder / "runs/alone").exists()
 
 
-def test_a_failed_stage_says_class_message_way_out_and_log(finetune: Any) -> None:
-    job = finetune.job("wrong")
+def test_a_failed_stage_says_class_message_way_out_and_log(quick: Any) -> None:
+    job = quick.job("wrong")
     job["spec"]["dataset"]["columns"] = {"text": "review"}
-    finetune.write("wrong.yaml", job)
-    code, out, err = finetune("run", "wrong.yaml", "--no-measure")
-    folder = finetune.folder / "runs/wrong"
+    quick.write("wrong.yaml", job)
+    code, out, err = quick("run", "wrong.yaml", "--no-measure")
+    folder = quick.folder / "runs/wrong"
     failure = json.loads((folder / "failure.json").read_text())
     assert (code, out) == (1, "")
     assert "prepare failed on rank 0: DataError (MissingColumn), exit code 10" in err

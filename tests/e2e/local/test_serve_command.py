@@ -8,7 +8,6 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from pathlib import Path
@@ -47,13 +46,12 @@ class Shop:
 
 
 @pytest.fixture(scope="module")
-def shop(finetune: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+def shop(finetune: Any, start_server: StartServer) -> Shop:
     finetune.write("job.yaml", finetune.job("small"))
-    with StartServer(tmp_path_factory.mktemp("s")) as server:
-        shop = Shop(finetune.folder, server.finetune)
-        code, _, err = shop.run("run", "job.yaml", "--no-measure")
-        assert code == 0, err
-        yield shop
+    shop = Shop(finetune.folder, start_server.finetune)
+    code, _, err = shop.run("run", "job.yaml", "--no-measure")
+    assert code == 0, err
+    return shop
 
 
 def free_port() -> int:

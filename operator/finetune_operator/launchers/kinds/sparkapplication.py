@@ -12,7 +12,6 @@ from finetune_contract.choices import Stage
 from finetune_operator.api.objects import Raw, RawCondition, Time
 from finetune_operator.api.quantities import parse_quantity
 from finetune_operator.launchers.kinds.launcher_status import PodTemplate, Verdict
-from finetune_operator.planning.gpu_nodes import gpu_resource
 from finetune_operator.planning.host_memory import MIB
 from finetune_operator.rendering.manifests import metadata
 from finetune_operator.rendering.pod_parts import CONTAINER_NAME, Pod, Resources
@@ -44,10 +43,9 @@ def render(pods: StagePods) -> tuple[Manifest, ...]:
 
 
 def _pod(pods: StagePods, image: str) -> Pod:
-    """Spark adds command and sizes, and keeps what else the container asks for: a GPU."""
+    """Spark adds command and sizes, and keeps what else the container asks for: devices, whose names have a domain."""
     pod = stage_pod(pods)
-    gpu = gpu_resource(pods.context.spec, pods.context.settings.defaults)
-    limits = {name: count for name, count in pod.container.resources.limits.items() if name == gpu}
+    limits = {name: count for name, count in pod.container.resources.limits.items() if "/" in name}
     return replace(pod, container=replace(pod.container, image=image, command=(), resources=Resources({}, limits)))
 
 

@@ -1,0 +1,47 @@
+"""What DeepSpeed compiles for tests: its optimizer in host memory, once for all processes, and where it is kept.
+
+    python -m trainer_support.compiled     (with PYTHONPATH=tests)
+
+compiles ahead what a test with that optimizer waits for otherwise, and ends at once when it is there. May run beside
+itself and beside tests: DeepSpeed's build folder has a lock.
+
+A build is repeated when another ninja or another command than before comes along. So all tests share one environment:
+the ninja beside the interpreter first, as the trainer's launcher has it, and a folder for this installation of
+DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping
+from hashlib import sha256
+from importlib.util import find_spec
+from pathlib import Path
+
+FOLDER = "TORCH_EXTENSIONS_DIR"
+
+
+def settle(environment: MutableMapping[str, str]) -> None:
+    """Set PATH and the folder of builds in the environment of a test run."""
+    beside, path = str(Path(sys.executable).parent), environment.get("PATH", os.defpath)
+    if path.split(os.pathsep)[0] != beside:
+        environment["PATH"] = os.pathsep.join([beside, path])
+    library = find_spec("deepspeed")  # imports nothing
+    if library is not None and library.origin is not None:
+        cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        installed = sha256(library.origin.encode()).hexdigest()[:12]
+        environment.setdefault(FOLDER, str(cache / "finetune-tests" / f"torch-extensions-{installed}"))
+
+
+def main() -> None:
+    """Compile what is not there yet."""
+    settle(os.environ)
+    os.environ["DS_ACCELERATOR"] = "cpu"  # as the fork servers of tests have it
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    CPUAdamBuilder().load(verbose=False)
+
+
+if __name__ == "__main__":
+    main()
