@@ -110,16 +110,18 @@ def test_kserve_makes_no_autoscaler_and_keeps_the_pod_as_it_was_asked_for(served
     assert generation == 1, "what KServe's webhooks change is not applied anew again and again"
 
 
-def test_more_servers_start_without_replacing_the_first_and_go_with_a_suspended_job(served: Served) -> None:
+def test_more_servers_start_beside_the_first_and_a_deployment_takes_over_from_them(served: Served) -> None:
     team, name = served.team, served.name
     (first,) = (pod["metadata"]["name"] for pod in team.pods(name, "serve"))
     team.patch(name, {"endpoint": {"replicas": 2}})
-    both = "2 of 2 servers available"
-    team.wait(name, lambda one: both in str(one.get("conditions")) and one, "two servers answer")
+    team.wait(name, lambda one: "2 of 2 servers" in str(one.get("conditions")) and one, "two servers answer")
     pods = {pod["metadata"]["name"] for pod in team.pods(name, "serve")}
     assert len(pods) == 2
     assert first in pods
-    team.patch(name, {"runPolicy": {"suspend": True}})
-    team.wait_phase(name, "Suspended")
+    team.patch(name, {"endpoint": {"runtime": "deployment", "replicas": 1}})
+    team.wait(name, lambda one: one["endpoint"]["revision"] == 2 and one, "the Deployment serves")
     wait_until(lambda: served.get(*SERVICES, f"{name}-endpoint-1") is None, "the InferenceService is gone", 120)
-    wait_until(lambda: team.pods(name, "serve") == [], "the servers are gone", 300)
+    wait_until(lambda: not pods & {pod["metadata"]["name"] for pod in team.pods(name, "serve")}, "its pods too", 300)
+    assert Client(_address(team, f"{name}-endpoint")).post("/", {"inputs": [TEXT]}).json() == served.answer
+    reasons = {event["reason"] for event in team.events(name)}
+    assert "EndpointNotReady" not in reasons
