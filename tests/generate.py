@@ -70,6 +70,13 @@ data:
 {indented}"""
 
 
+def dry_runs() -> str:
+    """What a dry run on fake GPUs leaves off. The table imports torch."""
+    from tracing_support.switched_off import table
+
+    return table()
+
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -109,6 +116,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "manifests/gitops/argocd/argocd-cm.yaml": argo_health,
     "manifests/examples/README.md": between_marks("manifests/examples/README.md", table),
     **{f"manifests/examples/{name}.yaml": with_head(name) for name in EXAMPLES},
+    "docs/gpu.md": between_marks("docs/gpu.md", dry_runs),
     "docs/metrics.md": between_marks("docs/metrics.md", operator_metrics.reference),
     "trainer_image/contract/finetune_contract/training_arguments.json": known_arguments_json,
     "trainer_image/contract/finetune_contract/tensor_families.json": tensor_families_json,

@@ -40,6 +40,7 @@ from finetune_trainer.tasks.task_protocol import REFERENCE, Objective
 from finetune_trainer.training.activations import Activations, OnDevice, assert_checkpointing_in_effect
 from finetune_trainer.training.engine import engine_of
 from finetune_trainer.training.interruption import Interruption, preempted
+from finetune_trainer.training.known_padding import KnownPadding, known_padding
 from finetune_trainer.training.objective import objective_of
 from finetune_trainer.training.order import Collate, EpochOrder, TrainRows, micro_batches
 from finetune_trainer.training.reference_answers import NoReference, Reference
@@ -287,6 +288,7 @@ class TrainingLoop:
         counted before they came to the device, which need not be waited for.
         """
         clock, own = self.parts.clock, self.parts.strategy.replica_step
+        padding = KnownPadding.of(batch)
         clock.enter("data")  # on its way to the device
         batch = self.engine.to_device(batch)
         counts = iter(items)
@@ -296,10 +298,12 @@ class TrainingLoop:
             def share_of(stage: Any, micro: dict[str, torch.Tensor]) -> torch.Tensor:
                 return self._share(stage, micro, next(counts), of_step)
 
-            loss = own.pipeline.step(self._passed(batch), share_of)
+            with known_padding(padding.of_each(own.passed) if padding is not None else None):
+                loss = own.pipeline.step(self._passed(batch), share_of)
         else:
             clock.enter("forward")
-            loss = self._share(self.engine.wrapped, batch, next(counts), of_step)
+            with known_padding(padding):
+                loss = self._share(self.engine.wrapped, batch, next(counts), of_step)
             if self.args.torch_empty_cache_steps and self.state.global_step % self.args.torch_empty_cache_steps == 0:
                 clear_device_cache()
             clock.enter("backward")

@@ -114,6 +114,7 @@ def cluster_facts(
         hardware=node,
         nodes=nodes,
         served=tuple(dict.fromkeys([*Facts().served, *asked])),
+        kserve=spec.endpoint is not None and spec.endpoint.runtime == "kserve",
     )
     given = [name for name in ("model", "data", "hardware") if getattr(facts, name) is not None]
     if given:
