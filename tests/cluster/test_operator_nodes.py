@@ -5,6 +5,7 @@ that the operator rests on them, and `finetune doctor`, also with hardly any rig
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from cluster_support.api_access import Api, Object, kubeconfig_text, path_of
 from cluster_support.control_plane import Cluster
 from cluster_support.kubelet import NODE_MARK
 from cluster_support.operator_process import install
-from cluster_support.told_jobs import Jobs
+from cluster_support.told_jobs import FINETUNE, Jobs
 from cluster_support.world import World
 
 POOL = "example.com/pool"
@@ -152,6 +153,15 @@ def test_the_doctor_tells_what_there_is_and_hints_at_what_is_lacking(jobs: Jobs,
     assert "no registry" in found["image"]["found"]
     assert all(one["hint"] for name, one in found.items() if one["state"] == "gap")
     assert found[f"namespace {jobs.namespace}"]["found"].startswith("PodSecurity restricted")
+
+
+def test_the_command_plans_with_the_same_facts_as_the_operator(jobs: Jobs, fleet: None) -> None:
+    doctor(jobs, {"resources": {"gpusPerNode": 8, "accelerator": {"product": "T4"}}})
+    command = [FINETUNE, "plan", jobs.folder / "job.yaml", "--cluster", "--nodes", "-o", "json"]
+    ran = subprocess.run(command, env=jobs.environment(), capture_output=True, text=True, check=True)
+    made = json.loads(ran.stdout)
+    assert made["hardware"]["gpu"]["product"] == "T4"
+    assert "hardware: 1 node with 8 x T4 of 15.0 GiB (label nvidia.com/gpu.product)" in made["assumptions"]
 
 
 def test_the_doctor_shows_a_table_for_people_without_a_job(jobs: Jobs, fleet: None) -> None:
