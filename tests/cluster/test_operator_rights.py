@@ -176,6 +176,9 @@ def whole_jobs(world: World) -> None:
         world.wait_running(f"stopped-{launcher}", "train")
         world.change(f"stopped-{launcher}", {"runPolicy": {"suspend": True}})
         world.wait_phase(f"stopped-{launcher}", "Suspended")
+    # Its plan rests on what nodes tell of their GPUs, where they may be read.
+    world.apply("with-gpus", {"resources": {"gpusPerNode": 1}, "runPolicy": {"suspend": True}})
+    world.wait_phase("with-gpus", "Suspended")
     world.kubelet.playbook.set("stopped-spark", "prepare", RUNS)
     world.apply("stopped-spark", {"preparation": {"engine": "spark"}})
     world.wait_running("stopped-spark", "prepare")

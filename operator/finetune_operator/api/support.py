@@ -78,6 +78,7 @@ SUPPORTED: tuple[str, ...] = (
     "predict.format",
     "predict.idColumn",
     "predict.maxBadRows",
+    "predict.metricTolerance",
     "predict.optimization",
     "predict.tolerance",
     "predict.workers",

@@ -492,6 +492,7 @@ def _prediction(draft: Draft) -> Prediction | None:
         id_column=asked.id_column,
         optimization=draft.predict_optimization,
         tolerance=None if draft.predict_optimization == "none" else asked.tolerance,
+        metric_tolerance=None if draft.predict_optimization == "none" else asked.metric_tolerance,
     )
 
 

@@ -174,7 +174,7 @@ def _scaled(there: EndpointView, wanted: EndpointObjects) -> bool:
     """Return whether another number of servers is asked for than what runs them says."""
     if wanted.runtime == "kserve":
         return (there.replicas, there.most) != (wanted.replicas, wanted.most)
-    return not wanted.scales and there.replicas != wanted.replicas
+    return there.replicas != wanted.replicas
 
 
 def _running(course: Course, current: StageStatus, rolled: Rollout, wanted: EndpointObjects) -> Course:
