@@ -196,6 +196,7 @@ def serve_a_model(world: World) -> None:
     stages = dict.fromkeys(("training", "dataset", "evaluation", "predict"))
     for runtime, kind in (("deployment", DEPLOYMENT), ("kserve", INFERENCE_SERVICE)):
         job = f"serving-{runtime}"
+        world.kubelet.playbook.set(job, "serve", RUNS)
         world.apply(job, {**stages, "endpoint": {"runtime": runtime, "replicas": 2, "maxReplicas": 3}})
         world.wait(job, "it answers", lambda status: conditions(status).get("Ready") == "True")
         world.change(job, {"runPolicy": {"suspend": True}})

@@ -128,6 +128,11 @@ def test_kserve_without_a_controller_is_told() -> None:
 
 def test_what_kserve_says_of_its_failure_is_told() -> None:
     world = serving(None)
+    waits = {"type": "PredictorReady", "status": "False", "reason": "MinimumReplicasUnavailable", "message": "No."}
+    world.servers[NAME]["status"] = {"conditions": [waits]}
+    world.settle()
+    assert world.said("Ready")[1] == "WaitingForKServe"
+    assert "EndpointNotReady" not in world.told(), "every server starts so"
     said = {"type": "PredictorReady", "status": "False", "reason": "ReconcileFailed", "message": "exceeded quota"}
     world.servers[NAME]["status"] = {"conditions": [said]}
     world.settle()

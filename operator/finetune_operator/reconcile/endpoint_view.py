@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import JsonValue, ValidationError
 
 from finetune_contract.choices import Stage
-from finetune_operator.api.objects import Conditions, Meta, Raw
+from finetune_operator.api.objects import Conditions, Meta, Raw, RawCondition
 from finetune_operator.launchers.kserve_kind import KSERVE_KIND, KSERVE_LABEL
 from finetune_operator.reconcile.children import attempt_of
 from finetune_operator.reconcile.reconcile_types import EndpointView, ObjectRef
@@ -105,7 +105,7 @@ def inference_service_view(value: Mapping[str, JsonValue]) -> EndpointView | Non
     if attempt is None or attempt[0] is not Stage.SERVE:
         return None
     asked, annotations = raw.spec.predictor, raw.metadata.annotations
-    bad = {one.type: one for one in raw.status.conditions if one.status == "False" and one.message}
+    bad = {one.type: one for one in raw.status.conditions if _is_trouble(one)}
     told = next((bad[name] for name in _TOLD_CONDITIONS if name in bad), None)
     return EndpointView(
         ref=ObjectRef(raw.api_version, raw.kind, raw.metadata.name, raw.metadata.uid or None),
@@ -121,6 +121,11 @@ def inference_service_view(value: Mapping[str, JsonValue]) -> EndpointView | Non
         trouble=None if told is None else (told.reason or told.type, told.message),
         url=raw.status.url,
     )
+
+
+def _is_trouble(told: RawCondition) -> bool:
+    """Whether KServe says that something cannot be done, and not only that servers are on their way."""
+    return told.status == "False" and bool(told.message) and told.reason != "MinimumReplicasUnavailable"
 
 
 def joined(views: Iterable[EndpointView]) -> tuple[EndpointView, ...]:
